@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Iterable
 from typing import Protocol, TypeAlias
@@ -52,6 +53,7 @@ class ProcessStream:
 
     Attributes:
         leaving: Whether the output processor drains, so that it gets no new requests.
+        was_silent: Whether the stream has ended because the output processor was silent, so that it may still work.
     """
 
     def __init__(self, owner: StreamOwner) -> None:
@@ -64,7 +66,7 @@ class ProcessStream:
         self._silent_ticks = 0
         self._uncredited = 0
         self._ended = False
-        self.leaving = False
+        self.leaving = self.was_silent = False
 
     def submit(self, submission: Submission, *, again: bool = False) -> int:
         """Send a request and return its slot. ``again``: it continues what arrived from another stream, or waited."""
@@ -121,6 +123,7 @@ class ProcessStream:
         while self._silent_ticks < SILENT_TICKS:
             await asyncio.sleep(hello.HEARTBEAT_SECONDS)
             self._silent_ticks = self._silent_ticks + 1 if self._slots else 0
+        self.was_silent = True
         raise errors.Unavailable("the output processor is silent")
 
     def deal(self, frame: pb.ProcessFrame) -> None:
@@ -212,12 +215,14 @@ class OutputLink:
     Attributes:
         stream: The live stream, once both sides have said hello; otherwise None.
         mark: What stands for the output processor in ids of requests, once it has said hello.
+        changed_at: When it was lost, or returned, last; -inf if it was never lost.
     """
 
     def __init__(self, address: str, ours: types_pb2.Hello, owner: StreamOwner) -> None:
         """``ours``: what this gateway says hello with. ``owner``: learns what happens to the streams."""
         self.address = address
         self.mark = UNKNOWN_MARK
+        self.changed_at = -math.inf
         self._owner = owner
         self.stream: ProcessStream | None = None
         self._ours = ours
@@ -231,6 +236,8 @@ class OutputLink:
         try:
             stream.leaving = await self._greet(call)
             greeted, self.stream = True, stream
+            if self.changed_at > -math.inf:
+                self.changed_at = asyncio.get_running_loop().time()
             log.info("connected to output processor %s", self.address)
             self._owner.on_open()
             await first_of(stream.write(call), stream.watch(), stream.read(call))
@@ -241,6 +248,8 @@ class OutputLink:
         finally:
             call.cancel()  # otherwise the call and its requests would stay alive on the other side
             self.stream = None
+            if greeted:
+                self.changed_at = asyncio.get_running_loop().time()
             self._owner.on_lost(stream, stream.end())
         self._backoff = MIN_BACKOFF if greeted else min(self._backoff * 2, MAX_BACKOFF)
         await asyncio.sleep(self._backoff)

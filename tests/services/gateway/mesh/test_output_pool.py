@@ -11,13 +11,15 @@ import pytest
 
 from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeOutputProcessor, FakeRequest
-from tokenloom.request.errors import TryElsewhere
+from tokenloom.request.errors import RequestLost, TryElsewhere
 from tokenloom.services.gateway.mesh.output_link import ProcessStream
 from tokenloom.services.gateway.mesh.submission import MAX_LOSSES_ALONE
+from tokenloom.services.runtime.peers import retry_budget
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, SampleJournal, SlotTextLogprobs
 from tokenloom.v1.types_pb2 import Logprobs
 
 BODY = {"model": MODEL, "prompt": "ab", "max_tokens": 100}
+LOST = RequestLost("The request is not known.")
 MOVE = TryElsewhere("the output processor is shutting down")
 
 
@@ -128,6 +130,33 @@ async def test_a_lost_request_continues_elsewhere_with_what_the_client_has_of_ea
     assert response["usage"]["completion_tokens"] == 5
 
 
+@pytest.mark.parametrize("runs", [False, True])
+async def test_after_a_loss_a_request_with_a_key_is_sought_at_all_of_them(
+    client: Client, http: httpx.AsyncClient, runs: bool
+) -> None:
+    client.mesh.second_outputs.sessions[-1].end()
+    while len(client.mesh.second_outputs.sessions) < 2 or await client.num_serving() < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    task = asyncio.create_task(http.post("/v1/completions", json=BODY, headers={"Idempotency-Key": "k"}))
+    parts = client.mesh.outputs, client.mesh.second_outputs
+    sought = [asyncio.create_task(part.next_resume()) for part in parts]
+    (first,), _ = await asyncio.wait(sought, return_when=asyncio.FIRST_COMPLETED)
+    first.result()[0].fail(LOST)
+    await asyncio.wait(sought)
+    (second,) = set(sought) - {first}
+    request, resume = second.result()
+    if not runs:
+        request.fail(LOST)
+        gets = [asyncio.create_task(part.next_request()) for part in parts]
+        (get,), (other,) = await asyncio.wait(gets, return_when=asyncio.FIRST_COMPLETED)
+        other.cancel()
+        request = get.result()
+        assert request.submit.take_over
+        assert request.submit.request_id == resume.request_id
+    request.answer("ok")
+    assert (await task).json()["choices"][0]["text"] == "ok"
+
+
 async def test_every_prompt_of_a_request_moves(client: Client, http: httpx.AsyncClient) -> None:
     task = asyncio.create_task(http.post("/v1/completions", json={**BODY, "prompt": ["ab", "cd"]}))
     lost, other = client.mesh.outputs, client.mesh.second_outputs
@@ -177,6 +206,36 @@ async def test_a_request_that_all_refuse_is_an_overload(client: Client) -> None:
     response = await task
     assert (response.status_code, response.headers["retry-after"]) == (503, "3")
     assert response.json()["error"]["code"] == "resource_exhausted"
+
+
+async def test_without_a_budget_a_refused_request_asks_no_other(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry_budget, "MAX_RETRIES", 0.0)
+    task, request, other = await client.begin()
+    request.fail(TryElsewhere("full", retry_after=2))
+    response = await task
+    assert (response.status_code, response.headers["retry-after"]) == (503, "2")
+    assert other.requests.empty()
+
+
+async def test_an_accepted_request_waits_while_all_are_full(client: Client) -> None:
+    task, request, other = await client.begin()
+    request.send("a", [1])
+    await dealt(request)
+    owner(client.mesh, other).sessions[-1].end()
+    (await other.next_request()).fail(TryElsewhere("full"))
+    again = await asyncio.wait_for(_next_of_either(client), SOON)
+    assert [list(journal.token_ids) for journal in again.submit.journals] == [[1]]
+    again.answer("b")
+    assert (await task).json()["choices"][0]["text"] == "ab"
+
+
+async def _next_of_either(client: Client) -> FakeRequest:
+    parts = client.mesh.outputs, client.mesh.second_outputs
+    while all(part.requests.empty() for part in parts):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    return await next(part for part in parts if not part.requests.empty()).next_request()
 
 
 async def test_a_request_that_all_refuse_because_they_leave_waits_for_one(client: Client) -> None:

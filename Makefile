@@ -81,6 +81,9 @@ release-protos: ## keep the protos as those of a release, for breaking-protos (N
 docs: install ## write the pages of docs/ that come from the code
 	$(BIN)/python -m tokenloom.reference docs
 
+models-docs: install ## write docs/models.md after trying every causal language model of transformers (5 minutes)
+	$(BIN)/python -m tests.soak.models_page
+
 metrics-docs: install ## write docs/metrics.md from a running mesh
 	$(BIN)/python -m tests.observability.catalogue
 
@@ -136,7 +139,7 @@ simulate: install ## run 10,000 seeds of the simulated mesh, with faults of ever
 	$(BIN)/python -m tests.simulation --seeds 10000 --jobs 2
 	for bug in no_retry stale_frames ignored_lease; do $(BIN)/python -m tests.simulation --seeds 200 --bug $$bug || exit 1; done
 
-soak: install ## run random schedules of faults, random JSON schemas, expensive grammars and malformed requests
+soak: install ## run random schedules of faults, random JSON schemas, expensive grammars, malformed requests and tiny models
 	$(BIN)/python -m tests.soak --schedules 1000
 	$(BIN)/python -m tests.soak --schedules 1000 --async-scheduling
 	$(BIN)/python -m tests.soak --schedules 50 --worker model
@@ -145,6 +148,7 @@ soak: install ## run random schedules of faults, random JSON schemas, expensive 
 	$(BIN)/python -m tests.soak.schemas --schemas 300
 	$(BIN)/python -m tests.soak.bombs
 	$(BIN)/python -m tests.soak.fuzz --requests 20000
+	$(BIN)/python -m tests.soak.transformers_models
 
 attack: install ## attack running meshes while another key's stream runs, and print what it noticed (20 minutes, nothing else running)
 	$(BIN)/python -m tests.attack
@@ -183,4 +187,4 @@ house: install ## print figures about the source tree: sizes, hops of a request,
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test lint types pyright check-protos lint-protos breaking-protos release-protos protos docs metrics-docs wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check gpu-check bench house help
+.PHONY: install demo test lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check gpu-check bench house help

@@ -13,6 +13,7 @@ from .layers.embedding import InputEmbeds
 from .models.architectures import ModelLoader
 from .models.model import Model
 from .models.on_host import OnHost
+from .models.self_check import CheckedModel
 
 
 class AbsentModel:
@@ -50,10 +51,10 @@ class ModelSlot:
         """Load the checkpoint directory ``path``. Raises ``ValueError`` naming what is missing or not supported."""
         self._path = path
         self._loader = loader
-        self._declared = loader.read_config(path)
         # Recorded before loading, so that a file that changes during the load is noticed later.
         self._stamps: FileStamps | None = file_stamps(path)
         self.model: Model = loader.load(path)
+        self._declared = self.model.declared if isinstance(self.model, CheckedModel) else self.model.config
         self._on_host: OnHost | None = None
 
     @property

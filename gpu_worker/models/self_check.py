@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionBackend, KVCache
+from ..checkpoint.model_config import ModelConfig
 from .model import Model
 
 _STEPS = ((16, 0), (7, 9), (0, 1), (1, 1), (13, 0), (1, 1), (1, 0), (1, 1))
@@ -30,6 +31,8 @@ class CheckedModel(Model, Protocol):
     architecture: str
     library: str
     """The library whose modules compute it, with its version."""
+    declared: ModelConfig
+    """What the checkpoint's configuration says by itself; ``config`` is what the modules were found to compute."""
 
     def compute_eagerly(self, input_ids: Tensor) -> Tensor:
         """Compute the logits [T, vocab_size] of one sequence [T] without the paged cache."""

@@ -5,11 +5,13 @@ refused before the first request.
 """
 
 import argparse
+import shutil
 import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -63,23 +65,36 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}" if not isinstance(error, ValueError) else lines[0]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kinds", nargs="*", help="model types; by default all")
-    arguments = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+def sweep(kinds: Sequence[str], directory: Path) -> dict[str, Outcome]:
+    """Try each model type, and print a line for each."""
     outcomes = {}
-    for kind in arguments.kinds or KINDS:
+    for kind in kinds:
         started = time.perf_counter()
-        with tempfile.TemporaryDirectory(prefix="tl-") as directory:
-            outcomes[kind] = outcome = try_kind(kind, Path(directory))
+        outcomes[kind] = outcome = try_kind(kind, directory)
+        shutil.rmtree(directory / kind, ignore_errors=True)
         seconds = time.perf_counter() - started
         print(f"{kind:26s} {seconds:5.1f} s  {outcome.verdict:12s} {outcome.reason}", flush=True)
     counts = Counter(outcome.verdict for outcome in outcomes.values())
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
-    sys.exit(1 if counts["wrong"] else 0)
+    return outcomes
+
+
+def quiet() -> None:
+    """Keep transformers' warnings and progress bars out of the table, and compute with one thread."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kinds", nargs="*", help="model types; by default all")
+    kinds = parser.parse_args().kinds or list(KINDS)
+    quiet()
+    with tempfile.TemporaryDirectory(prefix="tl-") as directory:
+        outcomes = sweep(kinds, Path(directory))
+    sys.exit(1 if any(outcome.verdict == "wrong" for outcome in outcomes.values()) else 0)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class LinearModule(nn.Module):
         super().__init__()
         self._linear = linear
         self.out_features, self.in_features = weight.shape
-        # What some modules read dtype and device from. A product with it raises an error.
+        # What some modules read dtype and device from. A product with it has no values, which the self-check refuses.
         self.weight = torch.empty_like(weight, device="meta")
         self.bias = None if bias is None else torch.empty_like(bias, device="meta")
 

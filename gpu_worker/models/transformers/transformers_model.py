@@ -40,6 +40,7 @@ class TransformersModel:
     """
 
     config: ModelConfig
+    declared: ModelConfig
     architecture: str
     library = f"transformers-{transformers.__version__}"
 
@@ -113,7 +114,7 @@ class TransformersModel:
         body_name = _body_name(model)
         body = getattr(model, body_name)
         rules = record(body, model, max_model_len(found.config), self._device)
-        declared = declared_config(found.config, self._dtype, self._quantization)
+        declared = self.declared = declared_config(found.config, self._dtype, self._quantization)
         self._set_config(complete(declared, found.config.get_text_config(decoder=True), rules))
         attention = PagedAttention(rules, self.config.head_size)
         bind(model, attention)

@@ -1,0 +1,77 @@
+"""Our layers in place of transformers'."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from tokenloom.gpu_worker.models.transformers.experts import can_group
+from tokenloom.gpu_worker.models.transformers.modules import LinearModule, NormModule, replace_modules
+from tokenloom.gpu_worker.ops.torch_ops import TorchOps
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, GemmaRMSNorm])
+@torch.inference_mode()
+def test_norms_with_either_meaning_of_the_weight_are_replaced(kind: Any, dtype: torch.dtype) -> None:
+    module = nn.Sequential(kind(64)).to(dtype)
+    module[0].weight.normal_()
+    x = torch.randn(1, 5, 4, 64).to(dtype)
+    expected = module(x)
+    replace_modules(module, None, TorchOps(), None)
+    assert isinstance(module[0], NormModule)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(module(x), expected, rtol=tolerance, atol=tolerance)
+
+
+class OddRMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return 3 * super().forward(hidden_states)
+
+
+@torch.inference_mode()
+def test_a_norm_that_computes_something_else_stays() -> None:
+    module = nn.Sequential(OddRMSNorm(64))
+    replace_modules(module, None, TorchOps(), None)
+    assert type(module[0]) is OddRMSNorm
+
+
+@torch.inference_mode()
+def test_linear_layers_are_replaced_and_the_head_keeps_its_dtype() -> None:
+    module = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 128, bias=False))
+    x = torch.randn(2, 3, 64)
+    expected = module(x)
+    replace_modules(module, module[1], TorchOps(), "int8-dynamic")
+    assert [type(part) for part in module] == [LinearModule, LinearModule]
+    assert type(module[0]._linear).__name__ == "Int8Linear"
+    assert type(module[1]._linear).__name__ != "Int8Linear"
+    assert (module(x) - expected).norm() < 0.02 * expected.norm()
+
+
+@torch.inference_mode()
+def test_experts_are_grouped() -> None:
+    config: Any = SimpleNamespace(
+        num_local_experts=4, hidden_size=32, intermediate_size=48, hidden_act="silu", _experts_implementation="eager"
+    )
+    experts = MixtralExperts(config)
+    for parameter in experts.parameters():
+        parameter.normal_(0, 0.2)
+    hidden, weights = torch.randn(9, 32), torch.rand(9, 2)
+    chosen = torch.stack([torch.randperm(3)[:2] for _ in range(9)])  # the last expert has no row
+    expected = experts(hidden, chosen, weights)
+    assert can_group(experts)
+    replace_modules(experts, None, TorchOps(), None)
+    assert not list(experts.parameters())
+    torch.testing.assert_close(experts(hidden, chosen, weights), expected, rtol=1e-5, atol=1e-5)
+    alone = torch.cat([experts(hidden[i : i + 1], chosen[i : i + 1], weights[i : i + 1]) for i in range(9)])
+    torch.testing.assert_close(alone, expected, rtol=1e-5, atol=1e-5)

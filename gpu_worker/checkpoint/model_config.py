@@ -7,10 +7,13 @@ from typing import Literal
 
 import torch
 
+from tokenloom.gguf.gguf_file import is_gguf
+
 from ..layers.activation import ACTIVATIONS
 from ..layers.rotary import RopeConfig, YarnScaling
 from .config_reader import ConfigReader
 from .families import DECODERS, DecoderTraits
+from .gguf.config import gguf_config
 from .layer_kinds import read_ropes, read_windows
 from .opt_switches import OPTSwitches
 from .quantization.scheme import Scheme
@@ -121,13 +124,13 @@ class ModelConfig:
 
 
 def load_model_config(path: Path, dtype: str = "auto", quantization: str | None = None) -> ModelConfig:
-    """Read the configuration of the checkpoint directory ``path``.
+    """Read the configuration of the checkpoint ``path``, a directory or a GGUF file.
 
     ``dtype`` is ``auto`` (the checkpoint's own, or bfloat16 with a warning if that is float16), ``float32`` or
     ``bfloat16``; ``quantization`` is None or one of ``QUANTIZATIONS``. Raises ``ValueError`` naming what is wrong or
     not supported in the configuration.
     """
-    reader = ConfigReader.open(path)
+    reader = ConfigReader.of_model(gguf_config(path), path.name) if is_gguf(path) else ConfigReader.open(path)
     family = _family(reader)
     torch_dtype = _dtype(reader, path, dtype)
     scheme = read_scheme(reader)

@@ -72,6 +72,7 @@ class Requests:
         """
         count = num_samples(submit)
         self._check(submit, count)
+        self._placer.budget.add_request()
         journals = _journals(submit, count) if submit.journals else {}
         samples = [
             SampleOutput(

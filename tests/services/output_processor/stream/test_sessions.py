@@ -18,11 +18,14 @@ from tokenloom.services.output_processor.stream.gateway_session import Session
 from tokenloom.services.output_processor.stream.sessions import Sessions
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.services.runtime.peers.hello import make_hello
+from tokenloom.services.runtime.peers.retry_budget import RetryBudget
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput
 
 
 class NoPlacer:
     """Never finds an engine."""
+
+    budget = RetryBudget(lambda: 0.0)
 
     def ask(self, _: object) -> None:
         return None

@@ -7,11 +7,11 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <vector>
 
 #include "dot.h"
+#include "quantized.h"
 #include "vec.h"
 
 namespace {
@@ -28,22 +28,6 @@ struct Product {
   int32_t least;  // added to the matrix's numbers
 };
 
-constexpr int PANEL = 16, GROUP = 32, FOURS = GROUP / 4, LINE = PANEL * 4;  // outputs; inputs; bytes of a four
-
-// One panel of `values`, [outputs, inputs], less `least`.
-template <int BITS>
-void pack_panel(const int8_t* values, int64_t outputs, int64_t inputs, int32_t least, uint8_t* panel) {
-  for (int64_t k = 0; k < inputs; k += 4)
-    for (int64_t o = 0; o < std::min<int64_t>(PANEL, outputs); ++o)
-      for (int i = 0; i < 4; ++i) {
-        const uint8_t number = (uint8_t)(values[o * inputs + k + i] - least);
-        if (BITS == 8)
-          panel[k * PANEL + o * 4 + i] = number;
-        else
-          panel[k / 8 * LINE + o * 4 + i] |= k % 8 ? number << 4 : number;
-      }
-}
-
 #ifdef HAS_DOT
 constexpr int STRETCH = 128;  // rows that are computed together: of 3,072 inputs they take 400 KB of the cache
 constexpr int AHEAD = 2048;   // bytes fetched before their use
@@ -56,21 +40,6 @@ struct Rounded {
   std::vector<float> totals;   // [groups, rows]: of the values, times the unit
   int64_t rows;
 };
-
-inline void store_bytes(int8_t* to, const VecInt* x) {
-#ifdef __AVX512F__
-  for (int i = 0; i < GROUP / LANES; ++i) {
-    const __m128i bytes = _mm512_cvtsepi32_epi8((__m512i)x[i]);
-    memcpy(to + i * LANES, &bytes, sizeof bytes);
-  }
-#else
-  const __m256i lower = _mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]);
-  const __m256i upper = _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]);
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(lower, upper), order);
-  memcpy(to, &bytes, sizeof bytes);
-#endif
-}
 
 // A row's group as int8 by its largest number. A number that is not finite makes the unit NaN.
 template <class T>
@@ -216,51 +185,6 @@ void run(const Product& p, int threads) {
   }
 }
 
-// Rounds a number by a scale's inverse to the levels of 4 bits.
-inline Vec to_level(Vec x, float inverse) {
-  const Vec level = __builtin_convertvector(to_int(x * inverse), Vec);
-  return minimum(maximum(level, splat(-8.f)), splat(7.f));
-}
-
-// What layers/quantized_weight.py describes, for one group. Returns the scale.
-template <class T>
-float best_scale(const T* x, int64_t group, const float* extremes, int64_t count) {
-  Vec most = splat(-INFINITY), least = splat(INFINITY);
-  for (int64_t i = 0; i < group; i += LANES) {
-    most = maximum(most, load(x + i));
-    least = minimum(least, load(x + i));
-  }
-  const float high = largest(most), low = -largest(-least), extreme = high >= -low ? high : low;
-  float scale = 0, gained = 0;
-  for (int64_t e = 0; extreme != 0 && e < count; ++e) {
-    Vec product = {}, square = {};
-    for (int64_t i = 0; i < group; i += LANES) {
-      const Vec part = load(x + i), level = to_level(part, -extremes[e] / extreme);
-      product += part * level;
-      square += level * level;
-    }
-    const float xl = sum(product), ll = sum(square), gain = xl * (xl / ll);
-    if (gain > gained) gained = gain, scale = xl / ll;
-  }
-  const float half = _cvtsh_ss(_cvtss_sh(scale, _MM_FROUND_TO_NEAREST_INT));
-  return std::fabs(half) >= 6.103515625e-5f && std::fabs(half) <= 65504.f ? half : scale;
-}
-
-template <class T>
-void round_groups(const T* weight, int64_t groups, int64_t group, const float* extremes, int64_t count, int8_t* values,
-                  float* scales, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t g = 0; g < groups; ++g) {
-    const T* x = weight + g * group;
-    const float scale = scales[g] = best_scale(x, group, extremes, count), inverse = scale != 0 ? 1 / scale : 0;
-    for (int64_t i = 0; i < group; i += GROUP) {
-      VecInt levels[GROUP / LANES];
-      for (int j = 0; j < GROUP / LANES; ++j) levels[j] = to_int(to_level(load(x + i + j * LANES), inverse));
-      store_bytes(values + g * group + i, levels);
-    }
-  }
-}
-
 template <int BITS, class T>
 void choose(const Product& p, int threads) {
   p.offsets ? run<BITS, true, T>(p, threads) : run<BITS, false, T>(p, threads);
@@ -270,8 +194,6 @@ constexpr bool USABLE = true;
 constexpr bool USABLE = false;
 template <int BITS, class T>
 void choose(const Product&, int) {}
-template <class T>
-void round_groups(const T*, int64_t, int64_t, const float*, int64_t, int8_t*, float*, int) {}
 #endif
 
 }  // namespace

@@ -38,8 +38,9 @@ class WorkerConfig(Struct, frozen=True):
         Dtype, "Number format of weights and activations; auto: the checkpoint's, and bfloat16 for float16."
     ] = "auto"
     quantization: Annotated[
-        Literal["int8-dynamic"] | None,
-        "int8-dynamic: round the layers' weights to int8 at load and their inputs row by row.",
+        Literal["int8-dynamic", "int4"] | None,
+        "int8-dynamic: round the layers' weights to int8 at load and their inputs row by row; int4: round weights to 4 "
+        "bits by groups of 32 inputs, those of the output layer to 8 bits.",
     ] = None
     model_impl: Annotated[
         ModelImpl,

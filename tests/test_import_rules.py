@@ -27,8 +27,10 @@ FOLDERS = {
 SAMPLING_PARAMS = "tokenloom.request.sampling_params"
 BLOCK_HASH = "tokenloom.request.prompt_block_hash"
 REASONING = "tokenloom.request.reasoning"
+# The head of a GGUF file, which holds configuration and tokenizer.
+GGUF_FILE = "tokenloom.gguf.gguf_file"
 # Names, checks and errors of requests and of the model's files, for every entrance.
-ABOUT_REQUESTS = ("tokenloom.request", "tokenloom.checkpoint")
+ABOUT_REQUESTS = ("tokenloom.request", "tokenloom.checkpoint", "tokenloom.file_digest", "tokenloom.gguf")
 SERVICES = ("coordinator", "engine", "gateway", "output_processor", "tokenizer")
 
 # What worker code may take from the engine core: its plain data and protocols, none of its machinery.
@@ -205,7 +207,7 @@ def test_engine_core(module: Module) -> None:
 
 
 def test_gpu_worker() -> None:
-    package, allowed = "tokenloom.gpu_worker", [*sorted(PLAIN_DATA), SAMPLING_PARAMS]
+    package, allowed = "tokenloom.gpu_worker", [*sorted(PLAIN_DATA), SAMPLING_PARAMS, GGUF_FILE]
     assert not violations(package, allowed, never=("grpc", "asyncio"))
     # Only the folder for that library's models, which is imported when one is loaded.
     modules = [module for module in modules_of(package) if not is_in(module.name, f"{package}.models.transformers")]

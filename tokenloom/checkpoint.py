@@ -1,13 +1,19 @@
 """Reads the files of a model that do not hold weights: tokenizer, end tokens, defaults, fingerprints."""
 
-import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .file_digest import cached_digest, digest_of
+from .gguf.description import (
+    gguf_tokenizer_fingerprint,
+    load_gguf_description,
+    load_gguf_tokenizer,
+    save_gguf_tokenizer,
+)
+from .gguf.gguf_file import SUFFIX, is_gguf
 from .request import validation
 from .request.errors import InvalidArgument, NotFound, TokenloomError
 from .request.narrowing import narrow_sampling
@@ -34,24 +40,34 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 
 def resolve(model: str) -> Path:
-    """Return the directory of the demo model, of a local checkpoint, or of a hub id (cached or downloaded).
+    """Return the directory of the demo model, of a local checkpoint, or of a hub id (cached or downloaded), or the path
+    of a GGUF file.
 
     Raises ``NotFound``.
     """
     path = DEMO_MODEL if model == DEMO_MODEL_NAME else Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise NotFound(f"model {model!r}: the directory has no config.json", field="model")
+    if is_checkpoint(path):
         return path.resolve()
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        raise NotFound(f"model {model!r}: no such directory", field="model")
+    if path.is_dir():
+        files = ", ".join(sorted(file.name for file in path.glob(f"*{SUFFIX}")))
+        way_out = f"; name one of its GGUF files: {files}" if files else ""
+        raise NotFound(f"model {model!r}: the directory has no config.json{way_out}", field="model")
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(SUFFIX):
+        raise NotFound(f"model {model!r}: no such directory or {SUFFIX} file", field="model")
     return _from_hub(model)
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Return whether the path is that of a checkpoint directory or of a GGUF file."""
+    return path.is_file() if is_gguf(path) else (path / "config.json").is_file()
+
+
 def served_name(path: Path, model: str = "") -> str:
-    """Return the default name for clients: the hub id, or the last part of the directory."""
+    """Return the default name for clients: the hub id, the last part of the directory, or a GGUF file's stem."""
     if path.resolve() == DEMO_MODEL.resolve():
         return DEMO_MODEL_NAME
+    if is_gguf(path):
+        return path.stem
     return model if model and not Path(model).expanduser().exists() else path.name
 
 
@@ -60,7 +76,7 @@ class CheckpointInfo:
     """Describes a checkpoint except for its weights.
 
     Attributes:
-        path: The directory.
+        path: The directory, or the GGUF file.
         eos_token_ids: Ids that end a generation, ascending: those of ``generation_config.json``, as in transformers; if
             it names none, those of ``config.json`` and of the tokenizer.
         default_sampling_params: Defaults of ``generation_config.json`` for requests that do not set a parameter.
@@ -76,7 +92,13 @@ class CheckpointInfo:
 
     @classmethod
     def load(cls, path: Path) -> "CheckpointInfo":
-        """Read the JSON files of a checkpoint. Raises ``InvalidArgument`` for a broken one."""
+        """Read the JSON files of a checkpoint, or the metadata of a GGUF file.
+
+        Raises ``InvalidArgument`` for a broken one.
+        """
+        if is_gguf(path):
+            ends, template, tokens = load_gguf_description(path)
+            return cls(path=path, eos_token_ids=ends, chat_template=template, special_tokens=tokens)
         config, generation = _read_json(path / "config.json"), _read_json(path / "generation_config.json")
         tokenizer = _read_json(path / "tokenizer_config.json")
         tokens = _special_tokens(path, tokenizer)
@@ -96,6 +118,8 @@ def load_tokenizer(path: Path) -> "Tokenizer":
 
     Raises ``NotFound`` without a tokenizer.json, ``InvalidArgument`` for a broken one or tokens that do not fit it.
     """
+    if is_gguf(path):
+        return load_gguf_tokenizer(path)
     from tokenizers import Tokenizer
 
     file = path / "tokenizer.json"
@@ -111,36 +135,28 @@ def load_tokenizer(path: Path) -> "Tokenizer":
     return tokenizer
 
 
+def tokenizer_file(path: Path) -> Path | None:
+    """Return the ``tokenizer.json`` of a checkpoint, which for a GGUF file is a cached copy; None if it has none."""
+    if is_gguf(path):
+        return save_gguf_tokenizer(path)
+    return path / "tokenizer.json" if (path / "tokenizer.json").is_file() else None
+
+
 def tokenizer_fingerprint(path: Path) -> bytes:
     """Return the SHA-256 of the names and contents of the tokenizer's files and the chat template."""
-    return _digest(path / name for name in _TOKENIZER_FILES if (path / name).is_file())
+    if is_gguf(path):
+        return gguf_tokenizer_fingerprint(path)
+    return digest_of(path / name for name in _TOKENIZER_FILES if (path / name).is_file())
 
 
 def weights_fingerprint(path: Path, cache_dir: Path | None = None) -> bytes:
-    """Return the SHA-256 of config.json and all weight files.
+    """Return the SHA-256 of config.json and all weight files, or of the GGUF file.
 
     It is cached under ``cache_dir`` (default ``~/.cache/tokenloom``) by path, size and time, because reading a large
     model is slow.
     """
-    files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
-    stats = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
-    key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()
-    entry = (cache_dir or Path.home() / ".cache" / "tokenloom") / "weights" / key
-    try:
-        cached = bytes.fromhex(entry.read_text())
-        if len(cached) == hashlib.sha256().digest_size:
-            return cached
-    except (OSError, ValueError):
-        pass  # missing or invalid: computed again
-    digest = _digest(files)
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        draft = entry.with_suffix(f".{digest.hex()[:8]}")
-        draft.write_text(digest.hex())
-        draft.replace(entry)
-    except OSError:
-        pass  # in a read-only home the digest is computed at each start
-    return digest
+    files = [path] if is_gguf(path) else [path / "config.json", *sorted(path.glob("*.safetensors"))]
+    return cached_digest(files, (cache_dir or Path.home() / ".cache" / "tokenloom") / "weights")
 
 
 def _from_hub(model: str) -> Path:
@@ -155,16 +171,6 @@ def _from_hub(model: str) -> Path:
             f"model {model!r}: no such directory, and not to be had from the hub ({type(error).__name__})",
             field="model",
         ) from None
-
-
-def _digest(files: Iterable[Path]) -> bytes:
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-        with file.open("rb") as stream:
-            while chunk := stream.read(1 << 20):
-                digest.update(chunk)
-    return digest.digest()
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -55,6 +55,8 @@ class Outcome:
     """The server's own breakdown of the time, in ms, if it was asked for one and has it."""
     error: str = ""
     """Empty: the request succeeded."""
+    refused: bool = False
+    """Whether the server refused it for lack of capacity (503) or for a quota (429)."""
 
     @property
     def tpot(self) -> float | None:

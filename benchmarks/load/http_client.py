@@ -18,6 +18,7 @@ from .events import AnswerReader, Outcome
 _encode = msgspec.json.Encoder().encode
 _ERROR_BYTES = 500
 """How many bytes of a refusal are kept."""
+_REFUSALS = (429, 503)
 
 
 class ConnectionLost(Exception):
@@ -193,6 +194,7 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         assert self._reader is not None
         if self._status != 200:
+            self._reader.outcome.refused = self._status in _REFUSALS
             self._reader.outcome.error = f"HTTP {self._status}: {self._refusal.decode(errors='replace')}"
         self.reusable = self._parser.should_keep_alive()
         if self._done is not None and not self._done.done():

@@ -87,7 +87,11 @@ def mesh_options(model: Path, case: MeshCase) -> MeshOptions:
         served_model_name=_NAME,
         port=0,
         drain_timeout=5.0,
-        flags={"engine": flags, "coordinator": ("--pd-threshold", "0") if case.prefill else ()},
+        flags={
+            "engine": flags,
+            "coordinator": ("--pd-threshold", "0") if case.prefill else (),
+            "gateway": ("--always-queued", str(case.num_streams)),  # the requests that wait are part of the case
+        },
         prefill=case.prefill,
         decode=case.decode,
         common_flags=("--log-level", "warning"),

@@ -4,16 +4,10 @@ The engine only waits, so its peak is known: ``batch`` requests in the time of `
 real: HTTP, tokenization, placement, tokens to text.
 """
 
-import asyncio
-import contextlib
 import random
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -21,22 +15,14 @@ from tokenloom.supervisor.layout import MeshOptions
 from tokenloom.supervisor.mesh import Mesh
 
 from ..load.http_client import Endpoint
-from ..load.open_loop import OpenLoop, Volley
-from ..report import machine
-from .local_mesh import http_url, pids_by_service, with_mesh
-from .overload_case import OverloadCase, Phase, Phases
+from ..load.open_loop import OpenLoop
+from .local_mesh import http_url, with_mesh
+from .observer import Observer, hogs, process_ids
+from .overload_case import OverloadCase, Phases
 from .overload_report import summarize
 
 _NAME = "bench"
-_SAMPLE_SECONDS = 5.0
 _NUM_BODIES = 128
-_SPIN = """
-import os
-parent = os.getppid()
-while os.getppid() == parent:
-    for _ in range(1_000_000):
-        pass
-"""
 _TEXT = "How much water does a river carry in spring, and where does all of it come from? "
 
 
@@ -67,9 +53,9 @@ async def run_case(model: Path, case: OverloadCase, on_phase: Callable[[str], ob
     report: dict[str, Any] = {}
 
     async def work(mesh: Mesh) -> None:
-        before = _process_ids(mesh)
+        before = process_ids(mesh)
         phases = await _run_phases(mesh, case, on_phase)
-        restarted = sorted(name for name, pid in _process_ids(mesh).items() if before[name] != pid)
+        restarted = sorted(name for name, pid in process_ids(mesh).items() if before[name] != pid)
         report.update(summarize(case, phases), restarted=restarted, missing=phases.missing)
 
     await with_mesh(mesh_options(model, case), work)
@@ -78,8 +64,8 @@ async def run_case(model: Path, case: OverloadCase, on_phase: Callable[[str], ob
 
 async def _run_phases(mesh: Mesh, case: OverloadCase, on_phase: Callable[[str], object]) -> Phases:
     endpoint = Endpoint.of(http_url(mesh), "/v1/completions")
-    client = OpenLoop(endpoint, _bodies(case))
-    observer = _Observer(mesh)
+    client = OpenLoop(endpoint, bodies(case))
+    observer = Observer(mesh)
     peak_rate, over_rate = case.peak_rate, case.peak_rate * case.times
     try:
         # The first seconds fill the batch, and the engine measures its queue.
@@ -99,7 +85,7 @@ async def _run_phases(mesh: Mesh, case: OverloadCase, on_phase: Callable[[str], 
     return Phases(peak, overload, recovery, sorted(observer.missing))
 
 
-def _bodies(case: OverloadCase) -> list[tuple[bytes, int]]:
+def bodies(case: OverloadCase) -> list[tuple[bytes, int]]:
     """Return bodies whose answers have half to one and a half of the usual length, so that they do not end together."""
     lengths = [max(case.output_len * (_NUM_BODIES // 2 + number) // _NUM_BODIES, 1) for number in range(_NUM_BODIES)]
     random.Random(case.seed).shuffle(lengths)
@@ -118,72 +104,3 @@ def _bodies(case: OverloadCase) -> list[tuple[bytes, int]]:
         )
         for number, length in enumerate(lengths)
     ]
-
-
-@contextlib.contextmanager
-def hogs(count: int) -> Iterator[None]:
-    """Run processes that take all the CPU they get."""
-    processes = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def _process_ids(mesh: Mesh) -> dict[str, int]:
-    return {part.spec.name: part.state.pid if part.state is not None else 0 for part in mesh.parts}
-
-
-class _Observer:
-    """Watches the mesh during the phases.
-
-    Attributes:
-        missing: Parts that a gateway's health page has named.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self.missing: set[str] = set()
-
-    async def phase(self, name: str, rate: float, run: Coroutine[Any, Any, Volley]) -> Phase:
-        """Run a volley and measure the mesh meanwhile."""
-        cpu, own, began = machine.ServiceCpu(pids_by_service(self._mesh)), time.process_time(), time.monotonic()
-        phase = Phase(name, rate, Volley(0.0), {}, 0.0)
-        watch = asyncio.create_task(self._watch(phase))
-        try:
-            phase.volley = await run
-        finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
-        self._sample(phase, began)
-        seconds = time.monotonic() - began
-        phase.cpu = {service: used / seconds for service, used in cpu.used().items()}
-        phase.client_cores = (time.process_time() - own) / seconds
-        return phase
-
-    async def _watch(self, phase: Phase) -> None:
-        began = time.monotonic()
-        while True:
-            self._sample(phase, began)
-            self.missing |= await _missing_parts(self._mesh)
-            await asyncio.sleep(_SAMPLE_SECONDS)
-
-    def _sample(self, phase: Phase, began: float) -> None:
-        phase.resident.append((time.monotonic() - began, machine.resident_mib(pids_by_service(self._mesh))))
-
-
-async def _missing_parts(mesh: Mesh) -> set[str]:
-    """Return the parts that the gateway's metrics report as missing; the gateway itself if it does not answer."""
-    url = urlsplit(http_url(mesh))
-    try:
-        async with asyncio.timeout(10.0):
-            reader, writer = await asyncio.open_connection(url.hostname, url.port)
-            writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            page = (await reader.read()).decode()
-            writer.close()
-    except (OSError, TimeoutError):
-        return {"gateway"}
-    marks = (line for line in page.splitlines() if line.startswith("tokenloom_part_missing{") and line.endswith(" 1.0"))
-    return {line.partition('part="')[2].partition('"')[0] for line in marks}

@@ -1,7 +1,8 @@
 """Makes the figures, the tables and the verdicts of ``bench overload``."""
 
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.table import Table
 
@@ -9,11 +10,15 @@ from ..load.open_loop import Shot, Volley
 from ..report.stats import percentile
 from .overload_case import OverloadCase, Phase, Phases
 
+Verdict: TypeAlias = tuple[str, str, str, bool]
+"""A name, the measured value, the goal, and whether it was met."""
+
 
 def summarize(case: OverloadCase, phases: Phases) -> dict[str, Any]:
     """Return the figures of a run; times in ms, memory in MiB."""
     peak, overload = (_figures(phase) for phase in (phases.peak, phases.overload))
     return {
+        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
         "seconds": case.seconds,
         "times": case.times,
         "hogs": case.hogs,
@@ -95,7 +100,7 @@ def _ratio(value: float, unit: float) -> float:
 
 def tables(report: dict[str, Any]) -> list[Table]:
     """Make the tables of a report: requests by phase, CPU and memory by service, and the verdicts."""
-    return [_requests(report), _cores(report), _memory(report), _verdicts(report)]
+    return [_requests(report), _cores(report), _memory(report), verdict_table(verdicts(report))]
 
 
 def _requests(report: dict[str, Any]) -> Table:
@@ -139,17 +144,18 @@ def _memory(report: dict[str, Any]) -> Table:
     return table
 
 
-def _verdicts(report: dict[str, Any]) -> Table:
+def verdict_table(verdicts: Sequence[Verdict]) -> Table:
+    """Make the table of what was to be shown."""
     table = Table(title="Verdicts", title_justify="left", title_style="bold")
     for column in ("what", "measured", "goal", "met"):
         table.add_column(column)
-    for what, measured, goal, is_met in verdicts(report):
+    for what, measured, goal, is_met in verdicts:
         table.add_row(what, measured, goal, "yes" if is_met else "no")
     return table
 
 
-def verdicts(report: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
-    """Return what was to be shown: a name, the measured value, the goal and whether it was met."""
+def verdicts(report: dict[str, Any]) -> list[Verdict]:
+    """Return what was to be shown."""
     over = report["phases"][1]
     limit = 500 if report["hogs"] else 50
     growth = max(report["memory_growth_mib"].values())

@@ -51,6 +51,7 @@ def _summary(
         "duration": round(seconds, 4),
         "completed": len(good),
         "failed": len(outcomes) - len(good),
+        "refused": sum(outcome.refused for outcome in outcomes),
         "total_input_tokens": num_input,
         "total_output_tokens": num_output,
         "request_throughput": round(len(good) / seconds, 4),
@@ -93,5 +94,7 @@ def _caption(report: dict[str, Any]) -> str:
     ]
     if "request_goodput" in report:
         lines.append(f"goodput {report['request_goodput']:.2f} requests/s, {report['goodput_share']:.1%} of all")
+    if report["refused"]:
+        lines.append(f"{report['refused']} of the failed requests were refused (HTTP 503 or 429)")
     lines += [f"error: {error}" for error in report.get("errors", ())]
     return "\n".join(lines)

@@ -49,7 +49,12 @@ class ConfigReader:
             raise ValueError(f"{path} is not valid JSON: {error}") from None
         if not isinstance(values, dict):
             raise ValueError(f"{path} must hold a JSON object")
-        return cls(values, "config.json", _HARMLESS)
+        return cls.of_model(values, "config.json")
+
+    @classmethod
+    def of_model(cls, values: Mapping[str, Any], where: str) -> "ConfigReader":
+        """Return a reader of a model's entries, as ``config.json`` names them; ``where`` is the file they are from."""
+        return cls(values, where, _HARMLESS)
 
     def take(self, name: str, default: Any = None) -> Any:
         """Return the raw value, or ``default`` if the entry is absent (a null stays None)."""

@@ -7,10 +7,13 @@ from typing import Literal
 
 import torch
 
+from tokenloom.gguf.gguf_file import is_gguf
+
 from ..layers.activation import ACTIVATIONS
 from ..layers.rotary import RopeConfig, YarnScaling
 from .config_reader import ConfigReader
 from .families import DECODERS, DecoderTraits
+from .gguf.config import gguf_config
 from .layer_kinds import read_ropes, read_windows
 from .opt_switches import OPTSwitches
 from .quantization.scheme import Scheme
@@ -45,6 +48,10 @@ _HEAD_STEP = 16
 
 INT8_DYNAMIC = "int8-dynamic"
 """Rounds weights to int8 per output at load, inputs per row; embeddings and output layer keep their dtype."""
+INT4 = "int4"
+"""Rounds weights to 4 bits by groups of 32 inputs at load, those of the output layer to 8 bits; embeddings keep their
+dtype. Inputs are rounded to int8 by the same groups."""
+QUANTIZATIONS = (INT8_DYNAMIC, INT4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +91,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     """[num_layers]: how many positions a token sees, itself included; None: all."""
     quantization: str | None = None
-    """How the layers' matrices are quantized at load: ``INT8_DYNAMIC`` or None."""
+    """How matrices are quantized at load: one of ``QUANTIZATIONS`` or None."""
     scheme: Scheme | None = None
     """How the checkpoint stores quantized matrices, from ``quantization_config``; None: it stores plain tensors."""
 
@@ -117,13 +124,13 @@ class ModelConfig:
 
 
 def load_model_config(path: Path, dtype: str = "auto", quantization: str | None = None) -> ModelConfig:
-    """Read the configuration of the checkpoint directory ``path``.
+    """Read the configuration of the checkpoint ``path``, a directory or a GGUF file.
 
     ``dtype`` is ``auto`` (the checkpoint's own, or bfloat16 with a warning if that is float16), ``float32`` or
-    ``bfloat16``; ``quantization`` is None or ``int8-dynamic``. Raises ``ValueError`` naming what is wrong or not
-    supported in the configuration.
+    ``bfloat16``; ``quantization`` is None or one of ``QUANTIZATIONS``. Raises ``ValueError`` naming what is wrong or
+    not supported in the configuration.
     """
-    reader = ConfigReader.open(path)
+    reader = ConfigReader.of_model(gguf_config(path), path.name) if is_gguf(path) else ConfigReader.open(path)
     family = _family(reader)
     torch_dtype = _dtype(reader, path, dtype)
     scheme = read_scheme(reader)
@@ -149,8 +156,8 @@ def read_dtype(path: Path, dtype: str) -> torch.dtype:
 
 def check_quantization(quantization: str | None) -> None:
     """Raise ``ValueError`` unless ``quantization`` is a way to quantize at load, or None."""
-    if quantization not in (None, INT8_DYNAMIC):
-        raise ValueError(f"quantization must be {INT8_DYNAMIC} or none, not {quantization!r}")
+    if quantization not in (None, *QUANTIZATIONS):
+        raise ValueError(f"quantization must be {', '.join(QUANTIZATIONS)} or none, not {quantization!r}")
 
 
 def _family(reader: ConfigReader) -> Family:

@@ -11,7 +11,7 @@ from ..layers.quantized_weight import QuantizedWeight
 ROW_STEP = 64
 """Rows are unpacked in multiples of this number, so that no word is split: every format packs fewer rows in a word."""
 
-AT_ONCE = 1 << 20
+AT_ONCE = 1 << 18
 """About how many numbers are unpacked at a time when the result is a plain tensor."""
 
 

@@ -46,6 +46,8 @@ class SafetensorsFiles:
 class SafetensorsSource:
     """Fulfils :class:`.weights.WeightSource`; ``scheme`` joins the parts of quantized weights."""
 
+    described_by = "config.json"
+
     def __init__(self, directory: Path, scheme: Scheme | None) -> None:
         self._files = SafetensorsFiles(directory)
         self.paths = self._files.paths

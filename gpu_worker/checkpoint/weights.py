@@ -8,10 +8,16 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from tokenloom.gguf.gguf_file import is_gguf
+
 from ..platform.memory import forget_mapped, return_freed
+from .gguf.source import GgufSource
 from .packed_weight import PackedWeight, fill_rows
 from .quantization.scheme import Scheme
 from .safetensors_files import SafetensorsSource, weight_files
+
+FORGET_AT = 64 << 20
+"""After how many bytes that were unpacked or cast the files' pages and the allocator's free memory are dropped."""
 
 
 class WeightSource(Protocol):
@@ -22,6 +28,10 @@ class WeightSource(Protocol):
 
     @property
     def paths(self) -> Collection[Path]: ...
+
+    @property
+    def described_by(self) -> str:
+        """Return the file that states the model's configuration, for errors."""
 
     def read(self, name: str) -> Tensor | PackedWeight:
         """Return a tensor as it is stored: on the CPU as a view of the mapped file, or a weight in few bits."""
@@ -42,8 +52,9 @@ class Checkpoint:
         self.path = path
         self.dtype = dtype
         self._device = device
-        self._source: WeightSource = SafetensorsSource(path, scheme)
+        self._source: WeightSource = GgufSource(path) if is_gguf(path) else SafetensorsSource(path, scheme)
         self._taken: set[str] = set()
+        self._copied = 0  # bytes of the files since memory was dropped last
 
     def __enter__(self) -> Self:
         return self
@@ -59,16 +70,24 @@ class Checkpoint:
         """Return the tensor ``name`` in the model's dtype. Raises ``ValueError`` if absent or of another shape."""
         stored = self._read(name, shape)
         if isinstance(stored, Tensor):
-            return stored.to(self._device, self.dtype)
+            tensor = stored.to(self._device, self.dtype)
+            if tensor.data_ptr() != stored.data_ptr():
+                self._count_copied(stored.nbytes)
+            return tensor
         if self._device.type == "meta":
             return torch.empty(shape, dtype=self.dtype, device="meta")
-        return fill_rows(stored, self.dtype, self._device)
+        tensor = fill_rows(stored, self.dtype, self._device)
+        self._count_copied(stored.shape[0] * stored.shape[1] * stored.bits // 8)
+        return tensor
 
     def take_packed(self, name: str, outputs: int, inputs: int) -> PackedWeight | None:
         """Return the weight ``name`` [outputs, inputs] as it is packed; None if it is stored as a plain tensor, or must
         not be read because the device holds no content. Raises ``ValueError`` as :meth:`take`."""
         stored = self._read(name, (outputs, inputs))
-        return None if isinstance(stored, Tensor) or self._device.type == "meta" else stored
+        if isinstance(stored, Tensor) or self._device.type == "meta":
+            return None
+        self._count_copied(outputs * inputs * stored.bits // 8)
+        return stored
 
     def return_dropped(self) -> None:
         """Return the memory of dropped tensors to the system, such as copies that were made while packing.
@@ -88,12 +107,21 @@ class Checkpoint:
             more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
             raise ValueError(f"the checkpoint holds tensors of an unsupported feature: {', '.join(rest[:3])}{more}")
 
+    def _count_copied(self, nbytes: int) -> None:
+        """Now and then drop what was read of the files, and freed copies, so that they do not add up to a model."""
+        self._copied += nbytes
+        if self._copied > FORGET_AT:
+            forget_mapped(self._source.paths)
+            return_freed()
+            self._copied = 0
+
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor | PackedWeight:
         if name not in self._source.names:
-            raise ValueError(f"the checkpoint has no tensor {name}, which its config.json asks for")
+            raise ValueError(f"the checkpoint has no tensor {name}, which its {self._source.described_by} asks for")
         stored = self._source.read(name)
         if tuple(stored.shape) != shape:
-            raise ValueError(f"{name} has shape {list(stored.shape)}, config.json asks for {list(shape)}")
+            wanted = f"{self._source.described_by} asks for {list(shape)}"
+            raise ValueError(f"{name} has shape {list(stored.shape)}, {wanted}")
         if isinstance(stored, Tensor) and (not stored.dtype.is_floating_point or stored.dtype.itemsize < 2):
             raise ValueError(f"{name} is stored as {stored.dtype} without a scale: the checkpoint lacks a tensor")
         self._taken.add(name)
@@ -103,8 +131,9 @@ class Checkpoint:
 FileStamps = tuple[tuple[str, int, int, int], ...]
 
 
-def file_stamps(directory: Path) -> FileStamps:
+def file_stamps(path: Path) -> FileStamps:
     """Return (name, size, time of change, inode) of a checkpoint's configuration and weight files. Equal results mean
     equal weights; the cache of fingerprints relies on it. Raises ``ValueError`` if a file is missing."""
-    stats = [(path.name, path.stat()) for path in (directory / "config.json", *weight_files(directory))]
+    files = [path] if is_gguf(path) else [path / "config.json", *weight_files(path)]
+    stats = [(file.name, file.stat()) for file in files]
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)

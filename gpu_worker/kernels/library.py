@@ -90,6 +90,32 @@ def load_int8(march: str = "native") -> CDLL:
 
 
 @functools.cache
+def load_quantized(march: str = "native") -> CDLL:
+    """Load products with matrices of 4 and 8 bits, and rounding to 4 bits. Raises
+    :class:`KernelsUnavailable`, also if the CPU has no AVX2."""
+    library = _load(build("quantized", march))
+    _check_can_multiply(library, "AVX2")
+    library.multiply_quantized.argtypes = [*[_I32] * 2, *[_P] * 6, *[_I64] * 3, _F, _I32, _I32]
+    library.round_to_4_bits.argtypes = [_I32, _P, _I64, _I64, _P, _I64, _P, _P, _I32]
+    library.pack_quantized.argtypes = [_I32, *[_P] * 2, *[_I64] * 2, _I32, _I32]
+    library.multiply_quantized.restype = library.round_to_4_bits.restype = library.pack_quantized.restype = None
+    return library
+
+
+@functools.cache
+def load_bfloat16(march: str = "native") -> CDLL:
+    """Load products with bfloat16 matrices in float32 arithmetic. Raises :class:`KernelsUnavailable`, also without
+    FMA."""
+    library = _load(build("bfloat16", march))
+    _check_can_multiply(library, "FMA")
+    library.panel_outputs.restype = _I64
+    library.multiply_bfloat16.argtypes = [*[_P] * 4, *[_I64] * 3, _I32]
+    library.pack_bfloat16.argtypes = [*[_P] * 2, *[_I64] * 2, _I32]
+    library.multiply_bfloat16.restype = library.pack_bfloat16.restype = None
+    return library
+
+
+@functools.cache
 def warn_unavailable(reason: str) -> None:
     """Log a warning, once for each reason."""
     log.warning("CPU kernels are not available; PyTorch's slower operations replace them: %s", reason)

@@ -1,5 +1,7 @@
 """Computes linear layers in int8: weights are rounded once, per output, and inputs at every product, per row.
 
+Without the matrix unit (AMX) the kernel of :mod:`.quantized_linear` computes them and rounds inputs in smaller groups.
+
 A row's result depends on no other row, so that a token does not depend on the batch it is computed in.
 """
 
@@ -10,6 +12,8 @@ from torch import Tensor
 
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_int8, warn_unavailable
+from .quantized_linear import QuantizedLinear
+from .quantized_weight import QuantizedWeight
 
 _LARGEST = 127
 _BLOCK_OUTPUTS, _BLOCK_INPUTS, _FOUR = 32, 64, 4
@@ -25,17 +29,29 @@ class Int8Linear:
         rounded, self._scales = round_rows(weight) if scales is None else (weight, scales)
         self._bias = None if bias is None else bias.float()
         self._shape = (weight.shape[0], weight.shape[1])
-        self._kernels: CDLL | None
+        self._kernels: CDLL | None = None
+        self._grouped: QuantizedLinear | None = None
         try:
             self._kernels = _kernels(weight)
         except KernelsUnavailable as error:
-            warn_unavailable(f"int8 layers: {error}")
-            self._kernels = None
-        self._weight = rounded.t().contiguous() if self._kernels is None else _in_blocks(rounded)
+            self._grouped = self._in_groups(rounded, f"int8 layers: {error}")
+        if self._grouped is None:
+            self._weight = rounded.t().contiguous() if self._kernels is None else _in_blocks(rounded)
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        if self._grouped is not None:
+            return self._grouped(x, dtype)
         result = self._with_torch(x) if self._kernels is None else self._with_kernels(self._kernels, x.contiguous())
         return result if dtype is None else result.to(dtype)
+
+    def _in_groups(self, rounded: Tensor, reason: str) -> QuantizedLinear | None:
+        """Return a layer for processors without the matrix unit; None, with a warning, if PyTorch has to compute."""
+        try:
+            weight = QuantizedWeight(rounded, self._scales[:, None].contiguous(), None, group=rounded.shape[1])
+            return QuantizedLinear(weight, self._bias)
+        except KernelsUnavailable as error:
+            warn_unavailable(f"{reason}; {error}")
+            return None
 
     def _with_kernels(self, kernels: CDLL, x: Tensor) -> Tensor:
         outputs, inputs = self._shape

@@ -7,11 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint.model_config import INT8_DYNAMIC
+from ..checkpoint.model_config import INT4, INT8_DYNAMIC
 from ..checkpoint.packed_weight import PackedWeight
 from ..checkpoint.weights import Checkpoint
+from ..kernels.compiler import KernelsUnavailable
+from ..kernels.library import warn_unavailable
+from .bfloat16_linear import Bfloat16Linear
 from .int8_linear import Int8Linear
 from .packed_linear import PackedLinear, can_pack
+from .quantized_linear import GROUP, QuantizedLinear
+from .quantized_weight import QuantizedWeight, round_to_4_bits, round_to_8_bits
 
 
 class Linear(Protocol):
@@ -37,9 +42,35 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, quantization: str | 
     """Make a layer of ``weight`` [out, in] and ``bias`` [out] or None; packing, if possible, copies the weight."""
     if quantization == INT8_DYNAMIC:
         return Int8Linear(weight, bias)
+    if quantization == INT4 and _can_group(weight):
+        return make_quantized(round_to_4_bits(weight), bias, weight.dtype)
     if can_pack(weight.device, weight.dtype):
         return PackedLinear(weight, bias)
-    return PlainLinear(weight, bias)
+    try:
+        return Bfloat16Linear(weight, bias)
+    except KernelsUnavailable:
+        return PlainLinear(weight, bias)
+
+
+def make_output(weight: Tensor, quantization: str | None = None) -> Linear:
+    """Make the layer of the logits: of 8 bits where the other layers have 4, because every logit counts."""
+    if quantization == INT4 and _can_group(weight):
+        return make_quantized(round_to_8_bits(weight), None, weight.dtype)
+    return make_linear(weight)
+
+
+def make_quantized(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    """Make a layer that computes with the integers of ``weight``, or in ``dtype`` where no kernel can."""
+    try:
+        return QuantizedLinear(weight, bias)
+    except KernelsUnavailable as error:
+        warn_unavailable(f"layers of {weight.values.dtype} computed in {dtype}: {error}")
+        return make_linear(weight.dequantize(dtype), bias)
+
+
+def _can_group(weight: Tensor) -> bool:
+    """Return whether ``weight`` can be rounded; a layer without content or of odd inputs stays as it is."""
+    return weight.device.type == "cpu" and weight.shape[1] % GROUP == 0
 
 
 def load_linear(
@@ -76,13 +107,31 @@ def load_conv1d(
 
 def _make_packed(packed: list[PackedWeight], count: int, bias: Tensor | None) -> Linear | None:
     """Make one layer of ``count`` weights that are stored as integers; None if no kernel fits all of them."""
-    inputs = packed[0].shape[1] if packed else 0
+    if not packed or len(packed) != count:
+        return None
+    inputs = packed[0].shape[1]
     by_channel = [each for each in packed if each.bits == 8 and each.group == inputs and not each.has_offsets]
-    if packed and len(by_channel) == count and all(each.rounds_inputs for each in packed):
+    if len(by_channel) == count and all(each.rounds_inputs for each in packed):
         weights = [each.quantized() for each in packed]
         values, scales = _merge([each.values for each in weights]), _merge([each.scales for each in weights])
         return Int8Linear(values, bias, scales.flatten())
-    return None
+    groups = {each.group for each in packed}
+    if len(groups) > 1 or (group := groups.pop()) is None or group % GROUP:
+        return None
+    try:
+        return QuantizedLinear(_merge_quantized([each.quantized() for each in packed]), bias)
+    except KernelsUnavailable as error:
+        warn_unavailable(f"quantized layers are unpacked at load: {error}")
+        return None
+
+
+def _merge_quantized(weights: list[QuantizedWeight]) -> QuantizedWeight:
+    """Return weights of the same inputs and groups as one."""
+    offsets = None
+    if any(each.offsets is not None for each in weights):
+        offsets = _merge([torch.zeros_like(each.scales) if each.offsets is None else each.offsets for each in weights])
+    values, scales = _merge([each.values for each in weights]), _merge([each.scales for each in weights])
+    return QuantizedWeight(values, scales, offsets, weights[0].group)
 
 
 def _merge(tensors: list[Tensor]) -> Tensor:

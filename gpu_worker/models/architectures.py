@@ -6,6 +6,8 @@ from types import ModuleType
 
 import torch
 
+from tokenloom.gguf.gguf_file import is_gguf
+
 from ..checkpoint.model_config import ARCHITECTURES, ModelConfig, check_quantization, load_model_config, read_dtype
 from ..checkpoint.weights import Checkpoint
 from ..ops.ops import Ops
@@ -28,8 +30,8 @@ def load_model(
     """Load the checkpoint directory ``path``.
 
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``device`` is the CPU by default, ``ops``
-    are PyTorch's, ``quantization`` is None or ``int8-dynamic``; ``model_impl`` is that of the engine's options. Raises
-    ``ValueError`` naming what the checkpoint lacks, or a feature that is not supported.
+    are PyTorch's, ``quantization`` is None, ``int8-dynamic`` or ``int4``; ``model_impl`` is that of the engine's
+    options. Raises ``ValueError`` naming what the checkpoint lacks, or a feature that is not supported.
     """
     device = device or torch.device("cpu")
     if uses_transformers(path, model_impl):
@@ -52,7 +54,14 @@ def load_model(
 
 
 def uses_transformers(path: Path, model_impl: str) -> bool:
-    """Return whether transformers' modules compute the checkpoint: if they are asked for, or are the only ones."""
+    """Return whether transformers' modules compute the checkpoint: if they are asked for, or are the only ones.
+
+    Raises ``ValueError`` if they are asked for and the checkpoint is a GGUF file, which they do not read.
+    """
+    if is_gguf(path):
+        if model_impl == "transformers":
+            raise ValueError(f"{path.name}: transformers' modules read no GGUF file; choose model_impl auto")
+        return False
     return model_impl == "transformers" or (model_impl == "auto" and read_architecture(path)[0] not in ARCHITECTURES)
 
 

@@ -7,7 +7,7 @@ from ..attention.attention_backend import AttentionPlan, KVCache
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.embedding import InputEmbeds, embed, load_embeddings
-from ..layers.linear import make_linear
+from ..layers.linear import make_output
 from ..layers.rotary import RotaryEmbedding
 from ..ops.ops import Ops
 from .decoder_layers import AddNorm, DecoderLayer, PostNormLayer
@@ -29,7 +29,7 @@ class DecoderModel:
         config, ops = self.config, self._ops
         vars(self).pop("_lm_head", None)  # frees its memory before the new one is packed
         self._embedding, output = load_embeddings(checkpoint, "model.embed_tokens.weight", config)
-        self._lm_head = make_linear(output)
+        self._lm_head = make_output(output, config.quantization)
         kind = DecoderLayer if config.traits.norm_order == "before" else PostNormLayer
         for layer in range(config.num_layers):
             if len(self._layers) == config.num_layers:

@@ -10,7 +10,7 @@ from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.activation import ACTIVATIONS
 from ..layers.embedding import InputEmbeds, embed, load_embeddings
-from ..layers.linear import load_conv1d, make_linear
+from ..layers.linear import load_conv1d, make_output
 from ..layers.norm import load_layer_norm
 
 
@@ -63,7 +63,7 @@ class GPT2Model:
         # The first GPT-2 checkpoints hold the tensors without the name of the language model around them.
         prefix = "transformer." if "transformer.wpe.weight" in checkpoint else ""
         self._token_embedding, output = load_embeddings(checkpoint, f"{prefix}wte.weight", config)
-        self._lm_head = make_linear(output)
+        self._lm_head = make_output(output, config.quantization)
         self._position_embedding = checkpoint.take(f"{prefix}wpe.weight", config.max_model_len, config.hidden_size)
         for layer in range(config.num_layers):
             if len(self._blocks) == config.num_layers:

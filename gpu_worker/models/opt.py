@@ -11,7 +11,7 @@ from ..checkpoint.opt_switches import OPTSwitches
 from ..checkpoint.weights import Checkpoint
 from ..layers.activation import ACTIVATIONS
 from ..layers.embedding import InputEmbeds, embed, load_embeddings
-from ..layers.linear import Linear, load_linear, make_linear
+from ..layers.linear import Linear, load_linear, make_output
 from ..layers.norm import LayerNorm, load_layer_norm
 
 _FIRST_POSITION = 2
@@ -81,7 +81,7 @@ class OPTModel:
         prefix = "model.decoder" if "model.decoder.embed_positions.weight" in checkpoint else "decoder"
         name, hidden, inner = f"{prefix}.embed_tokens.weight", config.hidden_size, config.embedding_size
         self._token_embedding, output = load_embeddings(checkpoint, name, config, inner)
-        self._lm_head = make_linear(output)
+        self._lm_head = make_output(output, config.quantization)
         rows = config.max_model_len + _FIRST_POSITION
         self._position_embedding = checkpoint.take(f"{prefix}.embed_positions.weight", rows, hidden)[_FIRST_POSITION:]
         self._project_in: Linear | None = None

@@ -36,6 +36,7 @@ from .http.http_server import HttpServer
 from .http.json_body import BodyParser
 from .http.status_routes import StatusRoutes
 from .http.tokenize_routes import TokenizeRoutes
+from .http.turn_share import ANSWERS_PER_TURN, TurnShare
 from .kserve.kserve_servicer import KServeServicer
 from .mesh.mesh_view import MeshView
 from .mesh.output_pool import OutputPool
@@ -129,6 +130,8 @@ class GatewayService:
 
     async def _send_away(self, host: Host, generator: Generator) -> None:
         await host.leave(self._settings.drain_timeout)
+        if self._settings.http_listen_fd is not None:
+            host.publish(leaving=True)  # nothing more is accepted here: the supervisor starts the next process
         if self._settings.drain == "migrate":  # now: a client that resumes makes a new connection
             generator.leave_resumable()
 
@@ -242,14 +245,14 @@ def _routes(
     reader: BodyReader,
     completions: CompletionsApi,
 ) -> Routes:
-    limit, timeout = settings.max_body_bytes, settings.request_timeout
+    limit, timeout, answers = settings.max_body_bytes, settings.request_timeout, TurnShare(ANSWERS_PER_TURN)
     chats = ChatApi(reader, mesh.model, mesh.plans)
     tokenize = TokenizeRoutes(parser, reader, mesh.tokenizers, mesh.health, mesh.model, limit, timeout)
     return {
         **StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.model).routes(),
         **document_routes(mesh.health, admin=settings.has_admin),
-        "/v1/chat/completions": {"POST": Endpoint(chats, mesh.generator, mesh.model, parser, limit)},
-        "/v1/completions": {"POST": Endpoint(completions, mesh.generator, mesh.model, parser, limit)},
+        "/v1/chat/completions": {"POST": Endpoint(chats, mesh.generator, mesh.model, parser, limit, answers)},
+        "/v1/completions": {"POST": Endpoint(completions, mesh.generator, mesh.model, parser, limit, answers)},
         **tokenize.routes(),
     }
 

@@ -15,7 +15,7 @@ class OutputProcessorSettings(ServiceSettings, frozen=True, kw_only=True):
 
     service: ClassVar[str] = "output_processor"
 
-    model: Annotated[str, "Checkpoint directory or hub id to read the tokenizer from."] = DEMO_MODEL_NAME
+    model: Annotated[str, "Checkpoint directory, GGUF file or hub id to read the tokenizer from."] = DEMO_MODEL_NAME
     served_model_name: Annotated[str, "Name that clients use; by default the last part of the directory."] = ""
     coordinator: Annotated[Address, "Address of the coordinator: host:port or unix:/path."]
     max_requests: Annotated[

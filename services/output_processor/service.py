@@ -21,7 +21,8 @@ from .output_processor_settings import Drain, OutputProcessorSettings
 from .placement.engine_link import INITIAL_CREDIT
 from .placement.placement import EngineLinks, Placer
 from .request.kept_requests import KeptRequests
-from .request.requests import Requests, SampleGroup
+from .request.requests import Requests
+from .request.sample_group import SampleGroup
 from .stream.gateway_session import Session
 from .stream.sessions import Sessions
 from .text.vocabulary import Vocabulary

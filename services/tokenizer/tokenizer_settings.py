@@ -15,7 +15,7 @@ class TokenizerSettings(ServiceSettings, frozen=True, kw_only=True):
 
     service: ClassVar[str] = "tokenizer"
 
-    model: Annotated[str, "Checkpoint directory or hub id to read the tokenizer from."] = DEMO_MODEL_NAME
+    model: Annotated[str, "Checkpoint directory, GGUF file or hub id to read the tokenizer from."] = DEMO_MODEL_NAME
     served_model_name: Annotated[str, "Name that clients use; by default the last part of the directory."] = ""
     block_size: Annotated[Annotated[int, Meta(ge=1, le=1024)], "Tokens in a KV block; the same as in the engines."] = 16
     threads: Annotated[_Workers, "Texts that are encoded at the same time."] = 2

@@ -49,6 +49,20 @@ def test_a_directory_without_a_model(tmp_path: Path) -> None:
         checkpoint.resolve(str(tmp_path))
 
 
+def test_a_gguf_file_is_a_checkpoint(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "small.Q4_0.gguf"
+    file.write_bytes(b"GGUF")
+    assert checkpoint.resolve(str(file)) == file.resolve()
+    assert checkpoint.served_name(file, str(file)) == "small.Q4_0"
+    assert len(checkpoint.weights_fingerprint(file, tmp_path / "cache")) == 32
+    with pytest.raises(NotFound, match=r"config\.json; name one of its GGUF files: small\.Q4_0\.gguf"):
+        checkpoint.resolve(str(tmp_path))
+    with pytest.raises(NotFound, match=r"no such directory or \.gguf file"):
+        checkpoint.resolve("none.gguf")
+    with pytest.raises(InvalidArgument, match=r"small\.Q4_0\.gguf is not a valid GGUF file"):
+        CheckpointInfo.load(file)
+
+
 def test_served_names(model: Path) -> None:
     assert checkpoint.served_name(checkpoint.DEMO_MODEL) == "tokenloom-demo"
     assert checkpoint.served_name(model) == "my-model"

@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME
+from tokenloom.gguf.gguf_file import SUFFIX, read_gguf
 
 from .failures import reported
 from .server_options import ApiKey, BaseUrl, connect
@@ -24,7 +25,7 @@ class Checkpoint:
     """The argument for ``tokenloom serve``."""
     architecture: str
     bytes: int
-    """Size of its safetensors files."""
+    """Size of its safetensors files, or of the GGUF file."""
     path: str
 
 
@@ -58,6 +59,17 @@ def checkpoints(folders: list[Path]) -> Iterator[Checkpoint]:
             config.parent for pattern in ("config.json", "*/config.json") for config in folder.glob(pattern)
         ):
             yield from _read(path, str(path))
+        for file in sorted(folder.glob(f"*{SUFFIX}")):
+            yield from _read_gguf(file)
+
+
+def _read_gguf(path: Path) -> Iterator[Checkpoint]:
+    """Yield the model of a GGUF file, unless the file is broken or one part of several."""
+    try:
+        architecture = str(read_gguf(path).metadata.get("general.architecture", "?"))
+        yield Checkpoint(str(path), architecture, path.stat().st_size, str(path))
+    except (OSError, ValueError):
+        return
 
 
 def _in_hub_cache() -> Iterator[Checkpoint]:

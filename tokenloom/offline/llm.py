@@ -54,7 +54,8 @@ class LLM:
         """Load the model.
 
         Args:
-            model: A checkpoint directory or a hub id; ``tokenloom-demo`` is the model that comes with the package.
+            model: A checkpoint directory, a GGUF file or a hub id; ``tokenloom-demo`` is the model that comes with the
+                package.
             tokenizer: Another directory or hub id to read the tokenizer from.
             seed: Determines the outputs of requests without a seed; None: they differ from run to run.
             gpu_memory_utilization: Accepted without effect on a CPU; use ``kv_cache_memory_bytes`` there.
@@ -230,7 +231,7 @@ class LLM:
         """Load the weights of another checkpoint of the same architecture, awake or asleep, and forget cached prefixes.
 
         Args:
-            path: A checkpoint directory or a hub id; None: the model that this object was made with.
+            path: A checkpoint directory, a GGUF file or a hub id; None: the model that this object was made with.
 
         Raises ``ValueError`` if there is no such checkpoint, ``UtilityError`` if it does not fit or requests run.
         """

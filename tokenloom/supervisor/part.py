@@ -7,6 +7,7 @@ import signal
 from . import part_health
 from .output import LineCopier
 from .part_spec import PartSpec
+from .predecessors import Predecessors
 from .process import Process
 from .state_dir import PartState, read_part_state
 
@@ -35,11 +36,19 @@ class Part:
         self.restarts = 0
         self._output = output
         self._process: Process | None = None
+        self._predecessors = Predecessors(spec.name, output)
         self._stopping = asyncio.Event()
+        self._unserving = asyncio.Event()
         self._ever_served = False
 
     async def keep(self) -> None:
         """Run the part until :meth:`stop` or :meth:`kill`. Raises `PartFailed` if it never served."""
+        try:
+            await self._keep_running()
+        finally:
+            await self._predecessors.ended()
+
+    async def _keep_running(self) -> None:
         backoff = FIRST_BACKOFF
         while not self._stopping.is_set():
             started = asyncio.get_running_loop().time()
@@ -47,6 +56,9 @@ class Part:
             if self._stopping.is_set():
                 return
             self.restarts += 1
+            if status is None:
+                self._output.say(self.spec.name, "drains; starting its successor")
+                continue
             if not self._ever_served and (status == USAGE_ERROR or self.restarts >= START_ATTEMPTS):
                 raise PartFailed(f"{self.spec.name} did not start ({describe_exit(status)})")
             if asyncio.get_running_loop().time() - started > STABLE_SECONDS:
@@ -65,25 +77,38 @@ class Part:
     def kill(self) -> None:
         """Kill the part."""
         self._stopping.set()
+        self._predecessors.kill()
         if self._process is not None:
             self._process.kill_group()
 
-    async def _run_once(self) -> int:
+    async def _run_once(self) -> int | None:
+        """Run a process to its end, or until it drains and has left its listening sockets to a successor. Return its
+        exit status; None: it drains."""
         for path in (self.spec.state_file, *self.spec.leftovers):
             path.unlink(missing_ok=True)
         process = await Process.start(self.spec, self._output)
         self._process = process
         if self._stopping.is_set():  # stopped while it started: it has no requests to drain
             process.kill_group()
+        status: int | None = None
+        has_left = False
         try:
             async with asyncio.TaskGroup() as group:
                 follower = group.create_task(self._follow(process.pid))
-                status = await process.wait()
-                follower.cancel()
+                ending = group.create_task(process.wait())
+                leaving = group.create_task(self._until_left(process.pid))
+                await asyncio.wait((ending, leaving), return_when=asyncio.FIRST_COMPLETED)
+                has_left = not ending.done()
+                status = None if has_left else ending.result()
+                for task in (follower, ending, leaving):
+                    task.cancel()
             return status
         finally:
             self._process = None
-            process.kill_group()  # also the processes that the part left
+            if has_left:
+                self._predecessors.add(process)
+            else:
+                process.kill_group()  # also the processes that the part left
             self._report(False)
             self.state = None
             self.spec.state_file.unlink(missing_ok=True)
@@ -95,13 +120,24 @@ class Part:
         self.state = state
         await part_health.follow(state.health, self._report)
 
+    async def _until_left(self, pid: int) -> None:
+        """Return when the process drains and accepts nothing from the sockets that it inherited."""
+        while True:
+            await self._unserving.wait()
+            state = read_part_state(self.spec.state_file)
+            if state is not None and state.pid == pid and state.leaving and not self._predecessors.is_full:
+                return
+            await asyncio.sleep(_POLL_SECONDS)
+
     def _report(self, serving: bool) -> None:
         if serving:
+            self._unserving.clear()
             self.state = read_part_state(self.spec.state_file) or self.state  # the part may have changed it
             self._ever_served = True
             self.serving.set()
         else:
             self.serving.clear()
+            self._unserving.set()
 
 
 def describe_exit(status: int) -> str:

@@ -58,6 +58,8 @@ class PartState:
     """Address that answers health probes in plain text."""
     role: str | None = None
     """Role of an engine, which may change while it runs."""
+    leaving: bool = False
+    """Whether it drains and has left its listening sockets to the next process."""
 
 
 def root() -> Path:
@@ -116,6 +118,7 @@ def read_part_state(path: Path) -> PartState | None:
         http=values.get("http") or None,
         health=values.get("health") or values["address"],
         role=values.get("role") or None,
+        leaving=bool(values.get("leaving")),
     )
 
 

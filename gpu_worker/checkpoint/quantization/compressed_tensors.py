@@ -72,7 +72,7 @@ class CompressedTensors:
         if not self.symmetric:
             check_part(files, parts["weight_zero_point"], -(-outputs // per_word), num_groups)
         order = files.read(parts["weight_g_idx"]) if parts["weight_g_idx"] in files.names else None
-        if order is not None and int(order.min()) == -1:  # written before the order was known: there is none
+        if order is not None and int(order.min()) == -1:  # as written for layers without such an order
             order = None
         order = input_groups(inputs, group, order)
 

@@ -18,7 +18,7 @@ class Weights:
         self._changing = asyncio.Lock()
 
     async def reload(self, path: str) -> None:
-        """Load the weights of the checkpoint directory ``path``. The engine must be paused, or have no live requests.
+        """Load the weights of the checkpoint ``path``. The engine must be paused, or have no live requests.
         The reload continues if the call is cancelled, so that the core and the mesh agree on the weights.
 
         Raises ``InvalidArgument`` if the path is no checkpoint, ``FailedPrecondition`` if requests are live or the
@@ -26,8 +26,9 @@ class Weights:
         ``FailedPrecondition`` too, and the engine sleeps until other weights are loaded and it is woken up.
         """
         directory = Path(path)
-        if not directory.is_absolute() or not (directory / "config.json").is_file():
-            raise InvalidArgument("path must be the absolute path of a checkpoint directory on this host", "path")
+        if not directory.is_absolute() or not checkpoint.is_checkpoint(directory):
+            wanted = "path must be the absolute path of a checkpoint directory or a GGUF file on this host"
+            raise InvalidArgument(wanted, "path")
         task = self._engine.host.spawn(self._try(directory), name="engine-weights")
         if (error := await asyncio.shield(task)) is not None:
             raise error

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from tokenloom.checkpoint import CheckpointInfo, load_tokenizer
+from tokenloom.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_file
 from tokenloom.engine_core.config import ReasoningConfig, StructuredOutputConfig
+from tokenloom.request.errors import NotFound
 from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, format_of_template, marks_of, reasoning_format
 from tokenloom.v1 import types_pb2
 
@@ -17,12 +18,12 @@ _log = logging.getLogger(__name__)
 def structured_output_config(
     checkpoint: Path, chosen: StructuredOutputConfig | None = None
 ) -> StructuredOutputConfig | None:
-    """Complete the configuration for the model in this directory.
+    """Complete the configuration for the model in this directory or GGUF file.
 
     Returns None if the model has no ``tokenizer.json``, so that its outputs cannot be constrained.
     """
-    file = checkpoint / "tokenizer.json"
-    if not file.is_file():
+    file = tokenizer_file(checkpoint)
+    if file is None:
         return None
     return replace(
         chosen or StructuredOutputConfig(),
@@ -60,9 +61,10 @@ def reasoning_mode(config: ReasoningConfig, *, finds_reasoning: bool) -> types_p
 
 
 def _marks(checkpoint: Path, found: ReasoningFormat) -> ReasoningMarks | None:
-    if not (checkpoint / "tokenizer.json").is_file():
+    try:
+        tokenizer = load_tokenizer(checkpoint)
+    except NotFound:
         return None
-    tokenizer = load_tokenizer(checkpoint)
     marks = marks_of(found, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
     written = [tokenizer.decode(list(mark), skip_special_tokens=False).strip() for mark in (marks.start, marks.end)]
     return marks if written == [found.start, found.end] else None

@@ -25,6 +25,7 @@ from .claims import read_claim
 from .exchange import JSON, Exchange
 from .exchange import Headers as HeaderPairs
 from .json_body import BodyParser
+from .turn_share import TurnShare
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ class Endpoint:
     model: str
     parser: BodyParser
     max_body_bytes: int
+    answers: TurnShare
+    """Limits the answers that begin and end in one turn of the event loop."""
 
     async def __call__(self, exchange: Exchange) -> None:
         jobs = [await self._read(exchange)]  # a list: this frame must not keep the prompts while the model generates
@@ -58,13 +61,14 @@ class Endpoint:
                 answer = self.api.answer(generation, options)
                 if options.stream:
                     deltas = await generation.take()  # an error before the first output still gets its own status
+                    await self.answers.wait()
                     await exchange.start(200, [*sse.HEADERS, *self._load_headers(exchange)])
                     events = answer.first_events()
                     if options.resumed is not None:
                         delivered = Delivered(options.resumed.positions)
                         events = await _repeat(exchange, generation, answer, delivered, deltas, events)
                         deltas = []
-                    await _stream(exchange, generation, answer, deltas, events)
+                    await _stream(exchange, generation, answer, deltas, events, self.answers)
                 else:
                     await _whole(exchange, generation, answer, self._load_headers(exchange))
 
@@ -125,9 +129,10 @@ async def _repeat(
 
 
 async def _stream(
-    exchange: Exchange, generation: Generation, answer: Answer, deltas: list[Delta], events: bytes
+    exchange: Exchange, generation: Generation, answer: Answer, deltas: list[Delta], events: bytes, ends: TurnShare
 ) -> None:
-    """Write the body of a stream, from its first deltas on. ``events``: what comes before them."""
+    """Write the body of a stream, from its first deltas on. ``events``: what comes before them. ``ends``: limits the
+    ends in one turn of the event loop."""
     direct = exchange.direct
 
     def write_now(delta: Delta) -> bool:
@@ -148,6 +153,7 @@ async def _stream(
                 await slices.run(answer.shape(delta))
             events += answer.events(delta)
         if generation.done:
+            await ends.wait()
             await exchange.finish(events + answer.last_events() + sse.DONE)
             return
         if events:

@@ -19,6 +19,7 @@ from .app import App
 from .byte_budget import ByteBudget
 from .connections import MIN_IDLE_SECONDS, Connections
 from .tls_front import TlsFronts
+from .turn_share import REQUESTS_PER_TURN, TurnShare
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that no connection is closed while a request is sent on it."""
@@ -146,7 +147,8 @@ def _protocol(budget: ByteBudget, connections: Connections, drain: asyncio.Event
             "install a version that pyproject.toml admits"
         )
     # uvicorn only calls it.
-    make = partial(uvicorn_protocol.GatewayProtocol, budget=budget, connections=connections, drain=drain)
+    turns = TurnShare(REQUESTS_PER_TURN)
+    make = partial(uvicorn_protocol.GatewayProtocol, budget=budget, connections=connections, turns=turns, drain=drain)
     return cast(type[asyncio.Protocol], make)
 
 

@@ -20,6 +20,7 @@ from .byte_budget import ByteBudget
 from .connections import Connections
 from .exchange import DIRECT_WRITER, REQUEST_BODY, DirectWriter, Watchers
 from .request_body import RequestBody
+from .turn_share import TurnShare
 
 MAX_HEAD_BYTES = 64 * 1024
 """Limit on the request line and headers of a request, and on its trailers; the parser itself has none."""
@@ -97,15 +98,25 @@ class GatewayProtocol(HttpToolsProtocol):
     _framing_timer: asyncio.TimerHandle | None = None
     _body: RequestBody | None = None
     """Of the request that is being received, or was received last."""
+    _held = b""
+    """What was read, but waits for another turn of the event loop."""
 
     def __init__(
-        self, *args: Any, budget: ByteBudget, connections: Connections, drain: asyncio.Event, **named: Any
+        self,
+        *args: Any,
+        budget: ByteBudget,
+        connections: Connections,
+        turns: TurnShare,
+        drain: asyncio.Event,
+        **named: Any,
     ) -> None:
         """``budget``: for the bodies of all requests of the gateway. ``connections``: all of the gateway's.
-        ``drain``: set when each connection shall end with its next response."""
+        ``turns``: limits what all connections parse in one turn of the event loop. ``drain``: set when each connection
+        shall end with its next response."""
         super().__init__(*args, **named)
         self._budget = budget
         self._admitted = connections
+        self._turns = turns
         self._drain = drain
         self._watchers: Watchers = set()
 
@@ -129,7 +140,7 @@ class GatewayProtocol(HttpToolsProtocol):
     @property
     def idle_seconds(self) -> float | None:
         """For how long no request has been received or answered; infinity before the first; None while one is."""
-        if self._in_head or self._framing_bytes or self.pipeline or self._is_leaving:
+        if self._in_head or self._framing_bytes or self.pipeline or self._is_leaving or self._held:
             return None
         if self._body is None:
             return math.inf
@@ -153,6 +164,23 @@ class GatewayProtocol(HttpToolsProtocol):
         return self._drain.is_set() and not self.pipeline
 
     def data_received(self, data: bytes) -> None:
+        if self._held:
+            self._held += data
+        elif self._turns.take():
+            self._receive(data)
+        else:
+            self._unset_keepalive_if_required()
+            self.flow.pause_reading()
+            self._held = data
+            self._turns.call(self._receive_held)
+
+    def _receive_held(self) -> None:
+        data, self._held = self._held, b""
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            self._receive(data)
+
+    def _receive(self, data: bytes) -> None:
         if self._is_leaving:
             self._ignorable_bytes -= len(data)
             if self._ignorable_bytes < 0:
@@ -250,7 +278,8 @@ class GatewayProtocol(HttpToolsProtocol):
             return
         cycle = self.cycle
         is_live = cycle is not None and not cycle.response_complete
-        if self.pipeline or (is_live and not cycle.more_body):  # what came is pipelined behind a live request
+        # What came waits for a turn of the event loop, or is pipelined behind a live request.
+        if self._held or self.pipeline or (is_live and not cycle.more_body):
             self._start_framing_timer()
         elif self._in_head or is_live:
             self._refuse(b"408 Request Timeout", b"the head or the trailers of the request did not arrive in time")

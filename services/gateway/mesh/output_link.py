@@ -53,6 +53,7 @@ class ProcessStream:
 
     Attributes:
         leaving: Whether the output processor drains, so that it gets no new requests.
+        was_silent: Whether the stream has ended because the output processor was silent, so that it may still work.
     """
 
     def __init__(self, owner: StreamOwner) -> None:
@@ -65,7 +66,7 @@ class ProcessStream:
         self._silent_ticks = 0
         self._uncredited = 0
         self._ended = False
-        self.leaving = False
+        self.leaving = self.was_silent = False
 
     def submit(self, submission: Submission, *, again: bool = False) -> int:
         """Send a request and return its slot. ``again``: it continues what arrived from another stream, or waited."""
@@ -122,6 +123,7 @@ class ProcessStream:
         while self._silent_ticks < SILENT_TICKS:
             await asyncio.sleep(hello.HEARTBEAT_SECONDS)
             self._silent_ticks = self._silent_ticks + 1 if self._slots else 0
+        self.was_silent = True
         raise errors.Unavailable("the output processor is silent")
 
     def deal(self, frame: pb.ProcessFrame) -> None:

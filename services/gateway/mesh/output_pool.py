@@ -10,6 +10,7 @@ from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers import hello
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.members import Members
+from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
@@ -25,6 +26,8 @@ SEARCH_SECONDS = 3.0
 UNSETTLED_SECONDS = 60.0
 """For so long after an output processor was lost or has returned, a request that may be running already is sought at
 all of them: output processors keep requests for as long (``--keep-lost-requests``)."""
+RETRY_SECONDS = 0.5
+"""How long an accepted request waits until it asks again, when all are full or the budget of retries is spent."""
 _PLACED_AT_ONCE = 16
 """Requests that are moved before the event loop serves other work."""
 
@@ -55,11 +58,13 @@ class OutputPool:
         self._epoch = epoch
         self._channels = channels
         self._kept = KeptPrompts(max_kept_bytes)
+        self._budget = RetryBudget(asyncio.get_running_loop().time)
         self._count_moved = on_moved
         self._links: list[OutputLink] = []  # one for each output processor
         self._turn = 0
         self._waiting: dict[Submission, None] = {}  # in order of arrival; bounded by what the gateway admits
         self._wake = asyncio.Event()
+        self._held: dict[Submission, asyncio.TimerHandle] = {}  # until they ask again; bounded by the same
         self._sought: dict[Submission, asyncio.TimerHandle] = {}  # waiting for a connection; bounded by the same
 
     @property
@@ -91,7 +96,8 @@ class OutputPool:
         Returns what cancels it, which must be called when the collector's request has ended.
         """
         now = asyncio.get_running_loop().time()
-        submission = Submission(submit, collector, index, self._kept, now=now)
+        self._budget.add_request()
+        submission = Submission(submit, collector, index, self._kept, self._budget, now=now)
         if submission.takes_over and any(now - link.changed_at < UNSETTLED_SECONDS for link in self._links):
             # It may run where it would not be placed now, because another output processor was away then.
             submission.sought_until = now + SEARCH_SECONDS
@@ -111,7 +117,9 @@ class OutputPool:
         Returns what cancels it. The collector fails with ``RequestLost`` if no output processor has the request.
         """
         now = asyncio.get_running_loop().time()
-        submission = Submission(submit, collector, index, self._kept, now=now, sought_until=now + SEARCH_SECONDS)
+        submission = Submission(
+            submit, collector, index, self._kept, self._budget, now=now, sought_until=now + SEARCH_SECONDS
+        )
         self._seek(submission)
         return partial(self._cancel, submission)
 
@@ -134,18 +142,19 @@ class OutputPool:
 
     def on_moved(self, stream: ProcessStream, submission: Submission, error: errors.TokenloomError) -> None:
         """Place a request that an output processor has refused, or has ended before its end."""
-        submission.refused(stream, error)
+        submission.refused(stream, Cause.GONE if stream.leaving else Cause.FULL, error)
         submission.sought_until = 0.0  # it was found there
         self._wait(submission)
 
     def on_lost(self, stream: ProcessStream, submissions: list[Submission]) -> None:
         """Place the requests of a stream that has ended."""
         was_alone = len(submissions) == 1 and not stream.leaving
+        cause = Cause.SILENT if stream.was_silent else Cause.GONE
         for submission in submissions:
             if submission.is_sought:
                 self._seek(submission)
                 continue
-            submission.lost(was_alone=was_alone)
+            submission.lost(cause, was_alone=was_alone)
             self._wait(submission)
 
     def _choose(self, submission: Submission) -> ProcessStream | None:
@@ -214,29 +223,43 @@ class OutputPool:
             self._waiting[submission] = None
             self._wake.set()
 
+    def _hold(self, submission: Submission) -> None:
+        """End a request that no output processor has accepted with its refusal; let another one ask again later."""
+        if not submission.is_accepted:
+            submission.fail_as_refused()
+            return
+        submission.refused_by.clear()
+        self._held[submission] = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._ask_again, submission)
+
+    def _ask_again(self, submission: Submission) -> None:
+        del self._held[submission]
+        self._wait(submission)
+
     def _cancel(self, submission: Submission) -> None:
         self._waiting.pop(submission, None)
-        if (timer := self._sought.pop(submission, None)) is not None:
-            timer.cancel()
+        for timers in (self._sought, self._held):
+            if (timer := timers.pop(submission, None)) is not None:
+                timer.cancel()
         submission.cancel()
 
     async def _place_waiting(self) -> None:
-        """Send requests that wait, until cancelled. A request that every output processor has refused ends."""
+        """Send requests that wait, until cancelled. One that every output processor has refused ends or waits."""
         while True:
             await self._wake.wait()
             self._wake.clear()
             num_placed = 0
             while self._waiting:
                 submission = next(iter(self._waiting))
-                if (stream := self._choose(submission)) is not None:
+                stream = self._choose(submission)
+                if stream is None and not any(map(self._may_run, self._links)):
+                    break
+                del self._waiting[submission]
+                if stream is None or not submission.debt.pay():
+                    self._hold(submission)
+                else:
                     if submission.withdraw is not None:  # otherwise it has only waited
                         self._count_moved()
                     self._send(submission, stream, again=True)
-                elif any(map(self._may_run, self._links)):
-                    submission.fail_as_refused()
-                else:
-                    break
-                del self._waiting[submission]
                 num_placed += 1
                 if num_placed % _PLACED_AT_ONCE == 0:
                     await asyncio.sleep(0)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from google.protobuf.duration_pb2 import Duration
 
 from tokenloom.request import errors
+from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
 from tokenloom.v1 import output_processor_pb2 as pb
 
 from .collector import Collector
@@ -45,6 +46,8 @@ class Submission:
         engine_deaths: Engines that died while they ran it.
         num_prompt_logprobs: Positions of the prompt whose log probabilities arrived.
         refused_by: The streams that refused it, or the rest of it, since its output processor was last lost.
+        debt: Says whether it may be sent again.
+        is_accepted: An output processor has run it, so that it is not refused any more.
         withdraw: Ends it at its output processor.
         sought_until: When the search ends for the output processor that has the request, which is to be resumed; 0: it
             is a new request, or its output processor was found.
@@ -60,8 +63,10 @@ class Submission:
         "_started",
         "_submit",
         "collector",
+        "debt",
         "engine_deaths",
         "first_index",
+        "is_accepted",
         "num_bytes",
         "num_live",
         "num_prompt_logprobs",
@@ -78,11 +83,13 @@ class Submission:
         collector: Collector,
         first_index: int,
         kept: KeptPrompts,
+        budget: RetryBudget,
         *,
         now: float,
         sought_until: float = 0.0,
     ) -> None:
-        """``submit``: its slot is filled in here; it must not change any more. ``now``: when its timeout began."""
+        """``submit``: its slot is filled in here; it must not change any more. ``budget``: of the gateway.
+        ``now``: when its timeout began."""
         self.request_id, self.takes_over = submit.request_id, submit.take_over
         self.sought_until = sought_until
         self.collector = collector
@@ -92,6 +99,8 @@ class Submission:
         self.engine_deaths = submit.engine_deaths
         self.num_prompt_logprobs = submit.num_prompt_logprobs
         self.refused_by: list[object] = []
+        self.debt = RetryDebt(budget)
+        self.is_accepted = False
         self.withdraw: Callable[[], None] | None = None
         self._submit: pb.Submit | None = submit
         self._kept = kept
@@ -148,10 +157,13 @@ class Submission:
         self._forget_unless_kept()
         return submit
 
-    def lost(self, *, was_alone: bool) -> None:
+    def lost(self, cause: Cause, *, was_alone: bool) -> None:
         """Note that its output processor was lost. ``was_alone``: it was the only request there."""
         self.refused_by.clear()
-        if self._num_tokens() > self._num_tokens_sent:
+        self.is_accepted = True
+        made_progress = self._num_tokens() > self._num_tokens_sent
+        self.debt.failed(cause, made_progress=made_progress)
+        if made_progress:
             self._losses_alone = 0
         self._losses_alone += was_alone
         if self._submit is None:
@@ -161,9 +173,11 @@ class Submission:
             message = f"{MAX_LOSSES_ALONE} output processors ended while they ran only this request"
             self.fail(errors.OutputProcessorKiller(f"{message}; report it to the operator before you send it again."))
 
-    def refused(self, stream: object, error: errors.TokenloomError) -> None:
+    def refused(self, stream: object, cause: Cause, error: errors.TokenloomError) -> None:
         """Note that an output processor refused to run it, or the rest of it."""
         self.refused_by.append(stream)
+        self.is_accepted = self.is_accepted or self._num_tokens() > 0
+        self.debt.failed(cause)
         self._refusal = error
         if self._submit is None:
             self.fail(errors.Unavailable(error.message, retry_after=error.retry_after))

@@ -13,7 +13,7 @@ from tokenloom.request import errors
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
 from tokenloom.services.runtime.peers.members import Members
-from tokenloom.services.runtime.peers.retry_budget import RetryBudget
+from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
 from tokenloom.services.runtime.telemetry.tracing import CURRENT
 from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -23,8 +23,17 @@ log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
 """Interval of the probes of each replica. gRPC's pings notice a replica that was stopped or cut off within 2.6 s."""
+MAX_CALLS = 16
+"""Calls in flight; further ones wait here, in order. Each answer of gRPC waits for the interpreter's lock: with
+thousands of calls on a busy machine, gRPC took the connection for dead and failed all of them."""
 ANSWER_SECONDS = 6.0
 """How long a replica may take to answer a probe: its event loop may be busy for 5 s."""
+
+
+RECONNECT_SECONDS = 2.0
+"""How long a call waits for the only replica, which has just answered, to be connected again."""
+_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+"""How gRPC ends calls whose connection was lost."""
 
 
 class TokenizerClient:
@@ -41,6 +50,7 @@ class TokenizerClient:
         self._alive: set[str] = set()
         self._turn = 0
         self._budget = RetryBudget(asyncio.get_running_loop().time)
+        self._places = asyncio.Semaphore(MAX_CALLS)
         self._known = asyncio.Event()
         self.info: tokenizer_pb2.GetTokenizerInfoResponse | None = None
 
@@ -109,15 +119,19 @@ class TokenizerClient:
         return self._call("Decode", request)
 
     async def _call(self, method: str, request: Message) -> Any:
-        """Ask the next living replica in turn; if it is unavailable, ask another one, as the budget of retries permits.
+        """Ask a replica when few enough calls are in flight. The request's own deadline cancels the call from outside,
+        also while it waits."""
+        async with self._places:
+            return await self._ask(method, request)
 
-        The request's own deadline cancels the call from outside.
-        """
+    async def _ask(self, method: str, request: Message) -> Any:
+        """Ask the next living replica in turn; if it is unavailable, ask another one, as the budget permits."""
         self._turn += 1
         turn = self._turn  # other calls take theirs while this one waits
         self._budget.add_request()
-        num_retries = 0
+        debt = RetryDebt(self._budget)
         candidates = sorted(self._alive) or list(self._stubs)
+        is_only = len(candidates) == 1 and candidates[0] in self._alive
         error: errors.TokenloomError | None = None
         for step in range(len(candidates)):
             address = candidates[(turn + step) % len(candidates)]
@@ -127,13 +141,30 @@ class TokenizerClient:
                 return await getattr(stub, method)(request, metadata=tuple(CURRENT.get().items()))
             except grpc.aio.AioRpcError as failure:
                 error = errors.from_rpc(failure)
-                if failure.code() is not grpc.StatusCode.UNAVAILABLE:
+                if failure.code() not in _LOST:
                     raise error from failure
                 self._alive.discard(address)
-                if not self._budget.allow(error, num_retries=num_retries):
+                debt.failed(Cause.SILENT)
+                if not debt.pay():
                     break
-                num_retries += 1
-        raise error or errors.Unavailable("no tokenizer is connected; retry")
+        if is_only and error is not None:
+            return await self._ask_again(candidates[0], method, request)
+        if isinstance(error, errors.Unavailable):
+            raise error
+        raise errors.Unavailable("No tokenizer is available; retry.")
+
+    async def _ask_again(self, address: str, method: str, request: Message) -> Any:
+        """Ask the only replica once more: on a busy machine gRPC loses connections to living processes."""
+        stub = self._stubs.get(address)
+        try:
+            if stub is not None:
+                return await getattr(stub, method)(
+                    request, metadata=tuple(CURRENT.get().items()), wait_for_ready=True, timeout=RECONNECT_SECONDS
+                )
+        except grpc.aio.AioRpcError as failure:
+            if failure.code() not in (*_LOST, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise errors.from_rpc(failure) from failure
+        raise errors.Unavailable("The tokenizer became unavailable; retry.")
 
     async def _keep(self, address: str) -> None:
         """Probe a replica until it neither answers nor is a member any more."""

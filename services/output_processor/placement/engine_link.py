@@ -91,6 +91,8 @@ class EngineLink:
         self._opened = asyncio.Event()
         self.error: errors.TokenloomError | None = None
         """Why the link is dead; None while it is not."""
+        self.was_silent = False
+        """Whether it is dead because the engine was silent or hung: the engine may still compute."""
         self._call: grpc.aio.StreamStreamCall[EngineInput, EngineFrame] | None = None
         self._attempts: dict[int, Attempt] = {}  # live attempts: as many as this process admits requests
         self._last_slot = 0
@@ -198,6 +200,7 @@ class EngineLink:
                 continue
             self._silent_ticks += 1
             self._still_ticks += 1
+            self.was_silent = self._silent_ticks > _SILENT_TICKS or self._still_ticks > self._hang_ticks
             if self._silent_ticks > _SILENT_TICKS:
                 raise errors.Unavailable(f"no frame for {SILENCE_SECONDS:g} s")
             if self._still_ticks > self._hang_ticks:

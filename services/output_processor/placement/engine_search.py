@@ -3,6 +3,7 @@
 import asyncio
 
 from tokenloom.request import errors
+from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
 
 from .last_snapshot import EngineKey
 
@@ -26,8 +27,10 @@ class EngineSearch:
         overload: Why the sample ends if no other engine has room: an engine refused it because it is full.
     """
 
-    def __init__(self, give_up_at: float | None = None) -> None:
-        """``give_up_at``: time of the event loop after which the sample waits no longer; None: it waits without end."""
+    def __init__(self, budget: RetryBudget, give_up_at: float | None = None) -> None:
+        """``budget``: of this process. ``give_up_at``: time of the event loop after which the sample waits no longer;
+        None: it waits without end."""
+        self._debt = RetryDebt(budget)
         self._give_up_at = give_up_at
         self._num_failures = 0  # in a row, without a token between them
         self.exclude: list[EngineKey] = []
@@ -39,8 +42,9 @@ class EngineSearch:
         """Whether the sample failed on two engines in a row without a token, so that a third one may fail it too."""
         return self._num_failures > 1
 
-    def failed(self, key: EngineKey, *, had_output: bool) -> None:
-        """Note that an engine died, was lost or drains. ``had_output``: after it had sent tokens."""
+    def failed(self, key: EngineKey, cause: Cause, *, had_output: bool) -> None:
+        """Note that an engine does not continue the sample. ``had_output``: after it had sent tokens."""
+        self._debt.failed(cause, made_progress=had_output)
         self._exclude(key)
         self._num_failures = 1 if had_output else self._num_failures + 1
         self.is_admitted = True
@@ -50,10 +54,21 @@ class EngineSearch:
         """Note that an engine is full. A sample that was not admitted ends with ``error`` unless another engine has
         room."""
         if self.is_admitted:
-            self.failed(key, had_output=False)
+            self.failed(key, Cause.FULL, had_output=False)
             return
+        self._debt.failed(Cause.FULL)
         self._exclude(key)
         self.overload = error
+
+    async def wait_for_budget(self, news: asyncio.Event) -> None:
+        """Return when the budget of retries permits the next attempt.
+
+        Raises what refused a sample that was not admitted, instead of letting it wait; otherwise as :meth:`pause`.
+        """
+        while not self._debt.pay():
+            if self.overload is not None:
+                raise self.overload
+            await self.pause(news)
 
     async def pause(self, news: asyncio.Event, cause: errors.TokenloomError | None = None) -> None:
         """Wait for ``news`` of another engine, or until the next round is due.

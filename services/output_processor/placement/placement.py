@@ -10,6 +10,7 @@ import grpc.aio
 from tokenloom.request import errors
 from tokenloom.services.runtime.host.tasks import Tasks, first_of
 from tokenloom.services.runtime.peers.channels import Channels
+from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest, PickResponse, WatchRequest
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.output_processor_pb2 import Submit
@@ -35,7 +36,11 @@ class Asked:
 
 
 class Placer:
-    """Places legs of requests on engines that answer."""
+    """Places legs of requests on engines that answer.
+
+    Attributes:
+        budget: Limits the retries of all requests.
+    """
 
     def __init__(self, coordinator: grpc.aio.Channel, fingerprint: Fingerprint, links: "EngineLinks") -> None:
         """``coordinator``: a channel to the coordinator; :meth:`close` closes it and ``links``."""
@@ -43,6 +48,7 @@ class Placer:
         self._stub = CoordinatorStub(coordinator)
         self._picks = PickStream(self._stub)
         self._fingerprint = fingerprint
+        self.budget = RetryBudget(asyncio.get_running_loop().time)
         self._links = links
         self._snapshot = LastSnapshot(fingerprint)
         self._is_closed = False
@@ -106,6 +112,7 @@ class Placer:
             search.is_admitted = True  # with the leg before
         if search.must_wait:
             await search.pause(self._news)
+        await search.wait_for_budget(self._news)
         while True:
             if self._is_closed:
                 raise errors.TryElsewhere("The output processor has stopped; retry.")
@@ -131,6 +138,7 @@ class Placer:
     ) -> Attempt:
         """Place a leg without waiting. ``response``: the first pick, if it was asked for already."""
         unreached = list(exclude)
+        debt = RetryDebt(self.budget)
         for _ in range(_MAX_PICKS):
             picked = await self._picked(request, unreached, response or self._ask(request, unreached, submit))
             response = None
@@ -144,6 +152,9 @@ class Placer:
                 if not isinstance(error, errors.Unavailable):
                     raise
                 unreached.append(key)
+                debt.failed(Cause.SILENT)
+                if not debt.pay():
+                    break
                 continue
             return Attempt(link, pick, picked.whole_request, is_counted=pick is None)
         raise errors.Unavailable("No engine answers; retry.")

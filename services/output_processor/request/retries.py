@@ -1,6 +1,7 @@
 """Decides whether a sample that an engine failed continues on another one. No I/O."""
 
 from tokenloom.request import errors
+from tokenloom.services.runtime.peers.retry_budget import Cause, cause_of
 from tokenloom.v1.output_processor_pb2 import Submit
 
 from ..placement.engine_link import Attempt
@@ -22,7 +23,7 @@ class Retries:
         self._lifetime = lifetime
         self._output = output
         self._placer = placer
-        self.search = EngineSearch(lifetime.give_up_at)
+        self.search = EngineSearch(placer.budget, lifetime.give_up_at)
 
     def lost(self, attempt: Attempt, *, is_alone: bool) -> None:
         """Note that the engine of an attempt died, fell silent or hangs. ``is_alone``: as in ``AttemptOwner``.
@@ -32,20 +33,22 @@ class Retries:
         """
         if is_alone and not self._placer.is_shared(attempt.link.key, self._num_samples):
             self._blame(attempt)
-        self.search.failed(attempt.link.key, had_output=attempt.has_output)
+        cause = Cause.SILENT if attempt.link.was_silent else Cause.GONE
+        self.search.failed(attempt.link.key, cause, had_output=attempt.has_output)
 
     def refused(self, attempt: Attempt, error: errors.TokenloomError) -> bool:
         """Note the error with which an engine ended an attempt. Returns whether another engine may answer differently:
         the engine drains, is full or its core died."""
         key = attempt.link.key
-        if isinstance(error, errors.TryElsewhere):
-            if isinstance(error, errors.EngineDied):
-                self._blame(attempt)
-            self.search.failed(key, had_output=attempt.has_output)
-            return True
-        if type(error) is errors.ResourceExhausted:  # full for every tenant, unlike RateLimitExceeded
-            self.search.refused(key, error)
-            return True
+        match cause_of(error):
+            case Cause.GONE as cause:
+                if isinstance(error, errors.EngineDied):
+                    self._blame(attempt)
+                self.search.failed(key, cause, had_output=attempt.has_output)
+                return True
+            case Cause.FULL:
+                self.search.refused(key, error)
+                return True
         return False
 
     def verdict(self) -> errors.TokenloomError | None:

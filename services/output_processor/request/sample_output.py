@@ -13,12 +13,8 @@ from ..text.detokenizer import Detokenizer, StopMatch
 from ..text.logprob_texts import PromptLogprobs, part_with_texts, with_texts
 from ..text.vocabulary import Vocabulary
 
-_ABORT, _ERROR, _STOP = (
-    FinishReason.FINISH_REASON_ABORT,
-    FinishReason.FINISH_REASON_ERROR,
-    FinishReason.FINISH_REASON_STOP,
-)
-
+_ABORT, _ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
+_STOP = FinishReason.FINISH_REASON_STOP
 _TOKEN_BYTES = 36
 """Memory of a token in a journal: an integer, and the list's reference to it."""
 

@@ -17,7 +17,8 @@ from tokenloom.v1.output_processor_pb2 import (
 from tokenloom.v1.types_pb2 import FinishReason, Hello
 
 from ..placement.placement import Asked
-from ..request.requests import Requests, SampleGroup
+from ..request.requests import Requests
+from ..request.sample_group import SampleGroup
 from .outbox import Outbox
 
 SUBMITS_PER_TURN = 8

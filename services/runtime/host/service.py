@@ -17,6 +17,7 @@ import uvloop
 from tokenloom.request.errors import InvalidArgument, NotFound, TokenloomError
 
 from ..telemetry import logs
+from ..telemetry.loop_turns import LoopTurns
 from . import descriptors
 from .host import Host
 from .service_settings import ServiceSettings
@@ -119,6 +120,8 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
             # Most of what exists now stays: the garbage collector need not walk it in the middle of a step.
             gc.collect()
             gc.freeze()
+            if settings.measure_turns:
+                host.spawn(LoopTurns(host.metrics).run(), name="turns of the event loop")
             log.info("serving on %s", host.address)
             await first_of(stopping.wait(), host.failure.wait())
         return 1 if host.failure.happened else 0

@@ -75,6 +75,9 @@ class ServiceSettings(Struct, frozen=True, kw_only=True):
         Annotated[str, Meta(extra={"check": _check_endpoint})],
         "OpenTelemetry collector to send traces to over gRPC, http(s)://host:port; empty: no traces.",
     ] = ""
+    measure_turns: Annotated[
+        bool, "Measure the longest turns of the event loop, which wakes it every millisecond; for benchmarks."
+    ] = False
     drain_timeout: Annotated[
         Annotated[float, Meta(ge=0, le=86400)], "Seconds that live requests have to finish after a stop signal."
     ] = 30.0

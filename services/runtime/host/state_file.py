@@ -1,5 +1,6 @@
 """The JSON file in which a service publishes its name, process and addresses."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -27,6 +28,9 @@ class StateFile:
             raise Unavailable(f"state_file: cannot write {self._path}: {error.strerror}") from None
 
     def remove(self) -> None:
-        """Remove the file. Idempotent."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+        """Remove the file, unless a successor has written its own. Idempotent."""
+        if self._path is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(self._path.read_text()).get("pid") == self._fields.get("pid"):
+                self._path.unlink(missing_ok=True)

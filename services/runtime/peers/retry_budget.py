@@ -1,9 +1,10 @@
 """Limits the retries inside the mesh, so that they never multiply the work of a mesh that is short of capacity."""
 
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Final
 
-from tokenloom.request.errors import TokenloomError, Unavailable
+from tokenloom.request.errors import ResourceExhausted, TokenloomError, TryElsewhere, Unavailable
 
 RETRIES_PER_REQUEST: Final = 0.1
 """Each request earns a tenth of a retry."""
@@ -13,20 +14,40 @@ MAX_RETRIES: Final = 10.0
 """Retries that the budget holds at most: as many may happen at once after a quiet time."""
 
 
+class Cause(Enum):
+    """Says why a part of the mesh does not run a request, or the rest of it."""
+
+    GONE = auto()
+    """It died, its connection ended, or it leaves: none of its work continues there."""
+    SILENT = auto()
+    """It does not answer in time, or failed. It may be overloaded, and may still compute."""
+    FULL = auto()
+    """It has no room; another one may."""
+
+
+def cause_of(error: TokenloomError) -> Cause | None:
+    """Return why another part may succeed where one ended a request with ``error``; None: every part would answer in
+    the same way, or the request ran into a limit of its tenant."""
+    if isinstance(error, TryElsewhere):
+        return Cause.GONE
+    if isinstance(error, Unavailable):
+        return Cause.SILENT
+    return Cause.FULL if type(error) is ResourceExhausted else None
+
+
 class RetryBudget:
     """Holds the retries that one part of the mesh may still make. A part has one budget for all its requests.
 
-    These rules apply to a failed attempt, in this order:
+    1. A request moves for free when the part that had it is gone: its work is gone too, so nothing is multiplied,
+       however many requests move, and however often.
+    2. When the part may still compute, the first retry of a request is free, and each further one takes one from the
+       budget until the request has made progress: at most 10 % of the requests, plus a small reserve. When parts seem
+       to die because they are overloaded, their requests therefore do not go around in circles.
+    3. A request that a full part refused may take the room that another one has. This always takes one from the budget:
+       when all parts are full, requests end with the overload instead of asking each of them.
 
-    1. An overload (``ResourceExhausted``, which includes a tenant's quota) is never retried: the other parts of the
-       mesh have the same load, and the client's Retry-After says when there will be room.
-    2. An error that every part would answer in the same way is never retried: only ``Unavailable``, which includes
-       ``TryElsewhere``, says that another part may succeed.
-    3. The first retry of a request is free. When a part dies, each of its requests moves once, however many there are,
-       which at most doubles their work.
-    4. Every further retry of the same request takes one from the budget: at most 10 % of the requests, plus a small
-       reserve. When parts seem to die because they are overloaded, their requests therefore do not go around in
-       circles.
+    When the budget is empty, a request that no part has accepted ends with the error. One that was accepted waits until
+    the budget has earned a retry: it is never lost for lack of it.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -47,16 +68,33 @@ class RetryBudget:
         """Count a new request, which earns its share of a retry."""
         self._left = min(self._left + RETRIES_PER_REQUEST, MAX_RETRIES)
 
-    def allow(self, error: TokenloomError, *, num_retries: int) -> bool:
-        """Return whether a request may be tried again after ``error``, and charge the budget if this retry costs.
-
-        ``num_retries``: how often this request was retried before, for any reason.
-        """
-        if not isinstance(error, Unavailable):
-            return False
-        if num_retries == 0:
-            return True
+    def take(self) -> bool:
+        """Take one retry. Returns False if the budget holds none."""
         if self.left < 1:
             return False
         self._left -= 1
         return True
+
+
+class RetryDebt:
+    """Says whether the next attempt at one request has to be paid from the budget first."""
+
+    __slots__ = ("_budget", "_num_failures", "_owes")
+
+    def __init__(self, budget: RetryBudget) -> None:
+        self._budget = budget
+        self._num_failures = 0  # in a row, without progress between them
+        self._owes = False
+
+    def failed(self, cause: Cause, *, made_progress: bool = False) -> None:
+        """Note that an attempt has failed. ``made_progress``: after output of the request."""
+        if made_progress:
+            self._num_failures = 0
+        self._owes = cause is Cause.FULL or (cause is Cause.SILENT and self._num_failures > 0)
+        self._num_failures += 1
+
+    def pay(self) -> bool:
+        """Return whether the next attempt may be made now. A second call for the same attempt takes nothing more."""
+        if self._owes and self._budget.take():
+            self._owes = False
+        return not self._owes

@@ -40,6 +40,7 @@ def test_requests_may_wait_beside_the_batch() -> None:
     assert case.num_streams == 7
     flags = mesh_options(DEMO_MODEL, case).flags["engine"]
     assert flags[flags.index("--max-num-seqs") + 1] == "4"
+    assert mesh_options(DEMO_MODEL, case).flags["gateway"] == ("--always-queued", str(case.num_streams))
     assert summarize(case, LoadResult([outcome(0.0)], 2.0), {"gateway": 1e-6}, {"gateway": 80.0})["waiting"] == 3
 
 

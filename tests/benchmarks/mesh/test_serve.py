@@ -32,9 +32,11 @@ def good(kind: str = "", ttft: float = 0.1, tokens: int = 3) -> Outcome:
 
 
 def test_failures_count_in_nothing_but_themselves() -> None:
-    failed = Outcome(0.0, error="HTTP 503", ttft=9.0, output_tokens=100)
+    failed = Outcome(0.0, error="HTTP 503", ttft=9.0, output_tokens=100, refused=True)
     report = summarize(LoadResult([good(), good(), failed], 2.0), Objectives({}))
     assert (report["completed"], report["failed"], report["errors"]) == (2, 1, ["HTTP 503"])
+    assert report["refused"] == 1
+    assert "1 of the failed requests were refused" in str(table(report, "").caption)
     assert (report["output_throughput"], report["request_throughput"], report["total_token_throughput"]) == (3, 1, 7)
     assert report["p99_ttft_ms"] == 100.0
     assert report["median_itl_ms"] == report["median_tpot_ms"] == 10.0

@@ -29,10 +29,15 @@ def random(*size: int) -> torch.Tensor:
 
 
 def without_unit(monkeypatch):
-    def refuse():
+    def refuse(*_):
         raise KernelsUnavailable("none")
 
     monkeypatch.setattr(int8_linear, "load_int8", refuse)
+    return refuse
+
+
+def without_kernels(monkeypatch):
+    monkeypatch.setattr(int8_linear, "QuantizedLinear", without_unit(monkeypatch))
 
 
 def exactly(x, weight, bias):
@@ -60,26 +65,43 @@ def test_the_kernel_computes_what_the_integers_say(rows, outputs, inputs, bias):
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(33, 64), (32, 100), (96, 192)])
-def test_without_the_unit_pytorch_computes_the_same(outputs, inputs, monkeypatch):
-    without_unit(monkeypatch)
+def test_without_kernels_pytorch_computes_the_same(outputs, inputs, monkeypatch):
+    without_kernels(monkeypatch)
     weight, bias, x = random(outputs, inputs), random(outputs), random(5, inputs)
     found = Int8Linear(weight, bias)(x)
     torch.testing.assert_close(found.double(), exactly(x, weight, bias), rtol=1e-5, atol=1e-5)
 
 
-def test_the_slower_way_is_told_of_once(monkeypatch, caplog):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_the_unit_inputs_are_rounded_in_groups(dtype, monkeypatch, caplog):
     without_unit(monkeypatch)
+    weight, bias, x = random(48, 192), random(48), random(5, 192).to(dtype)
+    layer = Int8Linear(weight, bias)
+    if layer._grouped is None:
+        pytest.skip("no AVX2")
+    columns, scales = round_rows(weight)
+    expected = x.double() @ (columns.double() * scales.double()[:, None]).t() + bias.double()
+    found = layer(x)
+    assert found.dtype == dtype
+    assert (found.double() - expected).norm() < 0.01 * expected.norm()
+    assert torch.equal(found, torch.cat([layer(row[None]) for row in x]))
+    assert layer(x, torch.float32).dtype == torch.float32
+    assert not caplog.records
+
+
+def test_the_slower_way_is_told_of_once(monkeypatch, caplog):
+    without_kernels(monkeypatch)
     library.warn_unavailable.cache_clear()
     Int8Linear(random(32, 64)), Int8Linear(random(32, 64))
     (record,) = caplog.records
-    assert "int8 layers: none" in record.getMessage()
+    assert "int8 layers: none; none" in record.getMessage()
     library.warn_unavailable.cache_clear()
 
 
-@pytest.mark.parametrize("unit", [True, False])
-def test_a_row_depends_on_no_other(unit, monkeypatch):
-    if not unit:
-        without_unit(monkeypatch)
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_row_depends_on_no_other(kernels, monkeypatch):
+    if not kernels:
+        without_kernels(monkeypatch)
     layer, x = Int8Linear(random(64, 128)), random(40, 128)
     x[3] *= 1000
     assert torch.equal(layer(x)[:3], layer(x[:3]))
@@ -93,10 +115,10 @@ def test_it_is_near_the_layer_that_it_rounds():
     assert 0 < error < 0.02
 
 
-@pytest.mark.parametrize("unit", [True, False])
-def test_rows_and_outputs_of_zeros_stay_zeros(unit, monkeypatch):
-    if not unit:
-        without_unit(monkeypatch)
+@pytest.mark.parametrize("kernels", [True, False])
+def test_rows_and_outputs_of_zeros_stay_zeros(kernels, monkeypatch):
+    if not kernels:
+        without_kernels(monkeypatch)
     weight, x = random(32, 64), random(3, 64)
     weight[5], x[1] = 0, 0
     found = Int8Linear(weight)(x)

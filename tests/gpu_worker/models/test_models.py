@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -10,6 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
+from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
 
@@ -221,20 +223,35 @@ def test_the_spelling_of_transformers_4(
     torch.testing.assert_close(found, transformers_logits(path, inputs), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("quantization", "most"), [("int8-dynamic", 0.1), ("int4", 0.6)])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_int8_is_near_the_model_that_it_rounds(
-    family: str, save_checkpoint: SaveCheckpoint, run_model: RunModel
+def test_quantized_models_are_near_those_that_they_round(
+    family: str, quantization: str, most: float, save_checkpoint: SaveCheckpoint, run_model: RunModel
 ) -> None:
     path = save_checkpoint(family)
     prompt = torch.arange(40) * 7 % 199
     plain, rounded = (
-        run_model(load_model(path, quantization=quantization), [prompt], [[40]])[0]
-        for quantization in (None, "int8-dynamic")
+        run_model(load_model(path, quantization=name), [prompt], [[40]])[0] for name in (None, quantization)
     )
     error = (plain - rounded).norm() / plain.norm()
-    assert 0 < error < 0.1
+    assert 0 < error < most
+
+
+def test_int4_computes_the_model_of_its_dequantized_weights(
+    save_checkpoint: SaveCheckpoint, run_model: RunModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Except that inputs are rounded to int8."""
+    path, prompt = save_checkpoint("llama"), torch.arange(40) * 7 % 199
+    rounded = run_model(load_model(path, quantization="int4"), [prompt], [[40]])[0]
+
+    def refuse(*_: object) -> NoReturn:
+        raise KernelsUnavailable("none")
+
+    monkeypatch.setattr(linear, "QuantizedLinear", refuse)
+    exact = run_model(load_model(path, quantization="int4"), [prompt], [[40]])[0]
+    assert (rounded - exact).norm() < 0.05 * exact.norm()
 
 
 def test_another_quantization_is_refused_by_name(save_checkpoint: SaveCheckpoint) -> None:
-    with pytest.raises(ValueError, match="quantization must be int8-dynamic or none, not 'gptq'"):
+    with pytest.raises(ValueError, match="quantization must be int8-dynamic, int4 or none, not 'gptq'"):
         load_model(save_checkpoint("llama"), quantization="gptq")

@@ -8,7 +8,7 @@ import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.loop_clock import pass_time
-from tests.services.gateway.fakes import LIMITS, MODEL, FakeMesh
+from tests.services.gateway.fakes import LIMITS, MODEL, SOON, FakeMesh
 from tokenloom.services.gateway.mesh.mesh_view import LOST_SECONDS
 from tokenloom.services.runtime.host.health import LIVENESS, READINESS
 from tokenloom.services.runtime.peers.channels import open_channel
@@ -102,6 +102,31 @@ async def test_health_names_the_missing_parts(mesh: FakeMesh, http: httpx.AsyncC
     assert response.headers["retry-after"] == "1"
     await mesh.coordinator.set_state(coordinator_pb2.ENGINE_STATE_SERVING)
     await until_missing(http)
+
+
+async def test_requests_before_the_first_engine_are_refused_at_once(socket_dir: Path) -> None:
+    fake, done = FakeMesh(socket_dir), asyncio.Event()
+    fake.coordinator.engines = []
+    fake.outputs.auto = ["x"]
+
+    async def run() -> None:
+        async with fake.gateway():
+            await done.wait()
+
+    running = asyncio.create_task(run())
+    async with asyncio.timeout(SOON):
+        while fake.service is None or not fake.http_address:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        async with fake.http() as http:
+            await until_missing(http, "engine")
+            body = {"model": MODEL, "prompt": "a"}
+            refused = await http.post("/v1/completions", json=body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            await fake.coordinator.set_engines("engine-0")
+            await until_missing(http)
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+        done.set()
+        await running
 
 
 async def test_models(mesh: FakeMesh, http: httpx.AsyncClient) -> None:

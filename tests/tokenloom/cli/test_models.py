@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.tokenloom.cli.fake_server import FakeServer
+from tests.tokenloom.gguf.demo_file import add_tokenizer, write_metadata
 from tokenloom.checkpoint import DEMO_MODEL
 from tokenloom.cli.main import app
 from tokenloom.cli.models import checkpoints
@@ -31,6 +32,13 @@ def test_local_checkpoints_and_what_is_none(tmp_path: Path) -> None:
     assert (found[0].id, found[0].path) == ("tokenloom-demo", str(DEMO_MODEL))
     (good,) = [each for each in found if each.path.startswith(str(tmp_path))]
     assert (good.id, good.architecture, good.bytes) == (str(tmp_path / "good"), "LlamaForCausalLM", 4)
+
+
+def test_local_gguf_files(tmp_path: Path) -> None:
+    path = write_metadata(tmp_path / "demo.gguf", add_tokenizer)
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    (found,) = [each for each in checkpoints([tmp_path]) if each.path.startswith(str(tmp_path))]
+    assert (found.id, found.architecture, found.bytes) == (str(path), "qwen3", path.stat().st_size)
 
 
 @pytest.mark.parametrize("columns", ["20", "200"])

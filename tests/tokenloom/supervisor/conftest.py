@@ -33,7 +33,8 @@ def output(printed: list[tuple[str, str]]) -> Iterator[LineCopier]:
 def make_spec(socket_dir: Path) -> MakeSpec:
     def make(service: str = "fake", index: int = 0, behaviour: str = "serve") -> PartSpec:
         socket, state_file = socket_dir / f"{service}-{index}.sock", socket_dir / f"{service}-{index}.json"
-        flags = ("--listen", f"unix:{socket}", "--state-file", str(state_file), "--metrics-listen", "")
+        listen = "127.0.0.1:0" if behaviour == "leave" else f"unix:{socket}"
+        flags = ("--listen", listen, "--state-file", str(state_file), "--metrics-listen", "")
         command = (sys.executable, _FAKE, "--behaviour", behaviour, *flags)
         return PartSpec(service=service, index=index, command=command, state_file=state_file, leftovers=(socket,))
 

@@ -1,9 +1,11 @@
 """A part without work of its own, to be supervised: the real lifecycle around an empty service.
 
 ``--behaviour``: ``serve``; ``usage`` and ``crash`` end before serving; ``deaf`` ignores SIGTERM;
-``child`` leaves a process of its own behind, whose id it writes beside its state file.
+``child`` leaves a process of its own behind, whose id it writes beside its state file; ``leave`` leaves its sockets to
+its successor and drains until the file ``finish`` exists beside its state file.
 """
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from tokenloom.services.runtime.host.service_settings import ServiceSettings
 
 class FakeSettings(ServiceSettings, frozen=True, kw_only=True):
     service: ClassVar[str] = "fake"
-    behaviour: Annotated[Literal["serve", "usage", "crash", "deaf", "child"], "What to do."] = "serve"
+    behaviour: Annotated[Literal["serve", "usage", "crash", "deaf", "child", "leave"], "What to do."] = "serve"
 
 
 class FakeService:
@@ -26,6 +28,7 @@ class FakeService:
 
     async def start(self, host: Host) -> None:
         behaviour = self._settings.behaviour
+        self._host = host
         if behaviour in ("usage", "crash"):
             raise SystemExit(2 if behaviour == "usage" else 1)
         if behaviour == "deaf":
@@ -37,6 +40,11 @@ class FakeService:
             self._settings.state_file.with_suffix(".child").write_text(str(child.pid))
 
     async def drain(self) -> None:
+        if self._settings.behaviour == "leave":
+            assert self._settings.state_file is not None
+            self._host.publish(leaving=True)
+            while not self._settings.state_file.with_name("finish").exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         print("drained", flush=True)
 
     async def stop(self) -> None:

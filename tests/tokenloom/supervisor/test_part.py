@@ -57,6 +57,43 @@ async def test_a_killed_part_comes_back_at_once(
     assert ("fake-0", "killed by SIGKILL; restarting in 0.1 s") in printed
 
 
+async def test_a_part_that_drains_by_itself_has_a_successor_at_once(
+    make_spec: MakeSpec, output: LineCopier, printed: Printed, eventually: Eventually
+) -> None:
+    part = Part(make_spec(behaviour="leave"), output)
+    async with kept(part) as keeper:
+        old = await serving_pid(part)
+        os.kill(old, signal.SIGTERM)
+        await eventually(lambda: part.state is not None and part.state.pid != old)
+        new = await serving_pid(part)
+        assert ("fake-0", "drains; starting its successor") in printed
+        assert psutil.pid_exists(old)
+        part.spec.state_file.with_name("finish").touch()
+        await eventually(lambda: not psutil.pid_exists(old))
+        assert part.spec.state_file.exists(), "it is the successor's"
+        assert await serving_pid(part) == new
+        part.stop()
+        async with asyncio.timeout(60):
+            await keeper
+    assert part.restarts == 1
+
+
+async def test_at_most_two_predecessors_drain(make_spec: MakeSpec, output: LineCopier, eventually: Eventually) -> None:
+    part = Part(make_spec(behaviour="leave"), output)
+    pids = list[int]()
+    async with kept(part) as keeper:
+        for number in range(3):
+            pids.append(await serving_pid(part))
+            os.kill(pids[-1], signal.SIGTERM)
+            if number < 2:
+                await eventually(lambda: part.state is not None and part.state.pid not in pids)
+        await eventually(lambda: not part.serving.is_set())
+        assert part.restarts == 2
+        part.kill()
+        await keeper
+    assert not any(map(psutil.pid_exists, pids))
+
+
 async def test_stop_lets_the_part_drain(make_spec: MakeSpec, output: LineCopier, printed: Printed) -> None:
     part = Part(make_spec(), output)
     async with kept(part) as keeper:

@@ -24,7 +24,7 @@ from .jsonl import STANDARD, LineWriter, count_lines, read_lines
 def generate(
     prompts: Annotated[Path, typer.Argument(help="JSONL file of prompts; -: standard input.")],
     output: Annotated[Path, typer.Argument(help="JSONL file of answers; -: standard output.")] = STANDARD,
-    model: Annotated[str, typer.Option(help="Checkpoint directory or Hugging Face hub id.")] = DEMO_MODEL_NAME,
+    model: Annotated[str, typer.Option(help="Checkpoint directory, GGUF file or hub id.")] = DEMO_MODEL_NAME,
     overwrite: Annotated[
         bool, typer.Option(help="Start over instead of resuming after the last line of OUTPUT.")
     ] = False,

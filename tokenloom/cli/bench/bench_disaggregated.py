@@ -38,7 +38,7 @@ _OFFERED = (
 @offers(options_of(_DEFAULTS)[name] for name in _OFFERED)
 def disaggregated(
     more_objectives: MoreObjectives = None,
-    model: Annotated[str, typer.Option(help="Checkpoint directory or Hugging Face hub id.")] = DEMO_MODEL_NAME,
+    model: Annotated[str, typer.Option(help="Checkpoint directory, GGUF file or hub id.")] = DEMO_MODEL_NAME,
     engines: Annotated[int, typer.Option(min=1, help="Engines of the colocated mesh.")] = 2,
     prefill: Annotated[int, typer.Option(min=1, help="Prefill engines of the disaggregated mesh.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode engines of the disaggregated mesh.")] = 1,
@@ -61,7 +61,9 @@ def disaggregated(
             pace=replace(options.pace, seed=options.dataset.seed),
             objectives=Objectives.parse([*(goodput or ()), *(more_objectives or ())] or _OBJECTIVES),
         )
-        common = ("--served-model-name", name, *shlex.split(serve_flags))
+        # Requests wait as long as the load makes them: a refused one would not be measured.
+        waits = ("--max-queue-seconds", "600", "--always-queued", str(options.dataset.num_prompts))
+        common = ("--served-model-name", name, *waits, *shlex.split(serve_flags))
         split = (f"{prefill}P{decode}D", ("--prefill", str(prefill), "--decode", str(decode)))
         kinds = ((f"{engines} colocated", ("--engines", str(engines))), split)
         with reserved_ports("127.0.0.1", len(kinds), 0, 0) as ports, bars() as bar:

@@ -25,7 +25,7 @@ from .bench_load import AsJson, OutputJson
 from .bench_output import failures, show
 
 _BATCH = DatasetOptions(num_prompts=32)
-Model = Annotated[str, typer.Option(help="Checkpoint directory or Hugging Face hub id.")]
+Model = Annotated[str, typer.Option(help="Checkpoint directory, GGUF file or hub id.")]
 
 
 @offers(engine_options())

@@ -1,13 +1,15 @@
 """``tokenloom bench overload`` measures a mesh that gets more requests than it can answer."""
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from tokenloom.bench.mesh import burst as burst_bench
 from tokenloom.bench.mesh import overload as overload_bench
+from tokenloom.bench.mesh import overload_report
+from tokenloom.bench.mesh.burst import BurstCase
 from tokenloom.bench.mesh.overload_case import OverloadCase
-from tokenloom.bench.mesh.overload_report import tables, verdicts
 from tokenloom.bench.report import machine
 from tokenloom.checkpoint import DEMO_MODEL_NAME
 
@@ -36,6 +38,10 @@ def overload(
     hogs: Annotated[
         int, typer.Option("--hogs", "--hog", min=0, help="Processes that take all the CPU they get meanwhile.")
     ] = _DEFAULTS.hogs,
+    burst: Annotated[
+        int, typer.Option(min=0, help="Send so many requests at once instead of all that; the times have no effect.")
+    ] = 0,
+    admit_all: Annotated[bool, typer.Option("--admit-all", help="Let all requests of the burst wait.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the arrivals.")] = _DEFAULTS.seed,
     model: Annotated[str, typer.Option(help="Checkpoint whose tokenizer is used.")] = DEMO_MODEL_NAME,
     output_json: OutputJson = None,
@@ -55,8 +61,17 @@ def overload(
         hogs,
         seed,
     )
+
+    def on_phase(name: str) -> None:
+        typer.echo(f"{name} …", err=True)
+
+    report: dict[str, Any] = {"machine": machine.describe()}
     with failures():
-        report = asyncio.run(overload_bench.run_case(path, case, lambda name: typer.echo(f"{name} …", err=True)))
-    report = {"machine": machine.describe(), **report}
-    show(report, tables(report), as_json=as_json, path=output_json)
-    raise typer.Exit(0 if all(is_met for *_, is_met in verdicts(report)) else 1)
+        if burst:
+            report |= asyncio.run(burst_bench.run_burst(path, BurstCase(burst, case, admit_all), on_phase))
+            tables, verdicts = burst_bench.tables(report), burst_bench.verdicts(report)
+        else:
+            report |= asyncio.run(overload_bench.run_case(path, case, on_phase))
+            tables, verdicts = overload_report.tables(report), overload_report.verdicts(report)
+    show(report, tables, as_json=as_json, path=output_json)
+    raise typer.Exit(0 if all(is_met for *_, is_met in verdicts) else 1)

@@ -25,7 +25,7 @@ PROMPT = "Tell me a story about a dragon."
 
 def demo(
     prompt: Annotated[str, typer.Argument(help="Question to ask.")] = PROMPT,
-    model: Annotated[str, typer.Option(help="Checkpoint directory or hub id.")] = DEMO_MODEL_NAME,
+    model: Annotated[str, typer.Option(help="Checkpoint directory, GGUF file or hub id.")] = DEMO_MODEL_NAME,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 400,
 ) -> None:
     """Start a whole mesh, chat once through it, show where the time went, and stop it."""

@@ -25,7 +25,7 @@ from .serve_options import OFFERS, service_arguments
 @offers((offer.option for offer in OFFERS.values() if offer.services), variables=True)
 @offers(options_of(MeshOptions).values())
 def serve(
-    model: Annotated[str, typer.Argument(help="Checkpoint directory or Hugging Face hub id.")] = DEMO_MODEL_NAME,
+    model: Annotated[str, typer.Argument(help="Checkpoint directory, GGUF file or hub id.")] = DEMO_MODEL_NAME,
     served_model_name: Annotated[
         str | None, typer.Option(help="Name that clients use; by default the last part of the directory.")
     ] = None,

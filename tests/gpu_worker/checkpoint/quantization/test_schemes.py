@@ -15,6 +15,7 @@ from tokenloom.gpu_worker.checkpoint.model_config import load_model_config
 from tokenloom.gpu_worker.checkpoint.quantization.fp8 import PackedFloats
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
 from tokenloom.gpu_worker.layers.int8_linear import Int8Linear
+from tokenloom.gpu_worker.layers.quantized_linear import QuantizedLinear
 from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
 
 RunModel = Callable[..., list[Tensor]]
@@ -114,6 +115,20 @@ def test_w8a8_is_computed_in_int8(tmp_path: Path, run_model: RunModel) -> None:
         found = run_model(model, [PROMPT], [[len(PROMPT)]])[0].log_softmax(-1)
         expected = run_model(load_model(plain, "float32"), [PROMPT], [[len(PROMPT)]])[0].log_softmax(-1)
     assert isinstance(vars(vars(vars(model)["_layers"][0])["_mlp"])["_down"], Int8Linear)
+    assert ((found - expected).abs() * expected.exp()).sum(-1).mean() < 0.05
+
+
+@pytest.mark.parametrize(("name", "bits"), [("awq", 4), ("w4a16", 4), ("gptq, 8 bits, one group", 8)])
+def test_groups_are_computed_as_they_are_stored(name: str, bits: int, tmp_path: Path, run_model: RunModel) -> None:
+    """The layers keep the stored integers, so a model in bfloat16 rounds only its inputs."""
+    quantized, plain = formats.write(tmp_path, *FORMATS[name])
+    with torch.inference_mode():
+        model = load_model(quantized, "bfloat16")
+        found = run_model(model, [PROMPT], [[len(PROMPT)]])[0].log_softmax(-1)
+        expected = run_model(load_model(plain, "float32"), [PROMPT], [[len(PROMPT)]])[0].log_softmax(-1)
+    down = vars(vars(vars(model)["_layers"][0])["_mlp"])["_down"]
+    assert isinstance(down, QuantizedLinear)
+    assert down.bits == bits
     assert ((found - expected).abs() * expected.exp()).sum(-1).mean() < 0.05
 
 

@@ -243,3 +243,12 @@ async def test_a_session_that_says_nothing_ends_and_leaves_its_place(
             with pytest.raises(grpc.aio.AioRpcError, match=r"no turn arrived within 20 s") as ended:
                 await read_on()
             assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_turn_of_a_session_cannot_be_resumed(mesh: FakeMesh) -> None:
+    async with mesh.inference() as stub:
+        call = stub.GenerateSession(iter([inference_pb2.GenerateRequest(model=MODEL, text="a", resumable=True)]))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(call))
+    error = errors.from_rpc(caught.value)
+    assert (error.reason, error.field) == ("INVALID_ARGUMENT", "resumable")

@@ -10,6 +10,7 @@ from tokenloom.services.gateway.http.byte_budget import ByteBudget
 from tokenloom.services.gateway.http.connections import Connections
 from tokenloom.services.gateway.http.exchange import Exchange
 from tokenloom.services.gateway.http.http_server import KEEP_ALIVE_SECONDS
+from tokenloom.services.gateway.http.turn_share import TurnShare
 from tokenloom.services.gateway.http.uvicorn_protocol import GatewayProtocol
 
 MIB = 1 << 20
@@ -65,9 +66,10 @@ class CountingParser:
 
 
 class Connection:
-    """A connection whose requests are answered once :attr:`answers` is set. ``reads``: their bodies are read first."""
+    """A connection whose requests are answered once :attr:`answers` is set. ``reads``: their bodies are read first.
+    ``turns``: None if all of them may be read in one turn of the event loop."""
 
-    def __init__(self, *, reads: bool = True) -> None:
+    def __init__(self, *, reads: bool = True, turns: TurnShare | None = None) -> None:
         self.transport = Transport()
         self.budget = ByteBudget(MIB)
         self.answers = asyncio.Event()
@@ -80,7 +82,13 @@ class Connection:
         )
         self.drain = asyncio.Event()
         self.protocol = GatewayProtocol(
-            config, ServerState(), {}, budget=self.budget, connections=Connections(1, 1), drain=self.drain
+            config,
+            ServerState(),
+            {},
+            budget=self.budget,
+            connections=Connections(1, 1),
+            turns=turns or TurnShare(1 << 30),
+            drain=self.drain,
         )
         self.protocol.connection_made(cast(Any, self.transport))
         self.parser = CountingParser(self.protocol.parser)

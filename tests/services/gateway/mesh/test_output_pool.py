@@ -14,6 +14,7 @@ from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeOutputProces
 from tokenloom.request.errors import RequestLost, TryElsewhere
 from tokenloom.services.gateway.mesh.output_link import ProcessStream
 from tokenloom.services.gateway.mesh.submission import MAX_LOSSES_ALONE
+from tokenloom.services.runtime.peers import retry_budget
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, SampleJournal, SlotTextLogprobs
 from tokenloom.v1.types_pb2 import Logprobs
 
@@ -205,6 +206,36 @@ async def test_a_request_that_all_refuse_is_an_overload(client: Client) -> None:
     response = await task
     assert (response.status_code, response.headers["retry-after"]) == (503, "3")
     assert response.json()["error"]["code"] == "resource_exhausted"
+
+
+async def test_without_a_budget_a_refused_request_asks_no_other(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry_budget, "MAX_RETRIES", 0.0)
+    task, request, other = await client.begin()
+    request.fail(TryElsewhere("full", retry_after=2))
+    response = await task
+    assert (response.status_code, response.headers["retry-after"]) == (503, "2")
+    assert other.requests.empty()
+
+
+async def test_an_accepted_request_waits_while_all_are_full(client: Client) -> None:
+    task, request, other = await client.begin()
+    request.send("a", [1])
+    await dealt(request)
+    owner(client.mesh, other).sessions[-1].end()
+    (await other.next_request()).fail(TryElsewhere("full"))
+    again = await asyncio.wait_for(_next_of_either(client), SOON)
+    assert [list(journal.token_ids) for journal in again.submit.journals] == [[1]]
+    again.answer("b")
+    assert (await task).json()["choices"][0]["text"] == "ab"
+
+
+async def _next_of_either(client: Client) -> FakeRequest:
+    parts = client.mesh.outputs, client.mesh.second_outputs
+    while all(part.requests.empty() for part in parts):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    return await next(part for part in parts if not part.requests.empty()).next_request()
 
 
 async def test_a_request_that_all_refuse_because_they_leave_waits_for_one(client: Client) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.loop_clock import settle
 from tests.services.gateway.fakes import SOON, FakeMesh
 from tokenloom.request import errors
-from tokenloom.services.gateway.mesh.tokenizer_client import TokenizerClient
+from tokenloom.services.gateway.mesh.tokenizer_client import MAX_CALLS, TokenizerClient
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.members import Members
 from tokenloom.v1 import tokenizer_pb2
@@ -116,3 +116,56 @@ async def test_calls_in_between_do_not_turn_a_retry_back_to_the_lost_replica() -
     lost.is_noticed.set()
     await first
     assert (lost.calls, living.calls) == (1, 2)
+
+
+class SlowReplica:
+    """A replica that answers when it is asked to."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.answers = asyncio.Event()
+
+    async def Encode(self, request: object, metadata: object) -> int:
+        self.calls += 1
+        await self.answers.wait()
+        return self.calls
+
+
+async def test_a_burst_of_calls_waits_in_the_gateway() -> None:
+    client = TokenizerClient(Members(("unix:/none",)), Channels(None))
+    replica = SlowReplica()
+    client._stubs = {"unix:/0": replica}  # type: ignore[dict-item]
+    client._alive = {"unix:/0"}
+    calls = [asyncio.ensure_future(client.encode(["text"])) for _ in range(3 * MAX_CALLS)]
+    await settle()
+    assert replica.calls == MAX_CALLS
+    calls[-1].cancel()  # the deadline of a request that waits
+    replica.answers.set()
+    await asyncio.wait(calls)
+    assert replica.calls == 3 * MAX_CALLS - 1
+
+
+class ReconnectedReplica:
+    """A replica whose connection is lost in its first call."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        self.code = code
+        self.waits: list[bool] = []
+
+    async def Encode(self, request: object, wait_for_ready: bool = False, **_: object) -> int:
+        self.waits.append(wait_for_ready)
+        if not wait_for_ready:
+            raise grpc.aio.AioRpcError(self.code, grpc.aio.Metadata(), grpc.aio.Metadata())
+        return 7
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
+async def test_the_only_replica_is_asked_again_when_its_connection_was_lost(code: grpc.StatusCode) -> None:
+    client = TokenizerClient(Members(("unix:/none",)), Channels(None))
+    replica = ReconnectedReplica(code)
+    client._stubs = {"unix:/0": replica}  # type: ignore[dict-item]
+    client._alive = {"unix:/0"}
+    assert await client.encode(["text"]) == 7  # type: ignore[comparison-overlap]
+    with pytest.raises(errors.Unavailable):
+        await client.encode(["text"])  # no probe has found it alive since then
+    assert replica.waits == [False, True, False]

@@ -23,6 +23,7 @@ from tokenloom.services.output_processor.placement.placement import EngineLinks,
 from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import make_hello
+from tokenloom.services.runtime.peers.retry_budget import RetryBudget
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
@@ -35,7 +36,7 @@ def engine(name: str, directory: Path) -> EngineIdentity:
 
 
 def without_time() -> EngineSearch:
-    return EngineSearch(give_up_at=0.0)
+    return EngineSearch(RetryBudget(asyncio.get_running_loop().time), give_up_at=0.0)
 
 
 @asynccontextmanager

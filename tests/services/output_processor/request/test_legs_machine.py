@@ -19,6 +19,7 @@ from tokenloom.services.output_processor.request.lifetime import MAX_ENGINE_DEAT
 from tokenloom.services.output_processor.request.sample_output import SampleOutput
 from tokenloom.services.output_processor.stream.outbox import Outbox
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
+from tokenloom.services.runtime.peers.retry_budget import RetryBudget
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import AddRequest, Finished, KVSource
 from tokenloom.v1.output_processor_pb2 import RequestFinished
@@ -57,6 +58,8 @@ class Sent:
 
 class Engine:
     """One incarnation, and the link to it."""
+
+    was_silent = False
 
     def __init__(self, number: int) -> None:
         self.identity = EngineIdentity(engine_id=f"engine-{number}", epoch=number)
@@ -148,6 +151,7 @@ class Placements:
     """The placer and the tasks that wait for it."""
 
     def __init__(self) -> None:
+        self.budget = RetryBudget(lambda: 0.0)
         self.waiting: list[tuple[EngineRole, Later]] = []
         self.tasks: list[Task] = []
         self.num_out = 0

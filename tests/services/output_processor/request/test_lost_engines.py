@@ -5,10 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.loop_clock import pass_time, settle
 from tests.services.output_processor.fakes import LENGTH, SOON, STOP, EngineStream, submit
 from tests.services.output_processor.harness import Mesh
 from tokenloom.request.errors import ResourceExhausted, Unavailable
 from tokenloom.services.output_processor.placement import engine_link
+from tokenloom.services.runtime.peers import retry_budget
 from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, Finished
 from tokenloom.v1.types_pb2 import FinishReason, PromptEmbeds
 
@@ -153,6 +155,48 @@ async def test_an_engine_that_is_full_passes_a_new_request_to_one_with_room(mesh
     stream, (slot,) = await mesh.started(gateway, submit(1))
     stream.send(finished=[Finished(slot=slot, reason=ERROR, error=FULL)])
     assert len(await (await mesh.engines[1].next_stream()).next_adds(1)) == 1
+
+
+async def test_without_a_budget_a_new_request_asks_no_second_engine(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry_budget, "MAX_RETRIES", 0.0)
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(1))
+    stream.send(finished=[Finished(slot=slot, reason=ERROR, error=FULL)])
+    error = (await gateway.until_finished(1))[2].error
+    assert (error.reason, error.message) == ("RESOURCE_EXHAUSTED", "the engine is full")
+    assert len(mesh.coordinator.requests) == 1
+
+
+async def test_without_a_budget_requests_of_dead_engines_move(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry_budget, "MAX_RETRIES", 0.0)
+    gateway = await mesh.gateway()
+    stream, _ = await mesh.started(gateway, submit(1), submit(2))  # one alone would be blamed
+    for turn in (1, 0, 1):  # nothing is lost, however often its engine dies
+        stream.die()
+        stream = await mesh.engines[turn].next_stream()
+        assert len(await stream.next_adds(2)) == 2
+
+
+async def test_a_request_whose_engines_fall_silent_one_after_the_other_waits_for_the_budget(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_link, "_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(retry_budget, "MAX_RETRIES", 0.0)
+    gateway = await mesh.gateway()
+    await mesh.started(gateway, submit(1), submit(2))  # one alone would be blamed
+    other = await mesh.engines[1].next_stream()
+    assert len(await other.next_adds(2)) == 2, "the first retry is free"
+    await asyncio.wait_for(other.ended.wait(), SOON)
+    num_picks = len(mesh.coordinator.requests)
+    for _ in range(4):
+        pass_time(2.0)
+        await settle()
+    assert len(mesh.coordinator.requests) == num_picks
+    monkeypatch.setattr(retry_budget, "MAX_RETRIES", 1.0)
+    pass_time(2.0)
+    assert len(await (await mesh.engines[0].next_stream()).next_adds(1)) == 1
 
 
 async def test_when_every_engine_is_full_a_new_request_ends_with_the_overload(mesh: Mesh) -> None:

@@ -16,10 +16,12 @@ from tokenloom.request.errors import TryElsewhere, Unavailable
 from tokenloom.request.sample_seed import sample_seed
 from tokenloom.services.output_processor.metrics import Metrics
 from tokenloom.services.output_processor.request.kept_requests import KeptRequests
-from tokenloom.services.output_processor.request.requests import Requests, SampleGroup
+from tokenloom.services.output_processor.request.requests import Requests
+from tokenloom.services.output_processor.request.sample_group import SampleGroup
 from tokenloom.services.output_processor.stream.outbox import Outbox
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.services.runtime.host.tasks import Tasks
+from tokenloom.services.runtime.peers.retry_budget import RetryBudget
 from tokenloom.v1.engine_pb2 import AddRequest, EngineInput, Finished
 from tokenloom.v1.output_processor_pb2 import RequestFinished
 from tokenloom.v1.types_pb2 import EngineRole, FinishReason
@@ -183,6 +185,8 @@ async def test_cancelling_before_sample_0_has_settled(mesh: Mesh) -> None:
 
 class NoPlacer:
     """Has no answer, and nothing to release."""
+
+    budget = RetryBudget(lambda: 0.0)
 
     def ask(self, _: object) -> object:
         return self

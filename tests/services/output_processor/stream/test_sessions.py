@@ -12,16 +12,20 @@ from tests.services.output_processor.fakes import SOON, submit
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.output_processor.metrics import Metrics
 from tokenloom.services.output_processor.request.kept_requests import KeptRequests
-from tokenloom.services.output_processor.request.requests import Requests, SampleGroup
+from tokenloom.services.output_processor.request.requests import Requests
+from tokenloom.services.output_processor.request.sample_group import SampleGroup
 from tokenloom.services.output_processor.stream.gateway_session import Session
 from tokenloom.services.output_processor.stream.sessions import Sessions
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.services.runtime.peers.hello import make_hello
+from tokenloom.services.runtime.peers.retry_budget import RetryBudget
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput
 
 
 class NoPlacer:
     """Never finds an engine."""
+
+    budget = RetryBudget(lambda: 0.0)
 
     def ask(self, _: object) -> None:
         return None

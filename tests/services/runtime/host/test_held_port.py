@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -11,7 +12,9 @@ import grpc.aio
 import pytest
 import uvloop
 
+from tokenloom.certificates import make_certificates
 from tokenloom.services.runtime.host.held_port import HeldPort
+from tokenloom.services.runtime.peers.tls import dns_name
 
 LIMIT = 30.0
 SIZE = 3 << 20
@@ -102,3 +105,43 @@ async def test_a_client_that_leaves_is_forgotten() -> None:
 async def test_closing_before_opening() -> None:
     async with relayed():
         pass
+
+
+class Counting(grpc.GenericRpcHandler):
+    """Streams numbers; the last ones after ``release`` was set."""
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+
+    def service(self, _: Any) -> Any:
+        async def count(request: bytes, context: Any) -> None:
+            for number in range(4):
+                if number == 2:
+                    await self.release.wait()
+                await context.write(request + bytes([number]))
+
+        return grpc.unary_stream_rpc_method_handler(count)
+
+
+async def test_a_stream_over_tls_passes_the_relay(tmp_path: Path) -> None:
+    """It continues while the client is asked to connect anew, and after the port was left to the next process."""
+    make_certificates(tmp_path, days=30)
+    files = [(tmp_path / f"gateway.{end}").read_bytes() for end in ("key", "crt")]
+    counting = Counting()
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        held.setblocking(False)
+        credentials = grpc.ssl_server_credentials([(files[0], files[1])])
+        port = HeldPort(held.dup(), counting, [], 100, credentials)  # type: ignore[arg-type]
+        trusted = grpc.ssl_channel_credentials((tmp_path / "ca.crt").read_bytes())
+        address = f"localhost:{held.getsockname()[1]}"
+        options = [("grpc.ssl_target_name_override", dns_name("gateway"))]
+        async with grpc.aio.secure_channel(address, trusted, options) as channel, asyncio.timeout(LIMIT):
+            call = channel.unary_stream("/a/b")(b"x")
+            await port.open()
+            assert [await call.read(), await call.read()] == [b"x\0", b"x\1"]
+            assert port.num_relayed == 1
+            port.leave()
+            closing = asyncio.create_task(port.close(LIMIT))
+            counting.release.set()
+            assert [each async for each in call] == [b"x\2", b"x\3"]
+            await closing

@@ -4,6 +4,7 @@ import pytest
 
 from tokenloom.request.errors import (
     DeadlineExceeded,
+    EngineDied,
     Internal,
     InvalidArgument,
     RateLimitExceeded,
@@ -12,7 +13,7 @@ from tokenloom.request.errors import (
     TryElsewhere,
     Unavailable,
 )
-from tokenloom.services.runtime.peers.retry_budget import MAX_RETRIES, RetryBudget
+from tokenloom.services.runtime.peers.retry_budget import MAX_RETRIES, Cause, RetryBudget, RetryDebt, cause_of
 
 
 class Clock:
@@ -23,51 +24,80 @@ class Clock:
         return self.now
 
 
-def test_the_first_retry_of_every_request_is_free() -> None:
-    budget = RetryBudget(Clock())
-    for _ in range(1000):  # all requests of a part that died
-        assert budget.allow(Unavailable("died"), num_retries=0)
-        assert budget.allow(TryElsewhere("drains"), num_retries=0)
-    assert budget.left == MAX_RETRIES
-
-
 @pytest.mark.parametrize(
-    "error",
+    ("error", "cause"),
     [
-        ResourceExhausted("full"),
-        RateLimitExceeded("quota"),
-        InvalidArgument("wrong"),
-        DeadlineExceeded("late"),
-        Internal(),
+        (TryElsewhere("drains"), Cause.GONE),
+        (EngineDied("died"), Cause.GONE),
+        (Unavailable("no answer"), Cause.SILENT),
+        (ResourceExhausted("full"), Cause.FULL),
+        (RateLimitExceeded("quota"), None),
+        (InvalidArgument("wrong"), None),
+        (DeadlineExceeded("late"), None),
+        (Internal(), None),
     ],
 )
-def test_overload_and_lasting_errors_are_never_retried(error: TokenloomError) -> None:
+def test_the_cause_follows_from_the_error(error: TokenloomError, cause: Cause | None) -> None:
+    assert cause_of(error) is cause
+
+
+def test_moves_from_parts_that_are_gone_are_free() -> None:
     budget = RetryBudget(Clock())
-    assert not budget.allow(error, num_retries=0)
-    assert not budget.allow(error, num_retries=1)
+    for _ in range(1000):  # all requests of a part that died, twice
+        debt = RetryDebt(budget)
+        for _ in range(2):
+            debt.failed(Cause.GONE)
+            assert debt.pay()
     assert budget.left == MAX_RETRIES
 
 
-def test_further_retries_are_a_tenth_of_the_requests() -> None:
+def test_the_first_retry_after_silence_is_free_and_further_ones_cost_until_there_is_progress() -> None:
     budget = RetryBudget(Clock())
-    while budget.allow(Unavailable("died"), num_retries=1):  # use up the reserve
+    for _ in range(1000):
+        debt = RetryDebt(budget)
+        debt.failed(Cause.SILENT)
+        assert debt.pay()
+    assert budget.left == MAX_RETRIES
+    debt.failed(Cause.SILENT)
+    assert debt.pay()
+    assert debt.pay(), "one attempt is paid once"
+    assert budget.left == MAX_RETRIES - 1
+    debt.failed(Cause.SILENT, made_progress=True)
+    assert debt.pay()
+    assert budget.left == MAX_RETRIES - 1
+
+
+def test_a_refusal_always_costs() -> None:
+    budget = RetryBudget(Clock())
+    allowed = 0
+    for _ in range(100):
+        debt = RetryDebt(budget)
+        debt.failed(Cause.FULL)
+        allowed += debt.pay()
+    assert allowed == MAX_RETRIES
+
+
+def test_charged_retries_are_a_tenth_of_the_requests() -> None:
+    budget = RetryBudget(Clock())
+    while budget.take():  # use up the reserve
         pass
     retries = 0
     for _ in range(1000):
         budget.add_request()
-        retries += budget.allow(Unavailable("died"), num_retries=1)
+        retries += budget.take()
     assert 99 <= retries <= 100
 
 
 def test_a_quiet_mesh_earns_retries_with_time() -> None:
     clock = Clock()
     budget = RetryBudget(clock)
-    retries = 0
-    while budget.allow(Unavailable("died"), num_retries=3):
-        retries += 1
-    assert retries == MAX_RETRIES
+    while budget.take():
+        pass
+    debt = RetryDebt(budget)
+    debt.failed(Cause.FULL)
+    assert not debt.pay()
     clock.now += 1.0
-    assert budget.allow(Unavailable("died"), num_retries=3)
-    assert not budget.allow(Unavailable("died"), num_retries=3)
+    assert debt.pay()
+    assert not budget.take()
     clock.now += 3600
     assert budget.left == MAX_RETRIES

@@ -1,0 +1,158 @@
+"""Derives the entries of a ``config.json`` from the metadata and tensors of a GGUF file."""
+
+import math
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokenloom.gguf.gguf_file import GgufFile, read_gguf
+
+from ..config_reader import ConfigReader
+from .blocks import BLOCK_TYPES, PLAIN_TYPES
+from .names import ROPE_FACTORS
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""By ``general.architecture``. Mistral's files say llama."""
+
+_LLAMA3_ORIGINAL, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
+"""What every Llama from 3.1 on has; its file has only the factors that follow from them."""
+
+
+def gguf_config(path: Path) -> dict[str, Any]:
+    """Return the configuration of the model in a file, as Hugging Face's ``config.json`` states it.
+
+    Raises ``ValueError`` naming the file and the entry that is missing, wrong or not supported.
+    """
+    file = read_gguf(path)
+    architecture = file.metadata.get("general.architecture")
+    if file.metadata.get("general.type", "model") != "model":
+        raise ValueError(f"{path} holds no model but {file.metadata['general.type']!r}")
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(
+            f"{path.name}: general.architecture {architecture!r} is not supported: must be one of {known}; "
+            "the model's safetensors checkpoint may load"
+        )
+    own = {name: value for name, value in file.metadata.items() if name.startswith(f"{architecture}.")}
+    reader = ConfigReader(own, path.name)
+    config = _read(reader, f"{architecture}.", file) | {"architectures": [ARCHITECTURES[architecture]]}
+    reader.refuse_rest()
+    return config
+
+
+def _read(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
+    hidden, heads = reader.take_int(f"{prefix}embedding_length"), reader.take_int(f"{prefix}attention.head_count")
+    head_size = reader.take_int(f"{prefix}attention.key_length", hidden // heads)
+    vocab_size = _vocab_size(file)
+    _check(reader, prefix, head_size, vocab_size)
+    config = {
+        "dtype": _dtype(file),
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": reader.take_int(f"{prefix}feed_forward_length"),
+        "num_hidden_layers": reader.take_int(f"{prefix}block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": reader.take_int(f"{prefix}attention.head_count_kv", heads),
+        "head_dim": head_size,
+        "max_position_embeddings": reader.take_int(f"{prefix}context_length"),
+        "rms_norm_eps": reader.take_float(f"{prefix}attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_parameters": _rope(reader, prefix, file, head_size),
+    }
+    # The metadata does not mention biases; Qwen2 always has those of queries, keys and values.
+    if prefix != "qwen2.":
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if prefix == "llama.":
+        config["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
+    return config
+
+
+def _check(reader: ConfigReader, prefix: str, head_size: int, vocab_size: int) -> None:
+    """Raise ``ValueError`` naming an entry that contradicts others, or asks for what is not supported."""
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if reader.take_int(prefix + name, head_size) != head_size:
+            raise reader.error(prefix + name, f"must be the size of a head, {head_size}")
+    for name in ("expert_count", "expert_used_count"):
+        if reader.take(prefix + name, 0) != 0:
+            raise reader.error(prefix + name, "must be 0: mixtures of experts in GGUF are not supported")
+    if reader.take_int(f"{prefix}vocab_size", vocab_size) != vocab_size:
+        raise reader.error(f"{prefix}vocab_size", f"must be the number of embeddings, {vocab_size}")
+
+
+def _vocab_size(file: GgufFile) -> int:
+    embeddings = file.tensors.get("token_embd.weight")
+    if embeddings is None or len(embeddings.shape) != 2:
+        raise ValueError(f"{file.path.name} has no matrix token_embd.weight: it holds no language model")
+    return embeddings.shape[0]
+
+
+def _dtype(file: GgufFile) -> str:
+    """Return the dtype of the matrices; bfloat16 if any is quantized, as the file then does not say what they were."""
+    kinds = {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) == 2}
+    plain = {str(PLAIN_TYPES[kind]).removeprefix("torch.") for kind in kinds if kind in PLAIN_TYPES}
+    if kinds & BLOCK_TYPES.keys() or not plain:
+        return "bfloat16"
+    return plain.pop() if len(plain) == 1 else "bfloat16"
+
+
+def _rope(reader: ConfigReader, prefix: str, file: GgufFile, head_size: int) -> dict[str, Any]:
+    theta = reader.take_float(f"{prefix}rope.freq_base", 10_000.0)
+    kind = reader.take(f"{prefix}rope.scaling.type") or "none"
+    scaling = f"{prefix}rope.scaling."
+    if ROPE_FACTORS in file.tensors:
+        if kind != "none":
+            raise reader.error(f"{scaling}type", f"must be none: the file also has factors, in {ROPE_FACTORS}")
+        return {"rope_theta": theta} | _llama3(file, theta, head_size)
+    match kind:
+        case "none":
+            return {"rope_type": "default", "rope_theta": theta}
+        case "linear":
+            return {"rope_type": "linear", "rope_theta": theta, "factor": reader.take_float(f"{scaling}factor")}
+        case "yarn":
+            return {
+                "rope_type": "yarn",
+                "rope_theta": theta,
+                "factor": reader.take_float(f"{scaling}factor"),
+                "original_max_position_embeddings": reader.take_int(f"{scaling}original_context_length"),
+                "beta_fast": reader.take_float(f"{scaling}yarn_beta_fast", 32.0),
+                "beta_slow": reader.take_float(f"{scaling}yarn_beta_slow", 1.0),
+            }
+    raise reader.error(f"{scaling}type", "must be none, linear or yarn")
+
+
+def _llama3(file: GgufFile, theta: float, head_size: int) -> dict[str, Any]:
+    """Return the parameters from which the factors of each frequency follow. Raises ``ValueError`` if none do."""
+    tensor = file.tensors[ROPE_FACTORS]
+    if tensor.kind != 0 or tensor.shape != (head_size // 2,):
+        raise ValueError(f"{file.path.name}: {ROPE_FACTORS} must be float32 [{head_size // 2}]")
+    with file.path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        stored = np.frombuffer(content[tensor.offset : tensor.offset + 2 * head_size], np.float32)
+    factor = float(stored.max(initial=1.0))
+    expected = [_llama3_factor(theta ** (-2 * pair / head_size), factor) for pair in range(head_size // 2)]
+    if len(stored) != len(expected) or not np.allclose(stored, expected, rtol=1e-4):
+        raise ValueError(
+            f"{file.path.name}: {ROPE_FACTORS} holds other factors than those of Llama 3, which are the ones supported"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LLAMA3_LOW,
+        "high_freq_factor": _LLAMA3_HIGH,
+        "original_max_position_embeddings": _LLAMA3_ORIGINAL,
+    }
+
+
+def _llama3_factor(frequency: float, factor: float) -> float:
+    turns = _LLAMA3_ORIGINAL * frequency / (2 * math.pi)  # within the original context
+    if turns < _LLAMA3_LOW:
+        return factor
+    if turns > _LLAMA3_HIGH:
+        return 1.0
+    smooth = (turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
+    return 1 / ((1 - smooth) / factor + smooth)

@@ -1,0 +1,85 @@
+// Dot products of unsigned bytes below 16, or any, with signed bytes, by fours: 16 outputs at a time with AVX-512, 8 with
+// AVX2. HAS_DOT where the compiler may use what they need.
+#pragma once
+
+#if defined(__AVX2__) && defined(__F16C__) && defined(__FMA__) && (!defined(__AVX512F__) || defined(__AVX512BW__))
+#define HAS_DOT 1
+#include <immintrin.h>
+
+#include "vec.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+typedef __m512i Bytes;
+inline Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline Bytes low_halves(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+inline Bytes high_halves(Bytes x) { return low_halves(_mm512_srli_epi16(x, 4)); }
+inline Bytes repeat_four(const int8_t* p) {
+  int32_t four;
+  memcpy(&four, p, sizeof four);
+  return _mm512_set1_epi32(four);
+}
+inline Vec load_half(const uint16_t* p) { return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline Vec multiply_add(Vec a, Vec b, Vec c) { return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+inline VecInt to_int(Vec x) { return (VecInt)_mm512_cvtps_epi32((__m512)x); }
+inline Bytes pairs(Bytes u, Bytes s) { return _mm512_maddubs_epi16(u, s); }
+inline Bytes add_pairs(Bytes a, Bytes b) { return _mm512_add_epi16(a, b); }
+inline VecInt fours(Bytes pairs, int factor) { return (VecInt)_mm512_madd_epi16(pairs, _mm512_set1_epi16(factor)); }
+#else
+typedef __m256i Bytes;
+inline Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline Bytes low_halves(Bytes x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+inline Bytes high_halves(Bytes x) { return low_halves(_mm256_srli_epi16(x, 4)); }
+inline Bytes repeat_four(const int8_t* p) {
+  int32_t four;
+  memcpy(&four, p, sizeof four);
+  return _mm256_set1_epi32(four);
+}
+inline Vec load_half(const uint16_t* p) { return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline Vec multiply_add(Vec a, Vec b, Vec c) { return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+inline VecInt to_int(Vec x) { return (VecInt)_mm256_cvtps_epi32((__m256)x); }
+inline Bytes pairs(Bytes u, Bytes s) { return _mm256_maddubs_epi16(u, s); }
+inline Bytes add_pairs(Bytes a, Bytes b) { return _mm256_add_epi16(a, b); }
+inline VecInt fours(Bytes pairs, int factor) { return (VecInt)_mm256_madd_epi16(pairs, _mm256_set1_epi16(factor)); }
+#endif
+
+inline Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
+
+// start + the dot product of each four; exact for all bytes.
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+#define HAS_VNNI 1
+inline VecInt add_dot(VecInt start, Bytes u, Bytes s) { return (VecInt)_mm512_dpbusd_epi32((Bytes)start, u, s); }
+#elif !defined(__AVX512F__) && defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define HAS_VNNI 1
+inline VecInt add_dot(VecInt start, Bytes u, Bytes s) { return (VecInt)_mm256_dpbusd_epi32((Bytes)start, u, s); }
+#elif !defined(__AVX512F__) && defined(__AVXVNNI__)
+#define HAS_VNNI 1
+inline VecInt add_dot(VecInt start, Bytes u, Bytes s) { return (VecInt)_mm256_dpbusd_avx_epi32((Bytes)start, u, s); }
+#endif
+
+// The dot products of FOURS fours of inputs: of `u`, bytes below 16, with consecutive fours of `x`. Exact: 16 bits hold
+// the sum of 16 products of 15 and 127 or less.
+template <int FOURS>
+inline VecInt dot_halves(const Bytes* u, const int8_t* x, int factor = 1) {
+#ifdef HAS_VNNI
+  VecInt even = {}, odd = {};
+#pragma GCC unroll 4
+  for (int i = 0; i < FOURS; i += 2) {
+    even = add_dot(even, u[i], repeat_four(x + 4 * i));
+    odd = add_dot(odd, u[i + 1], repeat_four(x + 4 * i + 4));
+  }
+  return (even + odd) * factor;
+#else
+  Bytes even = pairs(u[0], repeat_four(x)), odd = pairs(u[1], repeat_four(x + 4));
+#pragma GCC unroll 3
+  for (int i = 2; i < FOURS; i += 2) {
+    even = add_pairs(even, pairs(u[i], repeat_four(x + 4 * i)));
+    odd = add_pairs(odd, pairs(u[i + 1], repeat_four(x + 4 * i + 4)));
+  }
+  return fours(add_pairs(even, odd), factor);
+#endif
+}
+
+}  // namespace
+#endif

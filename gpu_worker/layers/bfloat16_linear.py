@@ -1,0 +1,55 @@
+"""Computes bfloat16 linear layers on processors without bfloat16 instructions, whose products oneDNN cannot pack.
+
+Each weight becomes a float in registers, so a step reads half the bytes of float32. A row's result depends on no other
+row.
+"""
+
+from ctypes import CDLL
+
+import torch
+from torch import Tensor
+
+from ..kernels.compiler import KernelsUnavailable
+from ..kernels.library import load_bfloat16
+
+
+class Bfloat16Linear:
+    """Fulfils :class:`.linear.Linear` on the CPU for bfloat16 inputs; keeps a packed copy of ``weight`` [out, in].
+
+    Raises :class:`KernelsUnavailable` without a compiler or FMA.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+            raise KernelsUnavailable(f"a matrix of {weight.dtype} on {weight.device.type}")
+        kernels = load_bfloat16()
+        self._multiply = kernels.multiply_bfloat16
+        self._shape = (weight.shape[0], weight.shape[1])
+        self._weight = _in_panels(weight, kernels)
+        self._bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        outputs, inputs = self._shape
+        x = x.contiguous()
+        out = x.new_empty(len(x), outputs)
+        self._multiply(
+            x.data_ptr(),
+            self._weight.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            out.data_ptr(),
+            len(x),
+            inputs,
+            outputs,
+            torch.get_num_threads(),
+        )
+        return out if dtype is None else out.to(dtype)
+
+
+def _in_panels(weight: Tensor, kernels: CDLL) -> Tensor:
+    """Arrange [out, in] for the kernel as [panels, in, outputs of a panel]."""
+    outputs, inputs = weight.shape
+    panel = kernels.panel_outputs()
+    packed = torch.empty(-(-outputs // panel), inputs, panel, dtype=torch.bfloat16)
+    weight = weight.contiguous()
+    kernels.pack_bfloat16(weight.data_ptr(), packed.data_ptr(), outputs, inputs, torch.get_num_threads())
+    return packed

@@ -1,0 +1,109 @@
+"""Computes linear layers from weights of 4 or 8 bits, which the kernel unpacks in registers.
+
+Inputs are rounded to int8 by row and group of 32, so that an outlier costs only its group precision. A row's result
+depends on no other row, so that a token does not depend on the batch it is computed in.
+"""
+
+from ctypes import CDLL
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels.compiler import KernelsUnavailable
+from ..kernels.library import load_quantized
+from .quantized_weight import QuantizedWeight
+
+GROUP = 32
+"""Inputs that the kernel rounds together. Mirrors the constant in ``quantized.cpp``, as does the next."""
+_PANEL = 16
+_FLOAT16_MAX_EXPONENT = 15
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Holds a weight as the kernel reads it: ((number + least) * scale + offset) * factor."""
+
+    bits: int
+    matrix: Tensor
+    """[panels, groups * fours * 16 * 4] uint8; of 4 bits half as many fours."""
+    scales: Tensor
+    """[panels, groups, 16] float16."""
+    offsets: Tensor | None
+    factor: float
+    least: int
+
+
+class QuantizedLinear:
+    """Fulfils :class:`.linear.Linear` on the CPU for float32 and bfloat16 inputs; keeps a packed copy of ``weight``.
+
+    Raises :class:`KernelsUnavailable` without a compiler or AVX2, and for groups that are not multiples of 32.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
+        if weight.group % GROUP or weight.values.device.type != "cpu":
+            raise KernelsUnavailable(f"a weight in groups of {weight.group} on {weight.values.device.type}")
+        kernels = load_quantized()
+        self._multiply = kernels.multiply_quantized
+        self._packed = _pack(weight, kernels)
+        self._bias = None if bias is None else bias.float()
+        self._shape = weight.shape
+
+    @property
+    def bits(self) -> int:
+        """Return the bits of a number of the matrix: 4 if every group's values fit, otherwise 8."""
+        return self._packed.bits
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        outputs, inputs = self._shape
+        packed, x = self._packed, x.contiguous()
+        out = x.new_empty(len(x), outputs)
+        self._multiply(
+            packed.bits,
+            x.dtype == torch.bfloat16,
+            *(t.data_ptr() for t in (x, packed.matrix, packed.scales)),
+            *(None if t is None else t.data_ptr() for t in (packed.offsets, self._bias)),
+            out.data_ptr(),
+            len(x),
+            inputs,
+            outputs,
+            packed.factor,
+            packed.least,
+            torch.get_num_threads(),
+        )
+        return out if dtype is None else out.to(dtype)
+
+
+def _pack(weight: QuantizedWeight, kernels: CDLL) -> _Packed:
+    outputs, inputs = weight.shape
+    scales, offsets = weight.scales, weight.offsets
+    least, bits = _range(weight)
+    matrix = torch.zeros(-(-outputs // _PANEL), _PANEL * inputs * bits // 8, dtype=torch.uint8)
+    values, threads = weight.values.contiguous(), torch.get_num_threads()
+    kernels.pack_quantized(bits, values.data_ptr(), matrix.data_ptr(), outputs, inputs, least, threads)
+    factor = _power_of_two(scales, offsets)
+    repeat = weight.group // GROUP
+    halves = None if offsets is None else _halves(offsets, factor, repeat)
+    return _Packed(bits, matrix, _halves(scales, factor, repeat), halves, factor, least)
+
+
+def _range(weight: QuantizedWeight) -> tuple[int, int]:
+    """Return the number that a level of zero stands for, and how many bits hold all levels."""
+    low, high = int(weight.values.min()), int(weight.values.max())
+    if high - low < 16:
+        return low, 4
+    return -128, 8
+
+
+def _power_of_two(scales: Tensor, offsets: Tensor | None) -> float:
+    """Return a factor that brings the largest scale or offset to the top of float16's range, which loses no bits."""
+    largest = max(float(t.abs().max()) for t in (scales, offsets) if t is not None)
+    exponent = int(torch.frexp(torch.tensor(largest)).exponent)
+    return 2.0 ** (exponent - _FLOAT16_MAX_EXPONENT)
+
+
+def _halves(numbers: Tensor, factor: float, repeat: int) -> Tensor:
+    """Return [out, groups] divided by ``factor`` as float16 [panels, groups * repeat, 16]."""
+    outputs = len(numbers)
+    padded = torch.nn.functional.pad(numbers / factor, (0, 0, 0, -outputs % _PANEL))
+    return padded.view(-1, _PANEL, numbers.shape[1]).transpose(1, 2).repeat_interleave(repeat, 1).half().contiguous()

@@ -1,0 +1,87 @@
+"""The paths of quantized.cpp for AVX2, AVX-512 and VNNI give the same bits; a header replaces instructions."""
+
+import subprocess
+from collections.abc import Iterator
+from ctypes import CDLL
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokenloom.gpu_worker.kernels import compiler, library
+from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
+from tokenloom.gpu_worker.layers import quantized_linear, quantized_weight
+from tokenloom.gpu_worker.layers.quantized_linear import QuantizedLinear
+from tokenloom.gpu_worker.layers.quantized_weight import QuantizedWeight, round_to_4_bits
+
+CSRC = Path(compiler.__file__).parent / "csrc"
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fopenmp", "-w", "-march=haswell")
+
+
+def avx2() -> CDLL | None:
+    try:
+        return library.load_quantized("haswell")
+    except KernelsUnavailable:
+        return None
+
+
+pytestmark = pytest.mark.skipif(avx2() is None, reason="no AVX2, or no compiler")
+
+
+@pytest.fixture(params=["AVX-512", "AVX-512 VNNI"], scope="module")
+def wider(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CDLL]:
+    """The library of a path that the header stands in for."""
+    path = tmp_path_factory.mktemp("kernels") / "quantized.so"
+    vnni = ["-DWITH_VNNI"] if "VNNI" in request.param else []
+    header = Path(__file__).with_name("wider_vectors.h")
+    subprocess.run(["g++", *FLAGS, *vnni, "-include", header, CSRC / "quantized.cpp", "-o", path], check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "build", lambda *_: path)
+        yield library.load_quantized.__wrapped__()
+
+
+def random(*size: int) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size)))
+
+
+def use(kernels: CDLL | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (quantized_linear, quantized_weight):
+        monkeypatch.setattr(module, "load_quantized", lambda march="native": kernels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_processor_computes_the_same_bits(
+    wider: CDLL, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.randint(-128, 128, (40, 128), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    scales, offsets, bias, x = random(40, 4), random(40, 4), random(40), random(131, 128).to(dtype)
+    for some in (values, values // 16):
+        for weight in (QuantizedWeight(some, scales, None, 32), QuantizedWeight(some, scales, offsets, 32)):
+            found = []
+            for kernels in (avx2(), wider):
+                use(kernels, monkeypatch)
+                found.append(QuantizedLinear(weight, bias)(x))
+            assert torch.equal(*found)
+
+
+def test_every_processor_rounds_to_the_same_bits(wider: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, found = random(64, 256), []
+    for kernels in (avx2(), wider):
+        use(kernels, monkeypatch)
+        found.append(round_to_4_bits(weight, 64))
+    assert (found[0].values != found[1].values).float().mean() < 0.01  # the order of sums decides near ties
+
+
+def test_bytes_are_exact_at_their_ends(wider: CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The header ends the process if 16 bits overflow."""
+    x = torch.ones(3, 64)
+    x[1] = -1
+    for least, largest in ((-128, 127), (-8, 7)):
+        for value in (least, largest):
+            values = torch.full((16, 64), value, dtype=torch.int8)
+            values[0, 0], values[0, 1] = least, largest
+            for kernels in (avx2(), wider):
+                use(kernels, monkeypatch)
+                found = QuantizedLinear(QuantizedWeight(values, torch.ones(16, 2), None, 32))(x)
+                expected = x @ values.float().t()
+                torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,143 @@
+// Defines the instructions of AVX-512, and of VNNI if WITH_VNNI is set, that quantized.cpp uses, in plain C++, so that
+// those of its paths that this machine's processor lacks can be tested on it. An overflow ends the process.
+#pragma once
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define __AVX512F__ 1
+#define __AVX512BW__ 1
+#ifdef WITH_VNNI
+#define __AVX512VNNI__ 1
+#endif
+#undef _mm512_srli_epi16
+
+namespace {
+
+struct Unsigned {
+  uint8_t at[64];
+};
+struct Signed {
+  int8_t at[64];
+};
+struct Words {
+  int16_t at[32];
+};
+struct Ints {
+  int32_t at[16];
+};
+struct Floats {
+  float at[16];
+};
+
+template <class To, class From>
+To view(From from) {
+  static_assert(sizeof(To) == sizeof(From), "a view has the size of what it views");
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+inline int16_t exact(int x) {
+  if (x != (int16_t)x) __builtin_trap();
+  return x;
+}
+
+template <class Lanes, class T>
+__m512i every(T x) {
+  Lanes lanes;
+  for (auto& lane : lanes.at) lane = x;
+  return view<__m512i>(lanes);
+}
+
+inline __m512i wide_load(const void* p) {
+  __m512i x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+
+inline __m512i wide_shift(__m512i x, int bits) {
+  Words words = view<Words>(x);
+  for (auto& word : words.at) word = (int16_t)((uint16_t)word >> bits);
+  return view<__m512i>(words);
+}
+
+inline __m512 wide_from_half(__m256i x) {
+  uint16_t halves[16];
+  memcpy(halves, &x, sizeof halves);
+  Floats floats;
+  for (int i = 0; i < 16; ++i) floats.at[i] = _cvtsh_ss(halves[i]);
+  return view<__m512>(floats);
+}
+
+inline __m512 wide_multiply_add(__m512 a, __m512 b, __m512 c) {
+  const Floats x = view<Floats>(a), y = view<Floats>(b);
+  Floats sum = view<Floats>(c);
+  for (int i = 0; i < 16; ++i) sum.at[i] = std::fma(x.at[i], y.at[i], sum.at[i]);
+  return view<__m512>(sum);
+}
+
+inline __m512i wide_to_int(__m512 x) {
+  const Floats floats = view<Floats>(x);
+  Ints ints;
+  for (int i = 0; i < 16; ++i) ints.at[i] = _mm_cvtss_si32(_mm_set_ss(floats.at[i]));
+  return view<__m512i>(ints);
+}
+
+inline __m512i wide_pairs(__m512i a, __m512i b) {
+  const Unsigned x = view<Unsigned>(a);
+  const Signed y = view<Signed>(b);
+  Words sums;
+  for (int i = 0; i < 32; ++i) sums.at[i] = exact(x.at[2 * i] * y.at[2 * i] + x.at[2 * i + 1] * y.at[2 * i + 1]);
+  return view<__m512i>(sums);
+}
+
+inline __m512i wide_add_words(__m512i a, __m512i b) {
+  const Words x = view<Words>(a), y = view<Words>(b);
+  Words sums;
+  for (int i = 0; i < 32; ++i) sums.at[i] = exact(x.at[i] + y.at[i]);
+  return view<__m512i>(sums);
+}
+
+inline __m512i wide_add_pairs(__m512i a, __m512i b) {
+  const Words x = view<Words>(a), y = view<Words>(b);
+  Ints sums;
+  for (int i = 0; i < 16; ++i) sums.at[i] = x.at[2 * i] * y.at[2 * i] + x.at[2 * i + 1] * y.at[2 * i + 1];
+  return view<__m512i>(sums);
+}
+
+inline __m512i wide_add_fours(__m512i sum, __m512i a, __m512i b) {
+  const Unsigned x = view<Unsigned>(a);
+  const Signed y = view<Signed>(b);
+  Ints sums = view<Ints>(sum);
+  for (int i = 0; i < 64; ++i) sums.at[i / 4] += x.at[i] * y.at[i];
+  return view<__m512i>(sums);
+}
+
+inline __m128i wide_to_bytes(__m512i x) {
+  const Ints ints = view<Ints>(x);
+  int8_t bytes[16];
+  for (int i = 0; i < 16; ++i) bytes[i] = ints.at[i] > 127 ? 127 : ints.at[i] < -128 ? -128 : ints.at[i];
+  __m128i result;
+  memcpy(&result, bytes, sizeof result);
+  return result;
+}
+
+}  // namespace
+
+#define _mm512_loadu_si512 wide_load
+#define _mm512_and_si512(a, b) ((a) & (b))
+#define _mm512_set1_epi8 every<Signed>
+#define _mm512_set1_epi16 every<Words>
+#define _mm512_set1_epi32 every<Ints>
+#define _mm512_srli_epi16 wide_shift
+#define _mm512_cvtph_ps wide_from_half
+#define _mm512_fmadd_ps wide_multiply_add
+#define _mm512_cvtps_epi32 wide_to_int
+#define _mm512_maddubs_epi16 wide_pairs
+#define _mm512_add_epi16 wide_add_words
+#define _mm512_madd_epi16 wide_add_pairs
+#define _mm512_dpbusd_epi32 wide_add_fours
+#define _mm512_cvtsepi32_epi8 wide_to_bytes

@@ -1,0 +1,39 @@
+"""Identifies files by their contents."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+
+def cached_digest(files: Sequence[Path], cache: Path) -> bytes:
+    """Return the digest of files, which is kept in the directory ``cache`` by their paths, sizes and times."""
+    stats = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
+    key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()
+    entry = cache / key
+    try:
+        cached = bytes.fromhex(entry.read_text())
+        if len(cached) == hashlib.sha256().digest_size:
+            return cached
+    except (OSError, ValueError):
+        pass  # missing or invalid: computed again
+    digest = digest_of(files)
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        draft = entry.with_suffix(f".{digest.hex()[:8]}")
+        draft.write_text(digest.hex())
+        draft.replace(entry)
+    except OSError:
+        pass  # in a read-only home the digest is computed at each start
+    return digest
+
+
+def digest_of(files: Iterable[Path]) -> bytes:
+    """Return the SHA-256 of the names and contents of files."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as stream:
+            while chunk := stream.read(1 << 20):
+                digest.update(chunk)
+    return digest.digest()

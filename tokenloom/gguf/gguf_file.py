@@ -1,0 +1,154 @@
+"""Reads the head of a GGUF file: metadata and the places of tensors.
+
+The head of a model with 150,000 tokens has half a million values, and every process of a mesh that needs the tokenizer
+reads it; so numbers of an array are read at once, and the tensors' content not at all.
+"""
+
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SUFFIX = ".gguf"
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MOST_DIMENSIONS = 4
+_STRING, _ARRAY = 8, 9
+_NUMBERS: dict[int, np.dtype[Any]] = {
+    kind: np.dtype(code)
+    for kind, code in enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", "", "", "<u8", "<i8", "<f8"))
+    if code
+}
+"""The format's types of numbers by their id."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Describes a tensor of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Outputs first, as in PyTorch; the file stores the sizes in reverse."""
+    kind: int
+    """The id of the type of its numbers or blocks."""
+    offset: int
+    """Where its bytes begin in the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """Holds the head of a file."""
+
+    path: Path
+    metadata: dict[str, Any]
+    """By key: a number, a boolean, a string, or a list of them."""
+    tensors: dict[str, GgufTensor]
+    spans: dict[str, tuple[int, int]]
+    """Where each key's entry begins and ends in the file, in bytes."""
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a model's path is that of a GGUF file."""
+    return path.suffix == SUFFIX
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Read the head of a file.
+
+    Raises ``ValueError`` naming the file if it is not GGUF, is cut off, or is only a part of a model, and ``OSError``
+    if it cannot be read.
+    """
+    with path.open("rb") as file:
+        if file.read(4) != _MAGIC:
+            raise ValueError(f"{path} is not a GGUF file: it does not begin with {_MAGIC.decode()}")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            try:
+                head = _Head(content, path)
+                return head.read()
+            except (struct.error, IndexError, OverflowError, MemoryError) as error:
+                raise ValueError(f"{path} is not a valid GGUF file: {error}") from None
+
+
+class _Head:
+    """Reads values one after the other."""
+
+    def __init__(self, content: mmap.mmap, path: Path) -> None:
+        self._content = content
+        self._path = path
+        self._at = len(_MAGIC)
+
+    def read(self) -> GgufFile:
+        (version,) = self._unpack("<I")
+        if version not in _VERSIONS:
+            raise ValueError(f"{self._path}: version {version} of GGUF is not supported: must be 2 or 3, little-endian")
+        num_tensors, num_entries = self._unpack("<QQ")
+        metadata, spans = {}, {}
+        for _ in range(num_entries):
+            begin = self._at
+            key = self._string()
+            metadata[key] = self._value(self._unpack("<I")[0])
+            spans[key] = (begin, self._at)
+        if metadata.get("split.count", 1) > 1:
+            raise ValueError(
+                f"{self._path} is one of {metadata['split.count']} files of a model: merge them into one, with "
+                "llama-gguf-split --merge"
+            )
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise ValueError(f"{self._path}: general.alignment must be a positive integer, found {alignment!r}")
+        tensors = list(self._tensors(num_tensors))
+        start = -(-self._at // alignment) * alignment
+        placed = {each.name: GgufTensor(each.name, each.shape, each.kind, start + each.offset) for each in tensors}
+        return GgufFile(self._path, metadata, placed, spans)
+
+    def _tensors(self, count: int) -> Iterator[GgufTensor]:
+        for _ in range(count):
+            name = self._string()
+            (num_dimensions,) = self._unpack("<I")
+            if num_dimensions > _MOST_DIMENSIONS:
+                raise ValueError(f"{self._path}: {name} has {num_dimensions} dimensions, at most 4 are valid")
+            sizes = self._unpack(f"<{num_dimensions}Q")
+            kind, offset = self._unpack("<IQ")
+            yield GgufTensor(name, tuple(reversed(sizes)), kind, offset)
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            element, count = self._unpack("<IQ")
+            if element == _STRING:
+                self._room(8 * count)
+                return [self._string() for _ in range(count)]
+            return self._numbers(element, count)
+        return self._numbers(kind, 1)[0]
+
+    def _numbers(self, kind: int, count: int) -> list[Any]:
+        if kind not in _NUMBERS:
+            raise ValueError(f"{self._path}: a value of the unknown type {kind} at byte {self._at}")
+        dtype = _NUMBERS[kind]
+        size = self._room(count * dtype.itemsize)
+        values: list[Any] = np.frombuffer(self._content[self._at : self._at + size], dtype).tolist()
+        self._at += size
+        return values
+
+    def _string(self) -> str:
+        size = self._room(self._unpack("<Q")[0])
+        text = self._content[self._at : self._at + size].decode("utf-8", "replace")
+        self._at += size
+        return text
+
+    def _unpack(self, form: str) -> tuple[int, ...]:
+        values = struct.unpack_from(form, self._content, self._at)
+        self._at += struct.calcsize(form)
+        return values
+
+    def _room(self, size: int) -> int:
+        """Return ``size``, if the file still has that many bytes."""
+        if size > len(self._content) - self._at:
+            raise IndexError(f"it ends before a value of {size} bytes at byte {self._at}")
+        return size

@@ -1,0 +1,207 @@
+"""Builds a tokenizer from the metadata of a GGUF file, and reads the chat template and the tokens that end an answer.
+
+Two kinds of vocabularies are read: byte-level BPE with merges ("gpt2") and SentencePiece's BPE with scores ("llama").
+"""
+
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from .gguf_file import GgufFile
+from .splitting import SPLITTINGS, Splitting, make_pre_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_PREFIX = "tokenizer.ggml."
+
+_END_TEXTS = frozenset(
+    ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>", "<EOT>")
+)
+"""Control tokens that end an answer, whichever of them the file names as its one end-of-sequence token."""
+
+_SPACE = "\u2581"
+"""What SentencePiece writes for a space."""
+
+
+class TokenType(IntEnum):
+    """Lists the kinds of tokens in ``tokenizer.ggml.token_type``."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+def make_tokenizer(file: GgufFile) -> "Tokenizer":
+    """Return the file's tokenizer. Raises ``ValueError`` naming what the file lacks or what is not supported."""
+    kind = file.metadata.get(f"{_PREFIX}model")
+    if kind == "gpt2":
+        splitting = _splitting(file)
+        tokenizer, begins = _byte_level(file, splitting), splitting.begins
+    elif kind == "llama":
+        tokenizer, begins = _sentence_piece(file), True
+    else:
+        raise ValueError(f"{file.path.name}: {_PREFIX}model {kind!r} is not supported: must be gpt2 or llama")
+    _add_special_tokens(tokenizer, file)
+    _add_ends(tokenizer, file, begins_by_default=begins)
+    return tokenizer
+
+
+def special_tokens(file: GgufFile) -> dict[str, str]:
+    """Return ``bos_token`` and the like, by name, as chat templates see them."""
+    tokens = _list(file, "tokens", str)
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
+    ids = {f"{ours}_token": _token_id(file, theirs, len(tokens)) for ours, theirs in names.items()}
+    return {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
+
+
+def eos_token_ids(file: GgufFile) -> tuple[int, ...]:
+    """Return the ids that end an answer, ascending: those that the file names, and control tokens known to end one."""
+    tokens = _list(file, "tokens", str)
+    named = {_token_id(file, name, len(tokens)) for name in ("eos", "eot", "eom")}
+    kinds = _token_types(file, len(tokens))
+    known = {i for i, (text, kind) in enumerate(zip(tokens, kinds, strict=True)) if _ends_answer(text, kind)}
+    return tuple(sorted({token_id for token_id in named if token_id is not None} | known))
+
+
+def chat_template(file: GgufFile) -> str:
+    """Return the template's text; empty if the file has none."""
+    template = file.metadata.get("tokenizer.chat_template", "")
+    return template if isinstance(template, str) else ""
+
+
+def _ends_answer(text: str, kind: int) -> bool:
+    return kind == TokenType.CONTROL and text in _END_TEXTS
+
+
+def _splitting(file: GgufFile) -> Splitting:
+    name = file.metadata.get(f"{_PREFIX}pre", "default")
+    if name not in SPLITTINGS:
+        known = ", ".join(SPLITTINGS)
+        raise ValueError(f"{file.path.name}: {_PREFIX}pre {name!r} is not supported: must be one of {known}")
+    return SPLITTINGS[name]
+
+
+def _byte_level(file: GgufFile, splitting: Splitting) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens, merges = _list(file, "tokens", str), _list(file, "merges", str)
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    try:
+        model = models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=splitting.whole_words_first)
+    except Exception as error:  # the library's own class of errors is Exception
+        raise ValueError(f"{file.path.name}: {_PREFIX}merges: {error}") from None
+    tokenizer = Tokenizer(model)
+    if splitting.composes:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = make_pre_tokenizer(splitting)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(file: GgufFile) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = _list(file, "tokens", str)
+    unknown = _token_id(file, "unknown", len(tokens))
+    model = models.BPE(
+        vocab={token: token_id for token_id, token in enumerate(tokens)},
+        merges=_merges(file, tokens),
+        unk_token=None if unknown is None else tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    adds_space = _flag(file, "add_space_prefix", True)
+    scheme = "first" if adds_space else "never"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if adds_space else [])])
+    return tokenizer
+
+
+def _merges(file: GgufFile, tokens: list[str]) -> list[tuple[str, str]]:
+    """Return the merges that the scores stand for: a pair is joined before others if its result has a higher score."""
+    scores = _list(file, "scores", float)
+    if len(scores) != len(tokens):
+        raise ValueError(f"{file.path.name}: {_PREFIX}scores has {len(scores)} entries for {len(tokens)} tokens")
+    kinds = _token_types(file, len(tokens))
+    joined = {text: i for i, text in enumerate(tokens) if kinds[i] in (TokenType.NORMAL, TokenType.USER_DEFINED)}
+    found = [
+        (-scores[token_id], joined[text[:cut]], joined[text[cut:]])
+        for text, token_id in joined.items()
+        for cut in range(1, len(text))
+        if text[:cut] in joined and text[cut:] in joined
+    ]
+    return [(tokens[left], tokens[right]) for _, left, right in sorted(found)]
+
+
+def _add_special_tokens(tokenizer: "Tokenizer", file: GgufFile) -> None:
+    """Make control tokens special, so that no text contains them by accident, and user-defined ones whole."""
+    from tokenizers import AddedToken
+
+    tokens = _list(file, "tokens", str)
+    special, whole = [], []
+    for text, kind in zip(tokens, _token_types(file, len(tokens)), strict=True):
+        if kind in (TokenType.CONTROL, TokenType.UNKNOWN):
+            special.append(AddedToken(text, special=True, normalized=False))
+        elif kind == TokenType.USER_DEFINED:
+            whole.append(AddedToken(text, special=False, normalized=False))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(whole)
+
+
+def _add_ends(tokenizer: "Tokenizer", file: GgufFile, *, begins_by_default: bool) -> None:
+    """Let encoding add the tokens that the file wants at the beginning and the end of a text."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokens = _list(file, "tokens", str)
+    first = _token_id(file, "bos", len(tokens)) if _flag(file, "add_bos_token", begins_by_default) else None
+    last = _token_id(file, "eos", len(tokens)) if _flag(file, "add_eos_token", False) else None
+    if first is None and last is None:
+        return
+    added = [(tokens[token_id], token_id) for token_id in (first, last) if token_id is not None]
+    single = [*([tokens[first]] if first is not None else []), "$A", *([tokens[last]] if last is not None else [])]
+    tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=added)
+
+
+def _list(file: GgufFile, name: str, kind: type) -> list[Any]:
+    values = file.metadata.get(_PREFIX + name)
+    if not isinstance(values, list) or not values or not all(type(value) is kind for value in values):
+        raise ValueError(
+            f"{file.path.name}: {_PREFIX}{name} must be a list of {kind.__name__}: the file has no tokenizer"
+        )
+    return values
+
+
+def _token_types(file: GgufFile, count: int) -> list[int]:
+    """Return the kind of each token; without an entry, all are normal."""
+    kinds: list[int] = file.metadata.get(f"{_PREFIX}token_type") or [int(TokenType.NORMAL)] * count
+    if len(kinds) != count:
+        raise ValueError(f"{file.path.name}: {_PREFIX}token_type has {len(kinds)} entries for {count} tokens")
+    return kinds
+
+
+def _token_id(file: GgufFile, name: str, count: int) -> int | None:
+    token_id = file.metadata.get(f"{_PREFIX}{name}_token_id")
+    if token_id is not None and (type(token_id) is not int or not 0 <= token_id < count):
+        raise ValueError(f"{file.path.name}: {_PREFIX}{name}_token_id must be one of {count} tokens, found {token_id}")
+    return token_id
+
+
+def _flag(file: GgufFile, name: str, default: bool) -> bool:
+    value = file.metadata.get(_PREFIX + name, default)
+    if type(value) is not bool:
+        raise ValueError(f"{file.path.name}: {_PREFIX}{name} must be true or false, found {value!r}")
+    return value
+
+
+def tokenizer_entries(file: GgufFile) -> Iterator[tuple[int, int]]:
+    """Yield where the file holds what the tokenizer and the chat template are made of: begin and end in bytes."""
+    for key, span in sorted(file.spans.items()):
+        if key.startswith("tokenizer."):
+            yield span

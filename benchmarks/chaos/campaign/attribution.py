@@ -37,6 +37,13 @@ def is_excused(record: Record, injections: Sequence[Injection]) -> bool:
     )
 
 
+def is_failed(record: Record, injections: Sequence[Injection]) -> bool:
+    """Return whether a mesh that keeps its promise would have completed the request."""
+    if record.failure is None or is_expired(record, injections):
+        return False
+    return bool(record.refused) or not is_excused(record, injections)
+
+
 def is_pause_excused(record: Record, injections: Sequence[Injection]) -> bool:
     """Return whether the request waited for its own gateway: the client calls no other, and the gateway met a fault
     that lasts, or one that the client does not survive."""

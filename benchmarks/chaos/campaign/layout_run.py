@@ -20,7 +20,7 @@ from ..faults.fault import SHARED, Fault, Injection, Kind
 from ..faults.injector import Injector
 from ..faults.outage import engines_lost
 from ..faults.plan import in_order, make_plan, take_possible
-from .attribution import is_excused
+from .attribution import is_failed
 from .layouts import Layout, Target
 from .options import Campaign, ChaosOptions
 from .summary import added_ttft, fault_name, rows_of, violations
@@ -31,7 +31,7 @@ _IMPATIENT_SECONDS = 120.0
 """After this time without a possible fault the faults end: some part has not come back."""
 _BETWEEN_SECONDS = 2.0
 """Least seconds between the end of a fault that lasts and the next one."""
-_TERM_SECONDS = 8.0
+_TERM_SECONDS = 5.0
 """About how long a part takes to drain and to start, for the rate of requests."""
 _LEAST_REFERENCE_RATE = 4.0
 """Requests a second while the references are recorded, if the faults leave time for fewer."""
@@ -84,13 +84,10 @@ class LayoutRun:
         found = violations(self._options, self._records, self._injections)
         if self._plan:
             found.append(f"faults that were never possible: {len(self._plan)} of {self._planned}")
-        bad = [
-            record
-            for record in self._records
-            if record.is_wrong or (record.failure and not is_excused(record, self._injections))
-        ]
+        bad = [record for record in self._records if record.is_wrong or is_failed(record, self._injections)]
         slowest = sorted(self._records, key=lambda record: record.added_pause, reverse=True)
-        ttft = added_ttft(self._records, self._injections)
+        is_ttft_limited = self._options.max_added_ttft_p99 is not None
+        ttft = added_ttft(self._records, self._injections) if is_ttft_limited else math.nan
         return {
             "layout": self._layout.name,
             "seconds": round(self._seconds, 1),

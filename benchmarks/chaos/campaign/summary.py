@@ -9,7 +9,7 @@ from typing import Any
 from ...report.stats import percentile
 from ..clients.record import Record
 from ..faults.fault import Action, Fault, Injection
-from .attribution import is_excused, is_expired, is_pause_excused, met
+from .attribution import is_expired, is_failed, is_pause_excused, met
 from .options import ChaosOptions
 
 NO_FAULT = "no fault"
@@ -99,18 +99,17 @@ def _count(row: Row, record: Record, injections: Sequence[Injection]) -> None:
     row.wrong += record.is_wrong
     row.refused += record.refused
     row.resumed += record.resumed
-    excused = is_excused(record, injections)
     if record.failure is None:
         if not is_pause_excused(record, injections):
             row.added.append(record.added)
             row.pauses.append(record.added_pause)
-    elif excused and not record.refused:
-        row.excused += 1
+    elif is_failed(record, injections):
+        row.failures[record.failure] += 1
+        row.cut += record.failure == "cut"
     elif is_expired(record, injections):
         row.expired += 1
     else:
-        row.failures[record.failure] += 1
-        row.cut += record.failure == "cut"
+        row.excused += 1
 
 
 def violations(options: ChaosOptions, records: Sequence[Record], injections: Sequence[Injection]) -> list[str]:

@@ -1,60 +1,82 @@
-"""Shows the results of a campaign as tables."""
+"""Writes the results of a campaign as Markdown, which is read in a terminal and kept in the documentation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
+_COLUMNS = (
+    "fault",
+    "faults",
+    "requests",
+    "failed",
+    "wrong",
+    "lost with gateway",
+    "expired",
+    "refused",
+    "resumed",
+    "added s: p50 / p99 / max",
+    "longest pause s",
+    "restart s: max",
+)
 
 
-def tables(report: dict[str, Any]) -> list[Table]:
-    """Return the table of each layout, the failures and the violated limits."""
-    shown = [_layout_table(report["campaign"], layout) for layout in report["layouts"]]
+def as_markdown(report: Mapping[str, Any]) -> str:
+    """Return the table of each layout, the first failures and the violated limits."""
+    sections = [_layout(report, layout) for layout in report["layouts"]]
     if examples := [each for layout in report["layouts"] for each in layout["examples"]]:
-        shown.append(_lines("Failed requests and wrong answers", examples))
-    shown.append(_lines("Violated limits", report["violations"] or ["none"]))
-    run = f"seed {report['seed']}, {report['date']}, {report['machine']['cpu']}, {report['machine']['cores']} cores"
-    return [*shown, _lines("Run", [run])]
+        sections.append(["Failed requests and wrong answers:", "", *(f"- {each}" for each in examples)])
+    violations = report["violations"]
+    sections.append(["Violated limits:", "", *(f"- {each}" for each in violations)] if violations else [_KEPT])
+    return "\n\n".join("\n".join(lines) for lines in sections)
 
 
-def _layout_table(campaign: str, layout: dict[str, Any]) -> Table:
-    title = f"{campaign}, layout {layout['layout']}, {layout['seconds']:.0f} s of faults"
-    shown = Table(title=title, title_justify="left", title_style="bold", caption_justify="left")
-    shown.add_column("fault")
-    for name in ("faults", "took effect", "requests", "failed", "wrong", "lost with gateway", "expired", "refused"):
-        shown.add_column(name, justify="right")
-    for name in ("cut", "resumed", "added p50 / p99 / max s", "longest pause s", "restart p50 / max s"):
-        shown.add_column(name, justify="right")
-    for row in layout["rows"]:
-        if row["kind"] == "all":
-            shown.add_section()
-        shown.add_row(*_cells(row))
-    return shown
+_KEPT = "No limit was violated."
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _layout(report: Mapping[str, Any], layout: Mapping[str, Any]) -> list[str]:
+    machine = report["machine"]
+    lines = [
+        f"**{report['campaign']}, layout {layout['layout']}**: {layout['seconds']:.0f} s of faults, "
+        f"seed {report['seed']}, {report['date']}, {machine['cpu']}, {machine['cores']} cores"
+    ]
+    if (ttft := layout["added_ttft_p99_s"]) is not None:
+        lines.append(f"(p99 TTFT during faults, without their first 2 s: {1000 * ttft:+.0f} ms)")
+    return [*lines, "", *_table([_cells(row) for row in layout["rows"]])]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
+    yield _line(name.ljust(width) for name, width in zip(_COLUMNS, widths, strict=True))
+    yield _line("-" * width if index == 0 else "-" * (width - 1) + ":" for index, width in enumerate(widths))
+    for row in rows:
+        yield _line(
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+
+
+def _line(cells: Iterator[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
     failed = str(row["failed"])
     if row["failures"]:
         failed += " (" + ", ".join(f"{count} {name}" for name, count in row["failures"].items()) + ")"
-    counts = (row[name] for name in ("wrong", "lost_with_their_gateway", "expired", "refused_connections"))
+    faults = str(row["faults"])
+    if row["took_effect"] < row["faults"]:
+        faults += f" ({row['took_effect']} took effect)"
+    counts = ("wrong", "lost_with_their_gateway", "expired", "refused_connections", "resumed")
     return [
         row["kind"],
-        *(str(row[name]) for name in ("faults", "took_effect", "requests")),
+        faults,
+        str(row["requests"]),
         failed,
-        *map(str, counts),
-        str(row["streams_cut"]),
-        str(row["resumed"]),
+        *(str(row[name]) for name in counts),
         _numbers(row["added_s"], "p50", "p99", "max"),
         _numbers(row["added_pause_s"], "max"),
-        _numbers(row["restart_s"], "p50", "max"),
+        _numbers(row["restart_s"], "max"),
     ]
 
 
-def _numbers(spread: dict[str, float | None], *names: str) -> str:
+def _numbers(spread: Mapping[str, float | None], *names: str) -> str:
     return " / ".join("-" if spread[name] is None else f"{spread[name]:.2f}" for name in names)
-
-
-def _lines(title: str, lines: Sequence[str]) -> Table:
-    shown = Table(title=title, title_justify="left", title_style="bold", show_header=False)
-    for line in lines:
-        shown.add_row(line)
-    return shown

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Iterable
 from typing import Protocol, TypeAlias
@@ -212,12 +213,14 @@ class OutputLink:
     Attributes:
         stream: The live stream, once both sides have said hello; otherwise None.
         mark: What stands for the output processor in ids of requests, once it has said hello.
+        changed_at: When it was lost, or returned, last; -inf if it was never lost.
     """
 
     def __init__(self, address: str, ours: types_pb2.Hello, owner: StreamOwner) -> None:
         """``ours``: what this gateway says hello with. ``owner``: learns what happens to the streams."""
         self.address = address
         self.mark = UNKNOWN_MARK
+        self.changed_at = -math.inf
         self._owner = owner
         self.stream: ProcessStream | None = None
         self._ours = ours
@@ -231,6 +234,8 @@ class OutputLink:
         try:
             stream.leaving = await self._greet(call)
             greeted, self.stream = True, stream
+            if self.changed_at > -math.inf:
+                self.changed_at = asyncio.get_running_loop().time()
             log.info("connected to output processor %s", self.address)
             self._owner.on_open()
             await first_of(stream.write(call), stream.watch(), stream.read(call))
@@ -241,6 +246,8 @@ class OutputLink:
         finally:
             call.cancel()  # otherwise the call and its requests would stay alive on the other side
             self.stream = None
+            if greeted:
+                self.changed_at = asyncio.get_running_loop().time()
             self._owner.on_lost(stream, stream.end())
         self._backoff = MIN_BACKOFF if greeted else min(self._backoff * 2, MAX_BACKOFF)
         await asyncio.sleep(self._backoff)

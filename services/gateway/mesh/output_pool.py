@@ -22,6 +22,9 @@ Cancel: TypeAlias = Callable[[], None]
 
 SEARCH_SECONDS = 3.0
 """How long a request that is to be resumed waits for output processors that are not connected."""
+UNSETTLED_SECONDS = 60.0
+"""For so long after an output processor was lost or has returned, a request that may be running already is sought at
+all of them: output processors keep requests for as long (``--keep-lost-requests``)."""
 _PLACED_AT_ONCE = 16
 """Requests that are moved before the event loop serves other work."""
 
@@ -89,10 +92,12 @@ class OutputPool:
         """
         now = asyncio.get_running_loop().time()
         submission = Submission(submit, collector, index, self._kept, now=now)
-        if (stream := self._choose(submission)) is not None:
-            self._send(submission, stream)
+        if submission.takes_over and any(now - link.changed_at < UNSETTLED_SECONDS for link in self._links):
+            # It may run where it would not be placed now, because another output processor was away then.
+            submission.sought_until = now + SEARCH_SECONDS
+            self._seek(submission)
         else:
-            self._wait(submission)
+            self._begin(submission)
         return partial(self._cancel, submission)
 
     def name(self, random_digits: str) -> str:
@@ -162,8 +167,23 @@ class OutputPool:
         after = self._turn + 1
         return self._links[after:] + self._links[:after]
 
+    def _begin(self, submission: Submission) -> None:
+        """Send a request that no output processor runs, or let it wait for one."""
+        if (stream := self._choose(submission)) is not None:
+            self._send(submission, stream)
+        else:
+            self._wait(submission)
+
+    def _begin_unknown(self, submission: Submission) -> None:
+        """Begin a request that was sought, but could not be found."""
+        submission.sought_until = 0.0
+        submission.refused_by.clear()
+        submission.withdraw = None  # it has not moved
+        self._begin(submission)
+
     def _seek(self, submission: Submission) -> None:
-        """Ask the likeliest output processor that was not asked yet; wait for those that are not connected."""
+        """Ask the likeliest output processor that was not asked yet. Wait for those that are not connected, except with
+        a request that may begin anew."""
         if (timer := self._sought.pop(submission, None)) is not None:
             timer.cancel()
         if submission.collector.failed:
@@ -174,6 +194,8 @@ class OutputPool:
         loop = asyncio.get_running_loop()
         if stream is not None:
             self._send(submission, stream)
+        elif submission.takes_over:
+            self._begin_unknown(submission)
         elif (streams and all(streams)) or loop.time() >= submission.sought_until:
             submission.fail(errors.RequestLost("The request is not known any more; send it again as a new request."))
         else:

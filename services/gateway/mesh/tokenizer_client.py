@@ -114,12 +114,13 @@ class TokenizerClient:
         The request's own deadline cancels the call from outside.
         """
         self._turn += 1
+        turn = self._turn  # other calls take theirs while this one waits
         self._budget.add_request()
         num_retries = 0
         candidates = sorted(self._alive) or list(self._stubs)
         error: errors.TokenloomError | None = None
         for step in range(len(candidates)):
-            address = candidates[(self._turn + step) % len(candidates)]
+            address = candidates[(turn + step) % len(candidates)]
             if (stub := self._stubs.get(address)) is None:
                 continue  # it left while another was asked
             try:

@@ -28,6 +28,9 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     *KEEPALIVE_OPTIONS,
+    # gRPC would repeat a call that the peer has not seen. Where the link is cut in one direction, the repeated call
+    # waits on the next connection for the same time again. Callers retry elsewhere instead.
+    ("grpc.enable_retries", 0),
     # A closed channel's backoff must not delay a new channel to the same address.
     ("grpc.use_local_subchannel_pool", 1),
     # Traffic inside the mesh must not use the proxy that the environment names.

@@ -192,7 +192,8 @@ class EndedCall:
     async def read(self) -> EngineCommand:
         if self.answers:
             return self.answers.pop()
-        await asyncio.sleep(0.05)  # until after a write
+        while self.num_writes < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
         raise Aborted("a newer engine has this name")
 
     def cancel(self) -> None:

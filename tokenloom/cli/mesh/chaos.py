@@ -10,7 +10,7 @@ import typer
 
 from tokenloom.bench.chaos.campaign.options import CAMPAIGNS, ChaosOptions
 from tokenloom.bench.chaos.campaign.run import run_campaign
-from tokenloom.bench.chaos.campaign.tables import tables
+from tokenloom.bench.chaos.campaign.tables import as_markdown
 from tokenloom.bench.chaos.clients.load import Unstable
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.supervisor.output import Tail, WriteLine
@@ -44,7 +44,9 @@ def chaos(
             report = asyncio.run(run_campaign(campaign, preset, options, write_line, _note))
         except Unstable as error:
             raise CommandFailed(str(error)) from None
-    show(report, tables(report), as_json=as_json, path=output_json)
+    show(report, (), as_json=as_json, path=output_json)
+    if not as_json:
+        typer.echo(as_markdown(report))
     raise typer.Exit(1 if report["violations"] else 0)
 
 

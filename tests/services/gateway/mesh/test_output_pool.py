@@ -11,13 +11,14 @@ import pytest
 
 from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeOutputProcessor, FakeRequest
-from tokenloom.request.errors import TryElsewhere
+from tokenloom.request.errors import RequestLost, TryElsewhere
 from tokenloom.services.gateway.mesh.output_link import ProcessStream
 from tokenloom.services.gateway.mesh.submission import MAX_LOSSES_ALONE
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, SampleJournal, SlotTextLogprobs
 from tokenloom.v1.types_pb2 import Logprobs
 
 BODY = {"model": MODEL, "prompt": "ab", "max_tokens": 100}
+LOST = RequestLost("The request is not known.")
 MOVE = TryElsewhere("the output processor is shutting down")
 
 
@@ -126,6 +127,33 @@ async def test_a_lost_request_continues_elsewhere_with_what_the_client_has_of_ea
     response = (await task).json()
     assert [choice["text"] for choice in response["choices"]] == ["éü", "xy", "z"]
     assert response["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize("runs", [False, True])
+async def test_after_a_loss_a_request_with_a_key_is_sought_at_all_of_them(
+    client: Client, http: httpx.AsyncClient, runs: bool
+) -> None:
+    client.mesh.second_outputs.sessions[-1].end()
+    while len(client.mesh.second_outputs.sessions) < 2 or await client.num_serving() < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    task = asyncio.create_task(http.post("/v1/completions", json=BODY, headers={"Idempotency-Key": "k"}))
+    parts = client.mesh.outputs, client.mesh.second_outputs
+    sought = [asyncio.create_task(part.next_resume()) for part in parts]
+    (first,), _ = await asyncio.wait(sought, return_when=asyncio.FIRST_COMPLETED)
+    first.result()[0].fail(LOST)
+    await asyncio.wait(sought)
+    (second,) = set(sought) - {first}
+    request, resume = second.result()
+    if not runs:
+        request.fail(LOST)
+        gets = [asyncio.create_task(part.next_request()) for part in parts]
+        (get,), (other,) = await asyncio.wait(gets, return_when=asyncio.FIRST_COMPLETED)
+        other.cancel()
+        request = get.result()
+        assert request.submit.take_over
+        assert request.submit.request_id == resume.request_id
+    request.answer("ok")
+    assert (await task).json()["choices"][0]["text"] == "ok"
 
 
 async def test_every_prompt_of_a_request_moves(client: Client, http: httpx.AsyncClient) -> None:

@@ -7,11 +7,13 @@ import grpc.aio
 import httpx
 import pytest
 
+from tests.loop_clock import settle
 from tests.services.gateway.fakes import SOON, FakeMesh
 from tokenloom.request import errors
 from tokenloom.services.gateway.mesh.tokenizer_client import TokenizerClient
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.members import Members
+from tokenloom.v1 import tokenizer_pb2
 
 BODY = {"prompt": "text", "max_tokens": 3}
 
@@ -79,3 +81,38 @@ async def test_calls_that_fail_everywhere_do_not_multiply() -> None:
             await client.encode(["text"])
     num_calls = sum(replica.calls for replica in replicas.values())
     assert 400 <= num_calls < 450  # one free retry each, then a tenth of the requests, and the reserve
+
+
+class LostReplica(DeadReplica):
+    """A replica whose calls fail some time later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_noticed = asyncio.Event()
+
+    async def Encode(self, request: object, metadata: object) -> None:
+        self.calls += 1
+        await self.is_noticed.wait()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+
+class LivingReplica:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def Encode(self, request: object, metadata: object) -> tokenizer_pb2.EncodeResponse:
+        self.calls += 1
+        return tokenizer_pb2.EncodeResponse()
+
+
+async def test_calls_in_between_do_not_turn_a_retry_back_to_the_lost_replica() -> None:
+    client = TokenizerClient(Members(("unix:/none",)), Channels(None))
+    lost, living = LostReplica(), LivingReplica()
+    client._stubs = {"unix:/0": living, "unix:/1": lost}  # type: ignore[dict-item]
+    client._alive = set(client._stubs)
+    first = asyncio.ensure_future(client.encode(["text"]))
+    await settle()
+    await client.encode(["text"])
+    lost.is_noticed.set()
+    await first
+    assert (lost.calls, living.calls) == (1, 2)

@@ -75,9 +75,12 @@ class Cable:
 
     def __init__(self, address: str) -> None:
         self._host, _, self._port = address.rpartition(":")
-        self._intact = asyncio.Event()
-        self._intact.set()
+        self._to_peer, self._from_peer = asyncio.Event(), asyncio.Event()
+        self._to_peer.set()
+        self._from_peer.set()
         self._tasks: list[asyncio.Task[None]] = []
+        self._writers: list[asyncio.StreamWriter] = []
+        self.num_connections = 0
 
     @asynccontextmanager
     async def laid(self) -> AsyncIterator[str]:
@@ -90,20 +93,30 @@ class Cable:
             for task in self._tasks:
                 task.cancel()
             await asyncio.wait(self._tasks)
+            for writer in self._writers:
+                writer.close()
 
-    def cut(self) -> None:
-        self._intact.clear()
+    def cut(self, *, one_way: bool = False) -> None:
+        """``one_way``: what the peer sends still arrives."""
+        self._to_peer.clear()
+        if not one_way:
+            self._from_peer.clear()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
         far_reader, far_writer = await asyncio.open_connection(self._host, int(self._port))
-        self._tasks.append(asyncio.create_task(self._carry(reader, far_writer)))
-        self._tasks.append(asyncio.create_task(self._carry(far_reader, writer)))
+        self._writers += writer, far_writer
+        self._tasks.append(asyncio.create_task(self._carry(reader, far_writer, self._to_peer)))
+        self._tasks.append(asyncio.create_task(self._carry(far_reader, writer, self._from_peer)))
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError), contextlib.closing(writer):
+    async def _carry(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_intact: asyncio.Event
+    ) -> None:
+        with contextlib.suppress(ConnectionError):
             while data := await reader.read(1 << 16):
-                await self._intact.wait()
+                await is_intact.wait()
                 writer.write(data)
+            writer.write_eof()  # the other direction may be cut, and its end does not arrive then
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
@@ -145,6 +158,22 @@ async def test_a_cut_link_ends_the_stream_on_both_sides() -> None:
             cable.cut()
             await is_lost(call)
             assert await peer.line() == "ended"
+
+
+async def test_a_call_over_a_cut_link_fails_with_its_connection_and_is_not_repeated_on_the_next_one() -> None:
+    async with asyncio.timeout(SOON), part("127.0.0.1:0") as peer:
+        cable = Cable(peer.address)
+        async with cable.laid() as address, open_channel(address) as channel:
+            first = open_call(channel)
+            await first.write(b"a")
+            assert await first.read() == b"a"
+            first.cancel()
+            assert await peer.line() == "ended"
+            cable.cut(one_way=True)
+            call = open_call(channel)
+            await call.write(b"a")
+            await is_lost(call)
+            assert cable.num_connections == 1
 
 
 async def test_a_busy_event_loop_is_not_dead() -> None:

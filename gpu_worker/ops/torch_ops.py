@@ -35,7 +35,7 @@ class TorchOps:
         num_heads = heads.shape[1] - 2 * num_kv_heads
         query_key, value = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
         if norm is not None:
-            query_key = rms_norm(query_key, *norm)
+            query_key = rms_norm(query_key, norm.weights, norm.eps, norm.shift)
         query_key = rotate(query_key, *rotation)
         plan.write_kv(query_key[:, num_heads:], value, kv_cache)
         return query_key[:, :num_heads]

@@ -40,7 +40,7 @@ def _load_quietly(found: CausalClass, path: Path, dtype: torch.dtype) -> tuple[A
     Progress bars and warnings about the classes are for those who train models.
     """
     shows_progress = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.disable_progress_bar()
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -56,7 +56,7 @@ def _load_quietly(found: CausalClass, path: Path, dtype: torch.dtype) -> tuple[A
             )
     finally:
         if shows_progress:
-            transformers.logging.enable_progress_bar()
+            transformers.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     return loaded
 
 

@@ -144,7 +144,7 @@ def _embed(model: Any, input_ids: Tensor, embeds: InputEmbeds) -> Tensor:
 
 def _body_name(model: Any) -> str:
     """Return the name of the part of a causal model that computes hidden states."""
-    children = dict(model.named_children())
+    children: dict[str, torch.nn.Module] = dict(model.named_children())
     if model.base_model_prefix in children:
         return str(model.base_model_prefix)
     decoder = model.get_decoder()

@@ -12,6 +12,7 @@ from tokenloom.request import errors, logprob_columns
 from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import SILENCE_SECONDS, check_hello
+from tokenloom.services.runtime.peers.silence import was_silent
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished, KVSource, PickId, SlotLogprobs
 from tokenloom.v1.engine_pb2_grpc import EngineStub
@@ -265,7 +266,7 @@ class EngineLink:
         self._opened.set()
         attempts, self._attempts = self._attempts, {}
         is_alone = len({attempt.request_id for attempt in attempts.values()}) == 1
-        is_alone = is_alone and self._silent_ticks <= _SILENT_TICKS
+        is_alone = is_alone and self._silent_ticks <= _SILENT_TICKS and not was_silent(cause)
         for attempt in attempts.values():
             attempt.owner.on_lost(attempt, is_alone=is_alone)
         if self._call is not None:

@@ -17,6 +17,8 @@ Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 _CANCELLED = status(grpc.StatusCode.CANCELLED, "the caller cancelled the call")
+SILENT = "the peer was silent for too long"
+_SILENT = status(grpc.StatusCode.UNAVAILABLE, SILENT)
 _LOST = status(grpc.StatusCode.UNAVAILABLE, "the connection to the peer was lost")
 
 
@@ -140,7 +142,7 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
         self._fail(error.code, error.message)
 
     def on_lost(self) -> None:
-        self._end(_LOST)
+        self._end(_SILENT if self.connection.was_silent else _LOST)
 
     def _fail(self, code: grpc.StatusCode, details: str) -> None:
         self._end(status(code, details))

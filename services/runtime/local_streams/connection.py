@@ -57,6 +57,7 @@ class Connection(asyncio.Protocol):
     Attributes:
         is_writable: The socket takes more data; otherwise await :meth:`writable`.
         is_finished: Nothing can be sent any more.
+        was_silent: The connection was given up because the peer sent nothing.
         takes_messages: Messages are kept for the reader, of which there is one.
     """
 
@@ -71,6 +72,7 @@ class Connection(asyncio.Protocol):
         self._can_write = asyncio.Event()
         self.is_writable = False
         self.is_finished = False
+        self.was_silent = False
         self.takes_messages = False
         self._is_open = True
         self._is_broken = False
@@ -211,6 +213,7 @@ class Connection(asyncio.Protocol):
     def _tick(self) -> None:
         self._silent_ticks = self._silent_ticks + 1 if self._is_reading else 0
         if self._silent_ticks >= SILENT_TICKS and self._is_peer_dead():
+            self.was_silent = True
             self.abort()
             return
         self._ticker = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)

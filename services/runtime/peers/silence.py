@@ -1,0 +1,16 @@
+"""Says why a connection to a peer was lost: a process that ends resets it, a frozen or unreachable one is silent."""
+
+import grpc.aio
+
+from tokenloom.services.runtime.local_streams.call import SILENT
+
+_KEEPALIVE = "keepalive"
+"""Is in the details that gRPC gives when a peer did not answer its pings."""
+
+
+def was_silent(error: BaseException) -> bool:
+    """Return whether a call ended because its peer sent nothing for too long, though nothing closed the connection."""
+    if not isinstance(error, grpc.aio.AioRpcError) or error.code() is not grpc.StatusCode.UNAVAILABLE:
+        return False
+    details = error.details() or ""
+    return details == SILENT or _KEEPALIVE in details

@@ -44,6 +44,9 @@ def _text(name: str) -> str:
     return (LOCKS / f"{name}.txt").read_text()
 
 
+EXTRAS = ("engine", "transformers", "xgrammar", "nixl", "dev")
+
+
 def needed(*extras: str) -> list[Requirement]:
     project = PROJECT["project"]
     lines = project["dependencies"] + [line for extra in extras for line in project["optional-dependencies"][extra]]
@@ -92,7 +95,7 @@ def test_no_lock_holds_a_release_with_a_known_vulnerability(name: str) -> None:
 
 def test_no_lower_bound_admits_a_release_with_a_known_vulnerability() -> None:
     fixed = FIXED | FIXED_FOR_DEVELOPMENT
-    direct = [*needed("engine", "xgrammar", "nixl", "dev"), *map(Requirement, PROJECT["build-system"]["requires"])]
+    direct = [*needed(*EXTRAS), *map(Requirement, PROJECT["build-system"]["requires"])]
     checked = set()
     for each in direct:
         bounds = [Version(one.version) for one in each.specifier if one.operator == ">="]
@@ -105,7 +108,7 @@ def test_no_lower_bound_admits_a_release_with_a_known_vulnerability() -> None:
 
 def test_every_dependency_has_a_reason() -> None:
     entries = re.findall(r'^    "[A-Za-z][^"]*[<>=][^"]*",(.*)$', PYPROJECT, re.M)
-    assert len(entries) == len(needed("engine", "xgrammar", "nixl", "dev"))
+    assert len(entries) == len(needed(*EXTRAS))
     assert all(re.match(r" +# \S", rest) for rest in entries)
 
 

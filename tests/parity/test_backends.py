@@ -36,7 +36,7 @@ class Shape:
 
 SHAPES = {
     "heads of 16": Shape(16, 4, 2),
-    "heads of 24": Shape(24, 4, 2, has_kernels=False),
+    "heads of 24, padded": Shape(24, 4, 2),
     "heads of 32, a KV head each": Shape(32, 2, 2),
     "heads of 48, three to a KV head": Shape(48, 3, 1),
     "heads of 64, two to a KV head, windows": Shape(64, 4, 2, family="mistral"),

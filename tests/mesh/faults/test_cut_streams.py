@@ -19,6 +19,7 @@ from tokenloom.services.gateway.mesh.submission import KeptPrompts, Submission
 from tokenloom.services.output_processor.request.sample_output import SampleOutput
 from tokenloom.services.output_processor.stream.outbox import Outbox
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
+from tokenloom.services.runtime.peers.retry_budget import RetryBudget
 from tokenloom.v1.engine_pb2 import Finished
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, Submit, TextOptions
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs, Prompt, SamplingParams
@@ -129,7 +130,7 @@ async def run(
     """
     count = len(scripts)
     collector, answer = Collector(count), Answer.empty(count)
-    submission = Submission(submit, collector, 0, KeptPrompts(1 << 20), now=0.0)
+    submission = Submission(submit, collector, 0, KeptPrompts(1 << 20), RetryBudget(lambda: 0.0), now=0.0)
     for num_frames, arrives in (*cuts, (1 << 20, True)):
         stream = ProcessStream(NoOwner())
         stream.submit(submission, again=submission.withdraw is not None)

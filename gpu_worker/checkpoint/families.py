@@ -1,6 +1,6 @@
 """Says what the classes of each family of decoders fix, and the defaults that their configurations leave out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 NormOrder = Literal["before", "after", "around"]
@@ -48,19 +48,7 @@ _GEMMA2 = DecoderTraits(
     may_have_attention_bias=True,
     is_gemma=True,
 )
-_GEMMA3 = DecoderTraits(
-    norm_order="around",
-    norm_shift=1.0,
-    qk_norm="head",
-    head_size=256,
-    num_kv_heads=4,
-    rope_theta=1_000_000.0,
-    activation_entry="hidden_activation",
-    activation="gelu_pytorch_tanh",
-    is_tied=True,
-    may_have_attention_bias=True,
-    is_gemma=True,
-)
+_GEMMA3 = replace(_GEMMA2, qk_norm="head", rope_theta=1_000_000.0)
 
 DECODERS: dict[str, DecoderTraits] = {
     "llama": DecoderTraits(may_have_attention_bias=True, may_have_mlp_bias=True),

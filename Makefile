@@ -47,6 +47,9 @@ demo: install ## start the whole mesh, chat once through it, show where the time
 test: install ## run the tests, except those of test-long; they need neither a GPU nor a network
 	$(PYTEST) $(addprefix --ignore=,$(LONG_TESTS))
 
+test-again: install ## run the tests that failed in the last run once more, one after the other, and list them
+	$(BIN)/python -m pytest -q -rpf --last-failed --last-failed-no-failures none
+
 ##@ Checks before a commit (all of them: .ci/run)
 
 lint: install ## check rules and format with ruff
@@ -187,4 +190,4 @@ house: install ## print figures about the source tree: sizes, hops of a request,
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check gpu-check bench house help
+.PHONY: install demo test test-again lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check gpu-check bench house help

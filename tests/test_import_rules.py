@@ -30,7 +30,15 @@ REASONING = "tokenloom.request.reasoning"
 # The head of a GGUF file, which holds configuration and tokenizer.
 GGUF_FILE = "tokenloom.gguf.gguf_file"
 # Names, checks and errors of requests and of the model's files, for every entrance.
-ABOUT_REQUESTS = ("tokenloom.request", "tokenloom.checkpoint", "tokenloom.file_digest", "tokenloom.gguf")
+ABOUT_REQUESTS = (
+    "tokenloom.request",
+    "tokenloom.checkpoint",
+    "tokenloom.byte_level_tokenizer",
+    "tokenloom.saved_tokenizer",
+    "tokenloom.hub_files",
+    "tokenloom.file_digest",
+    "tokenloom.gguf",
+)
 SERVICES = ("coordinator", "engine", "gateway", "output_processor", "tokenizer")
 
 # What worker code may take from the engine core: its plain data and protocols, none of its machinery.

@@ -12,13 +12,13 @@ from tokenloom.gguf.gguf_file import is_gguf
 from ..layers.activation import ACTIVATIONS
 from ..layers.rotary import RopeConfig, YarnScaling
 from .config_reader import ConfigReader
+from .directory_source import stored_dtype
 from .families import DECODERS, DecoderTraits
 from .gguf.config import gguf_config
 from .layer_kinds import read_ropes, read_windows
 from .opt_switches import OPTSwitches
 from .quantization.scheme import Scheme
 from .quantization.schemes import read_scheme
-from .safetensors_files import stored_dtype
 
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "gpt2", "opt", "transformers"

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
 Routes = Mapping[str, Mapping[str, Handler]]
-"""Path to method to handler."""
+"""Path to method to handler. A path may hold one ``*``, which stands for the id of an object."""
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/docs", "/openapi.json"})
 """Paths that need no key, for load balancers and browsers, which have none."""
@@ -92,7 +92,7 @@ class App:
                 self._guard.check(exchange.headers)
             if methods is None:  # an operator belongs to no tenant
                 exchange.body.count_for(self._shares.of(exchange.tenant))
-        methods = methods or self._routes.get(exchange.path)
+        methods = methods or self._routes.get(exchange.path) or self._routes.get(_pattern(exchange.path))
         if methods is None and exchange.path.startswith(_MODEL_PATH):
             raise errors.ModelNotFound(
                 "this model is not served; GET /v1/models lists the served models", field="model"
@@ -104,6 +104,12 @@ class App:
         if handler is None:
             raise MethodNotAllowed(exchange.method, methods)
         return handler
+
+
+def _pattern(path: str) -> str:
+    """Return the path with ``*`` in place of its third part."""
+    parts = path.split("/", 5)
+    return "/".join((*parts[:3], "*", *parts[4:])) if len(parts) > 3 else path
 
 
 def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:

@@ -12,6 +12,7 @@ from tokenloom.gguf.gguf_file import is_gguf
 from ..layers.activation import ACTIVATIONS
 from ..layers.rotary import RopeConfig, YarnScaling
 from .config_reader import ConfigReader
+from .expert_switches import ExpertSwitches, read_experts
 from .families import DECODERS, DecoderTraits
 from .gguf.config import gguf_config
 from .layer_kinds import read_ropes, read_windows
@@ -21,7 +22,21 @@ from .quantization.schemes import read_scheme
 from .safetensors_files import stored_dtype
 
 Family = Literal[
-    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "gpt2", "opt", "transformers"
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "smollm3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt2",
+    "opt",
+    "transformers",
 ]
 """``transformers``: any class of that library; its modules hold what the switches of :class:`ModelConfig` hold."""
 
@@ -35,6 +50,9 @@ ARCHITECTURES: dict[str, Family] = {
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",
     "SmolLM3ForCausalLM": "smollm3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
     "GPT2LMHeadModel": "gpt2",
     "OPTForCausalLM": "opt",
 }
@@ -86,6 +104,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     """A logit x becomes logit_softcap * tanh(x / logit_softcap); None: it stays x."""
     opt: OPTSwitches | None = None
+    experts: ExpertSwitches | None = None
     attention_scales: tuple[float, ...]
     """[num_layers]: the factor on query times key."""
     sliding_windows: tuple[int | None, ...]
@@ -216,13 +235,18 @@ def _read_decoder(reader: ConfigReader, family: Family, dtype: torch.dtype) -> M
         hidden_act=_activation(reader, traits.activation_entry, traits.activation),
         tie_word_embeddings=reader.take_bool("tie_word_embeddings", traits.is_tied),
         ropes=ropes,
-        qkv_bias=attention_bias or traits.has_qkv_bias,
+        qkv_bias=attention_bias or (traits.has_qkv_bias and _keeps_qkv_bias(reader, family)),
         attention_output_bias=attention_bias,
         mlp_bias=traits.may_have_mlp_bias and reader.take_bool("mlp_bias", False),
         attention_scales=(head_size**-0.5,) * num_layers,
         sliding_windows=read_windows(reader, family, num_layers, max_model_len),
+        experts=read_experts(reader, family, num_layers, reader.take_int("intermediate_size")),
     )
     return _add_gemma(reader, config) if traits.is_gemma else config
+
+
+def _keeps_qkv_bias(reader: ConfigReader, family: Family) -> bool:
+    return family != "qwen2_moe" or reader.take_bool("qkv_bias", True)
 
 
 def _add_gemma(reader: ConfigReader, config: ModelConfig) -> ModelConfig:

@@ -54,6 +54,7 @@ _MORE_CONFIGS: dict[str, dict[str, Any]] = {
     "phi3": {"pad_token_id": 0, "sliding_window": 60},
     "olmo2": {},
     "smollm3": {"pad_token_id": 0, "no_rope_layers": [1, 0]},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "opt": {
         "init_std": 0.2,
         "max_position_embeddings": 1024,

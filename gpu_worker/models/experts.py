@@ -35,7 +35,7 @@ class Experts:
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         counts = flat.bincount(minlength=len(self._experts)).tolist()
-        parts = x[order // self._switches.per_token].split(counts)
+        parts = torch.split(x[order // self._switches.per_token], counts)
         results = x.new_empty(len(order), x.shape[1])
         results[order] = torch.cat(
             [expert(part) for expert, part in zip(self._experts, parts, strict=True) if len(part)]

@@ -9,6 +9,7 @@ from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.linear import Linear, load_linear
 from ..ops.ops import HeadNorm, Ops, Rotation
+from .expert_routes import ExpertRoutes
 from .experts import Experts
 from .mlp import MLP
 
@@ -91,11 +92,20 @@ class NormedProjection:
 class DecoderLayer:
     """Computes attention and MLP, each after a norm and added to its input."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        prefix: str,
+        config: ModelConfig,
+        ops: Ops,
+        layer: int,
+        routes: ExpertRoutes | None = None,
+    ) -> None:
+        """``routes`` records the choices of a model with experts."""
         self._input_norm = AddNorm(checkpoint, f"{prefix}.input_layernorm", config, ops)
         self._attention = Attention(checkpoint, f"{prefix}.self_attn", config, ops, layer)
         self._post_norm = AddNorm(checkpoint, f"{prefix}.post_attention_layernorm", config, ops)
-        self._mlp = _load_mlp(checkpoint, prefix, config, ops, layer)
+        self._mlp = _load_mlp(checkpoint, prefix, config, ops, layer, routes)
 
     def __call__(
         self, residual: Tensor, delta: Tensor | None, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan
@@ -108,7 +118,17 @@ class DecoderLayer:
 class PostNormLayer:
     """Computes attention and MLP, each with a norm of its result, and with one of its input if they lie around it."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        prefix: str,
+        config: ModelConfig,
+        ops: Ops,
+        layer: int,
+        routes: ExpertRoutes | None = None,
+    ) -> None:
+        """``routes`` as in :class:`DecoderLayer`."""
+
         def norm(name: str) -> AddNorm:
             return AddNorm(checkpoint, f"{prefix}.{name}_layernorm", config, ops)
 
@@ -117,7 +137,7 @@ class PostNormLayer:
         self._attention = Attention(checkpoint, f"{prefix}.self_attn", config, ops, layer)
         self._after_attention = norm("post_attention")
         self._before_mlp = norm("pre_feedforward") if around else add
-        self._mlp = _load_mlp(checkpoint, prefix, config, ops, layer)
+        self._mlp = _load_mlp(checkpoint, prefix, config, ops, layer, routes)
         self._after_mlp = norm("post_feedforward")
 
     def __call__(
@@ -136,7 +156,11 @@ def add(residual: Tensor, delta: Tensor | None) -> Tensor:
     return residual
 
 
-def _load_mlp(checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int) -> MLP | Experts:
+def _load_mlp(
+    checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int, routes: ExpertRoutes | None
+) -> MLP | Experts:
     if config.experts is not None and config.experts.layers[layer]:
-        return Experts(checkpoint, prefix, config, ops, config.experts)
+        assert routes is not None
+        number = sum(config.experts.layers[:layer])
+        return Experts(checkpoint, prefix, config, ops, config.experts, routes.layers[number])
     return MLP(checkpoint, f"{prefix}.mlp", config, ops)

@@ -1,4 +1,4 @@
-"""Computes MLPs of which each token uses a few: rows sorted by expert, and one product for each expert with rows."""
+"""Computes MLPs of which each token uses a few, chosen by a router."""
 
 import torch
 from torch import Tensor
@@ -6,8 +6,10 @@ from torch import Tensor
 from ..checkpoint.expert_switches import ExpertSwitches
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
+from ..layers.grouped_rows import GroupedRows, mix_experts
 from ..layers.linear import load_linear
 from ..ops.ops import Ops
+from .expert_routes import LayerRoutes
 from .mlp import MLP, MLPNames
 
 _MIXTRAL = MLPNames(gate="w1", up="w3", down="w2")
@@ -17,12 +19,19 @@ class Experts:
     """Computes the weighted sum of the experts that a router chooses for each token, and a shared expert if any."""
 
     def __init__(
-        self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, experts: ExpertSwitches
+        self,
+        checkpoint: Checkpoint,
+        prefix: str,
+        config: ModelConfig,
+        ops: Ops,
+        experts: ExpertSwitches,
+        routes: LayerRoutes,
     ) -> None:
-        """``prefix``: of the layer's tensors."""
+        """``prefix``: of the layer's tensors. ``routes`` records which experts were chosen."""
         is_mixtral = config.family == "mixtral"
         prefix, names = (f"{prefix}.block_sparse_moe", _MIXTRAL) if is_mixtral else (f"{prefix}.mlp", MLPNames())
         self._switches = experts
+        self._routes = routes
         self._router = load_linear(checkpoint, [f"{prefix}.gate"], config.hidden_size, [experts.count], bias=False)
         self._experts = [
             MLP(checkpoint, f"{prefix}.experts.{expert}", config, ops, experts.intermediate_size, names)
@@ -32,17 +41,13 @@ class Experts:
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, chosen = self._route(x)
-        flat = chosen.flatten()
-        order = flat.argsort(stable=True)
-        counts = flat.bincount(minlength=len(self._experts)).tolist()
-        parts = torch.split(x[order // self._switches.per_token], counts)
-        results = x.new_empty(len(order), x.shape[1])
-        results[order] = torch.cat(
-            [expert(part) for expert, part in zip(self._experts, parts, strict=True) if len(part)]
-        )
-        # Summed by token, in the order of its experts: a token's result does not depend on its batch.
-        out = (results.view(*chosen.shape, -1) * weights[..., None]).sum(1).to(x.dtype)
+        grouped = GroupedRows.sort(chosen)
+        self._routes.record(chosen, grouped)
+        out = mix_experts(x, grouped, weights, self._compute)
         return out if self._shared is None else out + self._shared(x)
+
+    def _compute(self, expert: int, rows: Tensor) -> Tensor:
+        return self._experts[expert](rows)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights, float32, and the numbers of each token's experts, both [T, per_token]."""

@@ -99,18 +99,6 @@ class App:
         return handler
 
 
-async def _report(exchange: Exchange, error: errors.TokenloomError) -> None:
-    """Log an error and send it to the client. A function of its own: a name for the error in the frame that has caught
-    it would keep both alive until the garbage collector runs."""
-    # Under overload, a line for each refusal would cost more than the refusal.
-    is_fault = error.http_status >= 500 and not isinstance(error, errors.ResourceExhausted)
-    level = logging.WARNING if is_fault else logging.DEBUG
-    request_log = RequestLog(log, exchange.request_id.decode())
-    request_log.log(level, "%s %s: %s", exchange.method, exchange.path, error.message)
-    with contextlib.suppress(TimeoutError):
-        await exchange.fail(error)
-
-
 def _pattern(path: str) -> str:
     """Return the path with ``*`` in place of its third part."""
     parts = path.split("/", 5)
@@ -122,6 +110,18 @@ def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
     if (authorization := headers.get(b"authorization")) is None and (key := headers.get(b"x-api-key")) is not None:
         return b"Bearer " + key
     return authorization
+
+
+async def _report(exchange: Exchange, error: errors.TokenloomError) -> None:
+    """Log an error and send it to the client. A function of its own: a name for the error in the frame that has caught
+    it would keep both alive until the garbage collector runs."""
+    # Under overload, a line for each refusal would cost more than the refusal.
+    is_fault = error.http_status >= 500 and not isinstance(error, errors.ResourceExhausted)
+    level = logging.WARNING if is_fault else logging.DEBUG
+    request_log = RequestLog(log, exchange.request_id.decode())
+    request_log.log(level, "%s %s: %s", exchange.method, exchange.path, error.message)
+    with contextlib.suppress(TimeoutError):
+        await exchange.fail(error)
 
 
 class Cors:

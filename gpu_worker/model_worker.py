@@ -57,6 +57,7 @@ class ModelWorker:
         self._profiler = Profiler(config.worker.profiler_dir)
         self._max_model_len = 0
         self._groups: list[KVGroup] = []
+        self._layout = ""
         self._largest: LargestStep | None = None  # set once it was computed
 
     def load_model(self) -> ModelInfo:
@@ -75,11 +76,11 @@ class ModelWorker:
         if isinstance(self._model, CheckedModel):
             check_model(self._model, self._backend, block_size, self._device)
             library = self._model.library
-        layout = kv_layout(model_config, block_size)
+        self._layout = kv_layout(model_config, block_size)
         self._groups = model_groups(model_config.sliding_windows, self._max_model_len, self._config)
         if self._groups:
             self._backend = self._make_grouped_backend()
-            layout += f"/{describe_groups(self._groups)}"
+            self._layout += f"/{describe_groups(self._groups)}"
         dtype, quantization = model_config.dtype_name, model_config.quantization
         scheme = model_config.scheme.name if model_config.scheme else None
         versions = (f"torch-{torch.__version__}", library)
@@ -89,7 +90,7 @@ class ModelWorker:
             hidden_size=model_config.embedding_size,
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=model_config.kv_bytes_per_token,
-            kv_layout=layout,
+            kv_layout=self._layout,
             numerics="/".join(part for part in numerics if part),
             kv_groups=self._groups,
         )
@@ -141,7 +142,7 @@ class ModelWorker:
         if memory is None and self._platform.pool_is_on_host:
             memory = PoolMemory.allocate(num_blocks * block_size * model_config.kv_bytes_per_token, shared=False)
         if memory is not None:
-            self._pool = make_kv_pool(model_config, num_blocks, block_size, memory)
+            self._pool = make_kv_pool(model_config, num_blocks, block_size, memory, self._layout)
         self._runner = self._make_runner(num_blocks, memory)
 
     def _run_largest_step(self, lengths: list[int]) -> LargestStep:

@@ -60,6 +60,11 @@ class WorkerConfig(Struct, frozen=True):
         "Additional seconds of such a step for each token that it computes.",
         Meta(extra={"name": "hash_token_seconds"}),
     ] = 0.0
+    draft_accuracy: Annotated[
+        Annotated[float, Meta(ge=0, le=1)],
+        "Share of the hash worker's drafts that are right, with --speculative-config.",
+        Meta(extra={"name": "hash_draft_accuracy"}),
+    ] = 0.7
     compute_nans_in_logits: Annotated[
         bool, "Count NaN logits (metric vllm:corrupted_requests), at the cost of reading every logit."
     ] = False

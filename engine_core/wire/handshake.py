@@ -38,6 +38,8 @@ class WarmUp(msgspec.Struct, frozen=True):
     """Most rows for which the sampler drew tokens."""
     activation_bytes: int = 0
     """Memory that the largest step needs in addition to weights and KV blocks."""
+    free_rows: int = 0
+    """Most tokens of a decode step that takes hardly longer than a step of one token; 0: not measured."""
 
     def __str__(self) -> str:
         batches = ", ".join(map(str, self.decode_batches)) or "none"

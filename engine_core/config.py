@@ -229,7 +229,7 @@ class ReasoningConfig(Struct, frozen=True):
     """The marks around the reasoning in the model's tokens; None: reasoning is not distinguished from the answer."""
 
 
-class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True):
+class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How tokens are drafted that one step of the model verifies. Users write it as JSON (names as in vLLM)."""
 
     method: Literal["ngram", "draft_model", "eagle"]
@@ -297,8 +297,12 @@ class EngineConfig(Struct, frozen=True):
     structured_output: StructuredOutputConfig | None = None
     """None: the model has no tokenizer, so outputs cannot be constrained."""
     reasoning: ReasoningConfig = ReasoningConfig()
-    speculative: SpeculativeConfig | None = None
-    """None: every step draws one token for a request."""
+    speculative: Annotated[
+        SpeculativeConfig | None,
+        "Draft tokens that one step verifies: a JSON object with method (ngram, draft_model or eagle), "
+        "num_speculative_tokens and what the method needs (docs/speculation.md). No token changes.",
+        Meta(extra={"name": "speculative_config"}),
+    ] = None
     max_model_len: Annotated[
         Count | None,
         "Most tokens of prompt and output together; by default what the model supports and the KV cache can hold.",

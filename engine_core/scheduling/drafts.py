@@ -97,8 +97,8 @@ class Drafts:
             if drafts is None or request_id in cached.resumed_token_ids:
                 continue
             request = self._requests[request_id]
-            if request.num_computed_tokens != request.num_tokens:
-                continue  # it computes tokens that it had before
+            if request.num_computed_tokens != request.num_tokens or not _gets_drafts(request):
+                continue  # it computes tokens that it had before, or its drafts were wrong since it got these
             most = min(len(drafts), room, request.max_num_tokens - request.num_tokens - 1)
             if most > spare_blocks * self._kv.block_size:
                 most = min(most, -request.num_tokens % self._kv.block_size)  # the rest of the last block
@@ -120,8 +120,7 @@ class Drafts:
         for request in running:
             missing = request.num_tokens - request.num_computed_tokens
             num_rows += max(1, missing)
-            history = request.draft_history
-            if missing <= 0 and (history is None or history.allows(request.num_tokens)):
+            if missing <= 0 and _gets_drafts(request):
                 drawing.append(request)
         if not drawing:
             return {}
@@ -132,3 +131,7 @@ class Drafts:
             if (most := min(share, request.max_num_tokens - request.num_tokens - 2)) > 0:
                 wanted[request.request_id] = most
         return wanted
+
+
+def _gets_drafts(request: Request) -> bool:
+    return request.draft_history is None or request.draft_history.allows(request.num_tokens)

@@ -46,6 +46,7 @@ class WarmUp(msgspec.Struct, frozen=True):
         return (
             f"{self.seconds:.1f} s, decode steps of {batches} requests, a prefill step of {self.prefill_tokens} tokens "
             f"with {self.activation_bytes >> 20} MiB of activations, and the sampler for {self.sampled_rows} rows"
+            + (f"; steps of up to {self.free_rows} rows take hardly longer than one of 1" if self.free_rows else "")
         )
 
 

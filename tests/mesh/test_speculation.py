@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.mesh.asking import Answer, ask
 from tests.mesh.split import POLL_SECONDS, SplitMesh
 from tests.mesh.test_disaggregation import prompt_of
-from tokenloom.engine_core.wire.messages import SpecDecodingStats
+from tokenloom.engine_core.wire.draft_counts import SpecDecodingStats
 
 DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5}}
 LENGTHS = (1, 15, 16, 17, 33, 256, 500)
@@ -31,6 +31,9 @@ async def test_tokens_do_not_change(socket_dir: Path) -> None:
         for (prompt, count), answer in zip(shapes, answers, strict=True):
             assert answer.token_ids == mesh.expected(prompt, count)
             assert answer.usage["completion_tokens"] == count
+            if count > 15:
+                drafts = answer.timeline["drafts"]
+                assert 0 < drafts["num_accepted_tokens"] < min(drafts["num_draft_tokens"], count)
         assert 0.2 < verified(mesh).num_accepted_tokens / verified(mesh).num_draft_tokens < 0.8
         await mesh.check_nothing_is_left()
 

@@ -6,12 +6,12 @@ from prometheus_client import CollectorRegistry
 from tests.services.engine.peer import make_add
 from tests.services.engine.streams.test_attempts import make_attempts
 from tokenloom.engine_core.config import SpeculativeConfig
+from tokenloom.engine_core.wire.draft_counts import SpecDecodingStats
 from tokenloom.engine_core.wire.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     LogitsStats,
     SchedulerStats,
-    SpecDecodingStats,
 )
 from tokenloom.services.engine.engine_metrics import EngineMetrics
 

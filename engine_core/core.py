@@ -261,8 +261,12 @@ class EngineCore:
             self._iterations.end(self.num_steps, step.scheduled)
         outputs = self.scheduler.update_from_output(step.scheduled, result)
         if result.draft_token_ids:
-            self.scheduler.update_draft_token_ids(result.draft_token_ids)
+            self.post_step(result)
         return outputs
+
+    def post_step(self, result: ModelRunnerOutput) -> None:
+        """Pass on what the worker drafted for the next step."""
+        self.scheduler.update_draft_token_ids(result.draft_token_ids)
 
     def _settle(self, outputs: list[EngineCoreOutput]) -> None:
         """Let sessions, and pauses and sleep that wait for running requests, continue."""

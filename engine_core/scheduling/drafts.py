@@ -97,7 +97,7 @@ class Drafts:
             request = self._requests[request_id]
             if request.num_computed_tokens != request.num_tokens or not _gets_drafts(request):
                 continue  # it computes tokens that it had before, or its drafts were wrong since it got these
-            most = min(len(drafts), room, request.max_num_tokens - request.num_tokens - 1)
+            most = min(len(drafts), self._max_drafts, room, request.max_num_tokens - request.num_tokens - 1)
             if most > spare_blocks * self._kv.block_size:
                 most = min(most, -request.num_tokens % self._kv.block_size)  # the rest of the last block
             if most <= 0:

@@ -143,7 +143,7 @@ def test_a_block_can_be_hit_only_once_its_tokens_are_accepted(accuracy: float) -
 
 @pytest.mark.parametrize("num_blocks", [110, 150])
 def test_blocks_that_a_window_still_sees_are_kept(num_blocks: int) -> None:
-    config = make_config(num_blocks=num_blocks, max_model_len=120, num_drafts=6, draft_accuracy=0.5)
+    config = make_config(num_blocks=num_blocks, caching=False, max_model_len=120, num_drafts=6, draft_accuracy=0.5)
     core = EngineCore(config, UniProcExecutor(GroupedHashWorker(config, WINDOWS, 120)))
     requests = [make_request(f"r{i}", PROMPT * (i + 1), 60) for i in range(5)]
     assert run(core, *requests) == [expected_tokens(PROMPT * (i + 1), 60, VOCAB_SIZE) for i in range(5)]

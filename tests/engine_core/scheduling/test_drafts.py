@@ -141,9 +141,11 @@ def test_a_block_can_be_hit_only_once_its_tokens_are_accepted(accuracy: float) -
     assert core.scheduler.stats().prefix_cache_hits == (len(tokens) - 1) // 4 * 4
 
 
+@pytest.mark.parametrize("draft_model", ["", "small"])
 @pytest.mark.parametrize("num_blocks", [110, 150])
-def test_blocks_that_a_window_still_sees_are_kept(num_blocks: int) -> None:
-    config = make_config(num_blocks=num_blocks, caching=False, max_model_len=120, num_drafts=6, draft_accuracy=0.5)
+def test_blocks_that_a_window_still_sees_are_kept(num_blocks: int, draft_model: str) -> None:
+    drafts = {"num_drafts": 6, "draft_accuracy": 0.5, "draft_model": draft_model}
+    config = make_config(num_blocks=num_blocks, caching=False, max_model_len=120, **drafts)  # type: ignore[arg-type]
     core = EngineCore(config, UniProcExecutor(GroupedHashWorker(config, WINDOWS, 120)))
     requests = [make_request(f"r{i}", PROMPT * (i + 1), 60) for i in range(5)]
     assert run(core, *requests) == [expected_tokens(PROMPT * (i + 1), 60, VOCAB_SIZE) for i in range(5)]

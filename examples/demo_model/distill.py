@@ -29,8 +29,11 @@ def load_teacher(folder: Path) -> Any:
 class DraftModel(nn.Module):
     """Trains a Qwen3 decoder of two layers and 0.2 M parameters with the demo model's vocabulary."""
 
-    def __init__(self, teacher: Any) -> None:
+    def __init__(self, teacher: Any, num_text_steps: int) -> None:
+        """The first ``num_text_steps`` steps learn the text that the demo model learned, which needs no demo model and
+        thus a fifth of the time."""
         super().__init__()
+        self._num_text_steps = num_text_steps
         self._teacher = [teacher]  # a list, so that its parameters are not part of this module
         config = Qwen3Config(
             vocab_size=teacher.config.vocab_size,
@@ -54,7 +57,11 @@ class DraftModel(nn.Module):
         """Return the mean divergence from the demo model's distribution where it speaks."""
         wanted = labels != IGNORED
         hidden = self.draft.model(input_ids=ids, use_cache=False).last_hidden_state
-        return divergence(target_logits(self._teacher[0], ids)[1][wanted], self.draft.lm_head(hidden[wanted]))
+        logits = self.draft.lm_head(hidden[wanted])
+        self._num_text_steps -= 1
+        if self._num_text_steps >= 0:
+            return nn.functional.cross_entropy(logits, labels[wanted])
+        return divergence(target_logits(self._teacher[0], ids, wanted)[1], logits)
 
     def save(self, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         """Write a checkpoint in bf16."""
@@ -98,15 +105,14 @@ class EagleHead(nn.Module):
     def loss(self, ids: Tensor, labels: Tensor) -> Tensor:
         """Return the divergence from the demo model's distribution after one and more of the head's predictions."""
         teacher = self._teacher[0]
-        states, logits = target_logits(teacher, ids)
-        embeddings = teacher.model.embed_tokens(ids)[:, 1:].float()
-        wanted, truth = (labels != IGNORED)[:, 1:], states[:, 1:].float()
-        before, loss = states[:, :-1].float(), torch.zeros(())
+        wanted = labels != IGNORED
+        states, logits = target_logits(teacher, ids, wanted)
+        embeddings, predicted, loss = teacher.model.embed_tokens(ids), states, torch.zeros(())
         for weight in _HEAD_PASSES:
-            predicted = self(embeddings, before)
-            loss = loss + weight * divergence(logits[:, 1:][wanted], teacher.lm_head(predicted[wanted]))
-            loss = loss + 0.1 * weight * nn.functional.smooth_l1_loss(predicted[wanted].float(), truth[wanted])
-            before = torch.cat((before[:, :1], predicted[:, :-1].float()), dim=1)
+            # Zeros are the state before the first token.
+            predicted = self(embeddings, nn.functional.pad(predicted[:, :-1], (0, 0, 1, 0)))
+            loss = loss + weight * divergence(logits, teacher.lm_head(predicted[wanted]))
+            loss = loss + 0.1 * weight * nn.functional.smooth_l1_loss(predicted[wanted], states[wanted])
         return loss
 
     def save(self, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -119,14 +125,12 @@ class EagleHead(nn.Module):
 
 
 @torch.no_grad()
-def target_logits(teacher: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the demo model's last hidden states [rows, length, hidden] and logits [rows, length, vocab]."""
+def target_logits(teacher: Any, ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the demo model's last hidden states [rows, length, hidden], and its logits [n, vocab] where ``wanted``."""
     states = teacher.model(input_ids=ids, use_cache=False).last_hidden_state
-    return states, teacher.lm_head(states)
+    return states, teacher.lm_head(states[wanted])
 
 
 def divergence(target: Tensor, draft: Tensor) -> Tensor:
     """Return the mean Kullback-Leibler divergence of logits [n, vocab] from the target's."""
-    return nn.functional.kl_div(
-        draft.float().log_softmax(-1), target.float().log_softmax(-1), reduction="batchmean", log_target=True
-    )
+    return nn.functional.kl_div(draft.log_softmax(-1), target.log_softmax(-1), reduction="batchmean", log_target=True)

@@ -96,9 +96,9 @@ def loss_of(model: Any, batch: Batch) -> Tensor:
     """Mean cross-entropy over the labels; logits are made only where there is one. A draft has a loss of its own."""
     ids, labels = batch
     wanted = labels != IGNORED
+    if isinstance(model, DraftModel | EagleHead):
+        return model.loss(ids, labels)
     with torch.autocast("cpu", torch.bfloat16):
-        if isinstance(model, DraftModel | EagleHead):
-            return model.loss(ids, labels)
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         logits = model.lm_head(hidden[wanted])
     return torch.nn.functional.cross_entropy(logits.float(), labels[wanted])
@@ -143,9 +143,10 @@ def train_draft(target: Path, documents: list[Document], args: argparse.Namespac
     """Train and save a draft model or an EAGLE head for the checkpoint `target`."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(target)  # type: ignore[no-untyped-call]
     teacher = load_teacher(target)
-    draft = DraftModel(teacher) if args.draft is not None else EagleHead(teacher)
+    batches = load_batches(documents, tokenizer, args)
+    draft = DraftModel(teacher, len(batches) * 3 // 4) if args.draft is not None else EagleHead(teacher)
     print(f"{sum(p.numel() for p in draft.parameters()):,} parameters", flush=True)
-    train(draft, load_batches(documents, tokenizer, args), args)
+    train(draft, batches, args)
     draft.save(tokenizer, args.out)
 
 
@@ -154,8 +155,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="train.jsonl of the generator")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--draft", type=Path, metavar="MODEL", help="train a draft model of the checkpoint in this folder")
-    kinds.add_argument("--eagle", type=Path, metavar="MODEL", help="train an EAGLE head of the checkpoint in this folder")
+    kinds.add_argument("--draft", type=Path, metavar="MODEL", help="train a draft model of this checkpoint")
+    kinds.add_argument("--eagle", type=Path, metavar="MODEL", help="train an EAGLE head of this checkpoint")
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--length", type=int, default=512, help="tokens a row for most of the training")

@@ -60,6 +60,11 @@ class WorkerConfig(Struct, frozen=True):
         "Additional seconds of such a step for each token that it computes.",
         Meta(extra={"name": "hash_token_seconds"}),
     ] = 0.0
+    draft_accuracy: Annotated[
+        Annotated[float, Meta(ge=0, le=1)],
+        "Share of the hash worker's drafts that are right, with --speculative-config.",
+        Meta(extra={"name": "hash_draft_accuracy"}),
+    ] = 0.7
     compute_nans_in_logits: Annotated[
         bool, "Count NaN logits (metric vllm:corrupted_requests), at the cost of reading every logit."
     ] = False
@@ -224,7 +229,7 @@ class ReasoningConfig(Struct, frozen=True):
     """The marks around the reasoning in the model's tokens; None: reasoning is not distinguished from the answer."""
 
 
-class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True):
+class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How tokens are drafted that one step of the model verifies. Users write it as JSON (names as in vLLM)."""
 
     method: Literal["ngram", "draft_model", "eagle"]
@@ -292,8 +297,12 @@ class EngineConfig(Struct, frozen=True):
     structured_output: StructuredOutputConfig | None = None
     """None: the model has no tokenizer, so outputs cannot be constrained."""
     reasoning: ReasoningConfig = ReasoningConfig()
-    speculative: SpeculativeConfig | None = None
-    """None: every step draws one token for a request."""
+    speculative: Annotated[
+        SpeculativeConfig | None,
+        "Draft tokens that one step verifies: a JSON object with method (ngram, draft_model or eagle), "
+        "num_speculative_tokens and what the method needs (docs/speculation.md). No token changes.",
+        Meta(extra={"name": "speculative_config"}),
+    ] = None
     max_model_len: Annotated[
         Count | None,
         "Most tokens of prompt and output together; by default what the model supports and the KV cache can hold.",

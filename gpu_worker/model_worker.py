@@ -30,7 +30,7 @@ from .platform.affinity import bind_to
 from .platform.platform import Platform
 from .platform.profiler import Profiler
 from .sampler.device_sampler import DeviceSampler
-from .warm_up import LargestStep, decode_batches, largest_step, run_decode_steps, within
+from .warm_up import LargestStep, decode_batches, free_rows, largest_step, run_decode_steps, within
 
 
 class ModelWorker:
@@ -100,6 +100,7 @@ class ModelWorker:
         self._make_pool(kv_cache.num_blocks, memory)
         batches = decode_batches(scheduler, kv_cache.num_blocks)
         run_decode_steps(self._require_runner(), batches, block_size)
+        num_free = 0 if self._config.speculative is None else self._free_rows(kv_cache.num_blocks)
         if self._pool is not None:
             self._pool.memory.discard()  # pages take memory when a request writes to them
         self._platform.return_freed()
@@ -109,7 +110,12 @@ class ModelWorker:
             prefill_tokens=self._largest.num_tokens,
             sampled_rows=batches[-1],
             activation_bytes=self._largest.activation_bytes,
+            free_rows=num_free,
         )
+
+    def _free_rows(self, num_blocks: int) -> int:
+        runner, block_size = self._require_runner(), self._config.cache.block_size
+        return free_rows(lambda count: runner.dummy_run([1] * count, block_size)[:1].cpu(), num_blocks)
 
     def _make_pool(self, num_blocks: int, memory: PoolMemory | None) -> None:
         model_config, block_size = self._model.config, self._config.cache.block_size

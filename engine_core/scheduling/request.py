@@ -7,6 +7,7 @@ from tokenloom.request.sampling_params import RepetitionDetectionParams
 
 from ..kv_transfer.kv_messages import KVTarget
 from ..wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
+from .draft_history import DraftHistory
 
 
 class RequestStatus(enum.IntEnum):
@@ -99,6 +100,7 @@ class Request:
         "block_ids",
         "cache_salt",
         "deadline_ns",
+        "draft_history",
         "first_output_sent",
         "first_scheduled_ns",
         "limit_status",
@@ -147,6 +149,8 @@ class Request:
         self.num_output_placeholders = 0
         """Output tokens that steps in flight will draw; the worker knows them before the scheduler does."""
         self.repetition_detection = params.repetition_detection
+        self.draft_history: DraftHistory | None = None
+        """Which of its drafts were right; None before the first ones."""
 
         self.remote: RemoteKVState | None = None
         if message.lease_id or message.remote_kv is not None or message.awaits_tokens:

@@ -136,6 +136,15 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
         self.logprobs += following.logprobs
         self.top = following.top
 
+    def first(self, count: int) -> "Logprobs":
+        """Return the first ``count`` positions."""
+        if count >= len(self.sampled):
+            return self
+        listed = count * self.top
+        return Logprobs(
+            self.sampled[:count], self.rank[:count], self.top, self.token_ids[:listed], self.logprobs[:listed]
+        )
+
     def positions(self) -> Iterator["Logprobs"]:
         """Yield each position on its own."""
         for position, (sampled, rank) in enumerate(zip(self.sampled, self.rank, strict=True)):
@@ -201,6 +210,18 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """With ``error``, unless ``error_field`` says that the request is wrong."""
 
 
+class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):
+    """Counts the drafts that steps verified, over the life of the core (names as in vLLM)."""
+
+    num_drafts: int = 0
+    """Times that a request had drafts in a step."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Drafts that equalled the tokens drawn at their positions."""
+    num_accepted_tokens_per_pos: list[int] = []
+    """[num_speculative_tokens] accepted drafts by their position in the step."""
+
+
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Describes the scheduler after a step; counters grow over the life of the core."""
 
@@ -233,6 +254,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Requests whose prompt was computed: they have their first token (counter)."""
     num_prefilled_tokens: int = 0
     """Prompt tokens of those requests, cached ones included (counter)."""
+    spec_decoding: SpecDecodingStats | None = None
+    """None unless the engine speculates."""
 
 
 class UtilityCall(msgspec.Struct, array_like=True, gc=False):

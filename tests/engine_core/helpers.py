@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor import make_executor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
@@ -29,9 +29,11 @@ def make_config(
     reserve_full_prompt: bool = True,
     watermark: float = 0.01,
     kv_events: bool = False,
+    num_drafts: int = 0,
+    draft_accuracy: float = 0.7,
 ) -> EngineConfig:
     return EngineConfig(
-        worker=WorkerConfig(model="", worker="hash"),
+        worker=WorkerConfig(model="", worker="hash", draft_accuracy=draft_accuracy),
         cache=CacheConfig(
             block_size=block_size, enable_prefix_caching=caching, num_blocks=num_blocks, kv_events=kv_events
         ),
@@ -47,6 +49,7 @@ def make_config(
             watermark=watermark,
         ),
         max_model_len=max_model_len,
+        speculative=SpeculativeConfig("ngram", num_drafts) if num_drafts else None,
     )
 
 

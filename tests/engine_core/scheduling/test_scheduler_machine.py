@@ -118,6 +118,9 @@ class CoreMachine(RuleBasedStateMachine):
         long_prefill=st.sampled_from([0, 0, 1, 5]),
         reserve_full_prompt=st.booleans(),
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
+        num_drafts=st.sampled_from([0, 0, 1, 3, 6]),
+        draft_accuracy=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+        free_rows=st.sampled_from([None, None, 1, 4, 9]),
     )
     def start(
         self,
@@ -133,7 +136,12 @@ class CoreMachine(RuleBasedStateMachine):
         long_prefill: int,
         reserve_full_prompt: bool,
         watermark: float,
+        num_drafts: int,
+        draft_accuracy: float,
+        free_rows: int | None,
     ) -> None:
+        if num_drafts:
+            executor = "uniproc"
         config = make_config(
             block_size=block_size,
             num_blocks=-(-MAX_MODEL_LEN // block_size) + spare_blocks,
@@ -148,6 +156,8 @@ class CoreMachine(RuleBasedStateMachine):
             long_prefill=long_prefill if chunked else 0,
             reserve_full_prompt=reserve_full_prompt,
             watermark=watermark,
+            num_drafts=num_drafts,
+            draft_accuracy=draft_accuracy,
         )
         config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, kv_events=True))
         self.policy = policy
@@ -158,6 +168,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.inputs: list[tuple[list[int], int]] = []
         self.worker = MortalWorker(config)
         self.core = EngineCore(config, EXECUTORS[executor](self.worker))
+        if self.core.scheduler.drafts is not None:
+            self.core.scheduler.drafts.free_rows = free_rows
         self.live: dict[str, Expected] = {}
         self.num_added = 0
 

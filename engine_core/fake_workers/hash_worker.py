@@ -48,7 +48,9 @@ class HashWorker:
         vocab_size: int = DEFAULT_VOCAB_SIZE,
         max_model_len: int = DEFAULT_MAX_MODEL_LEN,
     ) -> None:
-        """``vocab_size`` and ``max_model_len`` are used only if no model is configured."""
+        """``vocab_size`` and ``max_model_len`` are used only if no model is configured. Raises ``ValueError``."""
+        if config.speculative is not None and config.speculative.rejection_sample_method != "strict":
+            raise ValueError("rejection_sample_method: the hash worker has no probabilities; use strict")
         self._config = config.worker
         self._block_size = config.cache.block_size
         self._vocab_size = vocab_size
@@ -228,7 +230,8 @@ class HashWorker:
         for end in range(num_tokens, num_tokens + count):
             is_wrong = zlib.crc32(prefix[:end].tobytes()) % 1000 >= self._config.draft_accuracy * 1000
             prefix[end, 0] = (_next_token(prefix[:end], self._vocab_size) + is_wrong) % self._vocab_size
-        return prefix[num_tokens:, 0].tolist()
+        drafts: list[int] = prefix[num_tokens:, 0].tolist()
+        return drafts
 
     def _logprobs_of(self, row: HashRow, token_ids: list[int]) -> Logprobs:
         """Return the log probabilities of the tokens that were just sampled."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from ..config import SpeculativeConfig
 from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..structured_output.manager import StructuredOutputManager
-from ..wire.messages import SpecDecodingStats
+from ..wire.draft_counts import SpecDecodingStats
 from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .draft_history import DraftHistory
 from .request import Request
@@ -60,9 +60,7 @@ class Drafts:
                 continue
             num_right = max(0, len(token_ids) - 1)
             request.num_computed_tokens -= len(drafts) - num_right
-            stats.num_drafts += 1
-            stats.num_draft_tokens += len(drafts)
-            stats.num_accepted_tokens += num_right
+            stats.count(len(drafts), num_right)
             for position in range(num_right):
                 stats.num_accepted_tokens_per_pos[position] += 1
             if request.draft_history is None:

@@ -280,5 +280,7 @@ def is_repeating(token_ids: Sequence[int], start: int, detection: RepetitionDete
 def mark_finished(output: EngineCoreOutput, request: Request, status: RequestStatus) -> None:
     """Make ``output`` the last of the request."""
     output.finish_reason = FINISH_REASONS[status]
+    if request.draft_history is not None:
+        output.drafts = request.draft_history.counts
     if output.finish_reason is FinishReason.STOP and request.ends_with_stop_token:
         output.stop_token_id = request.all_token_ids[-1]

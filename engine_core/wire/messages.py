@@ -9,6 +9,7 @@ from ..errors import UtilityError
 from ..kv_cache.kv_events import KVCacheEvent
 from ..kv_transfer.kv_messages import KVTarget
 from .core_sampling_params import SamplingParams
+from .draft_counts import DraftCounts, SpecDecodingStats
 from .embedding_rows import EmbedsSpan
 from .serialization import from_raw
 
@@ -208,18 +209,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """Statistics of the logits that the last of ``new_token_ids`` was drawn from, in steps that are measured."""
     error_kind: ErrorKind = ErrorKind.UNAVAILABLE
     """With ``error``, unless ``error_field`` says that the request is wrong."""
-
-
-class SpecDecodingStats(msgspec.Struct, array_like=True, gc=False):
-    """Counts the drafts that steps verified, over the life of the core (names as in vLLM)."""
-
-    num_drafts: int = 0
-    """Times that a request had drafts in a step."""
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    """Drafts that equalled the tokens drawn at their positions."""
-    num_accepted_tokens_per_pos: list[int] = []
-    """[num_speculative_tokens] accepted drafts by their position in the step."""
+    drafts: DraftCounts | None = None
+    """With ``finish_reason``: the request's drafts; None if it had none."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

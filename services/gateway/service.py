@@ -17,6 +17,9 @@ from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 
+from .anthropic.count_tokens import CountTokens
+from .anthropic.message_routes import ERROR_FORMS, message_routes
+from .anthropic.messages import MessagesApi
 from .assistant.message_plans import MessagePlans
 from .gateway_settings import NUM_EDGES, GatewaySettings
 from .generation.admission import Admission
@@ -31,7 +34,7 @@ from .http.app import App, Routes
 from .http.browser_guard import BrowserGuard
 from .http.byte_budget import ByteBudget
 from .http.connections import Connections
-from .http.endpoint import Endpoint
+from .http.endpoint import Api, Endpoint
 from .http.http_server import HttpServer
 from .http.json_body import BodyParser
 from .http.status_routes import StatusRoutes
@@ -232,9 +235,8 @@ async def _open_edges(
     host.add_servicer(bounded(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, infers), kserve)
     routes = _routes(settings, host, mesh, parser, reader, completions)
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
-    return App(
-        routes, keys, await _admin_routes(settings, host, mesh), admin_keys, guard, shares, settings.cors_origins
-    )
+    admin_routes = await _admin_routes(settings, host, mesh)
+    return App(routes, keys, admin_routes, admin_keys, guard, shares, settings.cors_origins, ERROR_FORMS)
 
 
 def _routes(
@@ -247,12 +249,19 @@ def _routes(
 ) -> Routes:
     limit, timeout, answers = settings.max_body_bytes, settings.request_timeout, TurnShare(ANSWERS_PER_TURN)
     chats = ChatApi(reader, mesh.model, mesh.plans)
+    messages = MessagesApi(reader, chats, mesh.model)
     tokenize = TokenizeRoutes(parser, reader, mesh.tokenizers, mesh.health, mesh.model, limit, timeout)
+    count_tokens = CountTokens(parser, reader, mesh.tokenizers, mesh.model, limit, timeout)
+
+    def endpoint(api: Api) -> Endpoint:
+        return Endpoint(api, mesh.generator, mesh.model, parser, limit, answers)
+
     return {
         **StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.model).routes(),
         **document_routes(mesh.health, admin=settings.has_admin),
-        "/v1/chat/completions": {"POST": Endpoint(chats, mesh.generator, mesh.model, parser, limit, answers)},
-        "/v1/completions": {"POST": Endpoint(completions, mesh.generator, mesh.model, parser, limit, answers)},
+        "/v1/chat/completions": {"POST": endpoint(chats)},
+        "/v1/completions": {"POST": endpoint(completions)},
+        **message_routes(endpoint(messages), count_tokens),
         **tokenize.routes(),
     }
 

@@ -24,7 +24,7 @@ class Machine:
 
 @pytest.mark.parametrize(
     ("per_row", "cheap", "most", "expected"),
-    [(0.0, 0, 100, 64), (0.0, 0, 20, 16), (1.0, 0, 100, 1), (1.0, 8, 100, 8), (0.05, 1, 100, 8)],
+    [(0.0, 0, 100, 64), (0.0, 0, 20, 16), (3.0, 0, 100, 1), (1.0, 8, 100, 8), (0.05, 1, 100, 8)],
 )
 def test_rows_are_free_while_a_step_takes_hardly_longer(per_row: float, cheap: int, most: int, expected: int) -> None:
     machine = Machine(1.0, per_row, cheap)

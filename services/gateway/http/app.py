@@ -11,6 +11,7 @@ from tokenloom.services.runtime.telemetry.logs import RequestLog
 from ..tenants.api_keys import ApiKeys
 from ..tenants.tenant_shares import TenantShares
 from .browser_guard import BrowserGuard
+from .error_form import ErrorForm
 from .exchange import Exchange, Headers, MethodNotAllowed, Receive, Send
 from .request_body import ClientDisconnected
 
@@ -20,7 +21,7 @@ Handler = Callable[[Exchange], Awaitable[None]]
 Routes = Mapping[str, Mapping[str, Handler]]
 """Path to method to handler."""
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/docs", "/openapi.json"})
 """Paths that need no key, for load balancers and browsers, which have none."""
 
 _MODEL_PATH = "/v1/models/"
@@ -39,12 +40,14 @@ class App:
         guard: BrowserGuard,
         shares: TenantShares,
         cors_origins: Collection[str] = (),
+        error_forms: Mapping[str, ErrorForm] | None = None,
     ) -> None:
         """Args:
         admin_keys: The keys that the admin routes accept, instead of ``keys``.
         guard: Checks the requests that need no key.
         shares: What each tenant has in work.
         cors_origins: Origins of web pages that may call the API from a browser; ``*``: all.
+        error_forms: By path, how errors are reported; in OpenAI's form by default.
         """
         self._routes = routes
         self._keys = keys
@@ -53,10 +56,13 @@ class App:
         self._guard = guard
         self._shares = shares
         self._cors = Cors(cors_origins) if cors_origins else None
+        self._error_forms = error_forms or {}
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "lifespan and websockets are off"
         exchange = Exchange(scope, send)
+        if (form := self._error_forms.get(exchange.path)) is not None:
+            exchange.error_form = form
         if self._cors is not None:
             self._cors.allow(exchange)
         try:
@@ -81,7 +87,7 @@ class App:
         methods = self._admin_routes.get(exchange.path)
         keys = self._keys if methods is None else self._admin_keys
         if exchange.path not in OPEN_PATHS:
-            exchange.tenant = keys.authorize(exchange.headers.get(b"authorization"))
+            exchange.tenant = keys.authorize(_authorization(exchange.headers))
             if not keys.required:
                 self._guard.check(exchange.headers)
             if methods is None:  # an operator belongs to no tenant
@@ -98,6 +104,13 @@ class App:
         if handler is None:
             raise MethodNotAllowed(exchange.method, methods)
         return handler
+
+
+def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """Return the client's key as an ``authorization`` header; Anthropic's clients send it as ``x-api-key``."""
+    if (authorization := headers.get(b"authorization")) is None and (key := headers.get(b"x-api-key")) is not None:
+        return b"Bearer " + key
+    return authorization
 
 
 class Cors:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
@@ -16,8 +17,6 @@ from ..generation.generation import Generation
 from ..generation.generator import Generator
 from ..generation.job import Job
 from ..mesh.collector import Delta
-from ..openai.chat import ChatAnswer, ChatApi
-from ..openai.completions import CompletionAnswer, CompletionsApi
 from ..openai.openai_models import Body, Options
 from ..tenants.tenant import Tenant
 from . import orca, sse
@@ -29,18 +28,57 @@ from .turn_share import TurnShare
 
 log = logging.getLogger(__name__)
 
-Api = ChatApi | CompletionsApi
-Answer = ChatAnswer | CompletionAnswer
-
 VALUES_PER_SLICE = 4096
 """Log probabilities that one request may shape in one turn of the event loop: a few milliseconds."""
 PIECE_BYTES = 256 << 10
 """Bytes of an answer that are shaped or written in one turn of the event loop."""
 
 
+class Answer(Protocol):
+    """Shapes the output of one request."""
+
+    def first_events(self) -> bytes:
+        """Return the events before any output."""
+
+    def events(self, delta: Delta) -> bytes:
+        """Return the events of some output; empty when there is nothing to send."""
+
+    def last_events(self) -> bytes:
+        """Return the events after all output."""
+
+    def repeat(self, delta: Delta) -> None:
+        """Shape output that the client of a resumed answer has: what follows depends on it."""
+
+    def is_large(self, delta: Delta) -> bool:
+        """Return whether :meth:`shape` should go before :meth:`events`, which would take long otherwise."""
+
+    def shape(self, delta: Delta) -> Iterator[int]:
+        """Shape a delta's log probabilities, step by step; yield how many were shaped in each step."""
+
+    def add(self, delta: Delta) -> Iterator[int] | None:
+        """Keep some output for :meth:`body`; return the steps of :meth:`shape`, or None without any."""
+
+    def body(self) -> Iterator[bytes]:
+        """Return the whole JSON response, in blocks."""
+
+
+class Api(Protocol):
+    """Reads the bodies of an API and makes its answers."""
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether its events have ids from which a stream can be resumed."""
+
+    def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
+        """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
+
+    def answer(self, generation: Generation, options: Options) -> Answer:
+        """Return what shapes the answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Runs one of OpenAI's APIs."""
+    """Runs an API that generates."""
 
     api: Api
     generator: Generator
@@ -76,6 +114,8 @@ class Endpoint:
         """Return what the body asks for, and which request of the mesh it is."""
         with await exchange.read_body(self.max_body_bytes) as received:
             job, options = await self.parser.read(received.data, partial(self._job, exchange.tenant))
+            if not self.api.is_resumable and b"last-event-id" in exchange.headers:
+                raise errors.InvalidArgument("streams of this API cannot be resumed", "Last-Event-ID")
             options, claim = read_claim(exchange, received.data, job, options)
             return job, options, claim
 
@@ -154,7 +194,7 @@ async def _stream(
             events += answer.events(delta)
         if generation.done:
             await ends.wait()
-            await exchange.finish(events + answer.last_events() + sse.DONE)
+            await exchange.finish(events + answer.last_events())
             return
         if events:
             await exchange.write(events)

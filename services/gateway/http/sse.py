@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tokenloom.request import errors
 from tokenloom.v1 import inference_pb2, types_pb2
 
 HEADERS = (
@@ -55,11 +54,6 @@ def members(values: dict[str, object]) -> bytes:
     return b"," + encode_json(values)[1:-1] if values else b""
 
 
-def error_event(error: errors.TokenloomError) -> bytes:
-    """Return the event that reports an error in a stream that has begun."""
-    return b"data: " + encode_json(errors.openai_body(error)) + b"\n\n"
-
-
 def usage_object(usage: inference_pb2.Usage) -> dict[str, object]:
     """Return OpenAI's usage object."""
     details: dict[str, object] = {}
@@ -75,8 +69,13 @@ def usage_object(usage: inference_pb2.Usage) -> dict[str, object]:
 
 
 def timeline_object(timeline: types_pb2.Timeline, total_ns: int) -> dict[str, object]:
-    """Return the milliseconds spent in each part, and the engines that did the work."""
+    """Return the milliseconds spent in each part, the engines that did the work, and the drafts that they verified."""
     parts = ("tokenize", "placement", "queued", "prefill", "kv_transfer", "decode", "detokenize")
     times: dict[str, object] = {f"{part}_ms": round(getattr(timeline, f"{part}_ns") / 1e6, 3) for part in parts}
     times["total_ms"] = round(total_ns / 1e6, 3)
-    return times | {"prefill_engine": timeline.prefill_engine, "decode_engine": timeline.decode_engine}
+    times |= {"prefill_engine": timeline.prefill_engine, "decode_engine": timeline.decode_engine}
+    if timeline.HasField("drafts"):
+        counts = timeline.drafts
+        names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        times["drafts"] = {name: getattr(counts, name) for name in names}
+    return times

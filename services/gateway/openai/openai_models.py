@@ -16,6 +16,7 @@ from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..assistant.parsed_message import MessagePlan
 from ..generation.job import BeamOptions, Chat, EmbedsPrompt, Job
+from ..openapi.message_schemas import MessagesRequest
 from ..openapi.request_schemas import (
     ChatCompletionRequest,
     CommonFields,
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 
 Body = Mapping[str, Any]
 
-_SAMPLING_FIELDS = SAMPLING_NAMES - {"logprobs"}
+SAMPLING_FIELDS = SAMPLING_NAMES - {"logprobs"}
 """Sampling parameters that both endpoints spell like their table."""
 
 NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
@@ -81,10 +82,10 @@ READ_FIELDS = frozenset(
     {
         *(
             name
-            for model in (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+            for model in (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, MessagesRequest)
             for name in model.__struct_fields__
         ),
-        *_SAMPLING_FIELDS,
+        *SAMPLING_FIELDS,
         *NOT_SUPPORTED_YET,
         *RENAMED,
     }
@@ -184,7 +185,7 @@ class BodyReader:
 
 def sampling_params(body: Body, **own: object) -> types_pb2.SamplingParams:
     """Return a body's sampling parameters and ``response_format``; ``own`` holds those with other spellings."""
-    sampling = narrow_sampling({name: body[name] for name in body if name in _SAMPLING_FIELDS} | own)
+    sampling = narrow_sampling({name: body[name] for name in body if name in SAMPLING_FIELDS} | own)
     form = body.get("response_format")
     if form is not None and (constraint := read_response_format(form)) is not None:
         if sampling.HasField("structured_outputs"):
@@ -249,7 +250,7 @@ def stop_strings(fields: CommonFields) -> list[str]:
 
 @functools.cache  # once for each endpoint
 def _known_fields(model: type[msgspec.Struct]) -> frozenset[str]:
-    return frozenset(model.__struct_fields__) | _SAMPLING_FIELDS | WITHOUT_EFFECT
+    return frozenset(model.__struct_fields__) | SAMPLING_FIELDS | WITHOUT_EFFECT
 
 
 def _check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> None:

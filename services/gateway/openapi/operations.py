@@ -6,8 +6,11 @@ from typing import Any
 
 import msgspec
 
+from tokenloom.request.sampling_params import SamplingFields
+
 from . import request_schemas as bodies
 from . import response_schemas as answers
+from .message_schemas import CountTokensRequest, MessagesRequest
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Operation:
 
 _CHAT = bodies.with_sampling(bodies.ChatCompletionRequest)
 _COMPLETION = bodies.with_sampling(bodies.CompletionRequest)
+_MESSAGES = bodies.with_sampling(MessagesRequest, SamplingFields, without=("logprobs", "prompt_logprobs"))
 _ASKING = {
     "Idempotency-Key": {
         "type": "string",
@@ -65,6 +69,21 @@ OPERATIONS = (
     ),
     Operation(
         "post", "/v1/completions", "Continue prompts", answers.Completion, _COMPLETION, streams=True, headers=_ASKING
+    ),
+    Operation(
+        "post",
+        "/v1/messages",
+        "Answer in a conversation, in Anthropic's form",
+        answers.Message,
+        _MESSAGES,
+        streams=True,
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "Count the tokens of a conversation, in Anthropic's form",
+        answers.TokenCount,
+        CountTokensRequest,
     ),
     Operation(
         "post", "/tokenize", "Encode a prompt or a conversation", answers.TokenizeResponse, bodies.TokenizeRequest

@@ -79,6 +79,8 @@ async def test_answers_are_as_described(mesh: FakeMesh, http: httpx.AsyncClient)
     bodies: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
         "/v1/completions": {"prompt": "hi", "max_tokens": 5},
+        "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
+        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
         "/tokenize": {"prompt": "hi"},
         "/detokenize": {"tokens": [104, 105]},
     }

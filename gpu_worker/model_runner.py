@@ -73,10 +73,14 @@ class ModelRunner:
         """Allocate empty KV caches, if there are none."""
         if not self._kv_caches:
             self._kv_caches = self._make_kv_caches()
+        if self._speculation is not None:
+            self._speculation.proposer.make_kv_caches()
 
     def drop_kv_caches(self) -> None:
         """Drop the KV caches with their content; no step may run before :meth:`make_kv_caches`."""
         self._kv_caches = []
+        if self._speculation is not None:
+            self._speculation.proposer.drop_kv_caches()
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
@@ -129,7 +133,7 @@ class ModelRunner:
         """Return the logits [S, vocab] of the rows that draw a token, on the device."""
         if not len(inputs.sampled):
             return torch.empty(0, 0)
-        last_rows = inputs.cu_query_lens[1:][inputs.sampled] - 1
+        last_rows: IntArray = inputs.cu_query_lens[1:][inputs.sampled] - 1
         if inputs.drafts:
             last_rows = rows_to_verify(inputs, last_rows)
         if len(last_rows) == len(hidden):  # every request decodes
@@ -178,11 +182,14 @@ class ModelRunner:
         cu_query_lens = np.concatenate([[0], np.cumsum(lengths)])
         slots = positions + np.repeat(first_blocks * block_size, lengths)
         tables: IntArray = first_blocks[:, None] + np.arange(int(num_blocks.max()))
-        plan = self._backend.plan(cu_query_lens, lengths, tables, slots)
+        arrays = (cu_query_lens, lengths, tables, slots)
+        plan = self._backend.plan(*arrays)
         positions_tensor = self._to_device(positions)
         hidden = self._model.forward(
             torch.zeros_like(positions_tensor), positions_tensor, self._kv_caches[:num_layers], plan
         )
+        if self._speculation is not None:
+            self._speculation.proposer.dummy_run(positions, hidden, arrays)
         return self._model.compute_logits(hidden[self._to_device(cu_query_lens[1:] - 1)])
 
     def dummy_sample(self, logits: torch.Tensor, params: SamplingParams) -> None:

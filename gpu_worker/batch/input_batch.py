@@ -185,6 +185,18 @@ class InputBatch:
         row = self._row_of[req_id]
         return self._token_ids[row, : self._num_tokens[row]]
 
+    def num_tokens(self, rows: Ints) -> Ints:
+        """Return how many tokens of prompt and output these rows have, [n]."""
+        return self._num_tokens[rows]
+
+    def num_slots(self, rows: Ints) -> Ints:
+        """Return how many tokens of these rows their blocks and the context hold, [n]."""
+        return np.minimum(self.block_table.num_slots(rows), self._token_ids.shape[1])
+
+    def place_drafts(self, rows: Ints, positions: Ints, token_ids: Ints) -> None:
+        """Put a token behind those of each of these rows, for :meth:`gather`; drawn tokens replace it."""
+        self._token_ids[rows, positions] = token_ids
+
     def take_foreign_tails(self, step: StepInputs) -> Ints:
         """Return the indices in [0, R) of requests in whose last block foreign values follow their tokens.
 

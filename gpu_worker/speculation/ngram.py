@@ -6,7 +6,8 @@ from torch import Tensor
 
 from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 
-from ..batch.input_batch import InputBatch, StepInputs
+from ..batch.input_batch import InputBatch, Ints, StepInputs
+from .interface import StepArrays
 
 
 class NgramProposer:
@@ -23,6 +24,15 @@ class NgramProposer:
             self._indexes.pop(req_id, None)
         for new in step.scheduled_new_reqs:
             self._indexes.pop(new.req_id, None)
+
+    def make_kv_caches(self) -> None:
+        """Do nothing: no model drafts."""
+
+    def drop_kv_caches(self) -> None:
+        """Do nothing."""
+
+    def dummy_run(self, positions: Ints, hidden: Tensor, plan: StepArrays) -> None:
+        """Do nothing."""
 
     def propose(self, step: StepInputs, hidden: Tensor, wanted: Mapping[str, int]) -> dict[str, list[int]]:
         proposed = {}

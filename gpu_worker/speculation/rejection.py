@@ -27,10 +27,11 @@ Distribution = npt.NDArray[np.float64]
 def distribution(logits: Logits, params: SamplingParams) -> Distribution:
     """Return what a request of a temperature above 0 draws from for logits [vocab], whose largest is finite."""
     token_ids, weights = allowed_set(logits, params)
+    weights /= weights.sum()
     if token_ids is None:
-        return weights / weights.sum()
+        return weights
     dense = np.zeros(len(logits))
-    dense[token_ids] = weights / weights.sum()
+    dense[token_ids] = weights
     return dense
 
 

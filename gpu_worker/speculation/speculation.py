@@ -19,13 +19,13 @@ class Speculation:
     def __init__(self, sampler: StepSampler, proposer: Proposer, rejection: RejectionSampler | None) -> None:
         """``rejection``: how drafts are accepted; None: if they equal the tokens that are drawn."""
         self._verifier = Verifier(sampler, rejection)
-        self._proposer = proposer
+        self.proposer = proposer
         self._rejection = rejection
         self._wanted: Mapping[str, int] = {}
 
     def update(self, step: SchedulerOutput) -> None:
         """Take what changed with a step, before it is computed."""
-        self._proposer.update(step)
+        self.proposer.update(step)
         if self._rejection is not None:
             self._rejection.forget(step.finished_req_ids + step.preempted_req_ids)
         self._wanted = step.num_drafts_wanted
@@ -43,4 +43,4 @@ class Speculation:
             for req_id, tokens in zip(inputs.req_ids, output.sampled_token_ids, strict=True):
                 if tokens and (count := self._wanted.get(req_id, 0)) > 0:
                     wanted[req_id] = count
-        output.draft_token_ids = self._proposer.propose(inputs, hidden, wanted)
+        output.draft_token_ids = self.proposer.propose(inputs, hidden, wanted)

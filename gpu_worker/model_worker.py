@@ -70,7 +70,7 @@ class ModelWorker:
         block_size = self._config.cache.block_size
         self._backend = self._make_backend(model_config)
         if self._config.speculative is not None:
-            self._drafting = Drafting(self._config.speculative, Path(config.model), loader, lambda: self._model)
+            self._drafting = Drafting(self._config.speculative, loader, lambda: self._model)
         library = None
         if isinstance(self._model, CheckedModel):
             check_model(self._model, self._backend, block_size, self._device)

@@ -36,15 +36,12 @@ _FIELD = "speculative_config.model"
 class Drafting:
     """Holds the draft model or the head of a worker, if the method has one."""
 
-    def __init__(self, config: SpeculativeConfig, folder: Path, loader: ModelLoader, target: GetModel) -> None:
-        """Load what drafts, whose path may be that of a folder in ``folder``, the model's checkpoint.
-
-        Raises ``ValueError`` naming what does not fit the model.
-        """
+    def __init__(self, config: SpeculativeConfig, loader: ModelLoader, target: GetModel) -> None:
+        """Load what drafts. Raises ``ValueError`` naming what does not fit the model."""
         self._config = config
         self._loader = loader
         self._target = target
-        self._path = folder / config.model if (folder / config.model).is_dir() else Path(config.model)
+        self._path = Path(config.model)
         self._proposers: list[ModelProposer] = []
         self.kv_config: ModelConfig | None = None
         """Describes the layers that lie behind the model's in the KV pool; None: there are none."""

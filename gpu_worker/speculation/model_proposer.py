@@ -118,6 +118,8 @@ class ModelProposer:
         ends = np.where(counts > 0, known, computed)
         done = np.array([self._computed.get(req_id, 1 << 60) for req_id in step.req_ids], dtype=np.int64)
         done = np.where(done == 1 << 60, starts, np.minimum(done, computed))
+        # A draft that was rejected has the KV of another token.
+        self._computed.update(zip(step.req_ids, done.tolist(), strict=True))
         places = np.flatnonzero(ends > done)
         return _Ranges(places, done[places], (ends - done)[places], counts[places], computed)
 

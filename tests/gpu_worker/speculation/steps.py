@@ -22,6 +22,7 @@ DEMO_MODEL = Path(demo_model.__file__).parent
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 160
 BLOCKS_OF_REQUEST = MAX_MODEL_LEN // BLOCK_SIZE
+NUM_BLOCKS = 8 * BLOCKS_OF_REQUEST
 
 Draft = Callable[[str, list[int]], list[int]]
 """Returns drafts for a request after an output."""
@@ -36,17 +37,19 @@ class NoProposals:
     def propose(self, step, hidden, wanted):
         return {}
 
+    def make_kv_caches(self):
+        pass
+
 
 class Driver:
     """Runs requests to their lengths: each has its own blocks, and its prompt is computed in one step."""
 
-    def __init__(self, model, proposer=None, rejection=None, *, make_proposer=None, extra_caches=None):
+    def __init__(self, model, make_parts=None):
+        """``make_parts`` returns for a batch what proposes, and how drafts are accepted if not by the rule."""
         backend = make_attention_backend("auto", model.config, BLOCK_SIZE, torch.device("cpu"))
         batch = InputBatch(8, MAX_MODEL_LEN, BLOCK_SIZE)
-        self.proposer = make_proposer(batch) if make_proposer else proposer or NoProposals()
-        self.runner = ModelRunner(
-            model, backend, batch, 8 * BLOCKS_OF_REQUEST, proposer=self.proposer, rejection=rejection
-        )
+        self.proposer, rejection = make_parts(batch) if make_parts else (NoProposals(), None)
+        self.runner = ModelRunner(model, backend, batch, NUM_BLOCKS, proposer=self.proposer, rejection=rejection)
         self.steps = 0
         self.proposed = 0
         self.accepted = 0

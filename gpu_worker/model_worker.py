@@ -3,12 +3,14 @@
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.kv_cache.kv_groups import KVGroup, describe_groups, layers_per_group, model_groups
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.engine_core.process.process_memory import resident_bytes
@@ -19,6 +21,7 @@ from tokenloom.engine_core.worker import FreedMemory, ModelInfo
 from .attention.attention_backend import AttentionBackend
 from .attention.attention_backends import make_attention_backend
 from .attention.cache import kv_layout, make_kv_pool
+from .attention.grouped_backend import GroupedBackend
 from .batch.input_batch import InputBatch
 from .checkpoint.model_config import ModelConfig
 from .model_runner import ModelRunner
@@ -32,7 +35,16 @@ from .platform.platform import Platform
 from .platform.profiler import Profiler
 from .sampler.device_sampler import DeviceSampler
 from .speculation.drafting import Drafting
-from .warm_up import LargestStep, decode_batches, free_rows, largest_step, run_decode_steps, within
+from .warm_up import (
+    LargestStep,
+    decode_batches,
+    free_rows,
+    largest_step,
+    num_differing_layers,
+    num_tensors_of,
+    run_decode_steps,
+    within,
+)
 
 
 class ModelWorker:
@@ -55,6 +67,7 @@ class ModelWorker:
         self._drafting: Drafting | None = None
         self._profiler = Profiler(config.worker.profiler_dir)
         self._max_model_len = 0
+        self._groups: list[KVGroup] = []
         self._largest: LargestStep | None = None  # set once it was computed
 
     def load_model(self) -> ModelInfo:
@@ -75,11 +88,16 @@ class ModelWorker:
         if isinstance(self._model, CheckedModel):
             check_model(self._model, self._backend, block_size, self._device)
             library = self._model.library
+        layout = kv_layout(model_config, block_size)
+        if self._drafting is None or not self._drafting.kv_bytes_per_token:  # what drafts sees every token
+            self._groups = model_groups(model_config.sliding_windows, self._max_model_len, self._config)
+        if self._groups:
+            self._backend = self._make_grouped_backend()
+            layout += f"/{describe_groups(self._groups)}"
         dtype, quantization = model_config.dtype_name, model_config.quantization
         scheme = model_config.scheme.name if model_config.scheme else None
         versions = (f"torch-{torch.__version__}", library)
         numerics = (self._device.type, dtype, scheme, quantization, self._backend.name, *versions)
-        layout = kv_layout(model_config, block_size)
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.embedding_size,
@@ -87,7 +105,22 @@ class ModelWorker:
             kv_bytes_per_token=self._kv_bytes_per_token,
             kv_layout=self._drafting.kv_layout(layout, block_size) if self._drafting else layout,
             numerics="/".join(part for part in numerics if part),
+            kv_groups=self._groups,
         )
+
+    def _make_grouped_backend(self) -> GroupedBackend:
+        name, block_size = self._config.worker.attention_backend, self._config.cache.block_size
+        return GroupedBackend(
+            self._groups,
+            block_size,
+            lambda: make_attention_backend(name, self._pool_config, block_size, self._device),
+        )
+
+    @property
+    def _pool_config(self) -> ModelConfig:
+        """The model's configuration, with as many layers as the pool has tensors."""
+        config = self._model.config
+        return replace(config, num_layers=layers_per_group(self._groups)) if self._groups else config
 
     def determine_available_memory(self) -> int:
         """Return what memory remains for KV, next to the weights and a step's largest activations, if the engines of
@@ -124,7 +157,7 @@ class ModelWorker:
         return free_rows(lambda count: runner.dummy_run([1] * count, block_size)[:1].cpu(), num_blocks)
 
     def _make_pool(self, num_blocks: int, memory: PoolMemory | None) -> None:
-        model_config, block_size = self._model.config, self._config.cache.block_size
+        model_config, block_size = self._pool_config, self._config.cache.block_size
         if memory is None and self._platform.pool_is_on_host:
             memory = PoolMemory.allocate(num_blocks * block_size * self._kv_bytes_per_token, shared=False)
         if memory is not None:
@@ -141,7 +174,7 @@ class ModelWorker:
         """
         block_size, model_config = self._config.cache.block_size, self._model.config
         num_blocks = sum(-(-length // block_size) for length in lengths)
-        num_layers = self._num_differing_layers() if self._platform.pool_is_on_host else None
+        num_layers = num_differing_layers(model_config.sliding_windows) if self._platform.pool_is_on_host else None
 
         def run() -> None:
             runner = self._make_runner(num_blocks)
@@ -151,17 +184,11 @@ class ModelWorker:
 
         started = time.perf_counter()
         peak = self._platform.peak_of(run)
-        num_written = min(num_layers or model_config.num_layers, model_config.num_layers)
+        num_written = num_tensors_of(self._groups, min(num_layers or model_config.num_layers, model_config.num_layers))
         kv_bytes = sum(lengths) * model_config.kv_bytes_per_token * num_written // model_config.num_layers
         if self._drafting is not None:
             kv_bytes += sum(lengths) * self._drafting.kv_bytes_per_token
         return LargestStep(sum(lengths), max(0, peak - kv_bytes), time.perf_counter() - started)
-
-    def _num_differing_layers(self) -> int:
-        """Return how many layers from the first one on include every window, and one that begins as all later ones do:
-        with the memory that a whole layer has freed."""
-        windows = self._model.config.sliding_windows
-        return max(3, *(windows.index(window) + 1 for window in set(windows)))
 
     def kv_pool(self) -> KVPool:
         assert self._pool is not None, "call initialize_kv_cache first, with memory of the host"
@@ -255,11 +282,11 @@ class ModelWorker:
     def _make_runner(self, num_blocks: int, memory: PoolMemory | None = None) -> ModelRunner:
         assert self._backend is not None, "load_model comes first"
         config = self._config
-        batch = InputBatch(config.scheduler.max_num_seqs, self._max_model_len, config.cache.block_size)
+        max_num_seqs, block_size = config.scheduler.max_num_seqs, config.cache.block_size
+        batch = InputBatch(max_num_seqs, self._max_model_len, block_size, max(1, len(self._groups)))
         sampler = DeviceSampler() if self._platform.draws_on_device else None
         proposer = rejection = None
         if self._drafting is not None:
-            block_size = config.cache.block_size
             proposer, rejection = self._drafting.make(batch, self._make_backend, num_blocks, block_size, memory)
         return ModelRunner(
             self._model,

@@ -7,7 +7,7 @@ step has left over: no other request waits for them, and none is preempted for t
 from collections.abc import Iterable, Mapping
 
 from ..config import SpeculativeConfig
-from ..kv_cache.kv_cache_manager import KVCacheManager
+from ..kv_cache.kv_manager import KVManager
 from ..structured_output.manager import StructuredOutputManager
 from ..wire.draft_counts import SpecDecodingStats
 from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -22,7 +22,7 @@ class Drafts:
         self,
         config: SpeculativeConfig,
         requests: Mapping[str, Request],
-        kv: KVCacheManager,
+        kv: KVManager,
         grammars: StructuredOutputManager | None,
     ) -> None:
         """``requests``, ``kv`` and ``grammars`` are the scheduler's."""
@@ -93,7 +93,8 @@ class Drafts:
     ) -> None:
         cached = scheduled.scheduled_cached_reqs
         # Running requests would lose their blocks if drafts took the last free ones.
-        spare_blocks = self._kv.pool.num_free - num_running
+        pool = self._kv.pool
+        spare_blocks = pool.num_free // pool.num_groups - num_running
         for index, request_id in enumerate(cached.req_ids):
             drafts = proposed.get(request_id)
             if drafts is None or request_id in cached.resumed_token_ids:
@@ -101,16 +102,17 @@ class Drafts:
             request = self._requests[request_id]
             if request.num_computed_tokens != request.num_tokens or not _gets_drafts(request):
                 continue  # it computes tokens that it had before, or its drafts were wrong since it got these
-            most = min(len(drafts), room, request.max_num_tokens - request.num_tokens - 1)
+            most = min(len(drafts), self._max_drafts, room, request.max_num_tokens - request.num_tokens - 1)
             if most > spare_blocks * self._kv.block_size:
                 most = min(most, -request.num_tokens % self._kv.block_size)  # the rest of the last block
             if most <= 0:
                 continue
-            new_block_ids = self._kv.allocate(request, most)
+            request.num_computed_tokens -= 1  # the token before the drafts is in this step too
+            new_block_ids = self._kv.allocate(request, 1 + most)
             assert new_block_ids is not None, "as many blocks are free"
-            spare_blocks -= len(new_block_ids)
+            spare_blocks -= len(new_block_ids) // pool.num_groups
             cached.new_block_ids[index] = cached.new_block_ids[index] + new_block_ids
-            request.num_computed_tokens += most
+            request.num_computed_tokens += 1 + most
             scheduled.draft_token_ids[request_id] = drafts[:most]
             scheduled.num_scheduled_tokens[request_id] += most
             scheduled.total_num_scheduled_tokens += most

@@ -28,6 +28,9 @@ from .turn_share import TurnShare
 
 log = logging.getLogger(__name__)
 
+Asked = tuple[Job, Options, Claim]
+"""What a client asks for."""
+
 VALUES_PER_SLICE = 4096
 """Log probabilities that one request may shape in one turn of the event loop: a few milliseconds."""
 PIECE_BYTES = 256 << 10
@@ -89,11 +92,15 @@ class Endpoint:
     """Limits the answers that begin and end in one turn of the event loop."""
 
     async def __call__(self, exchange: Exchange) -> None:
-        jobs = [await self._read(exchange)]  # a list: this frame must not keep the prompts while the model generates
-        options, claim = jobs[0][1:]
+        await self.run(exchange, [await self.read(exchange)])
+
+    async def run(self, exchange: Exchange, asked: list[Asked]) -> None:
+        """Answer what was read. ``asked`` holds it alone and is emptied: its prompts must not live as long as the
+        answer."""
+        options, claim = asked[0][1:]
         headers = _trace_headers(exchange) if b"traceparent" in exchange.headers else NO_HEADERS
         with exchange.until_disconnected():
-            async with self.generator.open(jobs.pop()[0], headers, claim) as generation:
+            async with self.generator.open(asked.pop()[0], headers, claim) as generation:
                 if log.isEnabledFor(logging.DEBUG):
                     RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
                 answer = self.api.answer(generation, options)
@@ -110,7 +117,7 @@ class Endpoint:
                 else:
                     await _whole(exchange, generation, answer, self._load_headers(exchange))
 
-    async def _read(self, exchange: Exchange) -> tuple[Job, Options, Claim]:
+    async def read(self, exchange: Exchange) -> Asked:
         """Return what the body asks for, and which request of the mesh it is."""
         with await exchange.read_body(self.max_body_bytes) as received:
             job, options = await self.parser.read(received.data, partial(self._job, exchange.tenant))

@@ -137,8 +137,11 @@ class Exchange:
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.direct: DirectWriter = scope["extensions"][DIRECT_WRITER]
-        self.body: RequestBody = scope["extensions"][REQUEST_BODY]
+        # Taken out of the scope, which uvicorn's cycle holds and which would otherwise hold the cycle: only the garbage
+        # collector would free the two.
+        extensions = scope.pop("extensions")
+        self.direct: DirectWriter = extensions[DIRECT_WRITER]
+        self.body: RequestBody = extensions[REQUEST_BODY]
         given = self.headers.get(b"x-request-id", b"")
         self.request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
         self.extra_headers: tuple[tuple[bytes, bytes], ...] = ()

@@ -25,6 +25,7 @@ from ..openapi.request_schemas import (
     StreamOptions,
     TokenizeRequest,
 )
+from ..openapi.response_api_schemas import ResponsesRequest
 from ..tenants.tenant import Tenant
 from .event_ids import EventId
 from .response_format import read_response_format
@@ -78,13 +79,17 @@ WITHOUT_EFFECT = frozenset(
 )
 """Known fields that have no effect here."""
 
+_BODIES: tuple[type[msgspec.Struct], ...] = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    ResponsesRequest,
+)
 READ_FIELDS = frozenset(
     {
-        *(
-            name
-            for model in (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, MessagesRequest)
-            for name in model.__struct_fields__
-        ),
+        *(name for model in _BODIES for name in model.__struct_fields__),
         *SAMPLING_FIELDS,
         *NOT_SUPPORTED_YET,
         *RENAMED,
@@ -120,6 +125,8 @@ class Options:
     """Return only the prompt."""
     plan: MessagePlan | None = None
     """How to parse a chat's turns; None: as text."""
+    request: object = None
+    """What an API keeps of the body for its answer."""
     event_ids: bool = False
     """Write an id into each event of the stream."""
     resumed: EventId | None = None

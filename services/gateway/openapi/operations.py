@@ -11,6 +11,7 @@ from tokenloom.request.sampling_params import SamplingFields
 from . import request_schemas as bodies
 from . import response_schemas as answers
 from .message_schemas import CountTokensRequest, MessagesRequest
+from .response_api_schemas import ResponsesRequest
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class Operation:
 _CHAT = bodies.with_sampling(bodies.ChatCompletionRequest)
 _COMPLETION = bodies.with_sampling(bodies.CompletionRequest)
 _MESSAGES = bodies.with_sampling(MessagesRequest, SamplingFields, without=("logprobs", "prompt_logprobs"))
+_RESPONSES = bodies.with_sampling(
+    ResponsesRequest, SamplingFields, without=("logprobs", "prompt_logprobs", "max_tokens")
+)
 _ASKING = {
     "Idempotency-Key": {
         "type": "string",
@@ -69,6 +73,22 @@ OPERATIONS = (
     ),
     Operation(
         "post", "/v1/completions", "Continue prompts", answers.Completion, _COMPLETION, streams=True, headers=_ASKING
+    ),
+    Operation("post", "/v1/responses", "Answer in a stored conversation", answers.Response, _RESPONSES, streams=True),
+    Operation("get", "/v1/responses/{id}", "A stored response", answers.Response, path_parameter="id"),
+    Operation(
+        "delete",
+        "/v1/responses/{id}",
+        "Forget a response; end its generation",
+        answers.DeletedResponse,
+        path_parameter="id",
+    ),
+    Operation(
+        "post",
+        "/v1/responses/{id}/cancel",
+        "End the generation of a response in the background",
+        answers.Response,
+        path_parameter="id",
     ),
     Operation(
         "post",

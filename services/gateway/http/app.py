@@ -137,7 +137,7 @@ class Cors:
         if origin is not None and (self._any or origin in self._origins):
             exchange.extra_headers = (
                 (b"access-control-allow-origin", b"*" if self._any else origin),
-                (b"access-control-expose-headers", b"x-request-id, retry-after"),
+                (b"access-control-expose-headers", b"x-request-id, retry-after, x-tokenloom-ignored"),
                 (b"vary", b"origin"),
             )
 

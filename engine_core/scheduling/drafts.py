@@ -27,6 +27,8 @@ class Drafts:
     ) -> None:
         """``requests``, ``kv`` and ``grammars`` are the scheduler's."""
         self._max_drafts = config.num_speculative_tokens
+        self._writes_kv = config.method != "ngram"
+        """Whether the worker needs slots for its proposals, whose KV a draft model or head computes."""
         self._requests = requests
         self._kv = kv
         self._grammars = grammars
@@ -50,6 +52,8 @@ class Drafts:
             room = min(budget, self._rows_left(scheduled.total_num_scheduled_tokens))
             self._add_proposed(scheduled, proposed, room, len(running))
         scheduled.num_drafts_wanted = self._wanted(running)
+        if self._writes_kv:
+            self._reserve(scheduled, len(running))
 
     def verify(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Take the rejected drafts of a step off the computed tokens of their requests, and count the accepted ones."""
@@ -113,6 +117,23 @@ class Drafts:
             scheduled.num_scheduled_tokens[request_id] += most
             scheduled.total_num_scheduled_tokens += most
             room -= most
+
+    def _reserve(self, scheduled: SchedulerOutput, num_running: int) -> None:
+        """Allocate the blocks in which the worker computes its proposals. Without them it proposes fewer."""
+        blocks_of = {new.req_id: new.block_ids for new in scheduled.scheduled_new_reqs}
+        cached = scheduled.scheduled_cached_reqs
+        places = {request_id: place for place, request_id in enumerate(cached.req_ids)}
+        for request_id, count in scheduled.num_drafts_wanted.items():
+            if request_id not in scheduled.num_scheduled_tokens or self._kv.pool.num_free <= 2 * num_running:
+                continue
+            new_block_ids = self._kv.allocate(self._requests[request_id], count)
+            if not new_block_ids:
+                continue
+            if request_id in blocks_of:
+                blocks_of[request_id] += new_block_ids
+            else:
+                place = places[request_id]
+                cached.new_block_ids[place] = cached.new_block_ids[place] + new_block_ids
 
     def _wanted(self, running: Iterable[Request]) -> dict[str, int]:
         """Share the rows that the next step has left over among the requests that draw a token in this one."""

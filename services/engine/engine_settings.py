@@ -88,7 +88,7 @@ def for_checkpoint(config: EngineConfig, checkpoint: str) -> EngineConfig:
     Raises ``ValueError`` if an option does not fit the checkpoint.
     """
     worker = replace(config.worker, model=checkpoint)
-    config = replace(config, speculative=_with_path(config.speculative))
+    config = replace(config, speculative=_with_path(config.speculative, Path(checkpoint)))
     if not checkpoint:
         return replace(config, worker=worker, structured_output=None)
     path = Path(checkpoint)
@@ -97,10 +97,13 @@ def for_checkpoint(config: EngineConfig, checkpoint: str) -> EngineConfig:
     return replace(config, worker=worker, structured_output=grammars, reasoning=reasoning)
 
 
-def _with_path(speculative: SpeculativeConfig | None) -> SpeculativeConfig | None:
-    """Return the configuration with the directory of its model. Raises ``ValueError`` if it does not exist."""
+def _with_path(speculative: SpeculativeConfig | None, checkpoint: Path) -> SpeculativeConfig | None:
+    """Return the configuration with the directory of its model: a folder of the checkpoint, such as ``draft`` of the
+    demo model, or any other. Raises ``ValueError`` if it does not exist."""
     if speculative is None or not speculative.model:
         return speculative
+    if (own := checkpoint / speculative.model / "config.json").is_file():
+        return replace(speculative, model=str(own.parent))
     try:
         return replace(speculative, model=str(resolve(speculative.model)))
     except NotFound as error:

@@ -56,7 +56,7 @@ def differences(llms: list[LLM], seeds: range) -> list[str]:
 def test_random_requests(pair):
     assert not differences(pair, range(16))
     stats = core_of(pair[0]).scheduler.stats()
-    assert stats.spec_decoding.num_accepted_tokens > 20
+    assert stats.spec_decoding.num_accepted_tokens > 10
     assert stats.num_preemptions
     assert stats.num_free_blocks == CROWDED
 

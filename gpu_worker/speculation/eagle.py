@@ -18,7 +18,8 @@ from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.linear import load_linear
 from ..layers.rotary import RotaryEmbedding
-from ..models.decoder_layers import MLP, AddNorm, Attention
+from ..models.decoder_layers import AddNorm, Attention
+from ..models.mlp import MLP
 from ..ops.ops import Ops
 
 

@@ -65,13 +65,17 @@ class RejectionSampler:
         output_indices: Ints,
     ) -> list[int]:
         tokens = self._sampler.sample(logits, params, output_indices)
+        seeds = np.array([each.seed for each in params], dtype=np.uint64)
+        decides, draws = (
+            uniform(seeds, output_indices.astype(np.uint64), purpose).tolist()
+            for purpose in (Purpose.ACCEPT, Purpose.RESIDUAL)
+        )
         for row, draft in enumerate(drafts):
             if draft is not None and params[row].temperature != 0.0 and np.isfinite(logits[row].max()):
                 proposed = self._proposed.get(req_ids[row], ())
                 drafted_from = proposed[number] if number < len(proposed) else None
                 target = distribution(logits[row], params[row])
-                numbers = _numbers(params[row].seed, int(output_indices[row]))
-                tokens[row] = accept_or_redraw(target, draft, drafted_from, numbers)
+                tokens[row] = accept_or_redraw(target, draft, drafted_from, (decides[row], draws[row]))
         return tokens
 
 
@@ -91,10 +95,3 @@ def accept_or_redraw(
     rest[draft] = 0.0
     # Rounding may leave nothing although the draft was not accepted: both distributions are then the same.
     return first_past(rest, draws) if rest.any() else draft
-
-
-def _numbers(seed: int, output_index: int) -> tuple[float, float]:
-    seeds, indices = np.array([seed], dtype=np.uint64), np.array([output_index], dtype=np.uint64)
-    purposes = (Purpose.ACCEPT, Purpose.RESIDUAL)
-    decides, draws = (float(uniform(seeds, indices, purpose)[0]) for purpose in purposes)
-    return decides, draws

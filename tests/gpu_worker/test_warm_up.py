@@ -2,7 +2,7 @@ from itertools import pairwise
 
 import pytest
 
-from tokenloom.gpu_worker.warm_up import free_rows
+from tokenloom.gpu_worker.warm_up import free_rows, num_differing_layers
 
 
 class Machine:
@@ -37,3 +37,11 @@ def test_a_delay_of_some_steps_changes_nothing() -> None:
     machine = Machine(1.0, 1.0, 8)
     machine.delays = [9.0, 9.0, 9.0, 9.0, 0.0, 0.0, 0.0, 0.0, 9.0, 0.0, 9.0, 9.0]
     assert free_rows(machine.run, 100, machine.clock) == 8
+
+
+@pytest.mark.parametrize(
+    ("windows", "expected"),
+    [((None,), 3), ((None,) * 6, 3), ((8, 8, 8, None, 8), 4), ((None, 8, 8), 3), ((8, 4, None), 3)],
+)
+def test_the_profiled_layers_include_every_window(windows: tuple[int | None, ...], expected: int) -> None:
+    assert num_differing_layers(windows) == expected

@@ -5,7 +5,6 @@ wrong block, slot, position or order changes the tokens.
 """
 
 import hashlib
-import json
 import time
 import zlib
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from ..wire.handshake import WarmUp
 from ..wire.messages import Logprobs
 from ..wire.scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from ..worker import FreedMemory, ModelInfo
+from .checkpoint_sizes import read_sizes
 from .hash_logprobs import hash_logprobs
 
 DEFAULT_VOCAB_SIZE = 32_000
@@ -63,9 +63,9 @@ class HashWorker:
 
     def load_model(self) -> ModelInfo:
         if self._config.model:
-            checkpoint = json.loads((Path(self._config.model) / "config.json").read_text())
-            self._vocab_size = checkpoint["vocab_size"]
-            self._max_model_len = checkpoint.get("max_position_embeddings", self._max_model_len)
+            sizes = read_sizes(Path(self._config.model))
+            self._vocab_size = sizes.vocab_size
+            self._max_model_len = sizes.max_model_len or self._max_model_len
         return ModelInfo(
             vocab_size=self._vocab_size,
             max_model_len=self._max_model_len,
@@ -130,7 +130,7 @@ class HashWorker:
 
     def reload_weights(self, path: str) -> None:
         """Check that a model could load the checkpoint; this worker has no weights."""
-        vocab_size = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
+        vocab_size = read_sizes(Path(path)).vocab_size
         if vocab_size != self._vocab_size:
             raise ValueError(
                 f"vocab_size is {vocab_size} in the checkpoint and {self._vocab_size} in the engine; they must be equal"

@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
@@ -16,8 +17,6 @@ from ..generation.generation import Generation
 from ..generation.generator import Generator
 from ..generation.job import Job
 from ..mesh.collector import Delta
-from ..openai.chat import ChatAnswer, ChatApi
-from ..openai.completions import CompletionAnswer, CompletionsApi
 from ..openai.openai_models import Body, Options
 from ..tenants.tenant import Tenant
 from . import orca, sse
@@ -29,18 +28,66 @@ from .turn_share import TurnShare
 
 log = logging.getLogger(__name__)
 
-Api = ChatApi | CompletionsApi
-Answer = ChatAnswer | CompletionAnswer
+Asked = tuple[Job, Options, Claim]
+"""What a client asks for."""
 
 VALUES_PER_SLICE = 4096
 """Log probabilities that one request may shape in one turn of the event loop: a few milliseconds."""
+IGNORED_HEADER = b"x-tokenloom-ignored"
+"""Names the fields of the body that had no effect."""
+MAX_IGNORED = 32
+"""Limits the names in that header."""
+MAX_NAME = 64
+"""Limits the length of each."""
 PIECE_BYTES = 256 << 10
 """Bytes of an answer that are shaped or written in one turn of the event loop."""
 
 
+class Answer(Protocol):
+    """Shapes the output of one request."""
+
+    def first_events(self) -> bytes:
+        """Return the events before any output."""
+
+    def events(self, delta: Delta) -> bytes:
+        """Return the events of some output; empty when there is nothing to send."""
+
+    def last_events(self) -> bytes:
+        """Return the events after all output."""
+
+    def repeat(self, delta: Delta) -> None:
+        """Shape output that the client of a resumed answer has: what follows depends on it."""
+
+    def is_large(self, delta: Delta) -> bool:
+        """Return whether :meth:`shape` should go before :meth:`events`, which would take long otherwise."""
+
+    def shape(self, delta: Delta) -> Iterator[int]:
+        """Shape a delta's log probabilities, step by step; yield how many were shaped in each step."""
+
+    def add(self, delta: Delta) -> Iterator[int] | None:
+        """Keep some output for :meth:`body`; return the steps of :meth:`shape`, or None without any."""
+
+    def body(self) -> Iterator[bytes]:
+        """Return the whole JSON response, in blocks."""
+
+
+class Api(Protocol):
+    """Reads the bodies of an API and makes its answers."""
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether its events have ids from which a stream can be resumed."""
+
+    def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
+        """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
+
+    def answer(self, generation: Generation, options: Options) -> Answer:
+        """Return what shapes the answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Runs one of OpenAI's APIs."""
+    """Runs an API that generates."""
 
     api: Api
     generator: Generator
@@ -51,18 +98,22 @@ class Endpoint:
     """Limits the answers that begin and end in one turn of the event loop."""
 
     async def __call__(self, exchange: Exchange) -> None:
-        jobs = [await self._read(exchange)]  # a list: this frame must not keep the prompts while the model generates
-        options, claim = jobs[0][1:]
+        await self.run(exchange, [await self.read(exchange)])
+
+    async def run(self, exchange: Exchange, asked: list[Asked]) -> None:
+        """Answer what was read. ``asked`` holds it alone and is emptied: its prompts must not live as long as the
+        answer."""
+        options, claim = asked[0][1:]
         headers = _trace_headers(exchange) if b"traceparent" in exchange.headers else NO_HEADERS
         with exchange.until_disconnected():
-            async with self.generator.open(jobs.pop()[0], headers, claim) as generation:
+            async with self.generator.open(asked.pop()[0], headers, claim) as generation:
                 if log.isEnabledFor(logging.DEBUG):
                     RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
                 answer = self.api.answer(generation, options)
                 if options.stream:
                     deltas = await generation.take()  # an error before the first output still gets its own status
                     await self.answers.wait()
-                    await exchange.start(200, [*sse.HEADERS, *self._load_headers(exchange)])
+                    await exchange.start(200, [*sse.HEADERS, *self._headers(exchange, options)])
                     events = answer.first_events()
                     if options.resumed is not None:
                         delivered = Delivered(options.resumed.positions)
@@ -70,12 +121,14 @@ class Endpoint:
                         deltas = []
                     await _stream(exchange, generation, answer, deltas, events, self.answers)
                 else:
-                    await _whole(exchange, generation, answer, self._load_headers(exchange))
+                    await _whole(exchange, generation, answer, self._headers(exchange, options))
 
-    async def _read(self, exchange: Exchange) -> tuple[Job, Options, Claim]:
+    async def read(self, exchange: Exchange) -> Asked:
         """Return what the body asks for, and which request of the mesh it is."""
         with await exchange.read_body(self.max_body_bytes) as received:
             job, options = await self.parser.read(received.data, partial(self._job, exchange.tenant))
+            if not self.api.is_resumable and b"last-event-id" in exchange.headers:
+                raise errors.InvalidArgument("streams of this API cannot be resumed", "Last-Event-ID")
             options, claim = read_claim(exchange, received.data, job, options)
             return job, options, claim
 
@@ -83,10 +136,17 @@ class Endpoint:
         check_model(body.get("model"), self.model)
         return self.api.read(body, tenant)
 
-    def _load_headers(self, exchange: Exchange) -> HeaderPairs:
-        """Return the mesh's present load, if the client asks for it."""
+    def _headers(self, exchange: Exchange, options: Options) -> HeaderPairs:
+        """Return the mesh's present load, if the client asks for it, and the fields that had no effect."""
         wanted = exchange.headers.get(orca.REQUEST_HEADER)
-        return () if wanted is None else orca.response_headers(wanted, self.generator.mesh_load)
+        load = () if wanted is None else orca.response_headers(wanted, self.generator.mesh_load)
+        return (*load, (IGNORED_HEADER, _listed(options.ignored))) if options.ignored else load
+
+
+def _listed(names: Sequence[str]) -> bytes:
+    """Return names as a header's value; those that a header cannot hold are left out."""
+    fit = [name for name in names[:MAX_IGNORED] if name.isascii() and name.isprintable() and len(name) <= MAX_NAME]
+    return ", ".join(fit).encode()
 
 
 def check_model(name: object, served: str) -> None:
@@ -154,7 +214,7 @@ async def _stream(
             events += answer.events(delta)
         if generation.done:
             await ends.wait()
-            await exchange.finish(events + answer.last_events() + sse.DONE)
+            await exchange.finish(events + answer.last_events())
             return
         if events:
             await exchange.write(events)

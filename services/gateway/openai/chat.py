@@ -22,6 +22,7 @@ from .event_ids import CONTENT_ENDED, FINISHED
 from .json_blocks import JsonBlocks
 from .openai_logprobs import chat_entry
 from .openai_models import Body, BodyReader, Options, make_job, sampling_params
+from .template_kwargs import template_kwargs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class ChatApi:
     reader: BodyReader
     model: str
     plans: MessagePlans
+    is_resumable = True
 
     def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
@@ -43,10 +45,17 @@ class ChatApi:
         if fields.tools is not None or fields.tool_choice is not None:
             request = read_tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
         sampling = _sampling(body, fields)
-        chat = read_chat(fields.messages, request.tools, fields.chat_template_kwargs, fields.add_generation_prompt)
+        chat = read_chat(
+            fields.messages,
+            request.tools,
+            template_kwargs(fields),
+            fields.add_generation_prompt,
+            continue_final_message=fields.continue_final_message,
+        )
         job = make_job(fields, chat, "messages", sampling, tenant)
-        plan = self.plans.apply(request, job, include_reasoning=fields.include_reasoning is not False)
-        return job, Options.of(fields, sampling, plan=plan)
+        shows = fields.include_reasoning is not False and not (fields.reasoning or {}).get("exclude")
+        plan = self.plans.apply(request, job, include_reasoning=shows)
+        return job, Options.of(fields, sampling, plan=plan, ignored=self.reader.ignored(body, ChatCompletionRequest))
 
     def answer(self, generation: Generation, options: Options) -> "ChatAnswer":
         return ChatAnswer(AnswerBase(generation, options, "chatcmpl", self.model, "chat.completion.chunk"))
@@ -105,8 +114,8 @@ class ChatAnswer:
         self._base.repeated(delta.index)
 
     def last_events(self) -> bytes:
-        """Return the events after all output, without ``[DONE]``."""
-        return self._base.last_events()
+        """Return the events after all output."""
+        return self._base.last_events() + sse.DONE
 
     def is_large(self, delta: Delta) -> bool:
         """Return whether :meth:`shape` should go before :meth:`events`, which would take long otherwise."""

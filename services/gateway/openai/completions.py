@@ -24,6 +24,7 @@ class CompletionsApi:
 
     reader: BodyReader
     model: str
+    is_resumable = True
 
     def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
@@ -32,7 +33,8 @@ class CompletionsApi:
         echo_only = echo and body.get("max_tokens") == 0 and type(body["max_tokens"]) is int
         own = {"max_tokens": 1} if echo_only else {}
         sampling = sampling_params(body, logprobs=fields.logprobs, **own)
-        options = Options.of(fields, sampling, echo=echo, echo_only=echo_only)
+        ignored = self.reader.ignored(body, CompletionRequest)
+        options = Options.of(fields, sampling, echo=echo, echo_only=echo_only, ignored=ignored)
         if echo and sampling.HasField("logprobs") and not sampling.HasField("prompt_logprobs"):
             sampling.prompt_logprobs = sampling.logprobs
         job = make_job(
@@ -111,8 +113,8 @@ class CompletionAnswer:
         self._base.repeated(delta.index)
 
     def last_events(self) -> bytes:
-        """Return the events after all output, without ``[DONE]``."""
-        return self._base.last_events()
+        """Return the events after all output."""
+        return self._base.last_events() + sse.DONE
 
     def is_large(self, delta: Delta) -> bool:
         """Return whether :meth:`shape` should go before :meth:`events`, which would take long otherwise."""

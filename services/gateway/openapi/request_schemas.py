@@ -4,13 +4,14 @@ Sampling parameters are not fields of the bodies: they are read, and described, 
 checked by the code that uses them are typed ``Any`` and carry the schema of what is accepted.
 """
 
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from tokenloom.request.beam_search import MAX_LENGTH_PENALTY
-from tokenloom.request.sampling_params import GenerationFields
+from tokenloom.request.sampling_params import GenerationFields, SamplingFields
 
 from .constraints import INTEGER, INTEGER_OR_FALSE, PROMPT, TOOL, TOOL_CHOICE, TURN
 
@@ -66,6 +67,10 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     length_penalty: Annotated[
         Annotated[float, Meta(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None,
         Meta(description="With use_beam_search: exponent of the length by which scores are divided; default 1."),
+    ] = None
+    cache_salt: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=256)] | None,
+        Meta(description="Share cached prefixes only with the same tenant's requests that have this salt too."),
     ] = None
     # Described in the table of sampling parameters:
     stop: str | list[str] | None = None
@@ -128,6 +133,19 @@ class ChatCompletionRequest(CommonFields, frozen=True, kw_only=True):
     ] = None
     parallel_tool_calls: Annotated[bool | None, Meta(description="False: one call at most.")] = None
     include_reasoning: Annotated[bool | None, Meta(description="False: leave the model's reasoning out.")] = None
+    reasoning_effort: Annotated[
+        str | None, Meta(description="Variable of the chat template; none also switches its thinking off.")
+    ] = None
+    reasoning: Annotated[
+        dict[str, Any] | None, Meta(description='{"effort": …}, {"enabled": …}, {"exclude": …}: as OpenRouter has it.')
+    ] = None
+    thinking: Annotated[
+        dict[str, Any] | None, Meta(description='{"type": "enabled" | "disabled"}: as enable_thinking of the template.')
+    ] = None
+    documents: Annotated[list[dict[str, Any]] | None, Meta(description="Documents for the chat template.")] = None
+    continue_final_message: Annotated[
+        bool | None, Meta(description="Continue the last message instead of answering it.")
+    ] = None
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +163,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: Annotated[bool | None, Meta(description="For texts; for chats only false.")] = None
     return_token_strs: Annotated[bool | None, Meta(description="Return the tokens' strings.")] = None
     add_generation_prompt: Annotated[bool | None, Meta(description="Open the assistant's turn.")] = None
+    continue_final_message: Annotated[bool | None, Meta(description="End within the last message.")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="Variables of the chat template.")] = None
     tools: Annotated[Tools, Meta(description="Functions for the chat template.")] = None
 
@@ -168,10 +187,13 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
-def with_sampling(body: type[CommonFields]) -> type[msgspec.Struct]:
+def with_sampling(
+    body: type[msgspec.Struct],
+    params: type[SamplingFields] = GenerationFields,
+    without: Collection[str] = ("logprobs",),  # each endpoint has its own
+) -> type[msgspec.Struct]:
     """Return ``body`` with the sampling parameters as fields, each of which may be null, for the OpenAPI document."""
-    rows = [(row.name, _nullable(row.type), None) for row in msgspec.structs.fields(GenerationFields)]
-    rows = [row for row in rows if row[0] != "logprobs"]  # each endpoint has its own
+    rows = [(row.name, _nullable(row.type), None) for row in msgspec.structs.fields(params) if row.name not in without]
     return msgspec.defstruct(
         body.__name__, rows, bases=(body,), namespace={"__doc__": body.__doc__}, frozen=True, kw_only=True
     )

@@ -24,6 +24,7 @@ from .attention.cache import kv_layout, make_kv_pool
 from .attention.grouped_backend import GroupedBackend
 from .batch.input_batch import InputBatch
 from .checkpoint.model_config import ModelConfig
+from .layers.rounding import input_rounding
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
@@ -97,8 +98,9 @@ class ModelWorker:
             self._layout += f"/{describe_groups(self._groups)}"
         dtype, quantization = model_config.dtype_name, model_config.quantization
         scheme = model_config.scheme.name if model_config.scheme else None
+        rounding = input_rounding() if self._device.type == "cpu" and (scheme or quantization) else None
         versions = (f"torch-{torch.__version__}", library)
-        numerics = (self._device.type, dtype, scheme, quantization, self._backend.name, *versions)
+        numerics = (self._device.type, dtype, scheme, quantization, self._backend.name, rounding, *versions)
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.embedding_size,

@@ -92,7 +92,8 @@ class ModelWorker:
             library = self._model.library
         self._layout = kv_layout(model_config, block_size)
         if self._drafting is None or not self._drafting.kv_bytes_per_token:  # what drafts sees every token
-            self._groups = model_groups(model_config.sliding_windows, self._max_model_len, self._config)
+            windows, sources = model_config.sliding_windows, model_config.kv_sources
+            self._groups = model_groups(windows, self._max_model_len, self._config, sources)
         if self._groups:
             self._backend = self._make_grouped_backend()
             self._layout += f"/{describe_groups(self._groups)}"
@@ -117,6 +118,7 @@ class ModelWorker:
             self._groups,
             block_size,
             lambda: make_attention_backend(name, self._pool_config, block_size, self._device),
+            self._model.config.kv_sources,
         )
 
     @property
@@ -162,7 +164,8 @@ class ModelWorker:
     def _make_pool(self, num_blocks: int, memory: PoolMemory | None) -> None:
         model_config, block_size = self._pool_config, self._config.cache.block_size
         if memory is None and self._platform.pool_is_on_host:
-            memory = PoolMemory.allocate(num_blocks * block_size * self._kv_bytes_per_token, shared=False)
+            pooled = model_config.kv_bytes_per_token if self._groups else self._kv_bytes_per_token
+            memory = PoolMemory.allocate(num_blocks * block_size * pooled, shared=False)
         if memory is not None:
             self._pool = make_kv_pool(model_config, num_blocks, block_size, memory, self._layout)
             if self._drafting is not None:
@@ -272,8 +275,11 @@ class ModelWorker:
     @property
     def _kv_bytes_per_token(self) -> int:
         """Return the size of one token's keys and values in all layers, those of what drafts included."""
+        config = self._model.config
+        if self._groups:
+            return config.kv_bytes_per_token // config.num_layers * sum(len(group.layers) for group in self._groups)
         behind = self._drafting.kv_bytes_per_token if self._drafting is not None else 0
-        return self._model.config.kv_bytes_per_token + behind
+        return config.kv_bytes_per_token + behind
 
     def _take_model(self) -> None:
         self._require_runner().set_model(self._model)

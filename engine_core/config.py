@@ -45,7 +45,8 @@ class WorkerConfig(Struct, frozen=True):
     model_impl: Annotated[
         ModelImpl,
         "Which code computes the model: native: the architectures that are built in; transformers: the modules of that "
-        "library over the paged KV cache; auto: native where the architecture is built in, otherwise transformers.",
+        "library over the paged KV cache; auto: native where the architecture and the features that its configuration "
+        "asks for are built in, otherwise transformers.",
     ] = "auto"
     attention_backend: Annotated[
         AttentionBackendName, "How attention is computed; auto: with C++ kernels if they can be built, otherwise torch."

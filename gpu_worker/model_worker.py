@@ -24,6 +24,7 @@ from .attention.cache import kv_layout, make_kv_pool
 from .attention.grouped_backend import GroupedBackend
 from .batch.input_batch import InputBatch
 from .checkpoint.model_config import ModelConfig
+from .layers.rounding import input_rounding
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
@@ -68,6 +69,7 @@ class ModelWorker:
         self._profiler = Profiler(config.worker.profiler_dir)
         self._max_model_len = 0
         self._groups: list[KVGroup] = []
+        self._layout = ""
         self._largest: LargestStep | None = None  # set once it was computed
 
     def load_model(self) -> ModelInfo:
@@ -88,22 +90,23 @@ class ModelWorker:
         if isinstance(self._model, CheckedModel):
             check_model(self._model, self._backend, block_size, self._device)
             library = self._model.library
-        layout = kv_layout(model_config, block_size)
+        self._layout = kv_layout(model_config, block_size)
         if self._drafting is None or not self._drafting.kv_bytes_per_token:  # what drafts sees every token
             self._groups = model_groups(model_config.sliding_windows, self._max_model_len, self._config)
         if self._groups:
             self._backend = self._make_grouped_backend()
-            layout += f"/{describe_groups(self._groups)}"
+            self._layout += f"/{describe_groups(self._groups)}"
         dtype, quantization = model_config.dtype_name, model_config.quantization
         scheme = model_config.scheme.name if model_config.scheme else None
+        rounding = input_rounding() if self._device.type == "cpu" and (scheme or quantization) else None
         versions = (f"torch-{torch.__version__}", library)
-        numerics = (self._device.type, dtype, scheme, quantization, self._backend.name, *versions)
+        numerics = (self._device.type, dtype, scheme, quantization, self._backend.name, rounding, *versions)
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.embedding_size,
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=self._kv_bytes_per_token,
-            kv_layout=self._drafting.kv_layout(layout, block_size) if self._drafting else layout,
+            kv_layout=self._drafting.kv_layout(self._layout, block_size) if self._drafting else self._layout,
             numerics="/".join(part for part in numerics if part),
             kv_groups=self._groups,
         )
@@ -161,7 +164,7 @@ class ModelWorker:
         if memory is None and self._platform.pool_is_on_host:
             memory = PoolMemory.allocate(num_blocks * block_size * self._kv_bytes_per_token, shared=False)
         if memory is not None:
-            self._pool = make_kv_pool(model_config, num_blocks, block_size, memory)
+            self._pool = make_kv_pool(model_config, num_blocks, block_size, memory, self._layout)
             if self._drafting is not None:
                 self._pool = self._drafting.kv_pool(self._pool, num_blocks, block_size)
         self._runner = self._make_runner(num_blocks, memory)

@@ -107,12 +107,11 @@ class Drafts:
                 most = min(most, -request.num_tokens % self._kv.block_size)  # the rest of the last block
             if most <= 0:
                 continue
-            request.num_computed_tokens -= 1  # the token before the drafts is in this step too
-            new_block_ids = self._kv.allocate(request, 1 + most)
+            new_block_ids = self._extend(request, 1, most)
             assert new_block_ids is not None, "as many blocks are free"
             spare_blocks -= len(new_block_ids) // pool.num_groups
             cached.new_block_ids[index] = cached.new_block_ids[index] + new_block_ids
-            request.num_computed_tokens += 1 + most
+            request.num_computed_tokens += most
             scheduled.draft_token_ids[request_id] = drafts[:most]
             scheduled.num_scheduled_tokens[request_id] += most
             scheduled.total_num_scheduled_tokens += most
@@ -120,13 +119,15 @@ class Drafts:
 
     def _reserve(self, scheduled: SchedulerOutput, num_running: int) -> None:
         """Allocate the blocks in which the worker computes its proposals. Without them it proposes fewer."""
+        pool = self._kv.pool
         blocks_of = {new.req_id: new.block_ids for new in scheduled.scheduled_new_reqs}
         cached = scheduled.scheduled_cached_reqs
         places = {request_id: place for place, request_id in enumerate(cached.req_ids)}
         for request_id, count in scheduled.num_drafts_wanted.items():
-            if request_id not in scheduled.num_scheduled_tokens or self._kv.pool.num_free <= 2 * num_running:
+            num_scheduled = scheduled.num_scheduled_tokens.get(request_id)
+            if num_scheduled is None or pool.num_free // pool.num_groups <= 2 * num_running:
                 continue
-            new_block_ids = self._kv.allocate(self._requests[request_id], count)
+            new_block_ids = self._extend(self._requests[request_id], num_scheduled, count)
             if not new_block_ids:
                 continue
             if request_id in blocks_of:
@@ -134,6 +135,14 @@ class Drafts:
             else:
                 place = places[request_id]
                 cached.new_block_ids[place] = cached.new_block_ids[place] + new_block_ids
+
+    def _extend(self, request: Request, num_scheduled: int, count: int) -> list[int] | None:
+        """Allocate blocks for ``count`` tokens after the step's own. Returns those added; None if too few are free."""
+        # The manager takes back what no token from the first new one on sees; the step's own tokens see more.
+        request.num_computed_tokens -= num_scheduled
+        new_block_ids = self._kv.allocate(request, num_scheduled + count)
+        request.num_computed_tokens += num_scheduled
+        return new_block_ids
 
     def _wanted(self, running: Iterable[Request]) -> dict[str, int]:
         """Share the rows that the next step has left over among the requests that draw a token in this one."""

@@ -31,6 +31,7 @@ def make_config(
     kv_events: bool = False,
     num_drafts: int = 0,
     draft_accuracy: float = 0.7,
+    draft_model: str = "",
 ) -> EngineConfig:
     return EngineConfig(
         worker=WorkerConfig(model="", worker="hash", draft_accuracy=draft_accuracy),
@@ -49,8 +50,15 @@ def make_config(
             watermark=watermark,
         ),
         max_model_len=max_model_len,
-        speculative=SpeculativeConfig("ngram", num_drafts) if num_drafts else None,
+        speculative=_speculative(num_drafts, draft_model),
     )
+
+
+def _speculative(num_drafts: int, draft_model: str) -> SpeculativeConfig | None:
+    """The hash worker drafts by its own rule; with a model, the scheduler reserves the blocks that it would write."""
+    if not num_drafts:
+        return None
+    return SpeculativeConfig("draft_model" if draft_model else "ngram", num_drafts, draft_model)
 
 
 def make_core(*, vocab_size: int = VOCAB_SIZE, **settings: object) -> EngineCore:

@@ -3,7 +3,7 @@
 import argparse
 import time
 
-from tests.parity.speculation import METHODS, abandon, answer, compare, drafts_of, make_llm, random_requests
+from tests.parity.random_requests import METHODS, abandon, answer, compare, drafts_of, make_llm, random_requests
 
 
 def main() -> None:

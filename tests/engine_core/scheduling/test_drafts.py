@@ -2,9 +2,11 @@ from itertools import pairwise
 
 import pytest
 
-from tests.engine_core.helpers import VOCAB_SIZE, finish, make_core, make_request, tokens_of
+from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_core, make_request, tokens_of
 from tests.engine_core.invariants import check_idle, check_scheduler
+from tests.engine_core.kv_cache.grouped_hash_worker import WINDOWS, GroupedHashWorker
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest, FinishReason
@@ -137,6 +139,17 @@ def test_a_block_can_be_hit_only_once_its_tokens_are_accepted(accuracy: float) -
     (tail,) = run(core, make_request("b", tokens, 5))
     assert tail == expected_tokens(tokens, 5, VOCAB_SIZE)
     assert core.scheduler.stats().prefix_cache_hits == (len(tokens) - 1) // 4 * 4
+
+
+@pytest.mark.parametrize("draft_model", ["", "small"])
+@pytest.mark.parametrize("num_blocks", [110, 150])
+def test_blocks_that_a_window_still_sees_are_kept(num_blocks: int, draft_model: str) -> None:
+    drafts = {"num_drafts": 6, "draft_accuracy": 0.5, "draft_model": draft_model}
+    config = make_config(num_blocks=num_blocks, caching=False, max_model_len=120, **drafts)  # type: ignore[arg-type]
+    core = EngineCore(config, UniProcExecutor(GroupedHashWorker(config, WINDOWS, 120)))
+    requests = [make_request(f"r{i}", PROMPT * (i + 1), 60) for i in range(5)]
+    assert run(core, *requests) == [expected_tokens(PROMPT * (i + 1), 60, VOCAB_SIZE) for i in range(5)]
+    assert (core.scheduler.stats().num_preemptions > 0) == (num_blocks == 110)
 
 
 def test_wrong_drafts_end() -> None:

@@ -127,6 +127,7 @@ class CoreMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
         num_drafts=st.sampled_from([0, 0, 1, 3, 6]),
         draft_accuracy=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+        draft_model=st.sampled_from(["", "small"]),
         free_rows=st.sampled_from([None, None, 1, 4, 9]),
     )
     def start(
@@ -145,6 +146,7 @@ class CoreMachine(RuleBasedStateMachine):
         watermark: float,
         num_drafts: int,
         draft_accuracy: float,
+        draft_model: str,
         free_rows: int | None,
     ) -> None:
         if num_drafts:
@@ -165,6 +167,7 @@ class CoreMachine(RuleBasedStateMachine):
             watermark=watermark,
             num_drafts=num_drafts,
             draft_accuracy=draft_accuracy,
+            draft_model=draft_model,
         )
         num_blocks = self._num_blocks(config) + spare_blocks
         cache = msgspec.structs.replace(config.cache, kv_events=True, num_blocks=num_blocks)

@@ -14,6 +14,7 @@ from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tokenloom.gpu_worker.layers.rounding import input_rounding
 from tokenloom.gpu_worker.model_runner import ModelRunner
 from tokenloom.gpu_worker.platform import memory
 from tokenloom.gpu_worker.platform.devices import CPUWorker
@@ -46,7 +47,7 @@ def one_thread():
 def test_quantization_is_part_of_the_numerics():
     """Engines that round differently must not share a pool."""
     info = make_worker(dtype="float32", quantization="int8-dynamic", attention_backend="torch").load_model()
-    assert info.numerics.startswith("cpu/float32/int8-dynamic/torch/")
+    assert info.numerics.startswith(f"cpu/float32/int8-dynamic/torch/{input_rounding()}/")
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])

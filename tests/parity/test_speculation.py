@@ -61,6 +61,16 @@ def test_random_requests(pair):
     assert stats.num_free_blocks == CROWDED
 
 
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_models_that_draft(pair, method):
+    llm = make_llm(method)
+    core_of(llm).scheduler.drafts.free_rows = None
+    assert not differences([llm, pair[1]], range(30, 42))
+    assert core_of(llm).scheduler.stats().spec_decoding.num_accepted_tokens > 10
+    assert core_of(llm).scheduler.stats().num_free_blocks == CROWDED
+    llm.close()
+
+
 def test_sessions_and_aborts(pair):
     runs = []
     for llm in pair:

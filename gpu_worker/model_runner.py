@@ -11,12 +11,14 @@ import torch
 
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import Logprobs
+from tokenloom.engine_core.wire.messages import Logprobs, RoutedExperts
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 from .attention.attention_backend import AttentionBackend, IntArray, KVCache
 from .batch.input_batch import InputBatch, StepInputs
 from .batch.transfer import to_device
+from .expert_report import expert_loads, routed_experts
+from .models.expert_routes import routes_of
 from .models.model import Model
 from .sampler import NO_TOKEN, Sampler
 from .sampler.device_sampler import DeviceSampler
@@ -52,7 +54,7 @@ class ModelRunner:
         """
         self._logits_meter = LogitsMeter(logits_metrics_interval) if logits_metrics_interval else None
         self._count_nans = count_nans
-        self._model = model
+        self.set_model(model)
         self._backend = backend
         self._batch = batch
         self._sampler = Sampler()
@@ -66,6 +68,7 @@ class ModelRunner:
     def set_model(self, model: Model) -> None:
         """Use other weights of the same shapes from now on."""
         self._model = model
+        self._routes = routes_of(model)
 
     def make_kv_caches(self) -> None:
         """Allocate empty KV caches, if there are none."""
@@ -104,8 +107,13 @@ class ModelRunner:
         self._executed = None
         if step.total_num_scheduled_tokens:
             inputs = self._batch.prepare(step.num_scheduled_tokens)
+            if self._routes is not None:
+                self._routes.begin(keep_choices=bool(self._batch.routed))
             hidden = self._forward(inputs)
-            self._executed = _Executed(inputs, self._logits(inputs, hidden), self._prompt_logprobs(inputs, hidden))
+            routed = self._routed_experts(inputs) if self._routes is not None else {}
+            self._executed = _Executed(
+                inputs, self._logits(inputs, hidden), self._prompt_logprobs(inputs, hidden), routed
+            )
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         tails = self._batch.take_foreign_tails(inputs) if self._backend.reads_tails else None
@@ -129,6 +137,12 @@ class ModelRunner:
         last_rows = self._to_device(inputs.cu_query_lens[1:][inputs.sampled] - 1)
         return self._model.compute_logits(hidden[last_rows])
 
+    def _routed_experts(self, inputs: StepInputs) -> dict[str, RoutedExperts]:
+        """Return the experts of the tokens that this step computed, for the requests that ask."""
+        assert self._routes is not None
+        chosen = self._routes.end()
+        return {} if chosen is None else routed_experts(self._routes, self._batch.routed, inputs, chosen)
+
     def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, Logprobs]:
         """Return the log probabilities of the prompt tokens that this step computed, for the requests that ask."""
         asking = self._batch.prompt_logprobs
@@ -146,6 +160,8 @@ class ModelRunner:
     def _sample(self, executed: "_Executed", grammar: GrammarOutput | None) -> ModelRunnerOutput:
         inputs = executed.inputs
         output = ModelRunnerOutput(inputs.req_ids, [], {}, executed.prompt_logprobs)
+        if self._routes is not None:
+            output.routed_experts, output.expert_loads = executed.routed_experts, expert_loads(self._routes)
         if not len(inputs.sampled):
             output.sampled_token_ids = _by_request([], [], len(inputs.req_ids))
             return output
@@ -260,3 +276,4 @@ class _Executed:
     logits: torch.Tensor
     """[S, vocab]: logits of the rows that draw, on the device."""
     prompt_logprobs: dict[str, Logprobs]
+    routed_experts: dict[str, RoutedExperts]

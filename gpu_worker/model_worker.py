@@ -27,6 +27,7 @@ from .checkpoint.model_config import ModelConfig
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
+from .models.expert_routes import routes_of
 from .models.model import Model
 from .models.self_check import CheckedModel, check_model
 from .ops.ops_choice import make_ops
@@ -71,7 +72,7 @@ class ModelWorker:
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
         self._backend = make_attention_backend(config.attention_backend, model_config, block_size, self._device)
-        library = None
+        library, routes = None, routes_of(self._model)
         if isinstance(self._model, CheckedModel):
             check_model(self._model, self._backend, block_size, self._device)
             library = self._model.library
@@ -87,6 +88,7 @@ class ModelWorker:
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.embedding_size,
+            experts_per_token=0 if routes is None else routes.num_layers * routes.top_k,
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=model_config.kv_bytes_per_token,
             kv_layout=layout,

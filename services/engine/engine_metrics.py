@@ -17,6 +17,7 @@ from tokenloom.engine_core.wire.messages import (
 from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
 
+from .expert_metrics import ExpertMetrics
 from .kv.kv_metrics import KVMetrics
 from .streams.attempt import Attempt
 
@@ -60,6 +61,7 @@ class EngineMetrics:
         self._success = {reason: success.labels(*self._labels, reason.name.lower()) for reason in FinishReason}
         self._make_histograms()
         self._logits = _LogitsMetrics(registry, labels_of) if logits else None
+        self._experts: ExpertMetrics | None = None  # of a model with experts, once it is loaded
 
     def _make_histograms(self) -> None:
         self._ttft = self._histogram("time_to_first_token_seconds", "Seconds from arrival to the first token.")
@@ -81,7 +83,9 @@ class EngineMetrics:
         )
 
     def observe_ready(self, ready: CoreReady, *, enable_prefix_caching: bool) -> None:
-        """Show the configuration of the engine as labels of a gauge that is 1."""
+        """Show the configuration of the engine as labels of a gauge that is 1, and the experts of a model with some."""
+        if ready.experts_per_token:
+            self._experts = ExpertMetrics(self._registry, dict(zip(_LABELS, self._labels, strict=True)))
         info = {
             "block_size": str(ready.block_size),
             "num_gpu_blocks": str(ready.num_kv_blocks),
@@ -96,6 +100,8 @@ class EngineMetrics:
         if (stats := outputs.scheduler_stats) is not None:
             self.kv.observe_stats(stats)
             self._seen = stats
+        if outputs.expert_loads is not None and self._experts is not None:
+            self._experts.loads = outputs.expert_loads
         if outputs.outputs:
             num_generated = sum(len(output.new_token_ids) for output in outputs.outputs)
             prefills = [output.prefill_stats for output in outputs.outputs if output.prefill_stats is not None]

@@ -50,7 +50,7 @@ def test_missing_rows_are_not_hidden() -> None:
 
 async def test_the_decode_leg_continues_those_of_the_prefill(mesh: Mesh) -> None:
     ids = mesh.ids("Once upon a time")
-    gateway, prefill = await prefilling(mesh, sampling_params=asking())
+    gateway, prefill = await prefilling(mesh, return_routed_experts=True)
     prefill.stream.prefilled(prefill.slot, 0, ids[:1], routed_experts=rows(0, 3))
     await gateway.next_frame()
     decode = await part(mesh, 2)

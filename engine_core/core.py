@@ -21,7 +21,7 @@ from .scheduling.scheduler import Scheduler
 from .scheduling.step_reports import IterationLog, dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
 from .wire.handshake import CoreReady, WarmUp
-from .wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from .wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, ExpertLoads
 from .wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 _HEALTH_SECONDS = 30.0
@@ -79,6 +79,7 @@ class EngineCore:
         """A step whose second half has not begun, because its grammars need the tokens of the step before it."""
         self._observability = config.observability
         self._iterations = IterationLog() if config.observability.log_iterations else None
+        self._expert_loads: ExpertLoads | None = None
         self.num_steps = 0
         self.num_requests_added = 0
         """Requests that clients added, refused ones included."""
@@ -91,6 +92,7 @@ class EngineCore:
             kv_layout=model.kv_layout,
             numerics=model.numerics,
             hidden_size=model.hidden_size,
+            experts_per_token=model.experts_per_token,
             warm_up=warm_up,
             finds_reasoning=config.reasoning.marks is not None,
         )
@@ -258,6 +260,7 @@ class EngineCore:
             step.transfers.step_ended()
         self._abort(take_aborts())
         self.num_steps += 1
+        self._expert_loads = result.expert_loads
         if self._iterations is not None:
             self._iterations.end(self.num_steps, step.scheduled)
         outputs = self.scheduler.update_from_output(step.scheduled, result)
@@ -286,6 +289,7 @@ class EngineCore:
             scheduler_stats=self.scheduler.stats(),
             kv_events=kv_events.take() if kv_events is not None else [],
             num_requests_added=self.num_requests_added,
+            expert_loads=self._expert_loads,
         )
 
     def _abort(self, request_ids: Iterable[str]) -> None:

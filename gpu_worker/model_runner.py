@@ -10,12 +10,14 @@ import torch
 
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import Logprobs
+from tokenloom.engine_core.wire.messages import Logprobs, RoutedExperts
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 from .attention.attention_backend import AttentionBackend, IntArray, KVCache
 from .batch.input_batch import InputBatch, StepInputs
 from .batch.transfer import to_device
+from .expert_report import expert_loads, routed_experts
+from .models.expert_routes import routes_of
 from .models.model import Model
 from .sampler.device_sampler import DeviceSampler
 from .sampler.step_sampler import StepSampler
@@ -52,7 +54,7 @@ class ModelRunner:
         logits of one step of ``logits_metrics_interval`` are measured; 0: none. ``proposer`` proposes drafts, which
         ``rejection`` accepts; without it a draft counts if it equals the token that is drawn.
         """
-        self._model = model
+        self.set_model(model)
         self._backend = backend
         self._batch = batch
         self._sampler = StepSampler(
@@ -68,6 +70,7 @@ class ModelRunner:
     def set_model(self, model: Model) -> None:
         """Use other weights of the same shapes from now on."""
         self._model = model
+        self._routes = routes_of(model)
 
     def make_kv_caches(self) -> None:
         """Allocate empty KV caches, if there are none."""
@@ -112,9 +115,12 @@ class ModelRunner:
             self._speculation.update(step)
         if step.total_num_scheduled_tokens:
             inputs = self._batch.prepare(step.num_scheduled_tokens, step.draft_token_ids)
+            if self._routes is not None:
+                self._routes.begin(keep_choices=bool(self._batch.routed))
             hidden = self._forward(inputs)
+            routed = self._routed_experts(inputs) if self._routes is not None else {}
             prompt_logprobs = self._prompt_logprobs(inputs, hidden)
-            self._executed = _Executed(inputs, hidden, self._logits(inputs, hidden), prompt_logprobs)
+            self._executed = _Executed(inputs, hidden, self._logits(inputs, hidden), prompt_logprobs, routed)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         tails = self._batch.take_foreign_tails(inputs) if self._backend.reads_tails else None
@@ -140,6 +146,12 @@ class ModelRunner:
             return self._model.compute_logits(hidden)
         return self._model.compute_logits(hidden[self._to_device(last_rows)])
 
+    def _routed_experts(self, inputs: StepInputs) -> dict[str, RoutedExperts]:
+        """Return the experts of the tokens that this step computed, for the requests that ask."""
+        assert self._routes is not None
+        chosen = self._routes.end()
+        return {} if chosen is None else routed_experts(self._routes, self._batch.routed, inputs, chosen)
+
     def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, Logprobs]:
         """Return the log probabilities of the prompt tokens that this step computed, for the requests that ask."""
         asking = self._batch.prompt_logprobs
@@ -157,6 +169,8 @@ class ModelRunner:
     def _sample(self, executed: "_Executed", grammar: GrammarOutput | None) -> ModelRunnerOutput:
         inputs, logits = executed.inputs, executed.logits
         output = ModelRunnerOutput(inputs.req_ids, [], {}, executed.prompt_logprobs)
+        if self._routes is not None:
+            output.routed_experts, output.expert_loads = executed.routed_experts, expert_loads(self._routes)
         if not len(inputs.sampled):
             output.sampled_token_ids = [[] for _ in inputs.req_ids]
         elif inputs.drafts:
@@ -212,3 +226,4 @@ class _Executed:
     logits: torch.Tensor
     """[S, vocab]: logits of the rows that draw, on the device. A request with drafts has a row more for each."""
     prompt_logprobs: dict[str, Logprobs]
+    routed_experts: dict[str, RoutedExperts]

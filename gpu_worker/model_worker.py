@@ -27,6 +27,7 @@ from .layers.rounding import input_rounding
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
+from .models.expert_routes import routes_of
 from .models.model import Model
 from .models.self_check import CheckedModel, check_model
 from .ops.ops_choice import make_ops
@@ -82,7 +83,7 @@ class ModelWorker:
         block_size = self._config.cache.block_size
         if self._config.speculative is not None:
             self._drafting = Drafting(self._config.speculative, loader, lambda: self._model)
-        library = None
+        library, routes = None, routes_of(self._model)
         if isinstance(self._model, CheckedModel):
             check_model(self._model, self._make_backend(model_config), block_size, self._device)
             library = self._model.library
@@ -97,6 +98,7 @@ class ModelWorker:
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.embedding_size,
+            experts_per_token=0 if routes is None else routes.num_layers * routes.top_k,
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=self._kv_bytes_per_token,
             kv_layout=self._drafting.kv_layout(layout, block_size) if self._drafting else layout,

@@ -58,7 +58,7 @@ class GroupedKVCacheManager:
         """Return the block table of the longest cached prefix of a waiting request, without its last token."""
         if not self.enable_prefix_caching or request.skip_reading_prefix_cache:
             return []
-        limit = (request.num_tokens - 1) // self.block_size
+        limit = request.num_cacheable_tokens // self.block_size
         return find_prefix(
             lambda index: self._hash(request, index), self.pool.find, self._windows, limit, self.block_size
         )
@@ -66,7 +66,7 @@ class GroupedKVCacheManager:
     def finds_more(self, request: Request, num_hits: int) -> bool:
         """Return whether a waiting request would find a longer table than one of ``num_hits`` entries."""
         index = num_hits // self.num_groups
-        if index >= (request.num_tokens - 1) // self.block_size or not self.enable_prefix_caching:
+        if index >= request.num_cacheable_tokens // self.block_size or not self.enable_prefix_caching:
             return False
         is_longer = self.pool.find(group_key(self._hash(request, index), 0)) is not None
         return is_longer and len(self.find_cached_blocks(request)) > num_hits

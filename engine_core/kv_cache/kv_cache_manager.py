@@ -38,7 +38,7 @@ class KVCacheManager:
         if not self.enable_prefix_caching or request.skip_reading_prefix_cache:
             return hits
         hashes, find = request.block_hashes, self.pool.find
-        for index in range(start, (request.num_tokens - 1) // self.block_size):
+        for index in range(start, request.num_cacheable_tokens // self.block_size):
             if index == len(hashes):
                 hash_next_block(request, self.block_size, self._hash_seed)
             if (block_id := find(hashes[index])) is None:

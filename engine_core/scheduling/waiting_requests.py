@@ -188,7 +188,8 @@ class Admission:
         """
         if self._remote is None or request.block_ids:
             return 0
-        if request.skip_reading_prefix_cache and not request.is_decode_leg:
+        skips = request.skip_reading_prefix_cache or request.routed_rows is not None
+        if skips and not request.is_decode_leg:
             return 0
         return self._remote.num_external_tokens(request, num_computed_tokens)
 

@@ -66,6 +66,8 @@ class CoreReady(msgspec.Struct, tag="READY"):
     """Number of columns of prompt embeddings."""
     warm_up: WarmUp = WarmUp()
     """What the slowest worker computed before it was ready."""
+    experts_per_token: int = 0
+    """As in ``ModelInfo``."""
     finds_reasoning: bool = False
     """Whether the marks around the model's reasoning are known."""
     num_kv_groups: int = 1

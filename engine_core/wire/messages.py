@@ -153,6 +153,30 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
             yield Logprobs([sampled], [rank], self.top, self.token_ids[of_this], self.logprobs[of_this])
 
 
+class RoutedExperts(msgspec.Struct, array_like=True, gc=False):
+    """Holds which experts computed consecutive tokens of a request."""
+
+    start: int
+    """Position of the first token, counted over prompt and output."""
+    num_layers: int
+    """Layers that have experts."""
+    top_k: int
+    """Experts of a token in each of these layers."""
+    id_bytes: int
+    """Bytes of an expert's number, 1 or 2."""
+    expert_ids: bytes
+    """[n, num_layers, top_k] numbers of experts, little-endian."""
+
+
+class ExpertLoads(msgspec.Struct, array_like=True, gc=False):
+    """Describes how tokens were spread over the experts of a model since it was loaded."""
+
+    tokens: list[int]
+    """[num_experts] tokens that each expert computed, over all layers."""
+    imbalance: list[float]
+    """[num_layers] the most tokens of one expert of the layer, divided by the mean of its experts; 0 before any."""
+
+
 class LogitsStats(msgspec.Struct, array_like=True, gc=False):
     """Describes the model's own logits of one row, before any were changed, and how a token was drawn from them."""
 
@@ -211,6 +235,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """With ``error``, unless ``error_field`` says that the request is wrong."""
     drafts: DraftCounts | None = None
     """With ``finish_reason``: the request's drafts; None if it had none."""
+    routed_experts: RoutedExperts | None = None
+    """Those of the tokens computed since the request's last output, if the request asks for them."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
@@ -283,3 +309,5 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Changes of the prefix cache since the last step, if they are published."""
     num_requests_added: int = 0
     """ADDs that the core has received: the statistics cover these requests."""
+    expert_loads: ExpertLoads | None = None
+    """After the latest step, of a model with experts."""

@@ -6,7 +6,7 @@ import numpy.typing as npt
 
 from .core_sampling_params import SamplingParams
 from .embedding_rows import EmbedsSpan
-from .messages import LogitsStats, Logprobs
+from .messages import ExpertLoads, LogitsStats, Logprobs, RoutedExperts
 
 
 class NewRequestData(msgspec.Struct, array_like=True, gc=False):
@@ -99,3 +99,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     """Requests whose logits are all NaN or infinite; their entry in ``sampled_token_ids`` is empty."""
     draft_token_ids: dict[str, list[int]] = {}
     """Drafts of the tokens after the last sampled one, by request: at most ``SchedulerOutput.num_drafts_wanted``."""
+    routed_experts: dict[str, RoutedExperts] = {}
+    """Those of the tokens that this step computed, by request that asks for them."""
+    expert_loads: ExpertLoads | None = None
+    """After this step, of a model with experts."""

@@ -77,6 +77,8 @@ class InputBatch:
         self.logprobs = LogprobRows()
         self.prompt_logprobs = PromptLogprobs()
         self.prompt_embeds = PromptEmbeds()
+        self.routed: set[int] = set()
+        """Rows of requests that ask which experts computed their tokens."""
         self._requests: dict[str, _Request] = {}
         self._row_of: dict[str, int] = {}
         self._params: dict[int, SamplingParams] = {}
@@ -128,6 +130,8 @@ class InputBatch:
         self.logits_processors.add(row, request.params, token_ids, request.num_prompt_tokens)
         self.logprobs.add(row, request.params)
         self.prompt_logprobs.add(row, request.params, token_ids, request.num_prompt_tokens)
+        if request.params.return_routed_experts:
+            self.routed.add(row)
         if request.prompt_embeds:
             self.prompt_embeds.add(row, request.prompt_embeds)
 
@@ -139,6 +143,7 @@ class InputBatch:
             self.logprobs.remove(row)
             self.prompt_logprobs.remove(row)
             self.prompt_embeds.remove(row)
+            self.routed.discard(row)
             self._free_rows.append(row)
 
     def prepare(self, num_scheduled_tokens: Mapping[str, int], drafts: Mapping[str, list[int]] = _NONE) -> StepInputs:

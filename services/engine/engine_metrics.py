@@ -18,6 +18,7 @@ from tokenloom.engine_core.wire.messages import (
 from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
 
+from .expert_metrics import ExpertMetrics
 from .kv.kv_metrics import KVMetrics
 from .speculation_metrics import SpeculationMetrics
 from .streams.attempt import Attempt
@@ -74,6 +75,7 @@ class EngineMetrics:
         if speculative is not None:
             num_tokens = speculative.num_speculative_tokens
             SpeculationMetrics(registry, labels_of, num_tokens, lambda: self._seen.spec_decoding)
+        self._experts: ExpertMetrics | None = None  # of a model with experts, once it is loaded
 
     def _make_histograms(self) -> None:
         self._ttft = self._histogram("time_to_first_token_seconds", "Seconds from arrival to the first token.")
@@ -95,7 +97,9 @@ class EngineMetrics:
         )
 
     def observe_ready(self, ready: CoreReady, *, enable_prefix_caching: bool) -> None:
-        """Show the configuration of the engine as labels of a gauge that is 1."""
+        """Show the configuration of the engine as labels of a gauge that is 1, and the experts of a model with some."""
+        if ready.experts_per_token:
+            self._experts = ExpertMetrics(self._registry, dict(zip(_LABELS, self._labels, strict=True)))
         info = {
             "block_size": str(ready.block_size),
             "num_gpu_blocks": str(ready.num_kv_blocks),
@@ -110,6 +114,8 @@ class EngineMetrics:
         if (stats := outputs.scheduler_stats) is not None:
             self.kv.observe_stats(stats)
             self._seen = stats
+        if outputs.expert_loads is not None and self._experts is not None:
+            self._experts.loads = outputs.expert_loads
         if outputs.outputs:
             num_generated = sum(len(output.new_token_ids) for output in outputs.outputs)
             prefills = [output.prefill_stats for output in outputs.outputs if output.prefill_stats is not None]

@@ -130,6 +130,10 @@ operator.
 The metrics of logits and temperatures exist where `--logits-metrics-interval` is set, those of drafts
 (`vllm:spec_decode_…`) where `--speculative-config` is.
 
+An engine of a model with experts also shows `tokenloom_expert_tokens_total` (label `expert`): the tokens that each
+expert computed, over all layers; and `tokenloom_expert_imbalance` (label `layer`): the tokens of a layer's most used
+expert, divided by the mean of its experts, 1 if they are even. Layers without experts are not numbered.
+
 This page is written by `make metrics-docs` from a running mesh; a test keeps it current. `make metrics-check` has
 promtool look at every page and at the rules in `observability/`."""
 

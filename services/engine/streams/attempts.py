@@ -15,6 +15,8 @@ from tokenloom.engine_core.wire.messages import (
     PrefillStats,
 )
 from tokenloom.request import errors, validation
+from tokenloom.request.routed_experts import routed_message
+from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import coordinator_pb2, engine_pb2, types_pb2
 
@@ -146,6 +148,9 @@ class Attempts:
             logprobs = _wire_logprobs(output.new_logprobs) if output.new_logprobs is not None else None
             self._builder.add_tokens(attempt.slot, output.token_index, output.new_token_ids, logprobs)
             attempt.tokens.output = output.token_index + len(output.new_token_ids)
+        if output.routed_experts is not None:
+            attempt.routed = attempt.routed or RoutedRows(output.routed_experts.start)
+            attempt.routed.add(output.routed_experts)
         if output.prefill_stats is not None:
             attempt.times.prefill = output.prefill_stats
         attempt.kv.wait_ns += output.kv_wait_ns
@@ -222,6 +227,7 @@ class Attempts:
                 kv_wait_ns=attempt.kv.wait_ns,
                 prefill_ns=stats.prefill_ns,
                 drafts=drafts,
+                routed_experts=routed_message(attempt.routed) if attempt.routed else None,
             )
         )
         return attempt

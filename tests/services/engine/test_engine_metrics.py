@@ -7,9 +7,11 @@ from tests.services.engine.peer import make_add
 from tests.services.engine.streams.test_attempts import make_attempts
 from tokenloom.engine_core.config import SpeculativeConfig
 from tokenloom.engine_core.wire.draft_counts import SpecDecodingStats
+from tokenloom.engine_core.wire.handshake import CoreReady
 from tokenloom.engine_core.wire.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
+    ExpertLoads,
     LogitsStats,
     SchedulerStats,
 )
@@ -70,3 +72,18 @@ def test_drafts_are_counted_as_in_vllm() -> None:
     stats = SchedulerStats(spec_decoding=SpecDecodingStats(5, 9, 4, [3, 1]))
     metrics.observe_step(EngineCoreOutputs(1, [], stats))
     assert values() == [5, 9, 4, 3, 1]
+
+
+@pytest.mark.parametrize("experts_per_token", [0, 4])
+def test_loads_are_shown_for_models_with_experts(experts_per_token: int) -> None:
+    registry = CollectorRegistry()
+    metrics = EngineMetrics(registry, "m", "e")
+    ready = CoreReady(8, 64, 100, 16, "layout", "numerics", experts_per_token=experts_per_token)
+    metrics.observe_ready(ready, enable_prefix_caching=True)
+    metrics.observe_step(EngineCoreOutputs(expert_loads=ExpertLoads([5, 0, 7], [1.75, 1.0])))
+    labels = {"model_name": "m", "engine": "e"}
+    tokens = [
+        registry.get_sample_value("tokenloom_expert_tokens_total", {**labels, "expert": str(i)}) for i in range(3)
+    ]
+    balance = [registry.get_sample_value("tokenloom_expert_imbalance", {**labels, "layer": str(i)}) for i in range(2)]
+    assert (tokens, balance) == (([5, 0, 7], [1.75, 1.0]) if experts_per_token else ([None] * 3, [None] * 2))

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tokenloom import demo_model
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, KVConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.config import (
+    CacheConfig,
+    EngineConfig,
+    KVConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
@@ -52,6 +59,7 @@ class Engine:
         worker: Literal["model", "hash"] = "model",
         model: str = MODEL,
         num_blocks: int = 120,
+        speculative: SpeculativeConfig | None = None,
         **kv: Any,
     ) -> None:
         names = tuple(transport.name for transport in transports)
@@ -64,6 +72,7 @@ class Engine:
                 checksum=True,
                 **kv,
             ),
+            speculative=speculative,
         )
         self.transport = names[0] if names else ""
         kv_parts = make_core_kv(config, transports)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu_worker.kv_connector.engine_pair import MAKE, Engine, MakeExecutor, Pair, mp, uni
+from tests.gpu_worker.kv_connector.engine_pair import MAKE, MODEL, Engine, MakeExecutor, Pair, mp, uni
+from tokenloom.engine_core.config import SpeculativeConfig
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.kv_connector import nixl
 
@@ -136,3 +137,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("method", "folder"), [("draft_model", "draft"), ("eagle", "eagle")])
+def test_what_drafts_gets_its_kv_from_the_other_engine_too(
+    method: Any, folder: str, make_pair: MakePair, expected: Callable[[int, SamplingParams], list[int]]
+) -> None:
+    pair = make_pair("shm", speculative=SpeculativeConfig(method, 3, f"{MODEL}/{folder}"))
+    assert "+" in pair.decode.core.ready.kv_layout
+    drafts = pair.decode.core.scheduler.drafts
+    assert drafts is not None
+    drafts.free_rows = None
+    for length in (17, 100):
+        for params in (GREEDY, SAMPLED):
+            assert pair.ask(f"{length}-{params.temperature}", prompt_of(length), params) == expected(length, params)
+    assert drafts.stats().num_accepted_tokens

@@ -12,6 +12,8 @@ from msgspec import Meta, Struct
 
 from tokenloom.request.reasoning import ReasoningMarks, ReasoningParserName
 
+from .speculative_config import SpeculativeConfig as SpeculativeConfig
+
 Dtype = Literal["auto", "float32", "bfloat16"]
 ModelImpl = Literal["auto", "native", "transformers"]
 AttentionBackendName = Literal["auto", "cpu", "torch", "reference"]
@@ -45,7 +47,8 @@ class WorkerConfig(Struct, frozen=True):
     model_impl: Annotated[
         ModelImpl,
         "Which code computes the model: native: the architectures that are built in; transformers: the modules of that "
-        "library over the paged KV cache; auto: native where the architecture is built in, otherwise transformers.",
+        "library over the paged KV cache; auto: native where the architecture and the features that its configuration "
+        "asks for are built in, otherwise transformers.",
     ] = "auto"
     attention_backend: Annotated[
         AttentionBackendName, "How attention is computed; auto: with C++ kernels if they can be built, otherwise torch."
@@ -60,6 +63,11 @@ class WorkerConfig(Struct, frozen=True):
         "Additional seconds of such a step for each token that it computes.",
         Meta(extra={"name": "hash_token_seconds"}),
     ] = 0.0
+    draft_accuracy: Annotated[
+        Annotated[float, Meta(ge=0, le=1)],
+        "Share of the hash worker's drafts that are right, with --speculative-config.",
+        Meta(extra={"name": "hash_draft_accuracy"}),
+    ] = 0.7
     compute_nans_in_logits: Annotated[
         bool, "Count NaN logits (metric vllm:corrupted_requests), at the cost of reading every logit."
     ] = False
@@ -265,6 +273,12 @@ class EngineConfig(Struct, frozen=True):
     structured_output: StructuredOutputConfig | None = None
     """None: the model has no tokenizer, so outputs cannot be constrained."""
     reasoning: ReasoningConfig = ReasoningConfig()
+    speculative: Annotated[
+        SpeculativeConfig | None,
+        "Draft tokens that one step verifies: a JSON object with method (ngram, draft_model or eagle), "
+        "num_speculative_tokens and what the method needs (docs/speculation.md). No token changes.",
+        Meta(extra={"name": "speculative_config"}),
+    ] = None
     max_model_len: Annotated[
         Count | None,
         "Most tokens of prompt and output together; by default what the model supports and the KV cache can hold.",

@@ -21,7 +21,7 @@ from .scheduling.scheduler import Scheduler
 from .scheduling.step_reports import IterationLog, dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
 from .wire.handshake import CoreReady, WarmUp
-from .wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from .wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, ExpertLoads
 from .wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 _HEALTH_SECONDS = 30.0
@@ -61,11 +61,14 @@ class EngineCore:
             connector=self._connector,
             kv_policy=config.kv.policy,
             grammars=self._grammars,
+            speculative=config.speculative,
         )
         self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)
         self.sleeping = Sleeping(self.scheduler, self.pausing, executor)
         warm_up = self._initialize_kv_cache(config, kv_cache, model.block_bytes(config.cache.block_size))
+        if self.scheduler.drafts is not None:
+            self.scheduler.drafts.free_rows = warm_up.free_rows or None
         self._pulse = pulse or StepPulse()
         self._pulse.warmed_up(warm_up.seconds)
         self.steps_in_flight: deque[StepInFlight] = deque()
@@ -76,6 +79,7 @@ class EngineCore:
         """A step whose second half has not begun, because its grammars need the tokens of the step before it."""
         self._observability = config.observability
         self._iterations = IterationLog() if config.observability.log_iterations else None
+        self._expert_loads: ExpertLoads | None = None
         self.num_steps = 0
         self.num_requests_added = 0
         """Requests that clients added, refused ones included."""
@@ -88,6 +92,7 @@ class EngineCore:
             kv_layout=model.kv_layout,
             numerics=model.numerics,
             hidden_size=model.hidden_size,
+            experts_per_token=model.experts_per_token,
             warm_up=warm_up,
             finds_reasoning=config.reasoning.marks is not None,
         )
@@ -255,9 +260,17 @@ class EngineCore:
             step.transfers.step_ended()
         self._abort(take_aborts())
         self.num_steps += 1
+        self._expert_loads = result.expert_loads
         if self._iterations is not None:
             self._iterations.end(self.num_steps, step.scheduled)
-        return self.scheduler.update_from_output(step.scheduled, result)
+        outputs = self.scheduler.update_from_output(step.scheduled, result)
+        if result.draft_token_ids:
+            self.post_step(result)
+        return outputs
+
+    def post_step(self, result: ModelRunnerOutput) -> None:
+        """Pass on what the worker drafted for the next step."""
+        self.scheduler.update_draft_token_ids(result.draft_token_ids)
 
     def _settle(self, outputs: list[EngineCoreOutput]) -> None:
         """Let sessions, and pauses and sleep that wait for running requests, continue."""
@@ -276,6 +289,7 @@ class EngineCore:
             scheduler_stats=self.scheduler.stats(),
             kv_events=kv_events.take() if kv_events is not None else [],
             num_requests_added=self.num_requests_added,
+            expert_loads=self._expert_loads,
         )
 
     def _abort(self, request_ids: Iterable[str]) -> None:

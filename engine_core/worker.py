@@ -27,6 +27,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """As in ``Fingerprint.numerics``."""
     hidden_size: int = 0
     """Columns of prompt embeddings."""
+    experts_per_token: int = 0
+    """Experts that compute a token, over all layers; 0: the model has none."""
     kv_groups: list[KVGroup] = []
     """The layers by the windows that they see; empty: they share one block table."""
 

@@ -58,7 +58,7 @@ class GroupedKVCacheManager:
         """Return the block table of the longest cached prefix of a waiting request, without its last token."""
         if not self.enable_prefix_caching or request.skip_reading_prefix_cache:
             return []
-        limit = (request.num_tokens - 1) // self.block_size
+        limit = request.num_cacheable_tokens // self.block_size
         return find_prefix(
             lambda index: self._hash(request, index), self.pool.find, self._windows, limit, self.block_size
         )
@@ -66,7 +66,7 @@ class GroupedKVCacheManager:
     def finds_more(self, request: Request, num_hits: int) -> bool:
         """Return whether a waiting request would find a longer table than one of ``num_hits`` entries."""
         index = num_hits // self.num_groups
-        if index >= (request.num_tokens - 1) // self.block_size or not self.enable_prefix_caching:
+        if index >= request.num_cacheable_tokens // self.block_size or not self.enable_prefix_caching:
             return False
         is_longer = self.pool.find(group_key(self._hash(request, index), 0)) is not None
         return is_longer and len(self.find_cached_blocks(request)) > num_hits
@@ -151,6 +151,12 @@ class GroupedKVCacheManager:
             # A token in flight is not known yet, so its block has no hash.
             self._register_blocks(request, min(end, request.num_tokens) // self.block_size)
         return new_block_ids
+
+    def cache_accepted(self, request: Request) -> None:
+        """Let full blocks be hit whose last tokens were drafts when they were computed, and are accepted now."""
+        num_full_blocks = min(request.num_computed_tokens, request.num_tokens) // self.block_size
+        if self.enable_prefix_caching and num_full_blocks > request.num_registered_blocks:
+            self._register_blocks(request, num_full_blocks)
 
     def free(self, request: Request) -> None:
         """Take all blocks of a request back; their content can be hit until the blocks are needed."""

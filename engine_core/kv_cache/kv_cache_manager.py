@@ -38,7 +38,7 @@ class KVCacheManager:
         if not self.enable_prefix_caching or request.skip_reading_prefix_cache:
             return hits
         hashes, find = request.block_hashes, self.pool.find
-        for index in range(start, (request.num_tokens - 1) // self.block_size):
+        for index in range(start, request.num_cacheable_tokens // self.block_size):
             if index == len(hashes):
                 hash_next_block(request, self.block_size, self._hash_seed)
             if (block_id := find(hashes[index])) is None:
@@ -99,6 +99,12 @@ class KVCacheManager:
             # A token in flight is not known yet, so its block has no hash.
             self._register_blocks(request, min(end, request.num_tokens) // self.block_size)
         return new_block_ids
+
+    def cache_accepted(self, request: Request) -> None:
+        """Let full blocks be hit whose last tokens were drafts when they were computed, and are accepted now."""
+        num_full_blocks = min(request.num_computed_tokens, request.num_tokens) // self.block_size
+        if self.enable_prefix_caching and num_full_blocks > request.num_registered_blocks:
+            self._register_blocks(request, num_full_blocks)
 
     def free(self, request: Request) -> None:
         """Take all blocks of a request back; their content can be hit until the blocks are needed."""

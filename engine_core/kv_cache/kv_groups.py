@@ -18,9 +18,11 @@ log = logging.getLogger(__name__)
 NULL_BLOCK = 0
 """The block that stands in a table of a grouped pool for content that is not kept. No request ever writes to it."""
 MAX_GROUPS = 8
-"""More groups would waste less memory on unequal numbers of layers, but every block table has an entry for each."""
+"""More groups would waste less memory on unequal numbers of layers, but each step plans attention for each group."""
 _FULL_WEIGHT = 8
 """How many layers with a window need as much memory as one with full attention, in a context that is worth groups."""
+_GROUP_WORTH = 20
+"""Each group needs a plan of attention in each step: a group less is worth one part of so many more of memory."""
 
 
 class KVGroup(msgspec.Struct, frozen=True):
@@ -32,29 +34,37 @@ class KVGroup(msgspec.Struct, frozen=True):
     """Their indices in the model; the i-th one uses tensor i of the pool."""
 
 
-def model_groups(windows: Sequence[int | None], max_model_len: int, config: EngineConfig) -> list[KVGroup]:
-    """Return the groups of a model whose layers have these windows; an empty list if they share one block table."""
-    groups = partition_layers(windows, max_model_len)
+def model_groups(
+    windows: Sequence[int | None], max_model_len: int, config: EngineConfig, sources: Sequence[int] = ()
+) -> list[KVGroup]:
+    """Return the groups of a model whose layers have these windows; an empty list if they share one block table.
+
+    ``sources``: for each layer the one whose keys and values it attends to; empty: its own. Only such layers have KV.
+    """
+    groups = partition_layers(windows, max_model_len, sorted(set(sources)) or None)
     if groups and config.kv.offload_path:
         log.warning("layers with a window keep the KV of the whole context, because offloading does not know groups")
         return []
     return [] if config.cache.disable_hybrid_kv_cache_manager else groups
 
 
-def partition_layers(windows: Sequence[int | None], max_model_len: int) -> list[KVGroup]:
+def partition_layers(
+    windows: Sequence[int | None], max_model_len: int, members: Sequence[int] | None = None
+) -> list[KVGroup]:
     """Return the groups of a model whose layers have these windows, those of full attention first.
 
     A window that reaches over ``max_model_len`` counts as full attention. Returns an empty list if all layers are of
-    one kind: such a model needs no groups.
+    one kind: such a model needs no groups. ``members``: the layers to partition; None: all.
     """
+    members = range(len(windows)) if members is None else members
     kinds = [window if window is not None and window < max_model_len else None for window in windows]
-    counts = Counter(kinds)
+    counts = Counter(kinds[layer] for layer in members)
     if not 1 < len(counts) <= MAX_GROUPS:
         return []
     size = _group_size(counts)
     groups = []
     for window in sorted(counts, key=lambda window: (window is not None, -(window or 0))):
-        layers = [layer for layer, kind in enumerate(kinds) if kind == window]
+        layers = [layer for layer in members if kinds[layer] == window]
         groups += [KVGroup(window, layers[first : first + size]) for first in range(0, len(layers), size)]
     return groups
 
@@ -62,12 +72,15 @@ def partition_layers(windows: Sequence[int | None], max_model_len: int) -> list[
 def _group_size(counts: Counter[int | None]) -> int:
     """Return how many layers a group has, so that a long context needs little memory in few groups."""
 
-    def cost(size: int) -> tuple[int, int]:
-        slots = {window: -(-count // size) * size for window, count in counts.items()}
-        return sum(number * (_FULL_WEIGHT if window is None else 1) for window, number in slots.items()), -size
+    def groups(size: int) -> int:
+        return sum(-(-count // size) for count in counts.values())
 
-    sizes = range(1, max(counts.values()) + 1)
-    return min((size for size in sizes if sum(-(-n // size) for n in counts.values()) <= MAX_GROUPS), key=cost)
+    def cost(size: int) -> int:
+        weights = {window: _FULL_WEIGHT if window is None else 1 for window in counts}
+        memory = sum(-(-count // size) * size * weights[window] for window, count in counts.items())
+        return memory * (_GROUP_WORTH + groups(size))
+
+    return min((size for size in range(1, max(counts.values()) + 1) if groups(size) <= MAX_GROUPS), key=cost)
 
 
 def layers_per_group(groups: Sequence[KVGroup]) -> int:

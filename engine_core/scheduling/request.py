@@ -3,10 +3,12 @@
 import enum
 from collections.abc import Sequence
 
+from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.request.sampling_params import RepetitionDetectionParams
 
 from ..kv_transfer.kv_messages import KVTarget
-from ..wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
+from ..wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs, RoutedExperts
+from .draft_history import DraftHistory
 
 
 class RequestStatus(enum.IntEnum):
@@ -99,6 +101,7 @@ class Request:
         "block_ids",
         "cache_salt",
         "deadline_ns",
+        "draft_history",
         "first_kept_blocks",
         "first_output_sent",
         "first_scheduled_ns",
@@ -119,6 +122,7 @@ class Request:
         "repetition_detection",
         "request_id",
         "reserved_block_ids",
+        "routed_rows",
         "sampling_params",
         "skip_reading_prefix_cache",
         "status",
@@ -149,6 +153,8 @@ class Request:
         self.num_output_placeholders = 0
         """Output tokens that steps in flight will draw; the worker knows them before the scheduler does."""
         self.repetition_detection = params.repetition_detection
+        self.draft_history: DraftHistory | None = None
+        """Which of its drafts were right; None before the first ones."""
 
         self.remote: RemoteKVState | None = None
         if message.lease_id or message.remote_kv is not None or message.awaits_tokens:
@@ -163,6 +169,9 @@ class Request:
             self.prompt_logprobs = Logprobs([], [])
         # A prompt token that is not computed has no logits.
         self.skip_reading_prefix_cache = params.skip_reading_prefix_cache or self.prompt_logprobs is not None
+
+        # None: the request does not ask for them.
+        self.routed_rows = RoutedRows(params.routed_experts_prompt_start) if params.return_routed_experts else None
 
         # Maintained by the KV cache manager.
         self.block_ids: list[int] = []
@@ -185,6 +194,13 @@ class Request:
     def is_decode_leg(self) -> bool:
         """Whether its KV, or its first tokens, will come from another engine."""
         return self.remote is not None and (self.remote.target is not None or self.remote.awaits_tokens)
+
+    @property
+    def num_cacheable_tokens(self) -> int:
+        """Tokens that may come from a prefix cache: not the last one, whose logits are the next token, and none whose
+        experts are still to be returned."""
+        most = self.num_tokens - 1
+        return most if self.routed_rows is None else min(most, self.routed_rows.end)
 
     @property
     def num_output_tokens(self) -> int:
@@ -244,6 +260,15 @@ class Request:
         self.skip_reading_prefix_cache = bool(self.sampling_params.skip_reading_prefix_cache)
         return whole
 
+    def take_routed_experts(self) -> RoutedExperts | None:
+        """Return the experts of the tokens computed since the last call, and forget them; None: there are none."""
+        rows = self.routed_rows
+        if rows is None or rows.start == rows.end:
+            return None
+        part = RoutedExperts(rows.start, rows.num_layers, rows.top_k, rows.id_bytes, rows.expert_ids)
+        rows.drop()
+        return part
+
     def set_status(self, status: RequestStatus) -> None:
         """Change the status; no other code does."""
         assert status in _TRANSITIONS[self.status], f"{self.request_id}: {self.status.name} cannot become {status.name}"
@@ -282,5 +307,7 @@ def is_repeating(token_ids: Sequence[int], start: int, detection: RepetitionDete
 def mark_finished(output: EngineCoreOutput, request: Request, status: RequestStatus) -> None:
     """Make ``output`` the last of the request."""
     output.finish_reason = FINISH_REASONS[status]
+    if request.draft_history is not None:
+        output.drafts = request.draft_history.counts
     if output.finish_reason is FinishReason.STOP and request.ends_with_stop_token:
         output.stop_token_id = request.all_token_ids[-1]

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from ..structured_output.manager import FIELD
 from ..wire.messages import EngineCoreOutput, Logprobs
 from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .drafts import Drafts
 from .ended_requests import EndedRequests
 from .request import Request, RequestStatus, finish_status, mark_finished
 from .request_queues import WaitingRequests
@@ -32,6 +33,7 @@ class StepResults:
         in_flight: StepsInFlight | None,
         ended: EndedRequests,
         recorder: StatsRecorder,
+        drafts: Drafts | None,
     ) -> None:
         """``requests``, ``waiting`` and ``running`` are the scheduler's."""
         self._requests = requests
@@ -40,13 +42,17 @@ class StepResults:
         self._in_flight = in_flight
         self._ended = ended
         self._recorder = recorder
+        self._drafts = drafts
 
     def apply(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Process the result of a step. Returns one output for each request with new tokens."""
         assert len(result.req_ids) == len(scheduled.num_scheduled_tokens), "the worker left requests out"
         if self._in_flight is not None:
             result = self._in_flight.end(scheduled, result, self._requests)
+        if scheduled.draft_token_ids and self._drafts is not None:
+            self._drafts.verify(scheduled, result)
         prompt_logprobs = self._collect_prompt_logprobs(scheduled, result) if result.prompt_logprobs else {}
+        routed = self._routed_requests(result) if result.routed_experts else []
         has_details = bool(result.logprobs or prompt_logprobs or result.num_nans_in_logits or result.logits_stats)
         outputs: list[EngineCoreOutput] = []
         any_finished = False
@@ -55,7 +61,8 @@ class StepResults:
                 continue  # its prompt is incomplete, or it was aborted while the step executed
             output = self._accept_tokens(request, token_ids)
             if has_details:
-                output.new_logprobs = result.logprobs.get(request_id)
+                if (logprobs := result.logprobs.get(request_id)) is not None:
+                    output.new_logprobs = logprobs.first(len(output.new_token_ids))
                 output.new_prompt_logprobs = prompt_logprobs.get(request_id)
                 output.num_nans_in_logits = result.num_nans_in_logits.get(request_id, 0)
                 output.logits_stats = result.logits_stats.get(request_id)
@@ -63,6 +70,8 @@ class StepResults:
             outputs.append(output)
         if any_finished:
             self._running[:] = [request for request in self._running if not request.is_finished]
+        if routed:
+            _attach_routed(routed, result, outputs)
         if result.without_choice:
             self.end_constrained(dict.fromkeys(result.without_choice, _NO_CHOICE), "allowed_token_ids")
         for request_id in result.without_finite_logit:
@@ -103,6 +112,11 @@ class StepResults:
                 complete[req_id] = whole
         return complete
 
+    def _routed_requests(self, result: ModelRunnerOutput) -> list[Request]:
+        """Return the live requests of the step that ask for their experts."""
+        found = map(self._requests.get, result.routed_experts)
+        return [request for request in found if request is not None]
+
     def _accept_tokens(self, request: Request, token_ids: list[int]) -> EngineCoreOutput:
         output = EngineCoreOutput(request.request_id, token_ids, request.num_tokens - request.num_prompt_tokens)
         for count, token_id in enumerate(token_ids, 1):
@@ -111,6 +125,8 @@ class StepResults:
                 output.new_token_ids = token_ids[:count]
                 mark_finished(output, request, status)
                 break
+        if count > 1 and self._drafts is not None:
+            self._drafts.accepted(request)
         if request.status is RequestStatus.PREEMPTED:  # while the step was in flight
             self._waiting.num_tokens += len(output.new_token_ids)
             if status is not None:
@@ -122,3 +138,16 @@ class StepResults:
             output.prefill_stats = self._recorder.prefill_stats(request)
             output.kv_wait_ns = request.kv_wait_ns
         return output
+
+
+def _attach_routed(routed: list[Request], result: ModelRunnerOutput, outputs: list[EngineCoreOutput]) -> None:
+    """Add the experts of the step to their requests, and send them with the outputs.
+
+    Called after the tokens were accepted: the experts of tokens that did not become part of the output are dropped.
+    """
+    output_of = {output.request_id: output for output in outputs}
+    for request in routed:
+        assert request.routed_rows is not None
+        request.routed_rows.add(result.routed_experts[request.request_id], request.num_tokens - 1)
+        if (output := output_of.get(request.request_id)) is not None:
+            output.routed_experts = request.take_routed_experts()

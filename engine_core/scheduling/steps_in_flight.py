@@ -65,4 +65,8 @@ def _without(result: ModelRunnerOutput, unwanted: set[str]) -> ModelRunnerOutput
         [request_id for request_id in result.without_choice if request_id not in unwanted],
         {request_id: value for request_id, value in result.logits_stats.items() if request_id not in unwanted},
         [request_id for request_id in result.without_finite_logit if request_id not in unwanted],
+        routed_experts={
+            request_id: value for request_id, value in result.routed_experts.items() if request_id not in unwanted
+        },
+        expert_loads=result.expert_loads,
     )

@@ -21,8 +21,13 @@ class SchedulingPolicy(enum.StrEnum):
     """The lowest ``priority`` first; among equals first come, first served."""
 
 
-def check_config(config: SchedulerConfig, max_model_len: int) -> None:
+def check_config(config: SchedulerConfig, max_model_len: int, *, speculates: bool = False) -> None:
     """Raise ``ValueError``, naming the setting, for limits under which the scheduler could stop making progress."""
+    if speculates and config.async_scheduling:
+        raise ValueError(
+            "speculative_config cannot be used with async_scheduling: a step would be scheduled before it is known how "
+            "many drafts of the step before it are right; turn one of them off"
+        )
     if config.max_num_seqs < 1:
         raise ValueError(f"max_num_seqs is {config.max_num_seqs}; it must be at least 1")
     if config.max_num_batched_tokens < config.max_num_seqs:
@@ -183,7 +188,8 @@ class Admission:
         """
         if self._remote is None or request.block_ids:
             return 0
-        if request.skip_reading_prefix_cache and not request.is_decode_leg:
+        skips = request.skip_reading_prefix_cache or request.routed_rows is not None
+        if skips and not request.is_decode_leg:
             return 0
         return self._remote.num_external_tokens(request, num_computed_tokens)
 

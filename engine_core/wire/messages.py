@@ -9,6 +9,7 @@ from ..errors import UtilityError
 from ..kv_cache.kv_events import KVCacheEvent
 from ..kv_transfer.kv_messages import KVTarget
 from .core_sampling_params import SamplingParams
+from .draft_counts import DraftCounts, SpecDecodingStats
 from .embedding_rows import EmbedsSpan
 from .serialization import from_raw
 
@@ -136,11 +137,44 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
         self.logprobs += following.logprobs
         self.top = following.top
 
+    def first(self, count: int) -> "Logprobs":
+        """Return the first ``count`` positions."""
+        if count >= len(self.sampled):
+            return self
+        listed = count * self.top
+        return Logprobs(
+            self.sampled[:count], self.rank[:count], self.top, self.token_ids[:listed], self.logprobs[:listed]
+        )
+
     def positions(self) -> Iterator["Logprobs"]:
         """Yield each position on its own."""
         for position, (sampled, rank) in enumerate(zip(self.sampled, self.rank, strict=True)):
             of_this = slice(position * self.top, (position + 1) * self.top)
             yield Logprobs([sampled], [rank], self.top, self.token_ids[of_this], self.logprobs[of_this])
+
+
+class RoutedExperts(msgspec.Struct, array_like=True, gc=False):
+    """Holds which experts computed consecutive tokens of a request."""
+
+    start: int
+    """Position of the first token, counted over prompt and output."""
+    num_layers: int
+    """Layers that have experts."""
+    top_k: int
+    """Experts of a token in each of these layers."""
+    id_bytes: int
+    """Bytes of an expert's number, 1 or 2."""
+    expert_ids: bytes
+    """[n, num_layers, top_k] numbers of experts, little-endian."""
+
+
+class ExpertLoads(msgspec.Struct, array_like=True, gc=False):
+    """Describes how tokens were spread over the experts of a model since it was loaded."""
+
+    tokens: list[int]
+    """[num_experts] tokens that each expert computed, over all layers."""
+    imbalance: list[float]
+    """[num_layers] the most tokens of one expert of the layer, divided by the mean of its experts; 0 before any."""
 
 
 class LogitsStats(msgspec.Struct, array_like=True, gc=False):
@@ -199,6 +233,10 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """Statistics of the logits that the last of ``new_token_ids`` was drawn from, in steps that are measured."""
     error_kind: ErrorKind = ErrorKind.UNAVAILABLE
     """With ``error``, unless ``error_field`` says that the request is wrong."""
+    drafts: DraftCounts | None = None
+    """With ``finish_reason``: the request's drafts; None if it had none."""
+    routed_experts: RoutedExperts | None = None
+    """Those of the tokens computed since the request's last output, if the request asks for them."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
@@ -233,6 +271,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Requests whose prompt was computed: they have their first token (counter)."""
     num_prefilled_tokens: int = 0
     """Prompt tokens of those requests, cached ones included (counter)."""
+    spec_decoding: SpecDecodingStats | None = None
+    """None unless the engine speculates."""
 
 
 class UtilityCall(msgspec.Struct, array_like=True, gc=False):
@@ -269,3 +309,5 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Changes of the prefix cache since the last step, if they are published."""
     num_requests_added: int = 0
     """ADDs that the core has received: the statistics cover these requests."""
+    expert_loads: ExpertLoads | None = None
+    """After the latest step, of a model with experts."""

@@ -19,13 +19,20 @@ class GroupedBackend:
     """Fulfils :class:`~.attention_backend.AttentionBackend` with one backend for each group.
 
     A plan gets the block table and the slots of all groups, as :class:`~..batch.block_table.BlockTable` holds them.
+    Backends do not read blocks that lie before a request's window: they may be another request's by now.
     """
 
     def __init__(
-        self, groups: Sequence[KVGroup], block_size: int, make_backend: Callable[[], AttentionBackend]
+        self,
+        groups: Sequence[KVGroup],
+        block_size: int,
+        make_backend: Callable[[], AttentionBackend],
+        sources: Sequence[int] = (),
     ) -> None:
-        """``make_backend``: makes a backend for as many layers as a group has."""
+        """``make_backend``: makes a backend for as many layers as a group has. ``sources``: as
+        ``ModelConfig.kv_sources``; a layer that is in no group gets the cache of its source."""
         self._groups = list(groups)
+        self._sources = list(sources)
         self._backends = [make_backend() for _ in groups]
         for group, backend in zip(groups, self._backends, strict=True):
             if group.window is not None and isinstance(backend, CPUBackend):
@@ -50,7 +57,8 @@ class GroupedBackend:
             for tensor, layer in zip(tensors, group.layers, strict=False):
                 caches[layer] = tensor.view(tensor.shape)
                 self._group_of[id(caches[layer])] = index
-        return [caches[layer] for layer in range(len(caches))]
+        sources = self._sources or range(len(caches))
+        return [caches[source] for source in sources]
 
     def plan(
         self,
@@ -64,11 +72,11 @@ class GroupedBackend:
             backend.plan(
                 cu_query_lens,
                 seq_lens,
-                np.ascontiguousarray(block_tables[:, group :: len(self._groups)]),
-                slot_mapping[group],
+                np.ascontiguousarray(block_tables[:, index :: len(self._groups)]),
+                slot_mapping[index],
                 foreign_tails,
             )
-            for group, backend in enumerate(self._backends)
+            for index, backend in enumerate(self._backends)
         ]
         return GroupedPlan(plans, self._group_of)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter
 
+from tokenloom.engine_core.config import SpeculativeConfig
 from tokenloom.engine_core.wire.handshake import CoreReady
 from tokenloom.engine_core.wire.messages import (
     EngineCoreOutput,
@@ -17,7 +18,9 @@ from tokenloom.engine_core.wire.messages import (
 from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
 
+from .expert_metrics import ExpertMetrics
 from .kv.kv_metrics import KVMetrics
+from .speculation_metrics import SpeculationMetrics
 from .streams.attempt import Attempt
 
 _LABELS = ("model_name", "engine")
@@ -39,8 +42,17 @@ _COUNTERS_OF_CORE = {
 class EngineMetrics:
     """Observes attempts and steps; times are monotonic seconds."""
 
-    def __init__(self, registry: CollectorRegistry, model: str, engine: str, *, logits: bool = False) -> None:
-        """``logits``: whether the core measures logits; otherwise their metrics do not exist."""
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        model: str,
+        engine: str,
+        *,
+        logits: bool = False,
+        speculative: SpeculativeConfig | None = None,
+    ) -> None:
+        """``logits``: whether the core measures logits; otherwise their metrics do not exist, nor do those of drafts
+        without ``speculative``."""
         self.kv = KVMetrics(registry, model, engine)
         self._registry = registry
         self._labels = (model, engine)
@@ -60,6 +72,10 @@ class EngineMetrics:
         self._success = {reason: success.labels(*self._labels, reason.name.lower()) for reason in FinishReason}
         self._make_histograms()
         self._logits = _LogitsMetrics(registry, labels_of) if logits else None
+        if speculative is not None:
+            num_tokens = speculative.num_speculative_tokens
+            SpeculationMetrics(registry, labels_of, num_tokens, lambda: self._seen.spec_decoding)
+        self._experts: ExpertMetrics | None = None  # of a model with experts, once it is loaded
 
     def _make_histograms(self) -> None:
         self._ttft = self._histogram("time_to_first_token_seconds", "Seconds from arrival to the first token.")
@@ -81,7 +97,9 @@ class EngineMetrics:
         )
 
     def observe_ready(self, ready: CoreReady, *, enable_prefix_caching: bool) -> None:
-        """Show the configuration of the engine as labels of a gauge that is 1."""
+        """Show the configuration of the engine as labels of a gauge that is 1, and the experts of a model with some."""
+        if ready.experts_per_token:
+            self._experts = ExpertMetrics(self._registry, dict(zip(_LABELS, self._labels, strict=True)))
         info = {
             "block_size": str(ready.block_size),
             "num_gpu_blocks": str(ready.num_kv_blocks),
@@ -96,6 +114,8 @@ class EngineMetrics:
         if (stats := outputs.scheduler_stats) is not None:
             self.kv.observe_stats(stats)
             self._seen = stats
+        if outputs.expert_loads is not None and self._experts is not None:
+            self._experts.loads = outputs.expert_loads
         if outputs.outputs:
             num_generated = sum(len(output.new_token_ids) for output in outputs.outputs)
             prefills = [output.prefill_stats for output in outputs.outputs if output.prefill_stats is not None]

@@ -32,6 +32,7 @@ class Identity:
             vocab_size=ready.vocab_size,
             max_logprobs=ready.vocab_size if settings.max_logprobs == -1 else settings.max_logprobs,
             priorities=settings.engine.scheduler.policy == "priority",
+            experts_per_token=ready.experts_per_token,
             hidden_size=ready.hidden_size if settings.enable_prompt_embeds else 0,
             reasoning=reasoning_mode(settings.engine.reasoning, finds_reasoning=ready.finds_reasoning),
         )

@@ -1,6 +1,5 @@
 """``tokenloom serve`` on models other than the demo model, as a user starts and uses it."""
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -46,5 +45,4 @@ def test_a_chat(name: str, serve: Serve, tmp_path: Path) -> None:
     expected = compute_case(model, chat.prompt_token_ids, NUM_TOKENS).tokens
     assert chat.choices[0].token_ids == expected
     assert chat.choices[0].message.content == load_tokenizer(path).decode(expected)
-    assert all(json.loads(json.dumps(part))["state"] == "SERVING" for part in mesh.ps())
     assert mesh.stop(signal.SIGTERM) == 0

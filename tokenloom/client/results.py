@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tokenloom.offline.outputs import CompletionOutput, Logprob
+from tokenloom.request.routed_experts import to_array
 from tokenloom.v1 import inference_pb2, types_pb2
 
 from .options import Message
@@ -176,6 +177,8 @@ class Collector:
             add_delta(output.tool_calls, delta)
         if chunk.logprobs:
             self._add_logprobs(output, chunk)
+        if response.HasField("routed_experts"):
+            output.routed_experts = to_array(response.routed_experts)
         self._add_prompt(response)
         self._last = response
 

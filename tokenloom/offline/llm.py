@@ -82,6 +82,7 @@ class LLM:
             max_model_len=ready.max_model_len,
             vocab_size=ready.vocab_size,
             max_logprobs=ready.vocab_size if max_logprobs == -1 else max_logprobs,
+            experts_per_token=ready.experts_per_token,
             hidden_size=ready.hidden_size if enable_prompt_embeds else 0,
             reasoning=reasoning_mode(config.reasoning, finds_reasoning=ready.finds_reasoning),
         )

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 
 from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
 from tokenloom.request.reasoning import Reasoning
+from tokenloom.request.routed_experts import to_array
+from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 
@@ -44,6 +46,7 @@ class OfflineSample:
             self.completion.logprobs, self.completion.cumulative_logprob = [], 0.0
         if text.reasoning is not None:
             self.completion.num_reasoning_tokens = 0
+        self._routed = RoutedRows(params.routed_experts_prompt_start) if params.return_routed_experts else None
         self._num_reported_chars = self._num_reported_tokens = 0
 
     @property
@@ -76,10 +79,13 @@ class OfflineSample:
         if (reasoning := self._text.reasoning) is not None:
             reasoning.feed(completion.token_ids[num_before:])
             completion.num_reasoning_tokens = reasoning.num_tokens
+        if step.routed_experts is not None and self._routed is not None:
+            self._routed.add(step.routed_experts)
         if step.new_logprobs is not None:
             self._weigh(step.new_logprobs, len(step.new_token_ids))
         if match is not None:
             completion.finish_reason, completion.stop_reason = "stop", match.stop_string
+            self._set_routed()
             return True
         if step.finish_reason is not None:
             self._finish(step.finish_reason, step.stop_token_id)
@@ -107,9 +113,16 @@ class OfflineSample:
         completion.logprobs += token_logprobs(columns, kept, self._num_also, self._text.vocabulary)
         completion.cumulative_logprob += sum(columns.sampled[: len(kept)])
 
+    def _set_routed(self) -> None:
+        """Return the experts of the output, which has ended."""
+        if (rows := self._routed) is not None:
+            rows.cut(len(self.core_request.prompt_token_ids) + len(self.completion.token_ids) - 1)
+            self.completion.routed_experts = to_array(rows) if rows.num_layers else None
+
     def _finish(self, reason: FinishReason, stop_token_id: int | None) -> None:
         self.completion.text += self._text.detokenizer.finish()
         self.completion.finish_reason = _FINISH_REASONS[reason]
+        self._set_routed()
         if stop_token_id not in self._text.eos_token_ids:
             self.completion.stop_reason = stop_token_id
 

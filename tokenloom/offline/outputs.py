@@ -3,6 +3,9 @@
 import enum
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 
 class RequestOutputKind(enum.Enum):
     """Selects what each output of :meth:`tokenloom.LLM.stream` holds."""
@@ -44,6 +47,10 @@ class CompletionOutput:
     """``stop``, ``length``, ``repetition`` or ``abort``."""
     stop_reason: int | str | None = None
     """The stop string, or the token of ``stop_token_ids``; None for the model's own end-of-sequence tokens."""
+    routed_experts: npt.NDArray[np.unsignedinteger] | None = None
+    """[tokens, layers with experts, experts of a token]: which experts computed each token, once the output has ended;
+    None unless ``return_routed_experts`` was set. The rows end before the last output token, which was not computed.
+    They begin at ``routed_experts_prompt_start``, or after the prompt for outputs after the first."""
     num_reasoning_tokens: int | None = None
     """Tokens of the reasoning before the answer, without the marks around it; None if these are not known."""
 

@@ -101,10 +101,13 @@ class RequestBuilder:
     def _samples(
         self, request_id: str, prompt: TokenizedPrompt, wire: types_pb2.SamplingParams, n: int
     ) -> list[EngineCoreRequest]:
-        """Return n requests with different seeds; only the first returns the prompt's log probabilities."""
+        """Return n requests with different seeds; only the first returns the prompt's log probabilities and experts."""
         rest = self.limits.max_model_len - len(prompt.token_ids)
         first = to_core_sampling(wire, self.limits, rest, self._random)
         others = replace(first, prompt_logprobs=None)
+        if first.return_routed_experts:
+            start = max(first.routed_experts_prompt_start, len(prompt.token_ids))
+            others = replace(others, routed_experts_prompt_start=start)
         return [
             EngineCoreRequest(
                 request_id=request_id if n == 1 else f"{index}_{request_id}",

@@ -128,6 +128,17 @@ class SamplingFields(Struct, kw_only=True):
         Annotated[int, Meta(ge=0)] | None,
         Meta(description="Reasoning tokens after which the answer must begin; the mark between both is not counted."),
     ] = None
+    return_routed_experts: Annotated[
+        bool, Meta(description="Whether to return which experts computed each token; only for models with experts.")
+    ] = False
+    routed_experts_prompt_start: Annotated[
+        int,
+        Meta(ge=0, le=2**32 - 1),
+        Meta(
+            description="With return_routed_experts: the position from which on experts are returned. Only tokens "
+            "before it may come from a prefix cache."
+        ),
+    ] = 0
 
 
 class GenerationFields(SamplingFields, kw_only=True):

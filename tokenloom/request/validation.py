@@ -238,6 +238,11 @@ def _check_thinking_token_budget(params: Params, limits: Limits, field: str) -> 
         )
 
 
+def _check_routed_experts(params: Params, limits: Limits, field: str) -> None:
+    if params.return_routed_experts and not limits.experts_per_token:
+        raise InvalidArgument(f"{field} is not available: this model has no experts", field)
+
+
 def _check_token_ids(token_ids: Collection[int], limits: Limits, field: str, most: int | None = None) -> None:
     if most is not None and len(token_ids) > most:
         raise InvalidArgument(f"{field} may hold at most {most} ids, not {len(token_ids)}", field)
@@ -276,5 +281,6 @@ _OWN_RULES: dict[str, Callable[[Params, Limits, str], None]] = {
     "bad_words": _check_bad_words,
     "repetition_detection": _check_repetition_detection,
     "thinking_token_budget": _check_thinking_token_budget,
+    "return_routed_experts": _check_routed_experts,
     "structured_outputs": lambda params, limits, field: check_structured_outputs(params.structured_outputs, field),
 }

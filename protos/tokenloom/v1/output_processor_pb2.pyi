@@ -158,7 +158,7 @@ class ProcessFrame(_message.Message):
     def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., slot: _Optional[_Iterable[int]] = ..., text: _Optional[_Iterable[str]] = ..., token_index: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: _Optional[_Iterable[_Union[RequestFinished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SlotTextLogprobs, _Mapping]]] = ..., engine_death_slots: _Optional[_Iterable[int]] = ..., sample_index: _Optional[_Iterable[int]] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class RequestFinished(_message.Message):
-    __slots__ = ("slot", "reason", "stop_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "attempts", "timeline", "error", "sample_index")
+    __slots__ = ("slot", "reason", "stop_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "attempts", "timeline", "error", "sample_index", "routed_experts")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +169,7 @@ class RequestFinished(_message.Message):
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     reason: _types_pb2.FinishReason
     stop_reason: str
@@ -179,7 +180,8 @@ class RequestFinished(_message.Message):
     timeline: _types_pb2.Timeline
     error: _types_pb2.Error
     sample_index: int
-    def __init__(self, slot: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., timeline: _Optional[_Union[_types_pb2.Timeline, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., sample_index: _Optional[int] = ...) -> None: ...
+    routed_experts: _types_pb2.RoutedExperts
+    def __init__(self, slot: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., timeline: _Optional[_Union[_types_pb2.Timeline, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., sample_index: _Optional[int] = ..., routed_experts: _Optional[_Union[_types_pb2.RoutedExperts, _Mapping]] = ...) -> None: ...
 
 class SlotTextLogprobs(_message.Message):
     __slots__ = ("slot", "prompt", "token_index", "logprobs", "sampled_text", "token_text", "sample_index", "first_text")

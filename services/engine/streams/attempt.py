@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenloom.engine_core.wire.messages import EngineCoreRequest, FinishReason, PrefillStats
+from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.services.runtime.telemetry.tracing import Headers
 
 
@@ -57,6 +58,7 @@ class Attempt:
         trace_headers: Headers of the trace that the attempt belongs to; None without one.
         request: The request for the core, until the core has it.
         deadline: The timer that ends the attempt when its time has run out.
+        routed: The experts of the tokens that were computed so far; None until some arrive.
         saw_nans: Whether a token was drawn from logits that contained NaN.
         finish_reason: None while the attempt is live.
     """
@@ -70,6 +72,7 @@ class Attempt:
     times: AttemptTimes
     kv: AttemptKV
     deadline: asyncio.TimerHandle | None = None
+    routed: RoutedRows | None = None
     saw_nans: bool = False
     finish_reason: FinishReason | None = None
 

@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from random import Random
 
+import msgspec
+
+from tokenloom.engine_core.wire.draft_counts import DraftCounts
 from tokenloom.engine_core.wire.messages import (
     AcceptTokens,
     EngineCoreOutput,
@@ -12,6 +15,8 @@ from tokenloom.engine_core.wire.messages import (
     PrefillStats,
 )
 from tokenloom.request import errors, validation
+from tokenloom.request.routed_experts import routed_message
+from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import coordinator_pb2, engine_pb2, types_pb2
 
@@ -143,13 +148,18 @@ class Attempts:
             logprobs = _wire_logprobs(output.new_logprobs) if output.new_logprobs is not None else None
             self._builder.add_tokens(attempt.slot, output.token_index, output.new_token_ids, logprobs)
             attempt.tokens.output = output.token_index + len(output.new_token_ids)
+        if output.routed_experts is not None:
+            attempt.routed = attempt.routed or RoutedRows(output.routed_experts.start)
+            attempt.routed.add(output.routed_experts)
         if output.prefill_stats is not None:
             attempt.times.prefill = output.prefill_stats
         attempt.kv.wait_ns += output.kv_wait_ns
         if output.finish_reason is FinishReason.ERROR:
             self.fail(attempt.slot, _failure(output))
         elif output.finish_reason is not None:
-            self._finish(attempt, output.finish_reason, stop_token_id=output.stop_token_id)
+            self._finish(
+                attempt, output.finish_reason, stop_token_id=output.stop_token_id, drafts=_wire_drafts(output.drafts)
+            )
 
     def stop_at(self, slot: int, num_tokens: int) -> Attempt | None:
         """End an attempt in which the peer found a stop string, with at most ``num_tokens`` tokens. An end that has not
@@ -197,6 +207,7 @@ class Attempts:
         *,
         stop_token_id: int | None = None,
         error: errors.TokenloomError | None = None,
+        drafts: types_pb2.DraftCounts | None = None,
     ) -> Attempt:
         del self.live[attempt.slot]
         attempt.finish_reason = reason
@@ -215,6 +226,8 @@ class Attempts:
                 queued_ns=stats.queued_ns,
                 kv_wait_ns=attempt.kv.wait_ns,
                 prefill_ns=stats.prefill_ns,
+                drafts=drafts,
+                routed_experts=routed_message(attempt.routed) if attempt.routed else None,
             )
         )
         return attempt
@@ -234,6 +247,10 @@ class Attempts:
             lease_id=attempt.kv.lease_id,
             num_tokens=num_tokens,
         )
+
+
+def _wire_drafts(drafts: DraftCounts | None) -> types_pb2.DraftCounts | None:
+    return None if drafts is None else types_pb2.DraftCounts(**msgspec.structs.asdict(drafts))
 
 
 def _wire_logprobs(logprobs: Logprobs) -> types_pb2.Logprobs:

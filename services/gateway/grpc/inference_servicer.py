@@ -207,6 +207,8 @@ def _response(generation: Generation, delta: Delta) -> inference_pb2.GenerateRes
     if delta.finished is not None:
         response.finish_reason = delta.finished.reason
         response.stop_reason = delta.finished.stop_reason
+        if delta.finished.HasField("routed_experts"):
+            response.routed_experts.CopyFrom(delta.finished.routed_experts)
     return response
 
 

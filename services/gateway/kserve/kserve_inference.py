@@ -18,7 +18,14 @@ VERSION = "1"
 """The version of every model."""
 INPUTS = {"text_input": "BYTES", "sampling_parameters": "BYTES", "stream": "BOOL", "exclude_input_in_output": "BOOL"}
 OUTPUTS = ("text_output", "finish_reason")
-_NOT_IN_TENSORS = ("logprobs", "prompt_logprobs", "return_token_ids", "return_timeline", "stream_options")
+_NOT_IN_TENSORS = (
+    "logprobs",
+    "prompt_logprobs",
+    "return_routed_experts",
+    "return_token_ids",
+    "return_timeline",
+    "stream_options",
+)
 _OF_TRITON = frozenset({"triton_enable_empty_final_response"})
 _MAX_TIMEOUT_US = 2**62
 _MAX_PARAMETER_BYTES = 128 << 10

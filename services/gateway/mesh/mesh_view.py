@@ -164,6 +164,7 @@ class MeshView:
                 vocab_size=min(limit.vocab_size for limit in limits),
                 max_logprobs=min(map(max_logprobs, limits)),
                 priorities=all(limit.priorities for limit in limits),
+                experts_per_token=min(limit.experts_per_token for limit in limits),
                 hidden_size=min(limit.hidden_size for limit in limits),
                 reasoning=min(limit.reasoning for limit in limits),
             )

@@ -1,8 +1,10 @@
 """Reads a generation for answers: what chats and completions have in common."""
 
+import base64
 import time
 from collections.abc import Iterable, Iterator
 
+from tokenloom.request.routed_experts import to_npy
 from tokenloom.v1 import inference_pb2, output_processor_pb2
 
 from ..generation.generation import Generation
@@ -148,6 +150,13 @@ class AnswerBase:
         if reason in self.options.stop:
             return reason
         return int(reason) if reason.isdecimal() and int(reason) in self.options.stop_token_ids else None
+
+
+def routed_member(finished: output_processor_pb2.RequestFinished) -> dict[str, object]:
+    """Return the experts of an output's tokens as a member, a ``.npy`` file in base64; empty unless there are any."""
+    if not finished.HasField("routed_experts"):
+        return {}
+    return {"routed_experts": base64.b64encode(to_npy(finished.routed_experts)).decode()}
 
 
 def choice_blocks(choice: dict[str, object], logprobs: Iterator[bytes]) -> Iterator[bytes]:

@@ -16,7 +16,7 @@ from ..mesh.collector import Delta
 from ..openapi.request_schemas import ChatCompletionRequest
 from ..tenants.tenant import Tenant
 from ..tools.tool_request import NO_TOOLS, read_tool_request
-from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason
+from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason, routed_member
 from .chat_messages import read_chat
 from .event_ids import CONTENT_ENDED, FINISHED
 from .json_blocks import JsonBlocks
@@ -176,6 +176,7 @@ class ChatAnswer:
         """Return the event that ends an output."""
         finish = sse.encode_json(self._finish_reason(index, finished))
         stop = b',"stop_reason":' + sse.encode_json(self._base.stop_reason(finished))
+        stop += sse.members(routed_member(finished))
         choice = sse.choice(index, b'"delta":{}', finish, stop)
         is_last = self._live == 0 and not self._base.options.include_usage
         timeline = sse.members(self._base.timeline()) if is_last else b""
@@ -193,7 +194,7 @@ class ChatAnswer:
         }
         if self._base.options.return_token_ids:
             choice["token_ids"] = turn.token_ids
-        return choice
+        return choice | routed_member(finished)
 
     def _finish_reason(self, index: int, finished: output_processor_pb2.RequestFinished) -> str:
         """Return ``tool_calls`` for an output that ended by itself and calls tools."""

@@ -12,7 +12,7 @@ from ..http import sse
 from ..mesh.collector import Delta
 from ..openapi.request_schemas import CompletionRequest
 from ..tenants.tenant import Tenant
-from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason
+from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason, routed_member
 from .event_ids import FINISHED
 from .openai_logprobs import CompletionLogprobs, Position
 from .openai_models import Body, BodyReader, Options, make_job, sampling_params
@@ -98,6 +98,7 @@ class CompletionAnswer:
             self._live -= 1
             finish = sse.encode_json(finish_reason(delta.finished))
             extra += b',"stop_reason":' + sse.encode_json(self._base.stop_reason(delta.finished))
+            extra += sse.members(routed_member(delta.finished))
             if self._live == 0 and not self._base.options.include_usage:
                 timeline = sse.members(self._base.timeline())
         logprobs = b"null"
@@ -194,7 +195,7 @@ class CompletionAnswer:
         if self._base.options.return_token_ids:
             choice["token_ids"] = self._token_ids[index]
             choice["prompt_token_ids"] = list(self._base.generation.prompt_of(index))
-        return choice
+        return choice | routed_member(finished)
 
     def _blocks(self, index: int) -> Iterator[bytes]:
         yield from choice_blocks(self._choice(index), self._logprobs[index].take())

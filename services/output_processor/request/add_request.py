@@ -19,6 +19,7 @@ def make_add(
     hold_kv: bool,
     kv_source: KVSource | None,
     awaits_tokens: bool,
+    routed_start: int = 0,
 ) -> AddRequest:
     """Return the message; the link fills in the slot.
 
@@ -27,12 +28,13 @@ def make_add(
         accepted: Its output tokens so far.
         seconds_left: Until the request's deadline; None: it has none.
         hold_kv, kv_source, awaits_tokens: As in ``AddRequest``.
+        routed_start: The position from which on the experts of tokens are missing, for a request that asks for them.
     """
     timeout = None
     if seconds_left is not None:
         timeout = Duration()
         timeout.FromNanoseconds(max(0, int(seconds_left * 1e9)))
-    return AddRequest(
+    request = AddRequest(
         request_id=submit.request_id,
         prompt=submit.prompt,
         accepted_token_ids=accepted,
@@ -46,3 +48,6 @@ def make_add(
         trace_headers=submit.trace_headers,
         tenant=submit.tenant,
     )
+    if routed_start:
+        request.sampling_params.routed_experts_prompt_start = routed_start
+    return request

@@ -177,6 +177,7 @@ class Legs:
             hold_kv=hold_kv,
             kv_source=kv_source,
             awaits_tokens=awaits_tokens,
+            routed_start=self._output.routed.next_start,
         )
         attempt.num_accepted = len(accepted)
         try:
@@ -219,6 +220,8 @@ class Legs:
 
     def on_finished(self, attempt: Attempt, finished: Finished) -> None:
         self._placer.release(attempt)
+        if finished.HasField("routed_experts"):
+            self._output.routed.add(finished.routed_experts, len(self._output.token_ids))
         is_prefilled = finished.reason == _PREFILLED
         self._holds_kv = self._holds_kv or (is_prefilled and attempt is self._prefill)
         if self._output.stop_match is not None:
@@ -282,6 +285,7 @@ class Legs:
         if self._prefill is not None:
             self._release(self._prefill)
         self._drop_kv()
+        self._prefill = None  # whose owner this is: otherwise only the garbage collector would free the two
         self._on_end(self, end_output(*reason))
 
     def _end_decode(self) -> None:

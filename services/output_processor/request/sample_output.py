@@ -12,6 +12,7 @@ from ..stream.outbox import NOWHERE, Outbox, PacedOutbox
 from ..text.detokenizer import Detokenizer, StopMatch
 from ..text.logprob_texts import PromptLogprobs, part_with_texts, with_texts
 from ..text.vocabulary import Vocabulary
+from .routed_output import RoutedOutput
 
 _ABORT, _ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
 _STOP = FinishReason.FINISH_REASON_STOP
@@ -28,6 +29,7 @@ class SampleOutput:
         sample_index: Number of the sample.
         token_ids: The journal: output tokens of all attempts, up to the stop string if one was found.
         stop_match: The stop string that ended the output; later tokens and reasons of the engine do not count.
+        routed: The experts of its tokens.
         timeline: Filled as the request proceeds; the times of tokens are filled in at the end.
         clock: Returns nanoseconds.
         num_attempts: 1, and one more for each engine that was replaced after it failed.
@@ -69,6 +71,7 @@ class SampleOutput:
         # Log probabilities cannot be made again, unlike text.
         has_logprobs = has_prompt_logprobs or params.HasField("logprobs")
         self._kept_logprobs: list[SlotTextLogprobs] | None = [] if submit.fingerprint and has_logprobs else None
+        self.routed = RoutedOutput(params, len(prompt_ids), sample_index)
         self.sample_index = sample_index
         self.token_ids: list[int] = []
         self.finished: RequestFinished | None = None
@@ -142,6 +145,8 @@ class SampleOutput:
         self.timeline.queued_ns = self._prefill.queued_ns
         self.timeline.prefill_ns = self._prefill.prefill_ns
         self.timeline.kv_transfer_ns = finished.kv_wait_ns
+        if finished.HasField("drafts"):
+            self.timeline.drafts.CopyFrom(finished.drafts)
         if self.stop_match is not None:
             return self._end(_STOP, self.stop_match.stop_string)
         if finished.reason == _ERROR:
@@ -275,6 +280,7 @@ class SampleOutput:
             cached_tokens=self._num_cached,
             attempts=self.num_attempts,
             timeline=self.timeline,
+            routed_experts=self.routed.message(len(self.token_ids)),
         )
         self.finished = finished
         self._rows.finish(finished)

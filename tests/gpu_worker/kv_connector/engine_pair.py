@@ -50,12 +50,14 @@ class Engine:
         transports: list[KVTransport],
         make_executor: MakeExecutor = uni,
         worker: Literal["model", "hash"] = "model",
+        model: str = MODEL,
+        num_blocks: int = 120,
         **kv: Any,
     ) -> None:
         names = tuple(transport.name for transport in transports)
         config = EngineConfig(
-            worker=WorkerConfig(model=MODEL, dtype="float32", num_threads=1, worker=worker),
-            cache=CacheConfig(num_blocks=120),
+            worker=WorkerConfig(model=model, dtype="float32", num_threads=1, worker=worker),
+            cache=CacheConfig(num_blocks=num_blocks),
             scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
             kv=KVConfig(
                 transports=names,  # type: ignore[arg-type]

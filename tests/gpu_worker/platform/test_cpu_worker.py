@@ -1,4 +1,3 @@
-import dataclasses
 import gzip
 import shutil
 import subprocess
@@ -124,18 +123,6 @@ class RunnerThatNotes:
 
     def dummy_run(self, query_lens, block_size, num_layers=None):
         self._notes.append((self._num_blocks, query_lens, num_layers))
-
-
-@pytest.mark.parametrize(
-    ("windows", "expected"),
-    [((None,), 3), ((None,) * 6, 3), ((8, 8, 8, None, 8), 4), ((None, 8, 8), 3), ((8, 4, None), 3)],
-)
-def test_the_profiled_layers_include_every_window(monkeypatch, windows, expected):
-    worker = make_worker()
-    worker.load_model()
-    config = dataclasses.replace(worker._model.config, sliding_windows=windows)
-    monkeypatch.setattr(worker._model, "config", config)
-    assert worker._num_differing_layers() == expected
 
 
 def test_the_first_layers_need_as_much_memory_as_all():

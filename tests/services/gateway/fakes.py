@@ -163,7 +163,13 @@ class FakeRequest:
         self._num_tokens[sample_index] += len(token_ids)
         self._session.frames.put_nowait(frame)
 
-    def finish(self, reason: int = types_pb2.FINISH_REASON_STOP, stop_reason: str = "", sample_index: int = 0) -> None:
+    def finish(
+        self,
+        reason: int = types_pb2.FINISH_REASON_STOP,
+        stop_reason: str = "",
+        sample_index: int = 0,
+        routed_experts: types_pb2.RoutedExperts | None = None,
+    ) -> None:
         finished = output_processor_pb2.RequestFinished(
             slot=self.submit.slot,
             reason=reason,  # type: ignore[arg-type]
@@ -174,6 +180,7 @@ class FakeRequest:
             cached_tokens=1,
             attempts=1,
             timeline=types_pb2.Timeline(queued_ns=2_000_000, prefill_engine="engine-0"),
+            routed_experts=routed_experts,
         )
         self._session.frames.put_nowait(output_processor_pb2.ProcessFrame(finished=[finished]))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.services.engine.peer import Received, make_add
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, ErrorKind, FinishReason, PrefillStats
+from tokenloom.engine_core.wire.messages import EngineCoreOutput, ErrorKind, FinishReason, PrefillStats, RoutedExperts
 from tokenloom.request.errors import DeadlineExceeded, InvalidArgument, RateLimitExceeded, ResourceExhausted, from_proto
 from tokenloom.services.engine.streams.attempt import Attempt
 from tokenloom.services.engine.streams.attempts import Attempts
@@ -39,6 +39,16 @@ def test_what_the_core_measured_is_told_with_the_end() -> None:
     finished = builder.take(1).finished[0]
     assert (finished.reason, finished.num_output_tokens, finished.stop_token_id) == (FINISH_REASON_STOP, 2, 5)
     assert (finished.cached_tokens, finished.queued_ns, finished.prefill_ns) == (1, 5, 6)
+
+
+def test_experts_of_all_steps_are_sent_with_the_end() -> None:
+    attempts, builder = make_attempts()
+    attempt = attempts.open(make_add(3, [1, 2]))
+    first, second = RoutedExperts(0, 1, 1, 1, b"\x05\x06"), RoutedExperts(2, 1, 1, 1, b"\x07")
+    attempts.take_output(attempt, EngineCoreOutput("7.3", [4], routed_experts=first))
+    attempts.take_output(attempt, EngineCoreOutput("7.3", [5], 1, FinishReason.LENGTH, routed_experts=second))
+    frame = builder.take(1)
+    assert (frame.finished[0].routed_experts.start, frame.finished[0].routed_experts.expert_ids) == (0, b"\x05\x06\x07")
 
 
 def test_what_the_core_could_not_do_may_be_tried_again() -> None:

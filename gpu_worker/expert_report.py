@@ -1,0 +1,33 @@
+"""Reports which experts computed the tokens of a step, and how tokens are spread over all experts."""
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenloom.engine_core.wire.messages import ExpertLoads, RoutedExperts
+
+from .batch.input_batch import StepInputs
+from .models.expert_routes import ExpertRoutes
+
+
+def routed_experts(
+    routes: ExpertRoutes, rows: set[int], inputs: StepInputs, chosen: npt.NDArray[np.unsignedinteger]
+) -> dict[str, RoutedExperts]:
+    """Return the experts of the requests in the batch's ``rows``; ``chosen`` [T, num_layers, top_k]: of all tokens."""
+    result = {}
+    for index, (req_id, row) in enumerate(zip(inputs.req_ids, inputs.rows.tolist(), strict=True)):
+        if row in rows:
+            begin, end = inputs.cu_query_lens[index : index + 2].tolist()
+            result[req_id] = RoutedExperts(
+                int(inputs.positions[begin]),
+                routes.num_layers,
+                routes.top_k,
+                chosen.itemsize,
+                chosen[begin:end].tobytes(),
+            )
+    return result
+
+
+def expert_loads(routes: ExpertRoutes) -> ExpertLoads:
+    """Return how the tokens of all steps were spread."""
+    tokens, imbalance = routes.loads()
+    return ExpertLoads(tokens.tolist(), imbalance.tolist())

@@ -82,7 +82,7 @@ class _Side:
     def __init__(self, path: Path, model_impl: Literal["native", "transformers"], most_rows: int) -> None:
         config = EngineConfig(
             worker=WorkerConfig(model=str(path), num_threads=1, model_impl=model_impl),
-            cache=CacheConfig(num_blocks=most_rows * _LENGTH // 16),
+            cache=CacheConfig(num_blocks=4 * most_rows * _LENGTH // 16),  # 4: layers may be in groups
             scheduler=SchedulerConfig(max_num_seqs=most_rows, max_num_batched_tokens=most_rows * _PROMPT),
             max_model_len=_LENGTH,
         )

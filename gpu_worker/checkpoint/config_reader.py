@@ -18,7 +18,7 @@ _HARMLESS_NAMES = """
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences chunk_size_feed_forward suppress_tokens begin_suppress_tokens remove_invalid_values
     exponential_decay_length_penalty return_dict_in_generate tie_encoder_decoder n_ctx reorder_and_upcast_attn
-    init_std dropout layerdrop cache_implementation
+    init_std dropout layerdrop activation_dropout cache_implementation
     max_sequence_length is_llama_config transformers.js_config unsloth_fixed unsloth_version
     """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())

@@ -74,6 +74,7 @@ def _rotating(reader: ConfigReader, num_layers: int) -> list[bool]:
 def _smollm_windows(reader: ConfigReader, num_layers: int) -> list[int | None]:
     """Return each layer's window. Without a list of kinds, the layers that do not rotate have it."""
     use_window, window = reader.take_bool("use_sliding_window", False), _window(reader, None)
+    reader.take("max_window_layers")  # published files hold it; the class does not read it
     window = window if use_window else None
     kinds = _known_kinds(reader, num_layers)
     if kinds is None:

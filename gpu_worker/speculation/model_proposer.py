@@ -18,6 +18,10 @@ from .drafter import Drafter
 from .interface import StepArrays
 from .rejection import RejectionSampler, distribution
 
+LEAST_CONFIDENCE = 0.4
+"""A draft that all drafts of its step are right with a lower probability than this is the last one: computing the next
+one would cost more than it gains."""
+
 
 class _Ranges(NamedTuple):
     """Says which positions the drafter computes first: those that the model has computed, and the last token."""
@@ -61,6 +65,7 @@ class ModelProposer:
         self._kv_caches = make_kv_caches()
         self._device = device
         self._rejection = rejection
+        self.least_confidence = LEAST_CONFIDENCE
         self._sampler = Sampler(Purpose.SAMPLE if rejection is None else Purpose.DRAFT)
         self._computed: dict[str, int] = {}
         """How many tokens of a request have the drafter's KV; a request that is absent: those that the model has."""
@@ -99,14 +104,17 @@ class ModelProposer:
         states = self._awake.states(step, hidden, ranges.places, inputs)
         output = self._forward(inputs, states)
         ends = ranges.starts + ranges.lengths
-        reused = np.maximum(ranges.counts - 1, 0) if self._awake.keeps_drafts else 0
-        self._computed.update(zip(req_ids, (ends + reused).tolist(), strict=True))
+        self._computed.update(zip(req_ids, ends.tolist(), strict=True))
         drawing = np.flatnonzero(ranges.counts)
         if not len(drawing):
             return {}
         last = output[to_device(inputs.cu_query_lens[1:][drawing].astype(np.int64) - 1, self._device)]
         drawing_ids = [req_ids[place] for place in drawing.tolist()]
-        return self._draw(drawing_ids, inputs.rows[drawing], ends[drawing], ranges.counts[drawing], last)
+        drafts = self._draw(drawing_ids, inputs.rows[drawing], ends[drawing], ranges.counts[drawing], last)
+        if self._awake.keeps_drafts:
+            for req_id, tokens in drafts.items():
+                self._computed[req_id] += len(tokens) - 1  # nothing follows the last one
+        return drafts
 
     def _ranges(self, step: StepInputs, wanted: Mapping[str, int]) -> _Ranges:
         starts = step.positions[step.cu_query_lens[:-1]]
@@ -127,7 +135,7 @@ class ModelProposer:
         """Draw ``counts`` [n] drafts of these requests one after the other, the first from the states ``last``."""
         drafts: dict[str, list[int]] = {req_id: [] for req_id in req_ids}
         drawn_from: dict[str, list[npt.NDArray[np.float64]]] = {req_id: [] for req_id in req_ids}
-        batch, number = self._batch, 0
+        batch, number, confidence = self._batch, 0, np.ones(len(req_ids), dtype=np.float32)
         while True:
             logits = self._awake.compute_logits(last).cpu().numpy()
             batch.logits_processors.apply(logits, rows)
@@ -138,11 +146,12 @@ class ModelProposer:
                 if self._rejection is not None and params[row].temperature != 0.0:
                     drawn_from[req_id].append(distribution(logits[row], params[row]))
             number += 1
-            going = np.flatnonzero(counts > number)
+            confidence *= _probabilities(logits, tokens)
+            going = np.flatnonzero((counts > number) & (confidence >= self.least_confidence))
             if not len(going):
                 break
             req_ids = [req_ids[place] for place in going.tolist()]
-            rows, ends, counts = rows[going], ends[going], counts[going]
+            rows, ends, counts, confidence = rows[going], ends[going], counts[going], confidence[going]
             batch.place_drafts(rows, ends + number - 1, tokens[going])
             inputs = batch.gather(req_ids, rows, ends + number - 1, np.ones_like(rows))
             last = self._forward(inputs, last[to_device(going, self._device)])
@@ -161,3 +170,10 @@ class ModelProposer:
         positions_tensor = to_device(positions, self._device)
         token_ids = torch.zeros_like(positions_tensor)
         self._awake.forward(token_ids, positions_tensor, hidden, self._kv_caches, self._backend.plan(*plan))
+
+
+def _probabilities(logits: npt.NDArray[np.float32], tokens: Ints) -> npt.NDArray[np.float32]:
+    """Return the probability [n] of each token [n] in its row of ``logits`` [n, vocab], which are overwritten."""
+    logits -= np.take_along_axis(logits, tokens[:, None], axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):  # a token far below the best, or no finite logit: zero
+        return np.nan_to_num(1 / np.exp(logits, out=logits).sum(axis=1))

@@ -49,7 +49,7 @@ def native_part() -> str:
     over_mesh = {KINDS[kind] for kind in MORE_MODELS}
     rows = []
     for name in sorted(ARCHITECTURES):
-        formats = "safetensors, GGUF" if name in GGUF_ARCHITECTURES.values() else "safetensors"
+        formats = "safetensors, .bin" + (", GGUF" if name in GGUF_ARCHITECTURES.values() else "")
         tests = "`tests/gpu_worker/models`, `tests/parity`" + (f", `{_MESH_TEST}`" if name in over_mesh else "")
         rows.append(f"| {name} | {formats} | {', '.join(QUANTIZATIONS)} | {tests} |")
     return _BEGINNING + "\n".join(rows) + "\n"

@@ -2,8 +2,8 @@
 
 import re
 
+from tests.gpu_worker.models.transformers.test_model_types import IDENTICAL
 from tests.soak.models_page import PAGE, native_part, sweep_part
-from tests.soak.test_transformers_models import IDENTICAL
 from tests.soak.transformers_models import KINDS, Outcome
 
 

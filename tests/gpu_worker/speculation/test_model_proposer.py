@@ -45,6 +45,7 @@ def truth(model):
 
 def test_a_model_drafts_for_itself_without_a_mistake(model, truth):
     driver = make_driver(model, "draft_model")
+    driver.proposer.least_confidence = 0.0
     outputs = driver.generate(PLAIN, NUM_TOKENS, wanted=5)
     assert {name: tokens[:NUM_TOKENS] for name, tokens in outputs.items()} == {name: truth[name] for name in PLAIN}
     assert driver.steps == 1 + -(-(NUM_TOKENS - 1) // 6)
@@ -102,8 +103,21 @@ def test_every_computed_token_has_the_drafters_kv(model, method, folder):
         np.testing.assert_allclose(one.numpy(), other.numpy(), atol=1e-4)
 
 
+def test_drafting_ends_where_it_is_unlikely_to_be_right(model):
+    drafts = []
+    for least in (0.0, 0.4, 1.1):
+        driver = make_driver(model, "draft_model")
+        driver.proposer.least_confidence = least
+        driver.generate({"a": PLAIN["drawn"]}, 1, wanted=6)
+        drafts.append(driver.proposed)
+    assert drafts[0] == 6
+    assert 1 <= drafts[1] < 6
+    assert drafts[2] == 1
+
+
 def test_drafts_stay_within_the_blocks_of_a_request(model):
     driver = make_driver(model, "draft_model")
+    driver.proposer.least_confidence = 0.0
     driver._blocks = lambda place: [place]
     prompt = PLAIN["drawn"][0] * 5  # 15 tokens: the block holds one more
     driver.generate({"a": (prompt[:13], PLAIN["greedy"][1])}, 1, wanted=6)
@@ -116,6 +130,7 @@ def test_rejection_learns_what_drafts_were_drawn_from(model):
     driver = make_driver(model, "draft_model", "draft", rejection_sample_method="probabilistic")
     rejection = driver.runner._speculation._rejection
     assert isinstance(rejection, RejectionSampler)
+    driver.proposer.least_confidence = 0.0
     found, keep = {}, rejection.keep
     rejection.keep = lambda req_id, drawn_from: (keep(req_id, drawn_from), found.update({req_id: drawn_from}))
     driver.generate({"a": PLAIN["drawn"], "b": PLAIN["greedy"]}, 1, wanted=4)

@@ -14,6 +14,8 @@ from tests.services.gateway.fakes import MODEL, FakeMesh
 COMPLETION: dict[str, Any] = {"model": MODEL, "prompt": "ab", "max_tokens": 10}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 10}
 
+RESPONSE: dict[str, Any] = {"model": MODEL, "input": "hi", "max_output_tokens": 10, "store": False}
+
 
 @pytest.fixture
 def garbage() -> Iterator[list[object]]:
@@ -45,6 +47,12 @@ def _is_ours(thing: object) -> bool:
         ("/v1/chat/completions", CHAT, 200),
         ("/v1/chat/completions", {**CHAT, "stream": True}, 200),
         ("/v1/chat/completions", {**CHAT, "model": "none"}, 404),
+        ("/v1/messages", CHAT, 200),
+        ("/v1/messages", {**CHAT, "stream": True}, 200),
+        ("/v1/messages", {**CHAT, "max_tokens": -1}, 400),
+        ("/v1/responses", RESPONSE, 200),
+        ("/v1/responses", {**RESPONSE, "stream": True}, 200),
+        ("/v1/responses", {**RESPONSE, "model": "none"}, 404),
     ],
 )
 @pytest.mark.parametrize("connection", ["keep-alive", "close"])

@@ -1,0 +1,231 @@
+"""The configurations that the hub has of well-known models are read, entry by entry; none names what is not there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenloom.gpu_worker.checkpoint.config_reader import UnsupportedError
+from tokenloom.gpu_worker.checkpoint.model_config import load_model_config
+
+_COMMON = {"attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True, "transformers_version": "4.50.0"}
+_SILU = {**_COMMON, "hidden_act": "silu", "torch_dtype": "bfloat16"}
+_GEMMA = {**_COMMON, "attention_bias": False, "cache_implementation": "hybrid", "torch_dtype": "bfloat16"}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "facebook/opt-125m": {
+        "_name_or_path": "facebook/opt-125m",
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "activation_dropout": 0.0,
+        "activation_function": "relu",
+        "attention_dropout": 0.0,
+        "dropout": 0.1,
+        "do_layer_norm_before": True,
+        "ffn_dim": 3072,
+        "hidden_size": 768,
+        "init_std": 0.02,
+        "layerdrop": 0.0,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "prefix": "</s>",
+        "torch_dtype": "float16",
+        "vocab_size": 50272,
+        "word_embed_proj_dim": 768,
+        "pad_token_id": 1,
+    },
+    "google/gemma-2-2b-it": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "hidden_act": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_size": 2304,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "intermediate_size": 9216,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 4,
+        "vocab_size": 256000,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        **_GEMMA,
+    },
+    "google/gemma-3-1b-it": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "vocab_size": 262144,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-6,
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        **_GEMMA,
+    },
+    "microsoft/Phi-3-mini-4k-instruct": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "auto_map": {"AutoConfig": "x.Phi3Config"},
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "attention_bias": False,
+        "hidden_size": 3072,
+        "vocab_size": 32064,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "sliding_window": 2047,
+        "tie_word_embeddings": False,
+        **_SILU,
+    },
+    "allenai/OLMo-2-0425-1B": {
+        "architectures": ["Olmo2ForCausalLM"],
+        "model_type": "olmo2",
+        "attention_bias": False,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 4096,
+        "vocab_size": 100352,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 16,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 500000,
+        "tie_word_embeddings": False,
+        **_SILU,
+    },
+    "HuggingFaceTB/SmolLM3-3B": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "attention_bias": False,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "layer_types": ["full_attention"] * 36,
+        "mlp_bias": False,
+        "max_position_embeddings": 65536,
+        "max_window_layers": 28,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 4,
+        "pretraining_tp": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 128256,
+        **_SILU,
+    },
+    "mistralai/Mixtral-8x7B-v0.1": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "router_aux_loss_coef": 0.02,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+        **_SILU,
+    },
+    "Qwen/Qwen3-30B-A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+        **_SILU,
+    },
+}
+PHI_4_MINI = CONFIGS["microsoft/Phi-3-mini-4k-instruct"] | {
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "mlp_bias": False,
+    "vocab_size": 200064,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.75,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "rope_scaling": {"type": "longrope", "long_factor": [1.0] * 48, "short_factor": [1.0] * 48},
+}
+
+
+def write(config: dict[str, Any], directory: Path) -> Path:
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_is_built_in(name: str, tmp_path: Path) -> None:
+    config = load_model_config(write(CONFIGS[name], tmp_path))
+    assert config.max_model_len == CONFIGS[name]["max_position_embeddings"]
+
+
+def test_phi_4_mini_is_left_to_transformers(tmp_path: Path) -> None:
+    from tokenloom.gpu_worker.models.architectures import uses_transformers
+    from tokenloom.gpu_worker.models.transformers.causal_class import find_causal_class
+    from tokenloom.gpu_worker.models.transformers.declared import max_model_len
+
+    path = write(PHI_4_MINI, tmp_path)
+    with pytest.raises(UnsupportedError, match="partial_rotary_factor must be 1"):
+        load_model_config(path)
+    assert uses_transformers(path, "auto")
+    assert max_model_len(find_causal_class(path).config) == 4096

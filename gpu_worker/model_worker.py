@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from .attention.attention_backend import AttentionBackend
 from .attention.attention_backends import make_attention_backend
 from .attention.cache import kv_layout, make_kv_pool
 from .batch.input_batch import InputBatch
+from .checkpoint.model_config import ModelConfig
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
@@ -43,6 +45,8 @@ class ModelWorker:
             raise ValueError(
                 f"quantization: {config.worker.quantization} is not supported on {platform.device.type} yet"
             )
+        if config.cache.dtype != "auto" and not platform.pool_is_on_host:
+            raise ValueError(f"kv_cache_dtype: {config.cache.dtype} is not supported on {platform.device.type} yet")
         self._config = config
         self._platform = platform
         self._device = platform.device
@@ -62,13 +66,13 @@ class ModelWorker:
         ops = make_ops(config.attention_backend, self._device)
         loader = ModelLoader(config.dtype, self._device, ops, config.quantization, config.model_impl)
         self._slot = ModelSlot(Path(config.model), loader)
-        model_config = self._model.config
+        model_config = self._kv_config
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
         self._backend = make_attention_backend(config.attention_backend, model_config, block_size, self._device)
         library = None
         if isinstance(self._model, CheckedModel):
-            check_model(self._model, self._backend, block_size, self._device)
+            self._check(self._model)
             library = self._model.library
         dtype, quantization = model_config.dtype_name, model_config.quantization
         scheme = model_config.scheme.name if model_config.scheme else None
@@ -82,6 +86,12 @@ class ModelWorker:
             kv_layout=kv_layout(model_config, block_size),
             numerics="/".join(part for part in numerics if part),
         )
+
+    def _check(self, model: CheckedModel) -> None:
+        """Check a model of transformers over a KV cache of its own dtype: rounding would hide what its modules do."""
+        name, block_size = self._config.worker.attention_backend, self._config.cache.block_size
+        backend = make_attention_backend(name, model.config, block_size, self._device)
+        check_model(model, backend, block_size, self._device)
 
     def determine_available_memory(self) -> int:
         """Return what memory remains for KV, next to the weights and a step's largest activations, if the engines of
@@ -112,7 +122,7 @@ class ModelWorker:
         )
 
     def _make_pool(self, num_blocks: int, memory: PoolMemory | None) -> None:
-        model_config, block_size = self._model.config, self._config.cache.block_size
+        model_config, block_size = self._kv_config, self._config.cache.block_size
         if memory is None and self._platform.pool_is_on_host:
             memory = PoolMemory.allocate(num_blocks * block_size * model_config.kv_bytes_per_token, shared=False)
         if memory is not None:
@@ -125,7 +135,7 @@ class ModelWorker:
         On a CPU it computes one token in all layers, which reads every weight, and the whole step in as many layers
         as differ: each frees its activations before the next one, so the peak is the same in much less time.
         """
-        block_size, model_config = self._config.cache.block_size, self._model.config
+        block_size, model_config = self._config.cache.block_size, self._kv_config
         num_blocks = sum(-(-length // block_size) for length in lengths)
         num_layers = self._num_differing_layers() if self._platform.pool_is_on_host else None
 
@@ -216,6 +226,11 @@ class ModelWorker:
     def _model(self) -> Model:
         assert self._slot is not None, "load_model comes first"
         return self._slot.model
+
+    @property
+    def _kv_config(self) -> ModelConfig:
+        """The model's configuration, with the dtype of the KV cache that the engine's options choose."""
+        return replace(self._model.config, kv_cache_dtype=self._config.cache.dtype)
 
     def _take_model(self) -> None:
         self._require_runner().set_model(self._model)

@@ -25,12 +25,18 @@ class Int8Decode {
       const int count = std::min(SPAN, end - start);
       for (int c = 0; c < count; c += LANES) score(start + c, c, std::min(LANES, count - c));
       weigh((count + LANES - 1) / LANES);
-      for (int c = 0; c < count; c += LANES) add_values(start + c, c, std::min(LANES, count - c));
+      add_values(start, count);
     }
     for (int g = 0; g < G; ++g) targets[g].write(o[g], top[g], weights[g]);
   }
 
  private:
+  static constexpr int at_once() {  // the largest divisor of VECS whose sums leave registers for what they are made of
+    int n = std::max(1, SUMS / G);
+    while (VECS % n) --n;
+    return n;
+  }
+  static constexpr int SUMS = LANES == 16 ? 16 : 8, AT_ONCE = at_once();
   const Args& a;
   const int32_t* table;
   const int head, begin, end, visible;
@@ -80,18 +86,34 @@ class Int8Decode {
     }
   }
 
-  void add_values(int position, int c, int n) {
-    const Int8Rows values = int8_rows(a, a.value, table, head, position);
-    const Int8Rows next = position + SPAN < end ? int8_rows(a, a.key, table, head, position + SPAN) : values;
-    prefetch(next.scales, LANES * sizeof(float));
-    for (int t = 0; t < n; ++t) {
-      prefetch(next.numbers + t * D, D);
-      float share[G];
-      for (int g = 0; g < G; ++g) share[g] = scores[g][c + t] * values.scales[t];
-      for (int i = 0; i < VECS; ++i) {
-        const Vec x = load(values.numbers + t * D + i * LANES);
-        for (int g = 0; g < G; ++g) o[g][i] += x * share[g];
+  // A few vectors of the sums at a time, which stay in registers over all positions.
+  void add_values(int start, int count) {
+    const int8_t *numbers[SPAN / RUN], *ahead[SPAN / RUN];  // ahead: keys to fetch meanwhile
+    for (int c = 0; c < count; c += RUN) {
+      const Int8Rows rows = int8_rows(a, a.value, table, head, start + c);
+      const Int8Rows next = start + SPAN + c < end ? int8_rows(a, a.key, table, head, start + SPAN + c) : rows;
+      prefetch(next.scales, RUN * sizeof(float));
+      numbers[c / RUN] = rows.numbers;
+      ahead[c / RUN] = next.numbers;
+      for (int t = 0; t < RUN; t += LANES)
+        for (int g = 0; g < G; ++g) store(&scores[g][c + t], load(&scores[g][c + t]) * load(rows.scales + t));
+    }
+    for (int first = 0; first < VECS; first += AT_ONCE) {
+      Vec sums[G][AT_ONCE];
+      for (int g = 0; g < G; ++g)
+        for (int i = 0; i < AT_ONCE; ++i) sums[g][i] = o[g][first + i];
+      for (int c = 0; c < count; c += RUN) {
+        const int8_t* row = numbers[c / RUN] + first * LANES;
+        const int n = std::min(RUN, count - c);
+        prefetch(ahead[c / RUN] + first * LANES * RUN, AT_ONCE * LANES * RUN);
+        for (int t = 0; t < n; ++t, row += D)
+          for (int i = 0; i < AT_ONCE; ++i) {
+            const Vec x = load(row + i * LANES);
+            for (int g = 0; g < G; ++g) sums[g][i] += x * scores[g][c + t];
+          }
       }
+      for (int g = 0; g < G; ++g)
+        for (int i = 0; i < AT_ONCE; ++i) o[g][first + i] = sums[g][i];
     }
   }
 };

@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -48,10 +48,17 @@ inline Vec load(const BF16* p) {
   return (Vec)(__builtin_convertvector(x, VecBits) << 16);
 }
 
+// GCC builds the conversion of so few bytes element by element, so it is spelled out.
 inline Vec load(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
   VecByte x;
   memcpy(&x, p, sizeof x);
   return __builtin_convertvector(__builtin_convertvector(x, VecInt), Vec);
+#endif
 }
 
 inline void store(float* p, Vec x) { memcpy(p, &x, sizeof x); }

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tokenloom import demo_model
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, KVConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.config import (
+    CacheConfig,
+    EngineConfig,
+    KVCacheDtype,
+    KVConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
@@ -50,12 +57,13 @@ class Engine:
         transports: list[KVTransport],
         make_executor: MakeExecutor = uni,
         worker: Literal["model", "hash"] = "model",
+        kv_cache_dtype: KVCacheDtype = "auto",
         **kv: Any,
     ) -> None:
         names = tuple(transport.name for transport in transports)
         config = EngineConfig(
             worker=WorkerConfig(model=MODEL, dtype="float32", num_threads=1, worker=worker),
-            cache=CacheConfig(num_blocks=120),
+            cache=CacheConfig(num_blocks=120, dtype=kv_cache_dtype),
             scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
             kv=KVConfig(
                 transports=names,  # type: ignore[arg-type]

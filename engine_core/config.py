@@ -103,6 +103,10 @@ class CacheConfig(Struct, frozen=True):
     engines_on_host: Annotated[
         Count, "Engines that share the memory of this host or GPU; by default each plans KV blocks for its part."
     ] = 1
+    disable_hybrid_kv_cache_manager: Annotated[
+        bool,
+        "Keep the KV of the whole context in every layer, also in layers that attend to a window only.",
+    ] = False
     kv_events: Annotated[bool, "Publish which blocks the prefix cache stores and removes."] = False
     block_hash_seed: bytes = b""
     """Root of the block hash chain, as in ``Fingerprint.block_hash_seed``."""

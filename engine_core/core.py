@@ -65,7 +65,7 @@ class EngineCore:
         self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)
         self.sleeping = Sleeping(self.scheduler, self.pausing, executor)
-        warm_up = self._initialize_kv_cache(config, kv_cache, model.kv_bytes_per_token)
+        warm_up = self._initialize_kv_cache(config, kv_cache, model.block_bytes(config.cache.block_size))
         self._pulse = pulse or StepPulse()
         self._pulse.warmed_up(warm_up.seconds)
         self.steps_in_flight: deque[StepInFlight] = deque()
@@ -81,6 +81,7 @@ class EngineCore:
         """Requests that clients added, refused ones included."""
         self.ready = CoreReady(
             num_kv_blocks=kv_cache.num_blocks,
+            num_kv_groups=max(1, len(kv_cache.groups)),
             max_model_len=kv_cache.max_model_len,
             vocab_size=model.vocab_size,
             block_size=config.cache.block_size,
@@ -319,12 +320,12 @@ class EngineCore:
             self._grammars.close()
         self.executor.shutdown()
 
-    def _initialize_kv_cache(self, config: EngineConfig, kv_cache: KVCacheConfig, bytes_per_token: int) -> WarmUp:
+    def _initialize_kv_cache(self, config: EngineConfig, kv_cache: KVCacheConfig, block_bytes: int) -> WarmUp:
         if self._connector is None:
             return self.executor.initialize_kv_cache(kv_cache)
         # Only the pool of an engine that others read from is mapped by them; a decode engine's is faster in huge pages.
         is_shared = bool(config.kv.transports) and config.kv.role != "decode"
-        nbytes = kv_cache.num_blocks * config.cache.block_size * bytes_per_token
-        warm_up = self.executor.initialize_kv_cache(kv_cache, PoolSpec(nbytes, is_shared))
+        pool = PoolSpec(kv_cache.num_blocks * block_bytes, is_shared)
+        warm_up = self.executor.initialize_kv_cache(kv_cache, pool)
         self._connector.register_kv_caches(self.executor.kv_pool())
         return warm_up

@@ -6,6 +6,7 @@ from typing import Protocol
 import msgspec
 
 from .kv_cache.kv_cache_config import KVCacheConfig
+from .kv_cache.kv_groups import KVGroup, layers_per_group
 from .kv_cache.pool_memory import PoolMemory
 from .kv_transfer.kv_transport import KVPool
 from .wire.handshake import WarmUp
@@ -26,6 +27,15 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """As in ``Fingerprint.numerics``."""
     hidden_size: int = 0
     """Columns of prompt embeddings."""
+    kv_groups: list[KVGroup] = []
+    """The layers by the windows that they see; empty: they share one block table."""
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the size of one block of the pool: of the layers of one group, or of all layers without groups."""
+        if not self.kv_groups:
+            return block_size * self.kv_bytes_per_token
+        num_layers = sum(len(group.layers) for group in self.kv_groups)
+        return block_size * self.kv_bytes_per_token // num_layers * layers_per_group(self.kv_groups)
 
 
 class FreedMemory(msgspec.Struct, frozen=True):
@@ -57,8 +67,8 @@ class Worker(Protocol):
 
         Args:
             kv_cache: The number of blocks, and the context length that was fitted to them.
-            memory: Memory for the pool, of at least ``num_blocks * block_size * kv_bytes_per_token`` bytes. If None,
-                the worker allocates its own, which no other process can map.
+            memory: Memory for the pool, of at least ``num_blocks * ModelInfo.block_bytes`` bytes. If None, the worker
+                allocates its own, which no other process can map.
         """
 
     def kv_pool(self) -> KVPool:

@@ -205,6 +205,8 @@ class ModelRunner:
         cu_query_lens = np.concatenate([[0], np.cumsum(lengths)])
         slots = positions + np.repeat(first_blocks * block_size, lengths)
         tables: IntArray = first_blocks[:, None] + np.arange(int(num_blocks.max()))
+        if (num_groups := self._batch.block_table.num_groups) > 1:  # all of them use the same blocks
+            tables, slots = np.repeat(tables, num_groups, axis=1), np.tile(slots, (num_groups, 1))
         plan = self._backend.plan(cu_query_lens, lengths, tables, slots)
         positions_tensor = self._to_device(positions)
         hidden = self._model.forward(

@@ -10,6 +10,7 @@ import torch
 
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.kv_cache.kv_groups import KVGroup, describe_groups, layers_per_group, model_groups
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.engine_core.process.process_memory import resident_bytes
@@ -20,6 +21,7 @@ from tokenloom.engine_core.worker import FreedMemory, ModelInfo
 from .attention.attention_backend import AttentionBackend
 from .attention.attention_backends import make_attention_backend
 from .attention.cache import kv_layout, make_kv_pool
+from .attention.grouped_backend import GroupedBackend
 from .batch.input_batch import InputBatch
 from .checkpoint.model_config import ModelConfig
 from .model_runner import ModelRunner
@@ -56,6 +58,7 @@ class ModelWorker:
         self._pool: KVPool | None = None
         self._profiler = Profiler(config.worker.profiler_dir)
         self._max_model_len = 0
+        self._groups: list[KVGroup] = []
         self._largest: LargestStep | None = None  # set once it was computed
 
     def load_model(self) -> ModelInfo:
@@ -74,6 +77,11 @@ class ModelWorker:
         if isinstance(self._model, CheckedModel):
             self._check(self._model)
             library = self._model.library
+        layout = kv_layout(model_config, block_size)
+        self._groups = model_groups(model_config.sliding_windows, self._max_model_len, self._config)
+        if self._groups:
+            self._backend = self._make_grouped_backend()
+            layout += f"/{describe_groups(self._groups)}"
         dtype, quantization = model_config.dtype_name, model_config.quantization
         scheme = model_config.scheme.name if model_config.scheme else None
         versions = (f"torch-{torch.__version__}", library)
@@ -83,8 +91,9 @@ class ModelWorker:
             hidden_size=model_config.embedding_size,
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=model_config.kv_bytes_per_token,
-            kv_layout=kv_layout(model_config, block_size),
+            kv_layout=layout,
             numerics="/".join(part for part in numerics if part),
+            kv_groups=self._groups,
         )
 
     def _check(self, model: CheckedModel) -> None:
@@ -92,6 +101,20 @@ class ModelWorker:
         name, block_size = self._config.worker.attention_backend, self._config.cache.block_size
         backend = make_attention_backend(name, model.config, block_size, self._device)
         check_model(model, backend, block_size, self._device)
+
+    def _make_grouped_backend(self) -> GroupedBackend:
+        name, block_size = self._config.worker.attention_backend, self._config.cache.block_size
+        return GroupedBackend(
+            self._groups,
+            block_size,
+            lambda: make_attention_backend(name, self._pool_config, block_size, self._device),
+        )
+
+    @property
+    def _pool_config(self) -> ModelConfig:
+        """The model's configuration, with as many layers as the pool has tensors."""
+        config = self._kv_config
+        return replace(config, num_layers=layers_per_group(self._groups)) if self._groups else config
 
     def determine_available_memory(self) -> int:
         """Return what memory remains for KV, next to the weights and a step's largest activations, if the engines of
@@ -122,7 +145,7 @@ class ModelWorker:
         )
 
     def _make_pool(self, num_blocks: int, memory: PoolMemory | None) -> None:
-        model_config, block_size = self._kv_config, self._config.cache.block_size
+        model_config, block_size = self._pool_config, self._config.cache.block_size
         if memory is None and self._platform.pool_is_on_host:
             memory = PoolMemory.allocate(num_blocks * block_size * model_config.kv_bytes_per_token, shared=False)
         if memory is not None:
@@ -147,9 +170,15 @@ class ModelWorker:
 
         started = time.perf_counter()
         peak = self._platform.peak_of(run)
-        num_written = min(num_layers or model_config.num_layers, model_config.num_layers)
+        num_written = self._num_tensors_of(min(num_layers or model_config.num_layers, model_config.num_layers))
         kv_bytes = sum(lengths) * model_config.kv_bytes_per_token * num_written // model_config.num_layers
         return LargestStep(sum(lengths), max(0, peak - kv_bytes), time.perf_counter() - started)
+
+    def _num_tensors_of(self, num_layers: int) -> int:
+        """Return how many of the pool's tensors the first layers write to."""
+        if not self._groups:
+            return num_layers
+        return max(sum(layer < num_layers for layer in group.layers) for group in self._groups)
 
     def _num_differing_layers(self) -> int:
         """Return how many layers from the first one on include every window, and one that begins as all later ones do:
@@ -242,7 +271,8 @@ class ModelWorker:
     def _make_runner(self, num_blocks: int, memory: PoolMemory | None = None) -> ModelRunner:
         assert self._backend is not None, "load_model comes first"
         config = self._config
-        batch = InputBatch(config.scheduler.max_num_seqs, self._max_model_len, config.cache.block_size)
+        max_num_seqs, block_size = config.scheduler.max_num_seqs, config.cache.block_size
+        batch = InputBatch(max_num_seqs, self._max_model_len, block_size, max(1, len(self._groups)))
         sampler = DeviceSampler() if self._platform.draws_on_device else None
         return ModelRunner(
             self._model,

@@ -4,6 +4,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from .kv_groups import NULL_BLOCK
+
+_ALWAYS_HELD = 1 << 62
+
 
 class EvictionListener(Protocol):
     """Is notified when cached content is lost. Called from the thread that steps."""
@@ -19,15 +23,22 @@ class EvictionListener(Protocol):
 
 
 class BlockPool:
-    """Counts the references to blocks, which are plain ids in [0, num_blocks). A block without references is free.
+    """Counts the references to blocks, which are plain ids. A block without references is free.
 
     A registered block is found by the hash of its content until it gets a new holder.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self.num_free = num_blocks
+    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
+        """Make a pool of the ids in [0, num_blocks). With several groups, ``NULL_BLOCK`` is never free."""
+        first = 1 if num_groups > 1 else 0
+        self.num_groups = num_groups
+        """How many blocks hold the KV of one block of tokens."""
+        self.num_blocks = num_blocks - first
+        """Blocks that requests can have."""
+        self.num_free = self.num_blocks
         self.ref_counts = [0] * num_blocks
+        if first:
+            self.ref_counts[NULL_BLOCK] = _ALWAYS_HELD
         self.generations = [0] * num_blocks
         """[num_blocks] grows when a block gets a new holder: with an old generation its content is gone."""
         self.step = 0
@@ -41,7 +52,7 @@ class BlockPool:
         self.find: Callable[[bytes], int | None] = self._by_hash.get
         """Returns the block with this content, or None. Finding a block does not hold it."""
         # Free blocks: those without content are taken first, then cached ones, the longest free first.
-        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._blank = list(range(num_blocks - 1, first - 1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from .kv_groups import KVGroup
+
 
 class KVCacheConfig(msgspec.Struct, frozen=True):
     """Holds the size of the paged KV cache, which is fixed at start-up."""
@@ -9,3 +11,5 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
     num_blocks: int
     max_model_len: int
     """The limit for prompt and output together, in tokens, after it was fitted to the blocks."""
+    groups: list[KVGroup] = []
+    """The groups of layers, each with a table of its own; empty: all layers share one."""

@@ -14,6 +14,9 @@ class KVCacheManager:
     before it attends, so a later request of the same step reads what an earlier one writes.
     """
 
+    keeps_partial_loads = True
+    """Whether the blocks that a load filled before it failed can be used."""
+
     def __init__(self, num_blocks: int, config: CacheConfig, events: KVEventLog | None = None) -> None:
         """Make a pool of ``num_blocks`` blocks. ``events`` records which blocks can be hit, if given."""
         self.block_size = config.block_size
@@ -43,6 +46,14 @@ class KVCacheManager:
             hits.append(block_id)
         return hits
 
+    def finds_more(self, request: Request, num_hits: int) -> bool:
+        """Return whether a waiting request would find more than ``num_hits`` cached blocks."""
+        return bool(self.find_cached_blocks(request, num_hits))
+
+    def num_hit_tokens(self, hits: list[int]) -> int:
+        """Return how many tokens the found blocks hold."""
+        return len(hits) * self.block_size
+
     def can_admit(self, request: Request, hits: list[int], num_tokens: int, num_spare: int) -> bool:
         """Return whether ``num_tokens`` tokens of a waiting request fit and leave ``num_spare`` blocks free."""
         num_new = self._blocks_for(num_tokens) - max(len(hits), len(request.block_ids))
@@ -56,10 +67,15 @@ class KVCacheManager:
         request.num_registered_blocks = len(hits)
         request.num_computed_tokens = len(hits) * self.block_size
 
-    def reserve(self, request: Request) -> None:
-        """Allocate blocks for all tokens of an admitted request, whether they will be computed or loaded."""
+    def reserve(self, request: Request) -> list[int]:
+        """Allocate blocks for all tokens of an admitted request that another engine will read. Returns its table."""
         num_missing = self._blocks_for(request.num_tokens) - len(request.block_ids)
         request.block_ids += self.pool.allocate(num_missing)
+        return request.block_ids
+
+    def reserve_load(self, request: Request, num_external_tokens: int) -> None:
+        """Allocate blocks for all tokens of an admitted request, of which ``num_external_tokens`` will be loaded."""
+        self.reserve(request)
 
     def finish_load(self, request: Request, num_tokens: int) -> None:
         """Count the first ``num_tokens`` tokens, which were loaded, as computed; full blocks can be hit from now on."""

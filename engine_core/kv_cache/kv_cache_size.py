@@ -5,6 +5,8 @@ from collections.abc import Callable
 from ..config import EngineConfig
 from ..worker import ModelInfo
 from .kv_cache_config import KVCacheConfig
+from .kv_groups import KVNeed
+from .kv_manager import largest_chunk
 
 
 def size_kv_cache(config: EngineConfig, model: ModelInfo, available_memory: Callable[[], int]) -> KVCacheConfig:
@@ -16,13 +18,13 @@ def size_kv_cache(config: EngineConfig, model: ModelInfo, available_memory: Call
     _check_settings(config, model)
     wanted = config.max_model_len or model.max_model_len
     num_blocks = _num_blocks(config, model, wanted, available_memory)
-    capacity = num_blocks * config.cache.block_size
+    capacity = _capacity(config, model, num_blocks) * config.cache.block_size
     if capacity < (config.max_model_len or 2):
         raise ValueError(
             f"the KV cache holds {capacity} tokens ({num_blocks} blocks of {config.cache.block_size}), fewer than "
             f"max_model_len {wanted}; increase its memory or lower max_model_len"
         )
-    return KVCacheConfig(num_blocks=num_blocks, max_model_len=min(wanted, capacity))
+    return KVCacheConfig(num_blocks=num_blocks, max_model_len=min(wanted, capacity), groups=model.kv_groups)
 
 
 def _check_settings(config: EngineConfig, model: ModelInfo) -> None:
@@ -39,9 +41,22 @@ def _num_blocks(config: EngineConfig, model: ModelInfo, max_model_len: int, avai
     cache = config.cache
     if cache.num_blocks is not None:
         return cache.num_blocks
-    block_bytes = cache.block_size * model.kv_bytes_per_token
+    block_bytes = model.block_bytes(cache.block_size)
     if cache.memory_bytes is not None:
         return cache.memory_bytes // block_bytes
     # More blocks than this could never be in use.
-    num_useful = config.scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
+    num_blocks = -(-max_model_len // cache.block_size)
+    num_useful = config.scheduler.max_num_seqs * num_blocks
+    if model.kv_groups:
+        num_useful = config.scheduler.max_num_seqs * _need(config, model).of_blocks(num_blocks) + 1
     return min(max(0, available_memory()) // block_bytes, num_useful)
+
+
+def _capacity(config: EngineConfig, model: ModelInfo, num_blocks: int) -> int:
+    """Return how many blocks of tokens one request may have."""
+    return _need(config, model).capacity(num_blocks - 1) if model.kv_groups else num_blocks
+
+
+def _need(config: EngineConfig, model: ModelInfo) -> KVNeed:
+    lends = bool(config.kv.transports)
+    return KVNeed(model.kv_groups, config.cache.block_size, largest_chunk(config.scheduler), lends=lends)

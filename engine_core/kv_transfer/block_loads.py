@@ -6,10 +6,12 @@ one :class:`LoadResult`. Copied blocks are not used before the verdict.
 
 import enum
 import time
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ..kv_cache.kv_groups import NULL_BLOCK
 from .kv_messages import KVEvent, KVTarget, KVVerdict, KVVerify
 from .kv_transport import KVTransferError
 
@@ -23,13 +25,21 @@ class LoadOrder:
 
     request_id: str
     target: KVTarget
-    first_block: int
-    """Index of the first of the target's blocks to load; the blocks before it were found in this pool."""
+    positions: Sequence[int]
+    """[n] indices of the target's blocks to load, ascending; other blocks were found in this pool or are not needed."""
     block_ids: list[int]
-    """[n - first_block] blocks of this pool to fill."""
+    """[n] blocks of this pool to fill."""
     block_size: int
     is_complete: bool
     """Whether the prefill was complete on arrival; otherwise ``KVRemoteProgress`` reports its progress."""
+    num_groups: int = 1
+    """How many of the target's blocks hold the KV of one block of tokens."""
+
+    @property
+    def asks_for_absent(self) -> bool:
+        """Return whether the owner does not keep a block that is to be loaded."""
+        table = self.target.block_ids
+        return self.num_groups > 1 and any(table[position] == NULL_BLOCK for position in self.positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +123,8 @@ class Loads:
         tokens_ready, failure = self._early.pop(order.request_id, (0, ""))
         if failure:
             self._fail(load, failure)
+        elif order.asks_for_absent:
+            self._fail(load, "layout")
         else:
             self._set_ready(load, order.target.num_tokens if order.is_complete else tokens_ready)
 
@@ -140,8 +152,8 @@ class Loads:
         elif not verdict.valid:
             self._fail(load, verdict.reason or "transport")
         elif load.state is _State.VERIFYING:
-            theirs = verdict.checksums[load.order.first_block :]
-            if theirs and load.checksums and theirs != load.checksums:
+            theirs = verdict.checksums
+            if theirs and load.checksums and [theirs[i] for i in load.order.positions] != load.checksums:
                 self._fail(load, "checksum")
             else:
                 self._end(load, None)
@@ -173,7 +185,7 @@ class Loads:
         if tokens_ready >= order.target.num_tokens:
             num_ready = len(order.block_ids)
         else:
-            num_ready = tokens_ready // order.block_size - order.first_block
+            num_ready = bisect_left(order.positions, tokens_ready // order.block_size * order.num_groups)
         load.num_ready = max(load.num_ready, num_ready)
         if load.state is _State.COPYING:
             self._advance(load)
@@ -189,7 +201,7 @@ class Loads:
             self._verify(load, copied=True)
         elif load.num_ready > load.num_copied:
             begin, end = load.num_copied, load.num_ready
-            sources = order.target.block_ids[order.first_block + begin : order.first_block + end]
+            sources = [order.target.block_ids[position] for position in order.positions[begin:end]]
             load.copying = CopyTask(order.request_id, order.target, sources, order.block_ids[begin:end])
             self._copy(load.copying)
 

@@ -1,8 +1,9 @@
 """The connector for disaggregated prefill and decode: the reader pulls blocks that their owner has leased to it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..kv_cache.block_pool import BlockPool
+from ..kv_cache.kv_groups import NULL_BLOCK
 from ..scheduling.request import Request, RequestStatus
 from ..wire.embedding_rows import content_salt
 from ..wire.scheduler_output import SchedulerOutput
@@ -37,11 +38,13 @@ class PullConnector:
         self._orders: list[LoadOrder] = []  # of this step
         self._results: list[LoadResult] = []
         self._block_bytes = 0
+        self._num_groups = 1
 
     # Scheduler side
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._leases.generations = pool.generations
+        self._num_groups = pool.num_groups
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if request.remote is None or (target := request.remote.target) is None:
@@ -59,7 +62,7 @@ class PullConnector:
         elif remote.lease_id and request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             salt = content_salt(request.cache_salt, request.prompt_embeds)
             digest = prompt_digest(request.all_token_ids, salt)
-            blocks = block_ids[: -(-request.num_tokens // self._block_size)]
+            blocks = block_ids[: -(-request.num_tokens // self._block_size) * self._num_groups]
             lease = self._leases.grant(remote.lease_id, request.request_id, blocks, request.num_tokens, digest)
             self._prefills[request.request_id] = request, lease
 
@@ -159,14 +162,18 @@ class PullConnector:
 
     def _order_load(self, request: Request, target: KVTarget, block_ids: list[int], num_tokens: int) -> None:
         assert request.remote is not None
-        first_block = (target.num_tokens - num_tokens) // self._block_size
+        first = (target.num_tokens - num_tokens) // self._block_size * self._num_groups
+        positions: Sequence[int] = range(first, len(target.block_ids))
+        if self._num_groups > 1:
+            positions = [position for position in positions if block_ids[position] != NULL_BLOCK]
         order = LoadOrder(
             request_id=request.request_id,
             target=target,
-            first_block=first_block,
-            block_ids=block_ids[first_block : len(target.block_ids)],
+            positions=positions,
+            block_ids=[block_ids[position] for position in positions],
             block_size=self._block_size,
             is_complete=not request.remote.awaits_tokens,
+            num_groups=self._num_groups,
         )
         self._loading[request.request_id] = request
         self._orders.append(order)

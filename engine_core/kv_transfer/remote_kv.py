@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 
-from ..kv_cache.kv_cache_manager import KVCacheManager
+from ..kv_cache.kv_manager import KVManager
 from ..scheduling.request import RemoteKVState, Request, RequestStatus
 from ..wire.messages import EngineCoreOutput, SchedulerStats
 from .kv_connector import KVConnectorOutput, KVConnectorScheduler, KVConnectorStats
@@ -19,7 +19,7 @@ class RemoteKV:
     def __init__(
         self,
         connector: KVConnectorScheduler,
-        kv: KVCacheManager,
+        kv: KVManager,
         policy: str,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -61,7 +61,7 @@ class RemoteKV:
         """Start to load the blocks of an admitted request, which waits until then."""
         remote = request.remote = request.remote or RemoteKVState()
         remote.num_external_tokens = num_external_tokens
-        self._kv.reserve(request)
+        self._kv.reserve_load(request, num_external_tokens)
         self._loading[request.request_id] = request
         self.wait(request)
         self.connector.update_state_after_alloc(request, request.block_ids, num_external_tokens)
@@ -78,9 +78,8 @@ class RemoteKV:
         """Prepare an admitted request that is about to run. A leased one gets all its blocks, so that a reader can know
         them. If its prefill takes several steps, return an output that announces the lease, as its KV may be read."""
         is_leased = request.remote is not None and bool(request.remote.lease_id)
-        if is_leased:
-            self._kv.reserve(request)
-        self.connector.update_state_after_alloc(request, request.block_ids, 0)
+        table = self._kv.reserve(request) if is_leased else request.block_ids
+        self.connector.update_state_after_alloc(request, table, 0)
         is_first = request.first_scheduled_ns is None
         if not (is_leased and is_first and num_new_tokens < request.num_tokens - request.num_computed_tokens):
             return []
@@ -112,7 +111,7 @@ class RemoteKV:
         self._waiting.pop(request.request_id, None)
         is_held = self.connector.request_finished(request, request.block_ids)
         if is_held:
-            self._held[request.request_id] = request.block_ids
+            self._held[request.request_id] = request.block_ids + request.reserved_block_ids
         return is_held or request.request_id in self._loading
 
     def revoke_oldest(self) -> bool:
@@ -160,7 +159,7 @@ class RemoteKV:
         num_valid = self._num_valid_tokens(request, remote, output.invalid_block_ids)
         if num_valid < request.num_computed_tokens + remote.num_external_tokens:
             remote.failure = output.stats.failures.get(request.request_id, "transport")
-            if remote.awaits_tokens:
+            if remote.awaits_tokens or not self._kv.keeps_partial_loads:
                 self._kv.free(request)  # it may wait for a long time
                 num_valid = 0
         remote.num_external_tokens = max(0, num_valid - request.num_computed_tokens)
@@ -173,7 +172,7 @@ class RemoteKV:
         num_tokens = request.num_computed_tokens + remote.num_external_tokens
         for index, block_id in enumerate(request.block_ids):
             if block_id in invalid_block_ids:
-                return min(num_tokens, index * self._kv.block_size)
+                return min(num_tokens, index // self._kv.pool.num_groups * self._kv.block_size)
         return num_tokens
 
     def _resume(self, request: Request) -> None:

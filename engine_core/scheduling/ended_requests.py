@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from ..kv_cache.kv_cache_manager import KVCacheManager
+from ..kv_cache.kv_manager import KVManager
 from ..kv_transfer.remote_kv import RemoteKV
 from ..structured_output.manager import StructuredOutputManager
 from ..wire.messages import EngineCoreOutput, ErrorKind
@@ -19,7 +19,7 @@ class EndedRequests:
         self,
         requests: dict[str, Request],
         tenants: LiveTenants,
-        kv: KVCacheManager,
+        kv: KVManager,
         remote: RemoteKV | None,
         grammars: StructuredOutputManager | None,
         in_flight: StepsInFlight | None,

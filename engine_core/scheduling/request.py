@@ -99,6 +99,7 @@ class Request:
         "block_ids",
         "cache_salt",
         "deadline_ns",
+        "first_kept_blocks",
         "first_output_sent",
         "first_scheduled_ns",
         "limit_status",
@@ -117,6 +118,7 @@ class Request:
         "remote",
         "repetition_detection",
         "request_id",
+        "reserved_block_ids",
         "sampling_params",
         "skip_reading_prefix_cache",
         "status",
@@ -166,6 +168,10 @@ class Request:
         self.block_ids: list[int] = []
         self.block_hashes: list[bytes] = []
         self.num_registered_blocks = 0
+        self.first_kept_blocks: Sequence[int] = ()
+        """For each KV group the first block of tokens that it still keeps; empty without groups."""
+        self.reserved_block_ids: list[int] = []
+        """Entries that will follow those of ``block_ids``, chosen early because another engine will read them."""
 
         self.num_cached_tokens = 0
         self.num_external_cached_tokens = 0

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..config import CacheConfig, SchedulerConfig
 from ..kv_cache.kv_cache_config import KVCacheConfig
-from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..kv_cache.kv_events import KVEventLog
+from ..kv_cache.kv_manager import make_kv_manager
 from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler
 from ..kv_transfer.remote_kv import RemoteKV
 from ..structured_output.compile_queue import CompileQueueFull
@@ -57,7 +57,7 @@ class Scheduler:
         self.config = config
         self.max_model_len = kv_cache.max_model_len
         self.kv_events = KVEventLog(cache.block_size) if cache.kv_events else None
-        self.kv = KVCacheManager(kv_cache.num_blocks, cache, self.kv_events)
+        self.kv = make_kv_manager(kv_cache, cache, config, self.kv_events, lends=connector is not None)
         self.requests: dict[str, Request] = {}
         self._policy = SchedulingPolicy(config.policy)
         self.waiting = WaitingRequests(PriorityQueue if self._policy is SchedulingPolicy.PRIORITY else FCFSQueue)

@@ -72,7 +72,7 @@ class StatsRecorder:
         stats.num_running = len(running)
         stats.num_waiting_tokens = waiting.num_tokens
         stats.kv_usage = pool.usage
-        stats.num_free_blocks = pool.num_free
+        stats.num_free_blocks = pool.num_free // pool.num_groups
         return stats
 
     def attach_events(self, outputs: Iterable[EngineCoreOutput]) -> None:

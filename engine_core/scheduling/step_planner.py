@@ -7,7 +7,7 @@ from collections.abc import Callable, Container
 from itertools import chain
 
 from ..config import SchedulerConfig
-from ..kv_cache.kv_cache_manager import KVCacheManager
+from ..kv_cache.kv_manager import KVManager
 from ..kv_transfer.remote_kv import RemoteKV
 from ..wire.messages import EngineCoreOutput
 from ..wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -112,7 +112,7 @@ class StepPlanner:
         config: SchedulerConfig,
         waiting: WaitingRequests,
         tenants: LiveTenants,
-        kv: KVCacheManager,
+        kv: KVManager,
         remote: RemoteKV | None,
         recorder: StatsRecorder,
         clock: Callable[[], int],

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..config import SchedulerConfig
-from ..kv_cache.kv_cache_manager import KVCacheManager
+from ..kv_cache.kv_manager import KVManager
 from ..kv_transfer.remote_kv import RemoteKV
 from .request import Request, RequestStatus
 from .request_queues import WaitingRequests
@@ -52,9 +52,7 @@ def check_config(config: SchedulerConfig, max_model_len: int) -> None:
         )
 
 
-def refusal(
-    request: Request, policy: SchedulingPolicy, kv: KVCacheManager, max_model_len: int, *, moves_kv: bool
-) -> str:
+def refusal(request: Request, policy: SchedulingPolicy, kv: KVManager, max_model_len: int, *, moves_kv: bool) -> str:
     """Return why a request can never run; empty if it can."""
     if request.priority and policy is not SchedulingPolicy.PRIORITY:
         return f"priority is {request.priority}, but the engine's scheduling policy is {policy}"
@@ -93,7 +91,7 @@ class Admission:
     def __init__(
         self,
         queue: WaitingRequests,
-        kv: KVCacheManager,
+        kv: KVManager,
         remote: RemoteKV | None,
         config: SchedulerConfig,
         clock: Callable[[], int],
@@ -128,7 +126,7 @@ class Admission:
                 self.expired.append(request)
                 continue
             hits = [] if request.block_ids else self._kv.find_cached_blocks(request)
-            num_here = request.num_computed_tokens or len(hits) * self._kv.block_size
+            num_here = request.num_computed_tokens or self._kv.num_hit_tokens(hits)
             num_external = 0 if self._remote is None else self._num_external_tokens(request, num_here)
             if num_external is None:
                 return None
@@ -175,7 +173,7 @@ class Admission:
             blocked is not None
             and blocked.request is request
             and self._kv.pool.num_free <= blocked.num_free
-            and not self._kv.find_cached_blocks(request, blocked.num_hits)
+            and not self._kv.finds_more(request, blocked.num_hits)
         )
 
     def _num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:

@@ -65,6 +65,8 @@ class CoreReady(msgspec.Struct, tag="READY"):
     """What the slowest worker computed before it was ready."""
     finds_reasoning: bool = False
     """Whether the marks around the model's reasoning are known."""
+    num_kv_groups: int = 1
+    """How many of the pool's blocks hold the KV of one block of tokens."""
 
 
 class CoreFailed(msgspec.Struct, tag="FAILED"):

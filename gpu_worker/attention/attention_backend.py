@@ -28,9 +28,11 @@ cache_head_size], and behind all of them its scales, [block_size] float32; see `
 class AttentionPlan(Protocol):
     """Holds one step's batch, prepared: T tokens of n requests, with the tokens of one request next to each other."""
 
-    @property
-    def slots(self) -> Tensor:
-        """[T] int64: the slot of each token's keys and values, block id * block_size + offset."""
+    def slots_of(self, kv_cache: KVCache) -> Tensor:
+        """Return the slot of each token's keys and values in this layer's cache, block id * block_size + offset.
+
+        [T] int64.
+        """
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
         """Store [T, num_kv_heads, head_size] keys and values in the slots of their tokens."""

@@ -81,7 +81,7 @@ class CPUPlan:
         self._backend = backend
         self._kernels = backend._kernels
         self._head_size, self._cache_head_size = config.head_size, config.cache_head_size
-        self.slots = torch.from_numpy(slot_mapping.astype(np.int64))
+        self._slots = torch.from_numpy(slot_mapping.astype(np.int64))
         self._is_bf16 = config.dtype == torch.bfloat16
         tables, lengths = _int32(block_tables), _int32(seq_lens)
         prefixes = backend.prefixes.find(np.diff(cu_query_lens), lengths, tables)
@@ -102,6 +102,9 @@ class CPUPlan:
             num_threads=torch.get_num_threads(),
         )
 
+    def slots_of(self, kv_cache: KVCache) -> Tensor:
+        return self._slots
+
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
         key, value = (_rows(padded(x, self._cache_head_size)) for x in (key, value))
         self._kernels.write_kv(
@@ -109,7 +112,7 @@ class CPUPlan:
             key.data_ptr(),
             value.data_ptr(),
             *pointers(kv_cache),
-            self.slots.data_ptr(),
+            self._slots.data_ptr(),
             len(key),
             self._args.num_kv_heads,
             self._args.block_size,

@@ -50,6 +50,9 @@ class ReferencePlan:
     slots: Tensor
     block_size: int
 
+    def slots_of(self, kv_cache: KVCache) -> Tensor:
+        return self.slots
+
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
         write_slots(key, value, kv_cache, self.slots // self.block_size, self.slots % self.block_size)
 

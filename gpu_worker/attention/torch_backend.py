@@ -110,9 +110,12 @@ class TorchPlan:
         self._block_bytes = config.kv_bytes_per_token * block_size // config.num_layers
         self._device = device
         blocks, offsets = np.divmod(slot_mapping, block_size)
-        self.slots = self._index(slot_mapping)
+        self._slots = self._index(slot_mapping)
         self._places = (self._index(blocks), self._index(offsets))
         self._work: dict[int | None, tuple[list[Segment], list[DecodeGroup]]] = {}
+
+    def slots_of(self, kv_cache: KVCache) -> Tensor:
+        return self._slots
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
         write_slots(key, value, kv_cache, *self._places)

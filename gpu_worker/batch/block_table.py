@@ -11,12 +11,14 @@ Ints = npt.NDArray[np.int64]
 class BlockTable:
     """Holds the block ids of every row of the input batch, [max_num_seqs, blocks of the longest request] int32.
 
-    A slot is ``block id * block_size + position in the block``, the index of a token in the KV pool.
+    A slot is ``block id * block_size + position in the block``, the index of a token in the KV pool. Column
+    ``index * num_groups + group`` is the block of that group of layers for the block of tokens ``index``.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
         self.block_size = block_size
-        self._block_ids = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self.num_groups = num_groups
+        self._block_ids = np.zeros((max_num_seqs, -(-max_model_len // block_size) * num_groups), dtype=np.int32)
         self._counts = np.zeros(max_num_seqs, dtype=np.int64)
 
     def replace(self, row: int, block_ids: Sequence[int]) -> None:
@@ -35,6 +37,9 @@ class BlockTable:
         return self._block_ids[rows, : self._counts[rows].max(initial=0)]
 
     def slots(self, rows: Ints, positions: Ints) -> Ints:
-        """Return the slots of n (row, position) pairs, [n]."""
-        block_ids = self._block_ids[rows, positions // self.block_size].astype(np.int64)
+        """Return the slots of n (row, position) pairs, [n], or [num_groups, n] if there are several groups."""
+        columns = positions // self.block_size
+        if self.num_groups > 1:
+            columns = columns * self.num_groups + np.arange(self.num_groups)[:, None]
+        block_ids = self._block_ids[rows, columns].astype(np.int64)
         return block_ids * self.block_size + positions % self.block_size

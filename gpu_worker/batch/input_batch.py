@@ -34,9 +34,9 @@ class StepInputs:
     seq_lens: npt.NDArray[np.int32]
     """[R]: how many tokens have their KV after the step."""
     block_tables: npt.NDArray[np.int32]
-    """[R, blocks of the longest]"""
+    """[R, blocks of the longest], as :class:`BlockTable` holds them."""
     slot_mapping: Ints
-    """[T]: the slot to which each token's KV is written."""
+    """[T], or [groups of layers, T] if there are several: the slot to which each token's KV is written."""
     sampled: Ints
     """Indices in [0, R) of requests whose known tokens are all computed after the step: these draw a token."""
     embeds: Sequence[TokenRows] = ()
@@ -56,8 +56,8 @@ class InputBatch:
     """Holds rows of token ids and block tables. A request keeps its row from its first step until it ends or is
     preempted, so a step changes only what is new. No row moves; a step gathers the rows that it computes."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
-        self.block_table = BlockTable(max_num_seqs, max_model_len, block_size)
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
+        self.block_table = BlockTable(max_num_seqs, max_model_len, block_size, num_groups)
         # Zeroed memory is mapped when it is touched, so room for the longest request costs nothing until it is used.
         self._token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)

@@ -62,5 +62,8 @@ DECODERS: dict[str, DecoderTraits] = {
     "smollm3": DecoderTraits(
         num_kv_heads=4, rope_theta=2_000_000.0, is_tied=True, may_have_attention_bias=True, may_have_mlp_bias=True
     ),
+    "mixtral": DecoderTraits(norm_eps=1e-5, num_kv_heads=8, rope_theta=1_000_000.0),
+    "qwen2_moe": DecoderTraits(has_qkv_bias=True),
+    "qwen3_moe": DecoderTraits(qk_norm="head", head_size=128, may_have_attention_bias=True),
 }
 """The families that ``models.decoder`` computes."""

@@ -36,7 +36,9 @@ def read_windows(reader: ConfigReader, family: str, num_layers: int, max_model_l
             windows = [window if kind == _SLIDING else None for kind in _gemma_kinds(reader, family, num_layers)]
         case "smollm3":
             windows = _smollm_windows(reader, num_layers)
-        case "mistral" | "phi3":
+        case "qwen2_moe" | "qwen3_moe":
+            return _no_windows(reader, num_layers)
+        case "mistral" | "mixtral" | "phi3":
             window = _window(reader, 4096 if family == "mistral" else None)
             windows = [window] * num_layers
             if window is None or window >= max_model_len:
@@ -90,6 +92,16 @@ def _qwen_windows(reader: ConfigReader, num_layers: int) -> list[int | None]:
     if window is None and _SLIDING in kinds:
         raise reader.error("layer_types", "has sliding_attention, but use_sliding_window is off")
     return [window if kind == _SLIDING else None for kind in kinds]
+
+
+def _no_windows(reader: ConfigReader, num_layers: int) -> tuple[None, ...]:
+    """Check that the windows of Qwen's models with experts are off, as they are in every published one."""
+    if reader.take_bool("use_sliding_window", False):
+        raise reader.error("use_sliding_window", "must be false")
+    for unused in ("sliding_window", "max_window_layers"):
+        reader.take(unused)
+    _check_full_attention(reader, num_layers)
+    return (None,) * num_layers
 
 
 def _known_kinds(reader: ConfigReader, num_layers: int) -> list[Any] | None:

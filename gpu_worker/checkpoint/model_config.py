@@ -11,19 +11,32 @@ from tokenloom.engine_core.config import KVCacheDtype
 from tokenloom.gguf.gguf_file import is_gguf
 
 from ..attention.int8_cache import SCALE_BYTES
-from ..layers.activation import ACTIVATIONS
-from ..layers.rotary import RopeConfig, YarnScaling
+from ..layers.rotary import RopeConfig
 from .config_reader import ConfigReader
+from .expert_switches import ExpertSwitches
 from .families import DECODERS, DecoderTraits
 from .gguf.config import gguf_config
-from .layer_kinds import read_ropes, read_windows
 from .opt_switches import OPTSwitches
 from .quantization.scheme import Scheme
 from .quantization.schemes import read_scheme
 from .safetensors_files import stored_dtype
 
 Family = Literal[
-    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "gpt2", "opt", "transformers"
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "olmo2",
+    "smollm3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt2",
+    "opt",
+    "transformers",
 ]
 """``transformers``: any class of that library; its modules hold what the switches of :class:`ModelConfig` hold."""
 
@@ -37,6 +50,9 @@ ARCHITECTURES: dict[str, Family] = {
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",
     "SmolLM3ForCausalLM": "smollm3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
     "GPT2LMHeadModel": "gpt2",
     "OPTForCausalLM": "opt",
 }
@@ -88,6 +104,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     """A logit x becomes logit_softcap * tanh(x / logit_softcap); None: it stays x."""
     opt: OPTSwitches | None = None
+    experts: ExpertSwitches | None = None
     attention_scales: tuple[float, ...]
     """[num_layers]: the factor on query times key."""
     sliding_windows: tuple[int | None, ...]
@@ -146,17 +163,13 @@ def load_model_config(path: Path, dtype: str = "auto", quantization: str | None 
     ``bfloat16``; ``quantization`` is None or one of ``QUANTIZATIONS``. Raises ``ValueError`` naming what is wrong or
     not supported in the configuration.
     """
+    from .family_configs import read_family  # its functions build a ModelConfig
+
     reader = ConfigReader.of_model(gguf_config(path), path.name) if is_gguf(path) else ConfigReader.open(path)
     family = _family(reader)
     torch_dtype = _dtype(reader, path, dtype)
     scheme = read_scheme(reader)
-    match family:
-        case "gpt2":
-            config = _read_gpt2(reader, torch_dtype)
-        case "opt":
-            config = _read_opt(reader, torch_dtype)
-        case _:
-            config = _read_decoder(reader, family, torch_dtype)
+    config = read_family(reader, family, torch_dtype)
     reader.refuse_rest()
     check_quantization(quantization)
     return replace(config, quantization=quantization, scheme=scheme)
@@ -201,141 +214,3 @@ def _dtype(reader: ConfigReader, path: Path, dtype: str) -> torch.dtype:
     if dtype not in _DTYPES:
         raise ValueError(f"dtype must be auto, float32 or bfloat16, not {dtype!r}")
     return _DTYPES[dtype]
-
-
-def _read_decoder(reader: ConfigReader, family: Family, dtype: torch.dtype) -> ModelConfig:
-    """Read Llama and its relatives. Absent entries take the defaults of the family's class in transformers."""
-    traits = DECODERS[family]
-    hidden_size, num_heads = reader.take_int("hidden_size"), reader.take_int("num_attention_heads")
-    num_layers = reader.take_int("num_hidden_layers")
-    head_size = reader.take_int("head_dim", traits.head_size or hidden_size // num_heads)
-    num_kv_heads = reader.take_int("num_key_value_heads", traits.num_kv_heads or num_heads)
-    if num_heads % num_kv_heads:
-        raise reader.error("num_key_value_heads", f"must divide num_attention_heads = {num_heads}")
-    if head_size % 2:
-        raise reader.error("head_dim", "must be even")
-    ropes = read_ropes(reader, family, head_size, num_layers)
-    max_model_len = _max_model_len(reader.take_int("max_position_embeddings"), ropes)
-    attention_bias = traits.may_have_attention_bias and reader.take_bool("attention_bias", False)
-    config = ModelConfig(
-        family=family,
-        dtype=dtype,
-        vocab_size=reader.take_int("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=reader.take_int("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        max_model_len=max_model_len,
-        norm_eps=reader.take_float("rms_norm_eps", traits.norm_eps),
-        hidden_act=_activation(reader, traits.activation_entry, traits.activation),
-        tie_word_embeddings=reader.take_bool("tie_word_embeddings", traits.is_tied),
-        ropes=ropes,
-        qkv_bias=attention_bias or traits.has_qkv_bias,
-        attention_output_bias=attention_bias,
-        mlp_bias=traits.may_have_mlp_bias and reader.take_bool("mlp_bias", False),
-        attention_scales=(head_size**-0.5,) * num_layers,
-        sliding_windows=read_windows(reader, family, num_layers, max_model_len),
-    )
-    return _add_gemma(reader, config) if traits.is_gemma else config
-
-
-def _add_gemma(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
-    """Return the configuration with the entries that only Gemma has."""
-    default = 30.0 if config.family == "gemma2" else None
-    attention_default = 50.0 if config.family == "gemma2" else None
-    attention_softcap = _optional_float(reader, "attn_logit_softcapping", attention_default)
-    if config.family == "gemma3" and attention_softcap is not None:
-        raise reader.error("attn_logit_softcapping", "must be null: transformers' class ignores it")
-    reader.take("hidden_act")  # older files hold it as well; the class reads hidden_activation
-    scale = reader.take_float("query_pre_attn_scalar", 256.0) ** -0.5
-    return replace(
-        config,
-        attention_scales=(scale,) * config.num_layers,
-        attention_softcap=attention_softcap,
-        logit_softcap=_optional_float(reader, "final_logit_softcapping", default),
-        embedding_scale=float(torch.tensor(config.hidden_size**0.5).to(config.dtype)),
-    )
-
-
-def _optional_float(reader: ConfigReader, name: str, default: float | None) -> float | None:
-    return None if reader.take(name, default) is None else reader.take_float(name, default)
-
-
-def _read_gpt2(reader: ConfigReader, dtype: torch.dtype) -> ModelConfig:
-    hidden_size, num_heads = reader.take_int("n_embd"), reader.take_int("n_head")
-    num_layers = reader.take_int("n_layer")
-    if hidden_size % num_heads:
-        raise reader.error("n_head", f"must divide n_embd = {hidden_size}")
-    head_size = hidden_size // num_heads
-    scale = head_size**-0.5 if reader.take_bool("scale_attn_weights", True) else 1.0
-    by_layer = reader.take_bool("scale_attn_by_inverse_layer_idx", False)
-    return ModelConfig(
-        family="gpt2",
-        dtype=dtype,
-        vocab_size=reader.take_int("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=reader.take_int("n_inner", 4 * hidden_size),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_size=head_size,
-        max_model_len=reader.take_int("n_positions"),
-        norm_eps=reader.take_float("layer_norm_epsilon", 1e-5),
-        hidden_act=_activation(reader, "activation_function", "gelu_new"),
-        tie_word_embeddings=reader.take_bool("tie_word_embeddings", True),
-        qkv_bias=True,
-        attention_output_bias=True,
-        mlp_bias=True,
-        attention_scales=tuple(scale / (layer + 1 if by_layer else 1) for layer in range(num_layers)),
-        sliding_windows=(None,) * num_layers,
-    )
-
-
-def _read_opt(reader: ConfigReader, dtype: torch.dtype) -> ModelConfig:
-    hidden_size, num_heads = reader.take_int("hidden_size"), reader.take_int("num_attention_heads")
-    num_layers = reader.take_int("num_hidden_layers")
-    if hidden_size % num_heads:
-        raise reader.error("num_attention_heads", f"must divide hidden_size = {hidden_size}")
-    head_size, bias = hidden_size // num_heads, reader.take_bool("enable_bias", True)
-    norm_before = reader.take_bool("do_layer_norm_before", True)
-    return ModelConfig(
-        family="opt",
-        dtype=dtype,
-        vocab_size=reader.take_int("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=reader.take_int("ffn_dim"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_size=head_size,
-        max_model_len=reader.take_int("max_position_embeddings"),
-        norm_eps=1e-5,
-        hidden_act=_activation(reader, "activation_function", "relu"),
-        tie_word_embeddings=reader.take_bool("tie_word_embeddings", True),
-        qkv_bias=bias,
-        attention_output_bias=bias,
-        mlp_bias=bias,
-        attention_scales=(head_size**-0.5,) * num_layers,
-        sliding_windows=(None,) * num_layers,
-        opt=OPTSwitches(
-            embedding_size=reader.take_int("word_embed_proj_dim", hidden_size),
-            norm_before=norm_before,
-            final_norm=norm_before and not reader.take_bool("_remove_final_layer_norm", False),
-            norms_have_weights=reader.take_bool("layer_norm_elementwise_affine", True),
-        ),
-    )
-
-
-def _activation(reader: ConfigReader, name: str, default: str) -> str:
-    activation = reader.take(name) or default
-    if activation not in ACTIVATIONS:
-        raise reader.error(name, f"is not supported: must be one of {', '.join(ACTIVATIONS)}")
-    return str(activation)
-
-
-def _max_model_len(max_position: int, ropes: tuple[RopeConfig, ...]) -> int:
-    """Return the context length. YaRN states the original context and a factor; their product is the context length."""
-    scalings = [rope.scaling for rope in ropes if isinstance(rope.scaling, YarnScaling)]
-    return max([max_position, *(int(scaling.original_max_position * scaling.factor) for scaling in scalings)])

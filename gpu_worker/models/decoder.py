@@ -11,6 +11,7 @@ from ..layers.linear import make_output
 from ..layers.rotary import RotaryEmbedding
 from ..ops.ops import Ops
 from .decoder_layers import AddNorm, DecoderLayer, PostNormLayer
+from .expert_routes import ExpertRoutes
 
 
 class DecoderModel:
@@ -22,6 +23,8 @@ class DecoderModel:
         ropes = list(dict.fromkeys(config.ropes))
         self._rotaries = [RotaryEmbedding(rope, device) for rope in ropes]
         self._rotary_of_layer = [ropes.index(rope) for rope in config.ropes]
+        experts = config.experts
+        self.routes = None if experts is None else ExpertRoutes(experts.count, experts.per_token, sum(experts.layers))
         self._layers: list[DecoderLayer | PostNormLayer] = []
         self.load_weights(checkpoint)
 
@@ -35,7 +38,7 @@ class DecoderModel:
             if len(self._layers) == config.num_layers:
                 del self._layers[0]
                 checkpoint.return_dropped()
-            self._layers.append(kind(checkpoint, f"model.layers.{layer}", config, ops, layer))
+            self._layers.append(kind(checkpoint, f"model.layers.{layer}", config, ops, layer, self.routes))
         self._norm = AddNorm(checkpoint, "model.norm", config, ops)
         # Older checkpoints stored the frequencies that the configuration determines.
         checkpoint.skip(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers))

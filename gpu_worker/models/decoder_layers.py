@@ -9,6 +9,9 @@ from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.linear import Linear, load_linear
 from ..ops.ops import HeadNorm, Ops, Rotation
+from .expert_routes import ExpertRoutes
+from .experts import Experts
+from .mlp import MLP
 
 
 class AddNorm:
@@ -86,31 +89,23 @@ class NormedProjection:
         return heads
 
 
-class MLP:
-    """Computes down(act(gate(x)) · up(x)), with gate and up as one product."""
-
-    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        parts = ([f"{prefix}.gate_proj", f"{prefix}.up_proj"], (inner, inner))
-        names, outputs = ([f"{prefix}.gate_up_proj"], (2 * inner,)) if config.traits.is_fused else parts
-        bias, quantization = config.mlp_bias, config.quantization
-        self._gate_up = load_linear(checkpoint, names, hidden, outputs, bias, quantization)
-        self._down = load_linear(checkpoint, [f"{prefix}.down_proj"], inner, [hidden], bias, quantization)
-        self._activation = config.hidden_act
-        self._ops = ops
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._ops.gate(self._gate_up(x), self._activation))
-
-
 class DecoderLayer:
     """Computes attention and MLP, each after a norm and added to its input."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        prefix: str,
+        config: ModelConfig,
+        ops: Ops,
+        layer: int,
+        routes: ExpertRoutes | None = None,
+    ) -> None:
+        """``routes`` records the choices of a model with experts."""
         self._input_norm = AddNorm(checkpoint, f"{prefix}.input_layernorm", config, ops)
         self._attention = Attention(checkpoint, f"{prefix}.self_attn", config, ops, layer)
         self._post_norm = AddNorm(checkpoint, f"{prefix}.post_attention_layernorm", config, ops)
-        self._mlp = MLP(checkpoint, f"{prefix}.mlp", config, ops)
+        self._mlp = _load_mlp(checkpoint, prefix, config, ops, layer, routes)
 
     def __call__(
         self, residual: Tensor, delta: Tensor | None, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan
@@ -123,7 +118,17 @@ class DecoderLayer:
 class PostNormLayer:
     """Computes attention and MLP, each with a norm of its result, and with one of its input if they lie around it."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        prefix: str,
+        config: ModelConfig,
+        ops: Ops,
+        layer: int,
+        routes: ExpertRoutes | None = None,
+    ) -> None:
+        """``routes`` as in :class:`DecoderLayer`."""
+
         def norm(name: str) -> AddNorm:
             return AddNorm(checkpoint, f"{prefix}.{name}_layernorm", config, ops)
 
@@ -132,7 +137,7 @@ class PostNormLayer:
         self._attention = Attention(checkpoint, f"{prefix}.self_attn", config, ops, layer)
         self._after_attention = norm("post_attention")
         self._before_mlp = norm("pre_feedforward") if around else add
-        self._mlp = MLP(checkpoint, f"{prefix}.mlp", config, ops)
+        self._mlp = _load_mlp(checkpoint, prefix, config, ops, layer, routes)
         self._after_mlp = norm("post_feedforward")
 
     def __call__(
@@ -149,3 +154,13 @@ def add(residual: Tensor, delta: Tensor | None) -> Tensor:
     if delta is not None:
         residual += delta
     return residual
+
+
+def _load_mlp(
+    checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int, routes: ExpertRoutes | None
+) -> MLP | Experts:
+    if config.experts is not None and config.experts.layers[layer]:
+        assert routes is not None
+        number = sum(config.experts.layers[:layer])
+        return Experts(checkpoint, prefix, config, ops, config.experts, routes.layers[number])
+    return MLP(checkpoint, f"{prefix}.mlp", config, ops)

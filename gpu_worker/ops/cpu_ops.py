@@ -73,7 +73,7 @@ class CPUOps:
             weights=None if weights is None else weights.data_ptr(),
             cos=rotation[0].data_ptr(),
             sin=rotation[1].data_ptr(),
-            slots=plan.slots.data_ptr(),
+            slots=plan.slots_of(kv_cache).data_ptr(),
             keys=keys,
             values=values,
             num_tokens=len(heads),

@@ -38,7 +38,7 @@ class Identity:
         self._engine_id = settings.instance_id
         self._epoch = epoch
         self._addresses = address, kv_address
-        self._num_kv_blocks = ready.num_kv_blocks
+        self._num_kv_blocks = ready.num_kv_blocks // ready.num_kv_groups
 
     def hello(self) -> types_pb2.Hello:
         """Return the first message to a peer."""

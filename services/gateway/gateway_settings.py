@@ -111,6 +111,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     max_body_bytes_in_flight: Annotated[
         Count, "Bytes of HTTP request bodies held at the same time; further ones are refused with a retryable error."
     ] = 64 << 20
+    max_stored_response_bytes: Annotated[
+        Annotated[int, Meta(ge=0)],
+        "Bytes of responses of /v1/responses that this gateway keeps for previous_response_id; the oldest ones are "
+        "dropped. 0: it keeps none, and none runs in the background.",
+    ] = 64 << 20
     max_connections: Annotated[
         Count,
         "Connections of clients over HTTP, and as many over gRPC; fewer if the limit of open descriptors is too low.",

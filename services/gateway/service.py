@@ -3,26 +3,21 @@
 import asyncio
 import logging
 import math
-from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
-from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, marks_of
 from tokenloom.services.runtime.host.descriptors import for_clients
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.addresses import parse
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.peers.members import Members
 from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 
-from .assistant.message_plans import MessagePlans
+from .anthropic.message_routes import ERROR_FORMS
+from .api_routes import api_routes
 from .gateway_settings import NUM_EDGES, GatewaySettings
-from .generation.admission import Admission
-from .generation.backlog import Backlog
 from .generation.generator import Generator
-from .generation.resumable import ResumableRequests, UnattendedMetrics
 from .grpc.inference_servicer import InferenceServicer
 from .grpc.message_bounds import bounded
 from .health import MeshHealth
@@ -31,21 +26,12 @@ from .http.app import App, Routes
 from .http.browser_guard import BrowserGuard
 from .http.byte_budget import ByteBudget
 from .http.connections import Connections
-from .http.endpoint import Endpoint
 from .http.http_server import HttpServer
 from .http.json_body import BodyParser
-from .http.status_routes import StatusRoutes
-from .http.tokenize_routes import TokenizeRoutes
-from .http.turn_share import ANSWERS_PER_TURN, TurnShare
 from .kserve.kserve_servicer import KServeServicer
-from .mesh.mesh_view import MeshView
-from .mesh.output_pool import OutputPool
-from .mesh.tokenizer_client import TokenizerClient
-from .metrics import GatewayMetrics, MeshGauges, count_moved
-from .openai.chat import ChatApi
 from .openai.completions import CompletionsApi
 from .openai.openai_models import READ_FIELDS, WITHOUT_EFFECT, BodyReader
-from .openapi.openapi_routes import document_routes
+from .served_mesh import ServedMesh, connect
 from .tenants.api_keys import ApiKeys
 from .tenants.cache_salts import CacheSalts
 from .tenants.call_tenant import admit_calls
@@ -59,19 +45,6 @@ _QUIET_SECONDS = 5.0
 """How long a restarted gateway leaves connections waiting for the rest of the mesh."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Mesh:
-    """Holds what the edges serve: one model, and what a request to it needs."""
-
-    model: str
-    """Its name for clients."""
-    plans: MessagePlans
-    generator: Generator
-    tokenizers: TokenizerClient
-    view: MeshView
-    health: MeshHealth
-
-
 class GatewayService:
     """Fulfils :class:`tokenloom.services.runtime.host.service.Service`.
 
@@ -81,7 +54,7 @@ class GatewayService:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
-        self._started: tuple[_Mesh, HttpServer, Host] | None = None
+        self._started: tuple[ServedMesh, HttpServer, Host] | None = None
         self._parser = BodyParser(READ_FIELDS, WITHOUT_EFFECT)
         self.http_address = ""
 
@@ -91,7 +64,7 @@ class GatewayService:
         keys = _load_keys(settings)
         shares = _divide(settings, keys)
         host.metrics.register(TenantMetrics(shares))
-        mesh = await _connect(settings, host, shares)
+        mesh = await connect(settings, host, shares)
         http = HttpServer(
             await _open_edges(settings, host, mesh, keys, shares, self._parser),
             settings.http_listen,
@@ -164,57 +137,8 @@ def _divide(settings: GatewaySettings, keys: ApiKeys) -> TenantShares:
     )
 
 
-async def _connect(settings: GatewaySettings, host: Host, shares: TenantShares) -> _Mesh:
-    """Connect to the other parts. Returns once a tokenizer has reported which model it serves."""
-    tokenizers = TokenizerClient(Members(settings.tokenizers), host.channels)
-    view = MeshView(settings.coordinator, host.channels)
-    outputs = OutputPool(
-        Members(settings.output_processors),
-        settings.instance_id,
-        host.epoch,
-        host.channels,
-        max_kept_bytes=settings.max_kept_prompt_bytes,
-        on_moved=count_moved(host.metrics).inc,
-    )
-    health = MeshHealth(tokenizers, outputs, view)
-    host.spawn(tokenizers.run(), name="tokenizer probes")
-    host.spawn(view.run(), name="coordinator watch")
-    info = await tokenizers.wait_known()
-    backlog = Backlog(settings.max_queue_seconds, host.random, always_queued=settings.always_queued)
-    view.follow_capacity(info.fingerprint, backlog.observe)
-    outputs.start(host, info.fingerprint)
-    model = settings.served_model_name or info.fingerprint.model
-    host.metrics.register(MeshGauges(view, health, backlog, model))
-    plans = MessagePlans.choose(settings.tool_call_parser, settings.reasoning_parser, info)
-    generator = Generator(
-        tokenizers,
-        view,
-        outputs,
-        GatewayMetrics(host.metrics, model),
-        Admission(shares, backlog, settings.most_urgent_priority),
-        ResumableRequests(settings.keep_disconnected_requests, UnattendedMetrics(host.metrics), host.failed),
-        default_timeout=settings.request_timeout,
-        most_urgent_priority=settings.most_urgent_priority,
-        max_request_values=settings.max_request_values,
-        tracer=host.tracer,
-        model=model,
-        reasoning_marks=None if plans.reasoning is None else await _marks(plans.reasoning, tokenizers),
-        random=host.random,
-        clock=host.clock.nanoseconds,
-    )
-    return _Mesh(model, plans, generator, tokenizers, view, health)
-
-
-async def _marks(reasoning: ReasoningFormat, tokenizers: TokenizerClient) -> ReasoningMarks | None:
-    """Return the marks of the model's reasoning as tokens; None if the tokenizer has no tokens for them."""
-    texts = (reasoning.start, reasoning.end)
-    encoded = await tokenizers.encode(texts, add_special_tokens=False)
-    tokens = {text: list(prompt.token_ids) for text, prompt in zip(texts, encoded.prompts, strict=True)}
-    return marks_of(reasoning, tokens.__getitem__) if all(tokens.values()) else None
-
-
 async def _open_edges(
-    settings: GatewaySettings, host: Host, mesh: _Mesh, keys: ApiKeys, shares: TenantShares, parser: BodyParser
+    settings: GatewaySettings, host: Host, mesh: ServedMesh, keys: ApiKeys, shares: TenantShares, parser: BodyParser
 ) -> App:
     """Add the gRPC services to the host's server and return the HTTP application. Waits for the operator's certificate
     where the admin routes need one."""
@@ -230,34 +154,13 @@ async def _open_edges(
     kserve = KServeServicer(completions, mesh.generator, mesh.health, mesh.model, shares)
     infers = dict.fromkeys(("ModelInfer", "ModelStreamInfer"), grpc_service_pb2.ModelInferRequest)
     host.add_servicer(bounded(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, infers), kserve)
-    routes = _routes(settings, host, mesh, parser, reader, completions)
+    routes = api_routes(settings, host, mesh, parser, reader, completions)
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
-    return App(
-        routes, keys, await _admin_routes(settings, host, mesh), admin_keys, guard, shares, settings.cors_origins
-    )
+    admin_routes = await _admin_routes(settings, host, mesh)
+    return App(routes, keys, admin_routes, admin_keys, guard, shares, settings.cors_origins, ERROR_FORMS)
 
 
-def _routes(
-    settings: GatewaySettings,
-    host: Host,
-    mesh: _Mesh,
-    parser: BodyParser,
-    reader: BodyReader,
-    completions: CompletionsApi,
-) -> Routes:
-    limit, timeout, answers = settings.max_body_bytes, settings.request_timeout, TurnShare(ANSWERS_PER_TURN)
-    chats = ChatApi(reader, mesh.model, mesh.plans)
-    tokenize = TokenizeRoutes(parser, reader, mesh.tokenizers, mesh.health, mesh.model, limit, timeout)
-    return {
-        **StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.model).routes(),
-        **document_routes(mesh.health, admin=settings.has_admin),
-        "/v1/chat/completions": {"POST": Endpoint(chats, mesh.generator, mesh.model, parser, limit, answers)},
-        "/v1/completions": {"POST": Endpoint(completions, mesh.generator, mesh.model, parser, limit, answers)},
-        **tokenize.routes(),
-    }
-
-
-async def _admin_routes(settings: GatewaySettings, host: Host, mesh: _Mesh) -> Routes:
+async def _admin_routes(settings: GatewaySettings, host: Host, mesh: ServedMesh) -> Routes:
     if not settings.has_admin:
         return {}
     channels = host.channels

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from itertools import zip_longest
 
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
+from tokenloom.engine_core.kv_cache.group_events import group_key
+from tokenloom.engine_core.kv_cache.kv_groups import NULL_BLOCK
 from tokenloom.engine_core.scheduling.request import Request, RequestStatus
 from tokenloom.engine_core.scheduling.request_queues import priority_key
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
@@ -38,6 +40,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert request.num_computed_tokens < request.num_tokens + request.num_output_placeholders
         assert request.num_tokens + request.num_output_placeholders <= request.max_num_tokens
         num_blocks = -(-request.num_computed_tokens // scheduler.kv.block_size)
+        num_blocks *= scheduler.kv.pool.num_groups
         assert len(request.block_ids) == num_blocks or (request.remote and len(request.block_ids) > num_blocks)
     _check_order(scheduler)
     holders = waiting + scheduler.running + away + [request for request in loading if request.is_finished]
@@ -62,12 +65,17 @@ def _check_order(scheduler: Scheduler) -> None:
 
 def check_pool(pool: BlockPool, holders: list[Request], lent: Iterable[list[int]] = ()) -> None:
     """Check that free and used blocks add up, references are counted, and a block can be hit if it has a hash."""
-    tables = [request.block_ids for request in holders] + list(lent)
+    tables = [request.block_ids + request.reserved_block_ids for request in holders] + list(lent)
     held = Counter(block_id for block_ids in tables for block_id in block_ids)
-    assert pool.ref_counts == [held[block_id] for block_id in range(pool.num_blocks)]
+    first = 0
+    if pool.num_groups > 1:  # the null block is no one's
+        del held[NULL_BLOCK]
+        first = 1
+        assert pool.ref_counts[NULL_BLOCK] > 1 << 60
+    assert pool.ref_counts[first:] == [held[block_id] for block_id in range(first, first + pool.num_blocks)]
     free = [*reversed(pool._blank), *pool._cached]
     assert len(free) == pool.num_free == pool.num_blocks - len(held)
-    assert set(free) == set(range(pool.num_blocks)) - set(held)
+    assert set(free) == set(range(first, first + pool.num_blocks)) - set(held)
     registered = {block_id: block_hash for block_id, block_hash in enumerate(pool._hashes) if block_hash is not None}
     assert registered == {block_id: block_hash for block_hash, block_id in pool._by_hash.items()}
     assert [block_id in registered for block_id in free] == sorted(block_id in registered for block_id in free)
@@ -84,11 +92,13 @@ def check_idle(scheduler: Scheduler) -> None:
 
 def _check_content(scheduler: Scheduler) -> None:
     """Check that a block can be hit only if it is full, and only by the tokens it holds; shared blocks can be hit."""
-    pool, size = scheduler.kv.pool, scheduler.kv.block_size
+    pool, size, num_groups = scheduler.kv.pool, scheduler.kv.block_size, scheduler.kv.pool.num_groups
     for request in scheduler.running:
         num_known = min(request.num_computed_tokens, request.num_tokens)
         hashes = block_hashes(request.all_token_ids[:num_known], size, salt=request.cache_salt)
         num_computed_blocks = -(-num_known // size)
-        for block_id, block_hash in zip_longest(request.block_ids[:num_computed_blocks], hashes):
-            assert pool._hashes[block_id] in (None, block_hash)
-            assert pool.ref_counts[block_id] == 1 or block_hash is not None
+        for group in range(num_groups):
+            keys = [group_key(block_hash, group) for block_hash in hashes] if num_groups > 1 else hashes
+            for block_id, key in zip_longest(request.block_ids[group::num_groups][:num_computed_blocks], keys):
+                assert pool._hashes[block_id] in (None, key)
+                assert pool.ref_counts[block_id] == 1 or key is not None

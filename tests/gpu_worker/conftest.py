@@ -50,6 +50,7 @@ _OPT_SHAPES = {
     "max_position_embeddings": 512,
     "init_std": 0.15,
 }
+_QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 _OWN_SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": _GPT2_SHAPES,
     "opt": _OPT_SHAPES,
@@ -57,6 +58,9 @@ _OWN_SHAPES: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_SHAPES, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 30},
     "phi3": {**_SHAPES, "pad_token_id": 0},
     "smollm3": {**_SHAPES, "pad_token_id": 0},
+    "mixtral": {**_SHAPES, "num_local_experts": 5},
+    "qwen2_moe": {**_SHAPES, **_QWEN_EXPERTS, "shared_expert_intermediate_size": 40},
+    "qwen3_moe": {**_SHAPES, **_QWEN_EXPERTS, "head_dim": 16},
 }
 """The shapes of models whose configuration has other entries, or other defaults that a small model cannot have."""
 

@@ -48,12 +48,16 @@ _CONFIGS = {
 MODELS = [*_CONFIGS, "demo"]
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 50, "pad_token_id": 0}
 _OPT_SHAPES = {"vocab_size": 503, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+_QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 _MORE_CONFIGS: dict[str, dict[str, Any]] = {
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 5.0},
     "gemma3_text": {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": {"pad_token_id": 0, "sliding_window": 60},
     "olmo2": {},
     "smollm3": {"pad_token_id": 0, "no_rope_layers": [1, 0]},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {**_QWEN_EXPERTS, "head_dim": 24, "norm_topk_prob": True},
     "opt": {
         "init_std": 0.2,
         "max_position_embeddings": 1024,

@@ -1,4 +1,4 @@
-"""With keys and values in 8 bits, the demo model's tokens do not depend on how the work is batched, cut or interrupted."""
+"""With keys and values in 8 bits, tokens do not depend on how the work is batched, cut or interrupted."""
 
 from pathlib import Path
 
@@ -47,8 +47,6 @@ def _case(engine: Engine, prompt: list[int]) -> Case:
             tokens += output.new_token_ids
     assert len(rows) == len(tokens) == NUM_TOKENS
     return Case(prompt, tokens, np.stack(rows))
-
-
 
 
 def assert_same(cases: list[Case], engine: Engine) -> None:

@@ -5,14 +5,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...layers.grouped_rows import GroupedRows, mix_experts
 from ...layers.linear import Linear, make_linear
+from ..expert_routes import ExpertRoutes, LayerRoutes
+
+_ATTRIBUTE = "tokenloom_experts"
 
 
 class GroupedExperts:
-    """Holds the matrices of a layer's experts as our linear layers."""
+    """Holds the matrices of a layer's experts as our linear layers.
+
+    Attributes:
+        choice: The shape of the experts that were chosen last, [T, k]; empty before the first pass.
+        routes: Records which experts are chosen, if given.
+    """
 
     def __init__(self, module: Any, quantization: str | None) -> None:
         self._module = module
+        self.choice: tuple[int, ...] = ()
+        self.routes: LayerRoutes | None = None
         first = "gate_up_proj" if module.has_gate else "up_proj"
         self._first = self._take(first, quantization)
         self._down = self._take("down_proj", quantization)
@@ -21,30 +32,25 @@ class GroupedExperts:
     def take_over(cls, module: nn.Module, quantization: str | None) -> None:
         """Compute the forward pass of ``module``, an experts module of transformers, and hold its weights."""
         experts = cls(module, quantization)
+        module.__dict__[_ATTRIBUTE] = experts
         module.__dict__["forward"] = experts.forward
+
+    @property
+    def count(self) -> int:
+        """Return how many experts the layer has."""
+        return len(self._down)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return [T, hidden_size]: the sum of each token's experts [T, k], weighted."""
-        tokens, order, counts = self._sort(top_k_index)
-        rows = hidden[tokens]
-        out = torch.zeros_like(rows)
-        begin = 0
-        for expert, count in enumerate(counts):
-            if count:
-                out[begin : begin + count] = self._compute(expert, rows[begin : begin + count])
-                begin += count
-        weighted = out * top_k_weights.reshape(-1)[order, None]
-        total = torch.zeros(hidden.shape, dtype=weighted.dtype, device=hidden.device)
-        return total.index_add_(0, tokens, weighted).to(hidden.dtype)
-
-    def _sort(self, top_k_index: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-        """Return the token of each row, sorted by expert; the order [T * k] that sorts them; the rows per expert."""
-        experts = top_k_index.reshape(-1)
-        order = experts.argsort(stable=True)
-        counts = torch.bincount(experts, minlength=len(self._down)).tolist()
-        return order // top_k_index.shape[-1], order, counts[: len(self._down)]
+        grouped = GroupedRows.sort(top_k_index)
+        self.choice = tuple(top_k_index.shape)
+        if self.routes is not None:
+            self.routes.record(top_k_index, grouped)
+        return mix_experts(hidden, grouped, top_k_weights, self._compute)
 
     def _compute(self, expert: int, rows: Tensor) -> Tensor:
+        if expert >= len(self._down):  # some routers choose a number that stands for no expert
+            return torch.zeros_like(rows)
         module = self._module
         inner = self._first[expert](rows)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
@@ -70,3 +76,18 @@ def can_group(module: Any) -> bool:
         return False
     first = getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None)
     return isinstance(first, Tensor) and first.dim() == 3
+
+
+def routes_of_modules(model: nn.Module, num_tokens: int) -> ExpertRoutes | None:
+    """Return what records the choices of a model's experts, after a forward pass of ``num_tokens`` tokens.
+
+    Returns None for a model without grouped experts, and for one whose layers choose different numbers of experts.
+    """
+    layers = [module.__dict__[_ATTRIBUTE] for module in model.modules() if _ATTRIBUTE in module.__dict__]
+    choices = {layer.choice for layer in layers}
+    if len(choices) != 1 or len(choice := choices.pop()) != 2 or choice[0] != num_tokens:
+        return None
+    routes = ExpertRoutes(max(layer.count for layer in layers), choice[1], len(layers))
+    for layer, layer_routes in zip(layers, routes.layers, strict=True):
+        layer.routes = layer_routes
+    return routes

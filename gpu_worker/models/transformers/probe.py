@@ -12,6 +12,8 @@ from .paged_attention import PROBING, bind
 
 _KNOWN = {"softcap", "s_aux", "position_ids", "cache_position"}
 """Tensors and numbers among the options that are used, or that change nothing."""
+NUM_PROBED = 2
+"""The tokens of the pass."""
 
 
 class Refused(ValueError):
@@ -71,6 +73,6 @@ def record(body: nn.Module, model: Any, max_model_len: int, device: torch.device
     recorder = Recorder(max_model_len)
     bind(model, recorder)
     model.set_attn_implementation(PROBING)
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
-    body(input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False)
+    ids = torch.zeros(1, NUM_PROBED, dtype=torch.int64, device=device)
+    body(input_ids=ids, position_ids=torch.arange(NUM_PROBED, device=device)[None], use_cache=False)
     return recorder.rules

@@ -14,12 +14,14 @@ from ...checkpoint.model_config import ModelConfig
 from ...checkpoint.weights import Checkpoint
 from ...layers.embedding import InputEmbeds
 from ...ops.ops import Ops
+from ..expert_routes import ExpertRoutes
 from .causal_class import CausalClass, find_causal_class
 from .declared import complete, declared_config, max_model_len
+from .experts import routes_of_modules
 from .head import Head
 from .loading import load_modules
 from .paged_attention import SERVING, EnoughLayers, PagedAttention, bind
-from .probe import Refused, record
+from .probe import NUM_PROBED, Refused, record
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class TransformersModel:
     """
 
     config: ModelConfig
+    routes: ExpertRoutes | None
     declared: ModelConfig
     architecture: str
     library = f"transformers-{transformers.__version__}"
@@ -114,6 +117,7 @@ class TransformersModel:
         body_name = _body_name(model)
         body = getattr(model, body_name)
         rules = record(body, model, max_model_len(found.config), self._device)
+        self.routes = routes_of_modules(body, NUM_PROBED)
         declared = self.declared = declared_config(found.config, self._dtype, self._quantization)
         self._set_config(complete(declared, found.config.get_text_config(decoder=True), rules))
         attention = PagedAttention(rules, self.config.head_size)

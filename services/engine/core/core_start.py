@@ -50,7 +50,7 @@ async def start_core(
         raise FailedPrecondition(str(error)) from None
     log.info("%d KV blocks, context of %d tokens; warm-up: %s", ready.num_kv_blocks, ready.max_model_len, ready.warm_up)
     _show_token_costs(host, metrics, client)
-    load.started(ready.num_kv_blocks)
+    load.started(ready.num_kv_blocks // ready.num_kv_groups)
     metrics.observe_ready(ready, enable_prefix_caching=settings.engine.cache.enable_prefix_caching)
     metrics.kv.start_transports(name for name in settings.kv_transports if name != "auto")
     kv_events = KVEventFeed(host.epoch) if settings.engine.cache.kv_events else None

@@ -48,6 +48,7 @@ class KVFront:
             host=socket.gethostname(),
             kv_layout=core.ready.kv_layout,
             block_size=core.ready.block_size,
+            num_kv_groups=core.ready.num_kv_groups,
             transports=expanded(settings.kv_transports),
             must_load=settings.engine.kv.policy == "fail",
         )

@@ -38,6 +38,7 @@ class ReaderConfig:
         host: As in ``EngineIdentity``.
         kv_layout: As in ``Fingerprint``.
         block_size: Tokens per block.
+        num_kv_groups: Blocks that hold the KV of one block of tokens.
         transports: Names of transports, best first.
         must_load: Whether a request fails if its KV cannot be loaded; otherwise its prompt is computed here.
     """
@@ -47,6 +48,7 @@ class ReaderConfig:
     block_size: int
     transports: Sequence[str]
     must_load: bool = False
+    num_kv_groups: int = 1
 
 
 class _Load:
@@ -121,6 +123,7 @@ class KVLoads:
             ),
             num_tokens=source.num_tokens,
             block_size=self._config.block_size,
+            num_kv_groups=self._config.num_kv_groups,
         )
         attempt.kv.wait_ns += round((self._core.clock() - began) * 1e9)
         return reading

@@ -54,10 +54,11 @@ class Reading:
         *,
         num_tokens: int,
         block_size: int,
+        num_kv_groups: int = 1,
     ) -> "Reading":
         """Acquire a lease on the KV of ``num_tokens`` tokens."""
         answer = await _call(lambda: stub.Acquire(request, timeout=CALL_SECONDS))
-        _check_answer(answer, request, num_blocks=-(-num_tokens // block_size))
+        _check_answer(answer, request, num_blocks=-(-num_tokens // block_size) * num_kv_groups)
         target = KVTarget(
             acquisition_id=answer.acquisition_id,
             transport=answer.transport,

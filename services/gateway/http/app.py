@@ -11,6 +11,7 @@ from tokenloom.services.runtime.telemetry.logs import RequestLog
 from ..tenants.api_keys import ApiKeys
 from ..tenants.tenant_shares import TenantShares
 from .browser_guard import BrowserGuard
+from .error_form import ErrorForm
 from .exchange import Exchange, Headers, MethodNotAllowed, Receive, Send
 from .request_body import ClientDisconnected
 
@@ -18,9 +19,9 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[Exchange], Awaitable[None]]
 Routes = Mapping[str, Mapping[str, Handler]]
-"""Path to method to handler."""
+"""Path to method to handler. A path may hold one ``*``, which stands for the id of an object."""
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/docs", "/openapi.json"})
 """Paths that need no key, for load balancers and browsers, which have none."""
 
 _MODEL_PATH = "/v1/models/"
@@ -39,12 +40,14 @@ class App:
         guard: BrowserGuard,
         shares: TenantShares,
         cors_origins: Collection[str] = (),
+        error_forms: Mapping[str, ErrorForm] | None = None,
     ) -> None:
         """Args:
         admin_keys: The keys that the admin routes accept, instead of ``keys``.
         guard: Checks the requests that need no key.
         shares: What each tenant has in work.
         cors_origins: Origins of web pages that may call the API from a browser; ``*``: all.
+        error_forms: By path, how errors are reported; in OpenAI's form by default.
         """
         self._routes = routes
         self._keys = keys
@@ -53,10 +56,13 @@ class App:
         self._guard = guard
         self._shares = shares
         self._cors = Cors(cors_origins) if cors_origins else None
+        self._error_forms = error_forms or {}
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "lifespan and websockets are off"
         exchange = Exchange(scope, send)
+        if (form := self._error_forms.get(exchange.path)) is not None:
+            exchange.error_form = form
         if self._cors is not None:
             self._cors.allow(exchange)
         try:
@@ -65,14 +71,7 @@ class App:
         except ClientDisconnected:
             log.debug("%s %s: the client left", exchange.method, exchange.path)
         except Exception as error:
-            known = errors.of_exception(error)
-            # Under overload, a line for each refusal would cost more than the refusal.
-            is_fault = known.http_status >= 500 and not isinstance(known, errors.ResourceExhausted)
-            level = logging.WARNING if is_fault else logging.DEBUG
-            request_log = RequestLog(log, exchange.request_id.decode())
-            request_log.log(level, "%s %s: %s", exchange.method, exchange.path, known.message)
-            with contextlib.suppress(TimeoutError):
-                await exchange.fail(known)
+            await _report(exchange, errors.of_exception(error))
 
     def _handler(self, exchange: Exchange) -> Handler:
         """Return what handles the request. Raises for a client without a key before it reveals which paths exist."""
@@ -81,12 +80,12 @@ class App:
         methods = self._admin_routes.get(exchange.path)
         keys = self._keys if methods is None else self._admin_keys
         if exchange.path not in OPEN_PATHS:
-            exchange.tenant = keys.authorize(exchange.headers.get(b"authorization"))
+            exchange.tenant = keys.authorize(_authorization(exchange.headers))
             if not keys.required:
                 self._guard.check(exchange.headers)
             if methods is None:  # an operator belongs to no tenant
                 exchange.body.count_for(self._shares.of(exchange.tenant))
-        methods = methods or self._routes.get(exchange.path)
+        methods = methods or self._routes.get(exchange.path) or self._routes.get(_pattern(exchange.path))
         if methods is None and exchange.path.startswith(_MODEL_PATH):
             raise errors.ModelNotFound(
                 "this model is not served; GET /v1/models lists the served models", field="model"
@@ -98,6 +97,31 @@ class App:
         if handler is None:
             raise MethodNotAllowed(exchange.method, methods)
         return handler
+
+
+def _pattern(path: str) -> str:
+    """Return the path with ``*`` in place of its third part."""
+    parts = path.split("/", 5)
+    return "/".join((*parts[:3], "*", *parts[4:])) if len(parts) > 3 else path
+
+
+def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """Return the client's key as an ``authorization`` header; Anthropic's clients send it as ``x-api-key``."""
+    if (authorization := headers.get(b"authorization")) is None and (key := headers.get(b"x-api-key")) is not None:
+        return b"Bearer " + key
+    return authorization
+
+
+async def _report(exchange: Exchange, error: errors.TokenloomError) -> None:
+    """Log an error and send it to the client. A function of its own: a name for the error in the frame that has caught
+    it would keep both alive until the garbage collector runs."""
+    # Under overload, a line for each refusal would cost more than the refusal.
+    is_fault = error.http_status >= 500 and not isinstance(error, errors.ResourceExhausted)
+    level = logging.WARNING if is_fault else logging.DEBUG
+    request_log = RequestLog(log, exchange.request_id.decode())
+    request_log.log(level, "%s %s: %s", exchange.method, exchange.path, error.message)
+    with contextlib.suppress(TimeoutError):
+        await exchange.fail(error)
 
 
 class Cors:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
@@ -16,8 +17,6 @@ from ..generation.generation import Generation
 from ..generation.generator import Generator
 from ..generation.job import Job
 from ..mesh.collector import Delta
-from ..openai.chat import ChatAnswer, ChatApi
-from ..openai.completions import CompletionAnswer, CompletionsApi
 from ..openai.openai_models import Body, Options
 from ..tenants.tenant import Tenant
 from . import orca, sse
@@ -29,8 +28,8 @@ from .turn_share import TurnShare
 
 log = logging.getLogger(__name__)
 
-Api = ChatApi | CompletionsApi
-Answer = ChatAnswer | CompletionAnswer
+Asked = tuple[Job, Options, Claim]
+"""What a client asks for."""
 
 VALUES_PER_SLICE = 4096
 """Log probabilities that one request may shape in one turn of the event loop: a few milliseconds."""
@@ -38,9 +37,51 @@ PIECE_BYTES = 256 << 10
 """Bytes of an answer that are shaped or written in one turn of the event loop."""
 
 
+class Answer(Protocol):
+    """Shapes the output of one request."""
+
+    def first_events(self) -> bytes:
+        """Return the events before any output."""
+
+    def events(self, delta: Delta) -> bytes:
+        """Return the events of some output; empty when there is nothing to send."""
+
+    def last_events(self) -> bytes:
+        """Return the events after all output."""
+
+    def repeat(self, delta: Delta) -> None:
+        """Shape output that the client of a resumed answer has: what follows depends on it."""
+
+    def is_large(self, delta: Delta) -> bool:
+        """Return whether :meth:`shape` should go before :meth:`events`, which would take long otherwise."""
+
+    def shape(self, delta: Delta) -> Iterator[int]:
+        """Shape a delta's log probabilities, step by step; yield how many were shaped in each step."""
+
+    def add(self, delta: Delta) -> Iterator[int] | None:
+        """Keep some output for :meth:`body`; return the steps of :meth:`shape`, or None without any."""
+
+    def body(self) -> Iterator[bytes]:
+        """Return the whole JSON response, in blocks."""
+
+
+class Api(Protocol):
+    """Reads the bodies of an API and makes its answers."""
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether its events have ids from which a stream can be resumed."""
+
+    def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
+        """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
+
+    def answer(self, generation: Generation, options: Options) -> Answer:
+        """Return what shapes the answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Runs one of OpenAI's APIs."""
+    """Runs an API that generates."""
 
     api: Api
     generator: Generator
@@ -51,11 +92,15 @@ class Endpoint:
     """Limits the answers that begin and end in one turn of the event loop."""
 
     async def __call__(self, exchange: Exchange) -> None:
-        jobs = [await self._read(exchange)]  # a list: this frame must not keep the prompts while the model generates
-        options, claim = jobs[0][1:]
+        await self.run(exchange, [await self.read(exchange)])
+
+    async def run(self, exchange: Exchange, asked: list[Asked]) -> None:
+        """Answer what was read. ``asked`` holds it alone and is emptied: its prompts must not live as long as the
+        answer."""
+        options, claim = asked[0][1:]
         headers = _trace_headers(exchange) if b"traceparent" in exchange.headers else NO_HEADERS
         with exchange.until_disconnected():
-            async with self.generator.open(jobs.pop()[0], headers, claim) as generation:
+            async with self.generator.open(asked.pop()[0], headers, claim) as generation:
                 if log.isEnabledFor(logging.DEBUG):
                     RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
                 answer = self.api.answer(generation, options)
@@ -72,10 +117,12 @@ class Endpoint:
                 else:
                     await _whole(exchange, generation, answer, self._load_headers(exchange))
 
-    async def _read(self, exchange: Exchange) -> tuple[Job, Options, Claim]:
+    async def read(self, exchange: Exchange) -> Asked:
         """Return what the body asks for, and which request of the mesh it is."""
         with await exchange.read_body(self.max_body_bytes) as received:
             job, options = await self.parser.read(received.data, partial(self._job, exchange.tenant))
+            if not self.api.is_resumable and b"last-event-id" in exchange.headers:
+                raise errors.InvalidArgument("streams of this API cannot be resumed", "Last-Event-ID")
             options, claim = read_claim(exchange, received.data, job, options)
             return job, options, claim
 
@@ -154,7 +201,7 @@ async def _stream(
             events += answer.events(delta)
         if generation.done:
             await ends.wait()
-            await exchange.finish(events + answer.last_events() + sse.DONE)
+            await exchange.finish(events + answer.last_events())
             return
         if events:
             await exchange.write(events)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from tokenloom.request import errors
 
 from ..tenants.tenant import Tenant
-from . import sse
+from .error_form import OPENAI
 from .request_body import ClientDisconnected, RequestBody, too_large
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ class Exchange:
         body: What the client sends after the head.
         request_id: The client's ``x-request-id``, or a new one; returned to the client, never used inside the mesh.
         extra_headers: Added to the response, whatever it is.
+        error_form: How errors are reported.
         tenant: The tenant of the client's key; not set before the key was checked, nor for paths that need none.
     """
 
@@ -136,11 +137,15 @@ class Exchange:
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.direct: DirectWriter = scope["extensions"][DIRECT_WRITER]
-        self.body: RequestBody = scope["extensions"][REQUEST_BODY]
+        # Taken out of the scope, which uvicorn's cycle holds and which would otherwise hold the cycle: only the garbage
+        # collector would free the two.
+        extensions = scope.pop("extensions")
+        self.direct: DirectWriter = extensions[DIRECT_WRITER]
+        self.body: RequestBody = extensions[REQUEST_BODY]
         given = self.headers.get(b"x-request-id", b"")
         self.request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
         self.extra_headers: tuple[tuple[bytes, bytes], ...] = ()
+        self.error_form = OPENAI
         self.started = False
         self._send = send
 
@@ -219,10 +224,10 @@ class Exchange:
     async def fail(self, error: errors.TokenloomError) -> None:
         """Report an error: as a status while nothing was sent, otherwise as the last event of the stream."""
         if not self.started:
-            await self.respond(error.http_status, sse.encode_json(errors.openai_body(error)), headers=_headers(error))
+            await self.respond(error.http_status, self.error_form.body(error), headers=_headers(error))
             return
         async with asyncio.timeout(FAREWELL_SECONDS):
-            await self.finish(sse.error_event(error))
+            await self.finish(self.error_form.event(error))
 
 
 def _headers(error: errors.TokenloomError) -> Headers:

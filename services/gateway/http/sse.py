@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tokenloom.request import errors
 from tokenloom.v1 import inference_pb2, types_pb2
 
 HEADERS = (
@@ -53,11 +52,6 @@ def token_ids_member(token_ids: Sequence[int]) -> bytes:
 def members(values: dict[str, object]) -> bytes:
     """Return the members of a JSON object, with a leading comma."""
     return b"," + encode_json(values)[1:-1] if values else b""
-
-
-def error_event(error: errors.TokenloomError) -> bytes:
-    """Return the event that reports an error in a stream that has begun."""
-    return b"data: " + encode_json(errors.openai_body(error)) + b"\n\n"
 
 
 def usage_object(usage: inference_pb2.Usage) -> dict[str, object]:

@@ -34,6 +34,7 @@ class StatusRoutes:
         return {
             "/v1/models": _get(lambda: {"object": "list", "data": [self._model_object()]}),
             f"/v1/models/{self._model}": _get(self._model_object),
+            "/": {"GET": self.root},  # clients ask for HEAD / to learn whether a server is there
             "/health": {"GET": self.health},
             "/ping": {"GET": self.health, "POST": self.health},
             "/version": _get(lambda: {"version": version("tokenloom")}),
@@ -64,6 +65,10 @@ class StatusRoutes:
             await exchange.respond(503, encode_json(body), headers=[(b"retry-after", b"1")])
         else:
             await exchange.respond(200, encode_json(body))
+
+    async def root(self, exchange: Exchange) -> None:
+        text = f"Tokenloom serves {self._model}. /docs describes the API.\n"
+        await exchange.respond(200, text.encode(), b"text/plain; charset=utf-8")
 
     async def metrics(self, exchange: Exchange) -> None:
         await exchange.respond(200, generate_latest(self._registry), CONTENT_TYPE_LATEST.encode())

@@ -13,6 +13,7 @@ import grpc.aio
 from tokenloom.request import errors
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers import hello
+from tokenloom.services.runtime.peers.silence import PeerSilent, was_silent
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
@@ -117,14 +118,13 @@ class ProcessStream:
             self.deal(await _next(call))
 
     async def watch(self) -> None:
-        """Raise :class:`errors.Unavailable` when the output processor owes a heartbeat for longer than its event loop
+        """Raise :class:`PeerSilent` when the output processor owes a heartbeat for longer than its event loop
         can be busy. Counts ticks, not time: a pause of this process is one tick, however long.
         """
         while self._silent_ticks < SILENT_TICKS:
             await asyncio.sleep(hello.HEARTBEAT_SECONDS)
             self._silent_ticks = self._silent_ticks + 1 if self._slots else 0
-        self.was_silent = True
-        raise errors.Unavailable("the output processor is silent")
+        raise PeerSilent("the output processor is silent")
 
     def deal(self, frame: pb.ProcessFrame) -> None:
         """Hand a frame's columns to their collectors, and grant credit for it.
@@ -245,6 +245,7 @@ class OutputLink:
             level = logging.WARNING if greeted else logging.DEBUG
             reason = error.code().name if isinstance(error, grpc.aio.AioRpcError) else error
             log.log(level, "output processor %s: %s", self.address, reason)
+            stream.was_silent = was_silent(error)
         finally:
             call.cancel()  # otherwise the call and its requests would stay alive on the other side
             self.stream = None

@@ -31,6 +31,7 @@ class ChatApi:
     reader: BodyReader
     model: str
     plans: MessagePlans
+    is_resumable = True
 
     def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
@@ -105,8 +106,8 @@ class ChatAnswer:
         self._base.repeated(delta.index)
 
     def last_events(self) -> bytes:
-        """Return the events after all output, without ``[DONE]``."""
-        return self._base.last_events()
+        """Return the events after all output."""
+        return self._base.last_events() + sse.DONE
 
     def is_large(self, delta: Delta) -> bool:
         """Return whether :meth:`shape` should go before :meth:`events`, which would take long otherwise."""

@@ -24,6 +24,7 @@ class CompletionsApi:
 
     reader: BodyReader
     model: str
+    is_resumable = True
 
     def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
@@ -111,8 +112,8 @@ class CompletionAnswer:
         self._base.repeated(delta.index)
 
     def last_events(self) -> bytes:
-        """Return the events after all output, without ``[DONE]``."""
-        return self._base.last_events()
+        """Return the events after all output."""
+        return self._base.last_events() + sse.DONE
 
     def is_large(self, delta: Delta) -> bool:
         """Return whether :meth:`shape` should go before :meth:`events`, which would take long otherwise."""

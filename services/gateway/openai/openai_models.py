@@ -16,6 +16,7 @@ from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..assistant.parsed_message import MessagePlan
 from ..generation.job import BeamOptions, Chat, EmbedsPrompt, Job
+from ..openapi.message_schemas import MessagesRequest
 from ..openapi.request_schemas import (
     ChatCompletionRequest,
     CommonFields,
@@ -24,6 +25,7 @@ from ..openapi.request_schemas import (
     StreamOptions,
     TokenizeRequest,
 )
+from ..openapi.response_api_schemas import ResponsesRequest
 from ..tenants.tenant import Tenant
 from .event_ids import EventId
 from .response_format import read_response_format
@@ -32,7 +34,7 @@ log = logging.getLogger(__name__)
 
 Body = Mapping[str, Any]
 
-_SAMPLING_FIELDS = SAMPLING_NAMES - {"logprobs"}
+SAMPLING_FIELDS = SAMPLING_NAMES - {"logprobs"}
 """Sampling parameters that both endpoints spell like their table."""
 
 NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
@@ -77,14 +79,18 @@ WITHOUT_EFFECT = frozenset(
 )
 """Known fields that have no effect here."""
 
+_BODIES: tuple[type[msgspec.Struct], ...] = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    ResponsesRequest,
+)
 READ_FIELDS = frozenset(
     {
-        *(
-            name
-            for model in (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
-            for name in model.__struct_fields__
-        ),
-        *_SAMPLING_FIELDS,
+        *(name for model in _BODIES for name in model.__struct_fields__),
+        *SAMPLING_FIELDS,
         *NOT_SUPPORTED_YET,
         *RENAMED,
     }
@@ -119,6 +125,8 @@ class Options:
     """Return only the prompt."""
     plan: MessagePlan | None = None
     """How to parse a chat's turns; None: as text."""
+    request: object = None
+    """What an API keeps of the body for its answer."""
     event_ids: bool = False
     """Write an id into each event of the stream."""
     resumed: EventId | None = None
@@ -184,7 +192,7 @@ class BodyReader:
 
 def sampling_params(body: Body, **own: object) -> types_pb2.SamplingParams:
     """Return a body's sampling parameters and ``response_format``; ``own`` holds those with other spellings."""
-    sampling = narrow_sampling({name: body[name] for name in body if name in _SAMPLING_FIELDS} | own)
+    sampling = narrow_sampling({name: body[name] for name in body if name in SAMPLING_FIELDS} | own)
     form = body.get("response_format")
     if form is not None and (constraint := read_response_format(form)) is not None:
         if sampling.HasField("structured_outputs"):
@@ -249,7 +257,7 @@ def stop_strings(fields: CommonFields) -> list[str]:
 
 @functools.cache  # once for each endpoint
 def _known_fields(model: type[msgspec.Struct]) -> frozenset[str]:
-    return frozenset(model.__struct_fields__) | _SAMPLING_FIELDS | WITHOUT_EFFECT
+    return frozenset(model.__struct_fields__) | SAMPLING_FIELDS | WITHOUT_EFFECT
 
 
 def _check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> None:

@@ -35,7 +35,7 @@ def document(*, admin: bool, embeds: bool) -> dict[str, Any]:
             "title": TITLE,
             "version": version("tokenloom"),
             "description": "OpenAI's API with vLLM's additional fields. Every response carries `x-request-id`, the "
-            "client's own if it sent one. Errors have OpenAI's form.",
+            "client's own if it sent one. Errors have OpenAI's form, those of `/v1/messages` Anthropic's.",
         },
         "paths": paths,
         "components": {

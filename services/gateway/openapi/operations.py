@@ -6,8 +6,12 @@ from typing import Any
 
 import msgspec
 
+from tokenloom.request.sampling_params import SamplingFields
+
 from . import request_schemas as bodies
 from . import response_schemas as answers
+from .message_schemas import CountTokensRequest, MessagesRequest
+from .response_api_schemas import ResponsesRequest
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,10 @@ class Operation:
 
 _CHAT = bodies.with_sampling(bodies.ChatCompletionRequest)
 _COMPLETION = bodies.with_sampling(bodies.CompletionRequest)
+_MESSAGES = bodies.with_sampling(MessagesRequest, SamplingFields, without=("logprobs", "prompt_logprobs"))
+_RESPONSES = bodies.with_sampling(
+    ResponsesRequest, SamplingFields, without=("logprobs", "prompt_logprobs", "max_tokens")
+)
 _ASKING = {
     "Idempotency-Key": {
         "type": "string",
@@ -65,6 +73,37 @@ OPERATIONS = (
     ),
     Operation(
         "post", "/v1/completions", "Continue prompts", answers.Completion, _COMPLETION, streams=True, headers=_ASKING
+    ),
+    Operation("post", "/v1/responses", "Answer in a stored conversation", answers.Response, _RESPONSES, streams=True),
+    Operation("get", "/v1/responses/{id}", "A stored response", answers.Response, path_parameter="id"),
+    Operation(
+        "delete",
+        "/v1/responses/{id}",
+        "Forget a response; end its generation",
+        answers.DeletedResponse,
+        path_parameter="id",
+    ),
+    Operation(
+        "post",
+        "/v1/responses/{id}/cancel",
+        "End the generation of a response in the background",
+        answers.Response,
+        path_parameter="id",
+    ),
+    Operation(
+        "post",
+        "/v1/messages",
+        "Answer in a conversation, in Anthropic's form",
+        answers.Message,
+        _MESSAGES,
+        streams=True,
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "Count the tokens of a conversation, in Anthropic's form",
+        answers.TokenCount,
+        CountTokensRequest,
     ),
     Operation(
         "post", "/tokenize", "Encode a prompt or a conversation", answers.TokenizeResponse, bodies.TokenizeRequest

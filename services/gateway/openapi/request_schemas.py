@@ -4,13 +4,14 @@ Sampling parameters are not fields of the bodies: they are read, and described, 
 checked by the code that uses them are typed ``Any`` and carry the schema of what is accepted.
 """
 
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from tokenloom.request.beam_search import MAX_LENGTH_PENALTY
-from tokenloom.request.sampling_params import GenerationFields
+from tokenloom.request.sampling_params import GenerationFields, SamplingFields
 
 from .constraints import INTEGER, INTEGER_OR_FALSE, PROMPT, TOOL, TOOL_CHOICE, TURN
 
@@ -168,10 +169,13 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
-def with_sampling(body: type[CommonFields]) -> type[msgspec.Struct]:
+def with_sampling(
+    body: type[msgspec.Struct],
+    params: type[SamplingFields] = GenerationFields,
+    without: Collection[str] = ("logprobs",),  # each endpoint has its own
+) -> type[msgspec.Struct]:
     """Return ``body`` with the sampling parameters as fields, each of which may be null, for the OpenAPI document."""
-    rows = [(row.name, _nullable(row.type), None) for row in msgspec.structs.fields(GenerationFields)]
-    rows = [row for row in rows if row[0] != "logprobs"]  # each endpoint has its own
+    rows = [(row.name, _nullable(row.type), None) for row in msgspec.structs.fields(params) if row.name not in without]
     return msgspec.defstruct(
         body.__name__, rows, bases=(body,), namespace={"__doc__": body.__doc__}, frozen=True, kw_only=True
     )

@@ -116,6 +116,56 @@ class Completion(msgspec.Struct):
     usage: Annotated[Usage, Meta(description="Token counts.")]
 
 
+class Response(msgspec.Struct):
+    """A response of OpenAI's Responses API; it repeats the request's members too."""
+
+    id: Annotated[str, Meta(description="Id of the response.")]
+    object: Annotated[str, Meta(description="response")]
+    created_at: Annotated[int, Meta(description="When it was asked for, in seconds since 1970.")]
+    status: Annotated[str, Meta(description="queued, in_progress, completed, incomplete, failed or cancelled.")]
+    model: Annotated[str, Meta(description="Name of the model.")]
+    output: Annotated[list[dict[str, Any]], Meta(description="Items: reasoning, message, function_call.")]
+    error: Annotated[dict[str, Any] | None, Meta(description="Why it failed.")]
+    incomplete_details: Annotated[dict[str, Any] | None, Meta(description="Why the output was cut.")]
+    usage: Annotated[dict[str, Any] | None, Meta(description="Token counts, once it has ended.")]
+
+
+class DeletedResponse(msgspec.Struct):
+    """Confirms that a response was forgotten."""
+
+    id: Annotated[str, Meta(description="Id of the response.")]
+    object: Annotated[str, Meta(description="response")]
+    deleted: Annotated[bool, Meta(description="True.")]
+
+
+class MessageUsage(msgspec.Struct):
+    """Counts of tokens, in Anthropic's form."""
+
+    input_tokens: Annotated[int, Meta(description="Tokens of the prompt that were not cached.")]
+    cache_creation_input_tokens: Annotated[int, Meta(description="0: the cache of prefixes is filled without asking.")]
+    cache_read_input_tokens: Annotated[int, Meta(description="Tokens of the prompt that were cached.")]
+    output_tokens: Annotated[int, Meta(description="Tokens of the output.")]
+
+
+class Message(msgspec.Struct):
+    """The assistant's turn, in Anthropic's form."""
+
+    id: Annotated[str, Meta(description="Id of the answer.")]
+    type: Annotated[str, Meta(description="message")]
+    role: Annotated[str, Meta(description="assistant")]
+    model: Annotated[str, Meta(description="Name of the model.")]
+    content: Annotated[list[dict[str, Any]], Meta(description="Blocks: text, thinking and tool_use.")]
+    stop_reason: Annotated[str, Meta(description="end_turn, max_tokens, stop_sequence or tool_use.")]
+    stop_sequence: Annotated[str | None, Meta(description="The stop sequence that ended the output.")]
+    usage: Annotated[MessageUsage, Meta(description="Token counts.")]
+
+
+class TokenCount(msgspec.Struct):
+    """Length of a conversation."""
+
+    input_tokens: Annotated[int, Meta(description="Tokens of the prompt.")]
+
+
 class Model(msgspec.Struct):
     """A served model."""
 

@@ -12,7 +12,7 @@ from tokenloom.request import errors, logprob_columns
 from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import SILENCE_SECONDS, check_hello
-from tokenloom.services.runtime.peers.silence import was_silent
+from tokenloom.services.runtime.peers.silence import PeerSilent, was_silent
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished, KVSource, PickId, SlotLogprobs
 from tokenloom.v1.engine_pb2_grpc import EngineStub
@@ -29,6 +29,10 @@ CONNECT_SECONDS = 6.0
 for 5 s."""
 _TICK_SECONDS = 0.25
 _SILENT_TICKS = int(SILENCE_SECONDS / _TICK_SECONDS)
+
+
+class _StepHangs(errors.Unavailable):
+    """The engine sends frames, but its step does not end."""
 
 
 class AttemptOwner(Protocol):
@@ -93,8 +97,8 @@ class EngineLink:
         self._opened = asyncio.Event()
         self.error: errors.TokenloomError | None = None
         """Why the link is dead; None while it is not."""
-        self.was_silent = False
-        """Whether it is dead because the engine was silent or hung: the engine may still compute."""
+        self.may_compute = False
+        """Whether it is dead because the engine fell silent or hangs, so that the engine may still compute."""
         self._call: grpc.aio.StreamStreamCall[EngineInput, EngineFrame] | None = None
         self._attempts: dict[int, Attempt] = {}  # live attempts: as many as this process admits requests
         self._last_slot = 0
@@ -202,11 +206,10 @@ class EngineLink:
                 continue
             self._silent_ticks += 1
             self._still_ticks += 1
-            self.was_silent = self._silent_ticks > _SILENT_TICKS or self._still_ticks > self._hang_ticks
             if self._silent_ticks > _SILENT_TICKS:
-                raise errors.Unavailable(f"no frame for {SILENCE_SECONDS:g} s")
+                raise PeerSilent(f"no frame for {SILENCE_SECONDS:g} s")
             if self._still_ticks > self._hang_ticks:
-                raise errors.Unavailable(f"step {self._step} lasts too long")
+                raise _StepHangs(f"step {self._step} lasts too long")
 
     def _receive(self, frame: EngineFrame) -> None:
         self._silent_ticks = 0
@@ -265,8 +268,9 @@ class EngineLink:
         self.error = errors.Unavailable("The engine became unavailable; retry.")
         self._opened.set()
         attempts, self._attempts = self._attempts, {}
-        is_alone = len({attempt.request_id for attempt in attempts.values()}) == 1
-        is_alone = is_alone and self._silent_ticks <= _SILENT_TICKS and not was_silent(cause)
+        fell_silent = was_silent(cause)
+        self.may_compute = fell_silent or isinstance(cause, _StepHangs)
+        is_alone = len({attempt.request_id for attempt in attempts.values()}) == 1 and not fell_silent
         for attempt in attempts.values():
             attempt.owner.on_lost(attempt, is_alone=is_alone)
         if self._call is not None:

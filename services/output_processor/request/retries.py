@@ -33,7 +33,7 @@ class Retries:
         """
         if is_alone and not self._placer.is_shared(attempt.link.key, self._num_samples):
             self._blame(attempt)
-        cause = Cause.SILENT if attempt.link.was_silent else Cause.GONE
+        cause = Cause.SILENT if attempt.link.may_compute else Cause.GONE
         self.search.failed(attempt.link.key, cause, had_output=attempt.has_output)
 
     def refused(self, attempt: Attempt, error: errors.TokenloomError) -> bool:

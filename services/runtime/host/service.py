@@ -6,7 +6,6 @@ NOT_SERVING while it drains, and dies at the second signal.
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +18,7 @@ from tokenloom.request.errors import InvalidArgument, NotFound, TokenloomError
 from ..telemetry import logs
 from ..telemetry.loop_turns import LoopTurns
 from . import descriptors
+from .heap import Heap
 from .host import Host
 from .service_settings import ServiceSettings
 from .surroundings import Surroundings
@@ -117,9 +117,9 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
     _set_at_first_signal(stopping)
     try:
         async with _lifecycle(service, Host(settings), stopping) as host:
-            # Most of what exists now stays: the garbage collector need not walk it in the middle of a step.
-            gc.collect()
-            gc.freeze()
+            heap = Heap()
+            heap.freeze()
+            host.spawn(heap.run(), name="heap")
             if settings.measure_turns:
                 host.spawn(LoopTurns(host.metrics).run(), name="turns of the event loop")
             log.info("serving on %s", host.address)

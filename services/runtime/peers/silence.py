@@ -2,14 +2,23 @@
 
 import grpc.aio
 
+from tokenloom.request.errors import Unavailable
 from tokenloom.services.runtime.local_streams.call import SILENT
 
 _KEEPALIVE = "keepalive"
 """Is in the details that gRPC gives when a peer did not answer its pings."""
 
 
+class PeerSilent(Unavailable):
+    """A stream is given up because its peer owes it a sign of life for too long. It stays on this side of the stream:
+    callers get another error."""
+
+
 def was_silent(error: BaseException) -> bool:
-    """Return whether a call ended because its peer sent nothing for too long, though nothing closed the connection."""
+    """Return whether a stream ended because its peer sent nothing for too long, though nothing closed the connection:
+    the stream counted it, or the transport below."""
+    if isinstance(error, PeerSilent):
+        return True
     if not isinstance(error, grpc.aio.AioRpcError) or error.code() is not grpc.StatusCode.UNAVAILABLE:
         return False
     details = error.details() or ""

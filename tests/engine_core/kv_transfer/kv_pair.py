@@ -10,6 +10,7 @@ import msgspec
 
 from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
+from tests.engine_core.kv_cache.grouped_hash_worker import GroupedHashWorker
 from tokenloom.engine_core.config import KVConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
@@ -117,11 +118,13 @@ class Engine:
         kv: KVConfig,
         executor: str,
         copies_at_once: bool,
+        windows: Sequence[int | None] = (),
         **settings: Any,
     ) -> None:
         """``executor``: one of ``EXECUTORS``; all but the first overlap steps.
 
-        ``copies_at_once``: what a load can copy when it starts is copied before anything else happens.
+        ``copies_at_once``: what a load can copy when it starts is copied before anything else happens. ``windows``:
+        those of the groups of layers, if there are several.
         """
         config = make_config(**settings, async_scheduling=executor != "uniproc")
         config = msgspec.structs.replace(config, kv=kv)
@@ -135,6 +138,8 @@ class Engine:
             self.service.start_load = self._copy_at_once  # type: ignore[method-assign]
         connector = PullConnector(self.service, config.cache.block_size, self.failpoints)
         worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256)
+        if windows:
+            worker = GroupedHashWorker(config, windows)
         self.core = EngineCore(config, EXECUTORS[executor](worker), CoreKV(connector, self.failpoints, self.service))
 
     @property

@@ -30,7 +30,7 @@ class Bench:
 
     def start(self, *, is_complete: bool = True, first_block: int = 0) -> None:
         block_ids = [0, 1, 2, 3][first_block:]
-        self.loads.start(LoadOrder("a", TARGET, first_block, block_ids, 4, is_complete))
+        self.loads.start(LoadOrder("a", TARGET, range(first_block, 4), block_ids, 4, is_complete))
 
     def copied(self, checksums: list[int] | None = None, error: KVTransferError | None = None) -> CopyTask:
         task = self.tasks.pop(0)
@@ -121,7 +121,7 @@ def test_a_copy_that_fails_ends_the_load(bench: Bench) -> None:
 
 @pytest.mark.parametrize(("theirs", "failure"), [([9, 5, 6, 7], None), ([9, 5, 6, 8], "checksum"), ([], None)])
 def test_checksums_of_the_blocks_that_moved_are_compared(bench: Bench, theirs: list[int], failure: str | None) -> None:
-    bench.loads.start(LoadOrder("a", TARGET, 1, [0, 1, 2, 3][1:], 4, True))
+    bench.loads.start(LoadOrder("a", TARGET, range(1, 4), [0, 1, 2, 3][1:], 4, True))
     bench.copied(checksums=[5, 6, 7])
     bench.loads.verdict(KVVerdict("a", valid=True, checksums=theirs))
     assert bench.results[0].failure == failure

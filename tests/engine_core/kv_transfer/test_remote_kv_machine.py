@@ -1,5 +1,7 @@
 """Random lives of requests whose KV moves between two engines, with faults on the way."""
 
+from collections.abc import Sequence
+
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -7,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import VOCAB_SIZE
 from tests.engine_core.invariants import check_idle, check_scheduler
+from tests.engine_core.kv_cache.grouped_hash_worker import WINDOWS
 from tests.engine_core.kv_transfer.kv_pair import Pair
 from tokenloom.engine_core.config import KVConfig
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
@@ -21,6 +24,9 @@ ENGINES = st.integers(0, 1)
 
 class RemoteKVMachine(RuleBasedStateMachine):
     """Every engine takes both legs, in small pools: each may run out of blocks, and wait for the other."""
+
+    windows: Sequence[int | None] = ()
+    """Those of the groups of layers, if there are several."""
 
     @initialize(
         faults=st.lists(st.sampled_from(FAULTS), max_size=2, unique=True),
@@ -41,6 +47,8 @@ class RemoteKVMachine(RuleBasedStateMachine):
         executor: str,
         copies_at_once: bool,
     ) -> None:
+        if self.windows:  # blocks of a request of 48 tokens, with all of its windows
+            num_blocks *= len(self.windows)
         kv = KVConfig(transports=("memory",), checksum=True, failpoints=tuple(f"{name}=0.3" for name in faults))
         self.pair = Pair(
             kvs=[kv, kv],
@@ -50,6 +58,7 @@ class RemoteKVMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             executor=executor,
             copies_at_once=copies_at_once,
+            windows=self.windows,
         )
 
     @rule(prompt=PROMPTS, max_tokens=st.integers(1, 8), early=st.booleans(), swap=st.booleans(), salt=st.booleans())
@@ -112,11 +121,22 @@ class RemoteKVMachine(RuleBasedStateMachine):
             assert request.is_aborted or len(request.tokens) == request.max_tokens
 
 
-TestRemoteKV = RemoteKVMachine.TestCase
-TestRemoteKV.settings = settings(
+_SETTINGS = settings(
     max_examples=100,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )
+TestRemoteKV = RemoteKVMachine.TestCase
+TestRemoteKV.settings = _SETTINGS
+
+
+class GroupedRemoteKVMachine(RemoteKVMachine):
+    """Has layers with several windows, of which only the last blocks move."""
+
+    windows = WINDOWS
+
+
+TestGroupedRemoteKV = GroupedRemoteKVMachine.TestCase
+TestGroupedRemoteKV.settings = settings(_SETTINGS, max_examples=20)

@@ -22,11 +22,14 @@ from hypothesis.stateful import (
 from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
 from tests.engine_core.invariants import check_idle, check_scheduler
+from tests.engine_core.kv_cache.grouped_hash_worker import WINDOWS, GroupedHashWorker, groups_of
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.control.pausing import PauseMode
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.kv_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from tokenloom.engine_core.kv_cache.kv_groups import KVNeed
+from tokenloom.engine_core.kv_cache.kv_manager import largest_chunk
 from tokenloom.engine_core.scheduling.waiting_requests import SchedulingPolicy
 from tokenloom.engine_core.wire.messages import FinishReason
 from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
@@ -39,19 +42,21 @@ class StepLostError(Exception):
     """A worker failed in the middle of a step."""
 
 
-class MortalWorker(HashWorker):
-    """Fails on demand after it wrote the step, and then has no state."""
+class Mortal:
+    """Lets a worker fail on demand after it wrote the step; it then has no state."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
+    def __init__(self, worker: HashWorker) -> None:
         self.dies = False
+        self.worker = worker
+        self._execute = worker.execute_model
+        worker.execute_model = self.execute_model  # type: ignore[method-assign]
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        super().execute_model(scheduler_output)
+        self._execute(scheduler_output)
         if self.dies:
             self.dies = False
-            self._rows.clear()
-            self._cache[:] = -1
+            self.worker._rows.clear()
+            self.worker._cache[:] = -1
             raise StepLostError
 
 
@@ -104,6 +109,8 @@ class CoreMachine(RuleBasedStateMachine):
     seats are taken before all blocks."""
 
     requests = Bundle("requests")
+    windows: Sequence[int | None] = ()
+    """Those of the groups of layers, if there are several."""
 
     @initialize(
         block_size=st.sampled_from([1, 3, 4, 16]),
@@ -136,7 +143,7 @@ class CoreMachine(RuleBasedStateMachine):
     ) -> None:
         config = make_config(
             block_size=block_size,
-            num_blocks=-(-MAX_MODEL_LEN // block_size) + spare_blocks,
+            num_blocks=None,
             caching=caching,
             chunked=chunked,
             max_num_seqs=max_num_seqs,
@@ -149,14 +156,17 @@ class CoreMachine(RuleBasedStateMachine):
             reserve_full_prompt=reserve_full_prompt,
             watermark=watermark,
         )
-        config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, kv_events=True))
+        num_blocks = self._num_blocks(config) + spare_blocks
+        cache = msgspec.structs.replace(config.cache, kv_events=True, num_blocks=num_blocks)
+        config = msgspec.structs.replace(config, cache=cache)
         self.policy = policy
         self.told_blocks: set[bytes] = set()
         """The blocks that can be hit according to the events."""
         self.spoken: list[int] = []
         """The prompt of the session's current turn, with its output."""
         self.inputs: list[tuple[list[int], int]] = []
-        self.worker = MortalWorker(config)
+        self.mortal = Mortal(self._make_worker(config))
+        self.worker = self.mortal.worker
         self.core = EngineCore(config, EXECUTORS[executor](self.worker))
         self.live: dict[str, Expected] = {}
         self.num_added = 0
@@ -199,7 +209,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.core.scheduler.requests and not self.core.pausing.is_paused)
     @rule()
     def lose_a_step(self) -> None:
-        self.worker.dies = True
+        self.mortal.dies = True
         for _ in range(3):  # overlapping steps: computed one or two turns after it is scheduled
             try:
                 self._step()
@@ -209,7 +219,7 @@ class CoreMachine(RuleBasedStateMachine):
             if not self.core.scheduler.requests:
                 break  # all ended by what was in flight
         assert not self.core.scheduler.requests, "requests were live, but nothing was executed"
-        self.worker.dies = False
+        self.mortal.dies = False
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -272,6 +282,19 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.shutdown()
         assert not self.live, "requests never ended"
         check_idle(self.core.scheduler)
+
+    def _num_blocks(self, config: EngineConfig) -> int:
+        """Return how many blocks the longest request needs."""
+        num_blocks = -(-MAX_MODEL_LEN // config.cache.block_size)
+        if not self.windows:
+            return num_blocks
+        chunk = largest_chunk(config.scheduler)
+        return KVNeed(groups_of(self.windows), config.cache.block_size, chunk, lends=False).of_blocks(num_blocks) + 1
+
+    def _make_worker(self, config: EngineConfig) -> HashWorker:
+        if self.windows:
+            return GroupedHashWorker(config, self.windows, MAX_MODEL_LEN)
+        return HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
 
     def _add(self, arrival: Arrival, tenant: str) -> str:
         prompt = [7] * arrival.shared + arrival.tail
@@ -343,15 +366,30 @@ class CoreMachine(RuleBasedStateMachine):
                     self.told_blocks.difference_update(event.block_hashes)
                 case AllBlocksCleared():
                     self.told_blocks.clear()
-        assert self.told_blocks == set(self.core.scheduler.kv.pool._by_hash)
+        assert self.told_blocks == self._blocks_to_hit()
+
+    def _blocks_to_hit(self) -> set[bytes]:
+        keys = self.core.scheduler.kv.pool._by_hash
+        return {key[:-1] for key in keys if key[-1] == 0} if self.windows else set(keys)
 
 
 pytestmark = pytest.mark.timeout(600)  # shrinking a failure takes minutes
-TestCoreMachine = CoreMachine.TestCase
-TestCoreMachine.settings = settings(
+_SETTINGS = settings(
     max_examples=200,
     stateful_step_count=20,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
+TestCoreMachine = CoreMachine.TestCase
+TestCoreMachine.settings = _SETTINGS
+
+
+class GroupedCoreMachine(CoreMachine):
+    """Has layers with several windows."""
+
+    windows = WINDOWS
+
+
+TestGroupedCoreMachine = GroupedCoreMachine.TestCase
+TestGroupedCoreMachine.settings = settings(_SETTINGS, max_examples=30)

@@ -26,7 +26,8 @@ def shaped(**entries: Any) -> Any:
 
 
 def test_an_element_is_off_by_half_a_step_at_most() -> None:
-    rows = torch.randn(50, 3, 32, generator=torch.Generator().manual_seed(0)) * torch.logspace(-20, 20, 50)[:, None, None]
+    rows = torch.randn(50, 3, 32, generator=torch.Generator().manual_seed(0))
+    rows *= torch.logspace(-20, 20, 50)[:, None, None]
     numbers, scales = quantize(rows)
     assert (numbers.dtype, scales.dtype, scales.shape) == (torch.int8, torch.float32, (50, 3))
     error = (numbers * scales[..., None] - rows).abs()
@@ -98,7 +99,7 @@ def test_bytes_depend_on_no_other_token(name: str) -> None:
     backend.plan(**at_once.arrays).write_kv(at_once.key, at_once.value, expected)
     for token in range(20):
         arrays = make_step([1], [token + 1], 4, config).arrays
-        arrays |= {name: at_once.arrays[name] for name in ("block_tables",)}
+        arrays["block_tables"] = at_once.arrays["block_tables"]
         arrays["slot_mapping"] = at_once.arrays["slot_mapping"][token : token + 1]
         rows = slice(token, token + 1)
         backend.plan(**arrays).write_kv(at_once.key[rows], at_once.value[rows], cache)
@@ -120,7 +121,7 @@ def test_the_fused_operation_writes_what_pytorch_s_does(dtype: torch.dtype, head
         def write_kv(key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
             write_slots(key, value, kv_cache, slots // BLOCK_SIZE, slots % BLOCK_SIZE)
 
-        plan: Any = SimpleNamespace(slots=slots, write_kv=write_kv)
+        plan: Any = SimpleNamespace(slots_of=lambda _: slots, write_kv=write_kv)
         ops.rotate_and_write(heads.clone(), norm, (angles.cos(), angles.sin()), cache, plan)
         caches.append(cache)
     expected, found = caches

@@ -216,6 +216,19 @@ def test_layers_of_smollm3_that_do_not_rotate(load: Load) -> None:
     assert load(architecture("SmolLM3"), no_rope_layers=[0, 1, 0, 1]).ropes == (unrotated, rope) * 2
 
 
+def test_experts(load: Load) -> None:
+    experts = load(architecture("Mixtral")).experts
+    assert experts is not None
+    assert (experts.count, experts.per_token, experts.intermediate_size) == (8, 2, 96)
+    config = load(
+        architecture("Qwen3Moe"), num_experts=8, moe_intermediate_size=32, mlp_only_layers=[2], sliding_window=0
+    )
+    assert config.experts is not None
+    assert (config.experts.count, config.experts.per_token, config.experts.shared_size) == (8, 8, 0)
+    assert config.experts.layers == (True, True, False, True)
+    assert load(LLAMA).experts is None
+
+
 def test_opt(load: Load) -> None:
     config = load(OPT, layerdrop=0.1, dropout=0.1, init_std=0.02)
     assert (config.hidden_size, config.embedding_size, config.intermediate_size) == (64, 64, 96)
@@ -245,7 +258,7 @@ def test_what_changes_no_forward_pass_is_let_through(load: Load) -> None:
 
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "architecture": (LLAMA, {"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+    "architecture": (LLAMA, {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
     "no architecture": (LLAMA, {"architectures": None}, "architectures"),
     "quantization": (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     "unknown entry": (LLAMA, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping = 30.0"),
@@ -297,6 +310,13 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "olmo2 by layer": (architecture("Olmo2"), {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
     "too few rotations": (architecture("SmolLM3"), {"no_rope_layers": [1, 0]}, "no_rope_layers"),
     "rotations that are no flags": (architecture("SmolLM3"), {"no_rope_layers": [2] * 4}, "no_rope_layers"),
+    "more experts than there are": (architecture("Mixtral"), {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+    "experts without a number": (architecture("Qwen3Moe"), {}, "num_experts"),
+    "windows that experts have not": (
+        architecture("Qwen2Moe"),
+        {"num_experts": 8, "use_sliding_window": True},
+        "use_sliding_window",
+    ),
     "uneven heads of opt": (OPT, {"num_attention_heads": 5}, "num_attention_heads"),
     "unknown entry of opt": (OPT, {"head_dim": 16}, "head_dim"),
     "missing shape": (GPT2, {"n_positions": None}, "n_positions"),

@@ -89,7 +89,7 @@ def test_rotate_and_write(dtype, march, num_rows, head_size, shift):
         def write_kv(key, value, kv_cache):
             write_slots(key, value, kv_cache, slots // BLOCK_SIZE, slots % BLOCK_SIZE)
 
-        plan = SimpleNamespace(slots=slots, write_kv=write_kv)
+        plan = SimpleNamespace(slots_of=lambda kv_cache: slots, write_kv=write_kv)
         query = ops.rotate_and_write(heads.clone(), norm, (angles.cos(), angles.sin()), cache, plan)
         results.append((query, cache))
     (expected, expected_cache), (found, cache) = results

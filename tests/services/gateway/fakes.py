@@ -16,6 +16,7 @@ from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.service import GatewayService
 from tokenloom.services.runtime.host.listener import SERVER_OPTIONS
 from tokenloom.services.runtime.host.service import running
+from tokenloom.services.runtime.local_streams.frames import status
 from tokenloom.services.runtime.peers import channels, hello
 from tokenloom.v1 import (
     coordinator_pb2,
@@ -193,13 +194,17 @@ class FakeSession:
     """One ``Process`` stream."""
 
     def __init__(self) -> None:
-        self.frames: asyncio.Queue[output_processor_pb2.ProcessFrame | None] = asyncio.Queue()
+        self.frames: asyncio.Queue[output_processor_pb2.ProcessFrame | grpc.aio.AioRpcError | None] = asyncio.Queue()
         self.requests: dict[int, FakeRequest] = {}
         self.beating = True
         self.credit = 0
 
     def end(self) -> None:
         self.frames.put_nowait(None)
+
+    def lose(self, details: str) -> None:
+        """The transport gives the connection up, for this reason."""
+        self.frames.put_nowait(status(grpc.StatusCode.UNAVAILABLE, details))
 
 
 class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
@@ -228,6 +233,8 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
                     continue
                 if frame is None:
                     return
+                if isinstance(frame, grpc.aio.AioRpcError):
+                    await context.abort(frame.code(), frame.details() or "")
                 yield frame
         finally:
             reader.cancel()

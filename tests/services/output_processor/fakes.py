@@ -5,9 +5,11 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import grpc
 import grpc.aio
 
 from tokenloom.request import errors
+from tokenloom.services.runtime.local_streams.frames import status
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
@@ -49,7 +51,7 @@ class EngineStream:
 
     def __init__(self) -> None:
         self.inputs: asyncio.Queue[EngineInput] = asyncio.Queue()
-        self.frames: asyncio.Queue[EngineFrame | None] = asyncio.Queue()
+        self.frames: asyncio.Queue[EngineFrame | grpc.aio.AioRpcError | None] = asyncio.Queue()
         self.ended = asyncio.Event()
         self.step = 0
 
@@ -105,13 +107,17 @@ class EngineStream:
         """The stream ends."""
         self.frames.put_nowait(None)
 
+    def lose(self, details: str) -> None:
+        """The transport gives the connection up, for this reason."""
+        self.frames.put_nowait(status(grpc.StatusCode.UNAVAILABLE, details))
+
 
 def kv_source(slot: int) -> KVSource:
     return KVSource(engine_id="engine-0", engine_epoch=11, lease_id=bytes([slot]) * 16, num_tokens=3)
 
 
 class FakeEngine(EngineServicer):
-    """Greets, then sends what the test puts into a stream's ``frames``; None ends the stream."""
+    """Greets, then sends what the test puts into a stream's ``frames``; None ends the stream, an error loses it."""
 
     def __init__(self, identity: EngineIdentity) -> None:
         self.identity = identity
@@ -134,6 +140,8 @@ class FakeEngine(EngineServicer):
         reader = asyncio.create_task(self._read(inputs, stream))
         try:
             while (frame := await stream.frames.get()) is not None:
+                if isinstance(frame, grpc.aio.AioRpcError):
+                    await context.abort(frame.code(), frame.details() or "")
                 yield frame
         finally:
             reader.cancel()

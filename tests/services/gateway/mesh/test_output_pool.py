@@ -14,6 +14,7 @@ from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeOutputProces
 from tokenloom.request.errors import RequestLost, TryElsewhere
 from tokenloom.services.gateway.mesh.output_link import ProcessStream
 from tokenloom.services.gateway.mesh.submission import MAX_LOSSES_ALONE
+from tokenloom.services.runtime.local_streams.call import SILENT
 from tokenloom.services.runtime.peers import retry_budget
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, SampleJournal, SlotTextLogprobs
 from tokenloom.v1.types_pb2 import Logprobs
@@ -217,6 +218,25 @@ async def test_without_a_budget_a_refused_request_asks_no_other(
     response = await task
     assert (response.status_code, response.headers["retry-after"]) == (503, "2")
     assert other.requests.empty()
+
+
+async def test_a_request_whose_output_processors_fall_silent_one_after_the_other_waits_for_the_budget(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry_budget, "MAX_RETRIES", 0.0)
+    task, _, other = await client.begin()
+    owner(client.mesh, other).sessions[-1].lose(SILENT)
+    await other.next_request()  # the first retry is free
+    other.sessions[-1].lose(SILENT)
+    async with asyncio.timeout(SOON):
+        while len(other.sessions) < 2 or await client.num_serving() < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert client.mesh.outputs.requests.empty()
+    assert client.mesh.second_outputs.requests.empty()
+    monkeypatch.setattr(retry_budget, "MAX_RETRIES", 1.0)
+    pass_time(2.0)
+    (await asyncio.wait_for(_next_of_either(client), SOON)).answer("ok")
+    assert (await task).json()["choices"][0]["text"] == "ok"
 
 
 async def test_an_accepted_request_waits_while_all_are_full(client: Client) -> None:

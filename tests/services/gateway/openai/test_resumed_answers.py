@@ -138,7 +138,9 @@ def stream(kind: type[ChatAnswer | CompletionAnswer], options: Options, deltas: 
             else:
                 answer.repeat(part)
     body += answer.last_events()
-    return [event for event in body.decode().split("\n\n") if event]
+    *events, done, rest = body.decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return events
 
 
 def id_of(event: str) -> str:

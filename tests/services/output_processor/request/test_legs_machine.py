@@ -59,7 +59,7 @@ class Sent:
 class Engine:
     """One incarnation, and the link to it."""
 
-    was_silent = False
+    may_compute = False
 
     def __init__(self, number: int) -> None:
         self.identity = EngineIdentity(engine_id=f"engine-{number}", epoch=number)

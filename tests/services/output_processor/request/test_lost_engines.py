@@ -10,6 +10,7 @@ from tests.services.output_processor.fakes import LENGTH, SOON, STOP, EngineStre
 from tests.services.output_processor.harness import Mesh
 from tokenloom.request.errors import ResourceExhausted, Unavailable
 from tokenloom.services.output_processor.placement import engine_link
+from tokenloom.services.runtime.local_streams.call import SILENT
 from tokenloom.services.runtime.peers import retry_budget
 from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, Finished
 from tokenloom.v1.types_pb2 import FinishReason, PromptEmbeds
@@ -192,15 +193,26 @@ async def test_without_a_budget_requests_of_dead_engines_move(mesh: Mesh, monkey
         assert len(await stream.next_adds(2)) == 2
 
 
+def _send_nothing(stream: EngineStream) -> None:
+    """The link counts the ticks without a frame."""
+
+
+def _lose_connection(stream: EngineStream) -> None:
+    stream.lose(SILENT)
+
+
+@pytest.mark.parametrize("fall_silent", [_send_nothing, _lose_connection])
 async def test_a_request_whose_engines_fall_silent_one_after_the_other_waits_for_the_budget(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, fall_silent: Callable[[EngineStream], None]
 ) -> None:
     monkeypatch.setattr(engine_link, "_TICK_SECONDS", 0.02)
     monkeypatch.setattr(retry_budget, "MAX_RETRIES", 0.0)
     gateway = await mesh.gateway()
-    await mesh.started(gateway, submit(1), submit(2))  # one alone would be blamed
+    stream, _ = await mesh.started(gateway, submit(1), submit(2))
+    fall_silent(stream)
     other = await mesh.engines[1].next_stream()
     assert len(await other.next_adds(2)) == 2, "the first retry is free"
+    fall_silent(other)
     await asyncio.wait_for(other.ended.wait(), SOON)
     num_picks = len(mesh.coordinator.requests)
     for _ in range(4):

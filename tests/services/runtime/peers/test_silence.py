@@ -6,7 +6,7 @@ import pytest
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.runtime.local_streams.call import SILENT
 from tokenloom.services.runtime.local_streams.frames import status
-from tokenloom.services.runtime.peers.silence import was_silent
+from tokenloom.services.runtime.peers.silence import PeerSilent, was_silent
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
@@ -19,6 +19,7 @@ UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
         (status(UNAVAILABLE, "Socket closed"), False),
         (status(UNAVAILABLE, "the connection to the peer was lost"), False),
         (status(grpc.StatusCode.INTERNAL, "keepalive"), False),
+        (PeerSilent("no frame for 3 s"), True),
         (Unavailable("step 3 lasts too long"), False),
     ],
 )

@@ -1,0 +1,220 @@
+"""Gives requests of a grouped model KV blocks, and takes back those that no layer of a group sees any more.
+
+The block table of a request is one list: entry ``index * num_groups + group`` is the block of that group for the block
+of tokens ``index``, or ``NULL_BLOCK`` if the group does not keep it.
+"""
+
+from collections.abc import Sequence
+
+from ..config import CacheConfig
+from ..scheduling.request import Request
+from .block_pool import BlockPool
+from .group_events import FirstGroupEvents, group_key
+from .kv_events import KVEventLog
+from .kv_groups import NULL_BLOCK, KVGroup, KVNeed, first_seen_block
+from .prefix_search import find_prefix
+from .request_hashes import hash_next_block
+
+
+class GroupedKVCacheManager:
+    """Has the interface of :class:`~.kv_cache_manager.KVCacheManager`, for models whose layers see different windows.
+
+    Blocks that left the windows of their group can be hit until they are needed. A hit of n blocks of tokens needs all
+    of them in the groups of full attention, and the last window of them in every other group.
+    """
+
+    keeps_partial_loads = False
+    """A load that failed in part is of no use: a window's blocks before the failure were not loaded."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        groups: Sequence[KVGroup],
+        config: CacheConfig,
+        max_chunk: int,
+        events: KVEventLog | None = None,
+        *,
+        lends: bool = False,
+    ) -> None:
+        """Make a pool of ``num_blocks`` blocks, one of which is ``NULL_BLOCK``. The other arguments are those of
+        :class:`~.kv_cache_manager.KVCacheManager` and :class:`~.kv_groups.KVNeed`."""
+        self.block_size = config.block_size
+        self.enable_prefix_caching = config.enable_prefix_caching
+        self.num_groups = len(groups)
+        self.pool = BlockPool(num_blocks, self.num_groups)
+        self._need = KVNeed(groups, config.block_size, max_chunk, lends=lends)
+        self.num_slots = self._need.capacity(self.pool.num_blocks) * config.block_size
+        """Tokens of the longest request that the empty pool has room for."""
+        self._windows = [group.window for group in groups]
+        self._windowed = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
+        self._hash_seed = config.block_hash_seed
+        self._events = events
+        if events is not None:
+            self.pool.listeners.append(FirstGroupEvents(events))
+
+    # Hits
+
+    def find_cached_blocks(self, request: Request) -> list[int]:
+        """Return the block table of the longest cached prefix of a waiting request, without its last token."""
+        if not self.enable_prefix_caching or request.skip_reading_prefix_cache:
+            return []
+        limit = (request.num_tokens - 1) // self.block_size
+        return find_prefix(
+            lambda index: self._hash(request, index), self.pool.find, self._windows, limit, self.block_size
+        )
+
+    def finds_more(self, request: Request, num_hits: int) -> bool:
+        """Return whether a waiting request would find a longer table than one of ``num_hits`` entries."""
+        index = num_hits // self.num_groups
+        if index >= (request.num_tokens - 1) // self.block_size or not self.enable_prefix_caching:
+            return False
+        is_longer = self.pool.find(group_key(self._hash(request, index), 0)) is not None
+        return is_longer and len(self.find_cached_blocks(request)) > num_hits
+
+    def num_hit_tokens(self, hits: list[int]) -> int:
+        """Return how many tokens the blocks of a found table hold."""
+        return len(hits) // self.num_groups * self.block_size
+
+    # Admission
+
+    def can_admit(self, request: Request, hits: list[int], num_tokens: int, num_spare: int) -> bool:
+        """Return whether ``num_tokens`` tokens of a waiting request fit and leave ``num_spare`` blocks free."""
+        table = hits or request.block_ids
+        num_held = len(table) // self.num_groups
+        position = request.num_computed_tokens or num_held * self.block_size
+        total = max(self._blocks_for(num_tokens), num_held)
+        is_leased = request.remote is not None and bool(request.remote.lease_id)
+        num_new = (total - num_held) * (self.num_groups - len(self._windowed))
+        for (_, window), peak, lent in zip(self._windowed, self._need.peaks, self._need.lent, strict=True):
+            first = first_seen_block(window, position, self.block_size)
+            most = min(total - first, peak + (lent if is_leased else 0))
+            num_new += max(0, most - (num_held - first))
+        return num_new + self.pool.count_free(hits) + num_spare <= self.pool.num_free
+
+    def admit(self, request: Request, hits: list[int]) -> None:
+        """Start the block table of a request with the cached blocks that it shares."""
+        assert not request.block_ids
+        self.pool.share(hits)
+        request.block_ids = hits.copy()
+        request.num_registered_blocks = len(hits) // self.num_groups
+        request.num_computed_tokens = self.num_hit_tokens(hits)
+        request.first_kept_blocks = self._first_seen(request.num_computed_tokens)
+
+    def reserve(self, request: Request) -> list[int]:
+        """Choose the blocks of an admitted request that another engine will read. Returns its table of these blocks:
+        all of the groups of full attention, and the last window of the others."""
+        total, first_lent = self._blocks_for(request.num_tokens), self._first_seen(request.num_tokens - 1)
+        begin = (len(request.block_ids) + len(request.reserved_block_ids)) // self.num_groups
+        request.reserved_block_ids += self._allocate_from(first_lent, begin, total)
+        table = request.block_ids + request.reserved_block_ids
+        return [
+            block_id if index // self.num_groups >= first_lent[index % self.num_groups] else NULL_BLOCK
+            for index, block_id in enumerate(table[: total * self.num_groups])
+        ]
+
+    def reserve_load(self, request: Request, num_external_tokens: int) -> None:
+        """Allocate the blocks that an admitted request loads after its hits; those that it will not see are left out,
+        and given up if it hit them."""
+        end = request.num_computed_tokens + num_external_tokens
+        position = min(end, request.num_tokens - 1)
+        self._give_up_unseen(request, position)
+        begin = len(request.block_ids) // self.num_groups
+        request.block_ids += self._allocate_from(self._first_seen(position), begin, self._blocks_for(end))
+
+    def finish_load(self, request: Request, num_tokens: int) -> None:
+        """Count the first ``num_tokens`` tokens, which were loaded, as computed; full blocks can be hit from now on."""
+        request.num_computed_tokens = num_tokens
+        if self.enable_prefix_caching:
+            self._register_blocks(request, num_tokens // self.block_size)
+
+    # Steps
+
+    def allocate(self, request: Request, num_new_tokens: int) -> list[int] | None:
+        """Make room for a request's next tokens. Returns the blocks added, or None if too few are free."""
+        if num_new_tokens == 1 and 0 < request.num_computed_tokens % self.block_size < self.block_size - 1:
+            return []  # within a block: nothing to add, nothing filled
+        self._give_up_unseen(request, request.num_computed_tokens)
+        end = request.num_computed_tokens + num_new_tokens
+        num_missing = self._blocks_for(end) * self.num_groups - len(request.block_ids)
+        new_block_ids: list[int] = []
+        if num_missing > 0:
+            reserved = request.reserved_block_ids[:num_missing]
+            reserved += [NULL_BLOCK] * (num_missing - len(reserved))
+            num_new = reserved.count(NULL_BLOCK)
+            if num_new > self.pool.num_free:
+                return None
+            fresh = iter(self.pool.allocate(num_new))
+            new_block_ids = [next(fresh) if block_id == NULL_BLOCK else block_id for block_id in reserved]
+            request.reserved_block_ids = request.reserved_block_ids[num_missing:]
+            request.block_ids += new_block_ids
+        if self.enable_prefix_caching and end // self.block_size > request.num_registered_blocks:
+            # A token in flight is not known yet, so its block has no hash.
+            self._register_blocks(request, min(end, request.num_tokens) // self.block_size)
+        return new_block_ids
+
+    def free(self, request: Request) -> None:
+        """Take all blocks of a request back; their content can be hit until the blocks are needed."""
+        self.pool.release(request.block_ids + request.reserved_block_ids)
+        request.block_ids = []
+        request.reserved_block_ids = []
+        request.first_kept_blocks = ()
+        request.num_registered_blocks = 0
+        request.num_computed_tokens = 0
+
+    # Parts
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _first_seen(self, position: int) -> list[int]:
+        """Return for each group the first block that a token at ``position`` sees."""
+        return [first_seen_block(window, position, self.block_size) for window in self._windows]
+
+    def _give_up_unseen(self, request: Request, position: int) -> None:
+        """Release the blocks that no token from ``position`` on sees."""
+        table, released = request.block_ids, list[int]()
+        first, begin = self._first_seen(position), request.first_kept_blocks or [0] * self.num_groups
+        for group, _ in self._windowed:
+            entries = slice(begin[group] * self.num_groups + group, first[group] * self.num_groups, self.num_groups)
+            released += table[entries]
+            table[entries] = [NULL_BLOCK] * len(table[entries])
+        request.first_kept_blocks = first
+        self.pool.release(released)
+
+    def _allocate_from(self, first: Sequence[int], begin: int, end: int) -> list[int]:
+        """Return table entries for the blocks of tokens [begin, end): new blocks from ``first`` of each group on."""
+        kept = [index >= first[group] for index in range(begin, end) for group in range(self.num_groups)]
+        fresh = iter(self.pool.allocate(sum(kept)))
+        return [next(fresh) if is_kept else NULL_BLOCK for is_kept in kept]
+
+    def _hash(self, request: Request, index: int) -> bytes:
+        """Return the hash of the block of tokens at ``index``, which is full; the request keeps the hashes."""
+        while len(request.block_hashes) <= index:
+            hash_next_block(request, self.block_size, self._hash_seed)
+        return request.block_hashes[index]
+
+    def _register_blocks(self, request: Request, num_full_blocks: int) -> None:
+        first = request.num_registered_blocks
+        while first and not self._are_found(request, first - 1):
+            first -= 1  # an equal block of another request had this hash when ours was full, and was evicted
+        for index in range(first, num_full_blocks):
+            block_hash = self._hash(request, index)
+            for group, block_id in enumerate(self._entries(request, index)):
+                is_new = block_id != NULL_BLOCK and self.pool.register(block_id, group_key(block_hash, group))
+                if is_new and group == 0 and self._events is not None:
+                    start = index * self.block_size
+                    token_ids = request.all_token_ids[start : start + self.block_size]
+                    self._events.stored(block_hash, request.block_hashes[index - 1] if index else None, token_ids)
+        request.num_registered_blocks = num_full_blocks
+
+    def _entries(self, request: Request, index: int) -> list[int]:
+        """Return the block of each group for the block of tokens at ``index``."""
+        return request.block_ids[index * self.num_groups : (index + 1) * self.num_groups]
+
+    def _are_found(self, request: Request, index: int) -> bool:
+        """Return whether the content of every block that is kept for the block of tokens ``index`` can be hit."""
+        block_hash = self._hash(request, index)
+        return all(
+            block_id == NULL_BLOCK or self.pool.find(group_key(block_hash, group)) is not None
+            for group, block_id in enumerate(self._entries(request, index))
+        )

@@ -1,0 +1,116 @@
+"""Partitions the layers of a model into groups whose KV blocks are kept for equally long.
+
+A layer that attends to a window needs the blocks of that window only; a layer of full attention needs all of them. The
+groups share one pool: a block holds the KV of one group for ``block_size`` tokens, and tensor i of the pool serves the
+i-th layer of every group, so that every block has the same size.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from ..config import EngineConfig
+
+log = logging.getLogger(__name__)
+
+NULL_BLOCK = 0
+"""The block that stands in a table of a grouped pool for content that is not kept. No request ever writes to it."""
+MAX_GROUPS = 8
+"""More groups would waste less memory on unequal numbers of layers, but every block table has an entry for each."""
+_FULL_WEIGHT = 8
+"""How many layers with a window need as much memory as one with full attention, in a context that is worth groups."""
+
+
+class KVGroup(msgspec.Struct, frozen=True):
+    """Holds the layers whose KV lies in the same blocks."""
+
+    window: int | None
+    """How many positions a token of these layers sees, itself included; None: all."""
+    layers: list[int]
+    """Their indices in the model; the i-th one uses tensor i of the pool."""
+
+
+def model_groups(windows: Sequence[int | None], max_model_len: int, config: EngineConfig) -> list[KVGroup]:
+    """Return the groups of a model whose layers have these windows; an empty list if they share one block table."""
+    groups = partition_layers(windows, max_model_len)
+    if groups and config.kv.offload_path:
+        log.warning("layers with a window keep the KV of the whole context, because offloading does not know groups")
+        return []
+    return [] if config.cache.disable_hybrid_kv_cache_manager else groups
+
+
+def partition_layers(windows: Sequence[int | None], max_model_len: int) -> list[KVGroup]:
+    """Return the groups of a model whose layers have these windows, those of full attention first.
+
+    A window that reaches over ``max_model_len`` counts as full attention. Returns an empty list if all layers are of
+    one kind: such a model needs no groups.
+    """
+    kinds = [window if window is not None and window < max_model_len else None for window in windows]
+    counts = Counter(kinds)
+    if not 1 < len(counts) <= MAX_GROUPS:
+        return []
+    size = _group_size(counts)
+    groups = []
+    for window in sorted(counts, key=lambda window: (window is not None, -(window or 0))):
+        layers = [layer for layer, kind in enumerate(kinds) if kind == window]
+        groups += [KVGroup(window, layers[first : first + size]) for first in range(0, len(layers), size)]
+    return groups
+
+
+def _group_size(counts: Counter[int | None]) -> int:
+    """Return how many layers a group has, so that a long context needs little memory in few groups."""
+
+    def cost(size: int) -> tuple[int, int]:
+        slots = {window: -(-count // size) * size for window, count in counts.items()}
+        return sum(number * (_FULL_WEIGHT if window is None else 1) for window, number in slots.items()), -size
+
+    sizes = range(1, max(counts.values()) + 1)
+    return min((size for size in sizes if sum(-(-n // size) for n in counts.values()) <= MAX_GROUPS), key=cost)
+
+
+def layers_per_group(groups: Sequence[KVGroup]) -> int:
+    """Return how many tensors the pool of these groups has."""
+    return max(len(group.layers) for group in groups)
+
+
+def describe_groups(groups: Sequence[KVGroup]) -> str:
+    """Return a text that two pools have in common if their blocks mean the same: ``full,512,512``."""
+    return ",".join("full" if group.window is None else str(group.window) for group in groups)
+
+
+def first_seen_block(window: int | None, position: int, block_size: int) -> int:
+    """Return the index of the first block that a token at ``position`` sees."""
+    return 0 if window is None else max(0, position - window + 1) // block_size
+
+
+class KVNeed:
+    """Computes how many blocks a request of a grouped model needs at most, while it is computed."""
+
+    def __init__(self, groups: Sequence[KVGroup], block_size: int, max_chunk: int, *, lends: bool) -> None:
+        """``max_chunk``: most tokens of a request in one step. ``lends``: whether other engines read from this one,
+        which must know the last blocks of a prompt before they are computed."""
+        self._num_full = sum(group.window is None for group in groups)
+        windows = [group.window for group in groups if group.window is not None]
+        self.peaks = [-(-(window - 1 + max_chunk) // block_size) + 1 for window in windows]
+        """For each group with a window: blocks of the window and of a chunk after it."""
+        self.lent = [-(-window // block_size) + 1 for window in windows]
+        """For each group with a window: blocks that a reader needs."""
+        self._lends = lends
+
+    def of_blocks(self, count: int) -> int:
+        """Return the need of a request of so many blocks of tokens."""
+        lent = self.lent if self._lends else [0] * len(self.peaks)
+        return self._num_full * count + sum(
+            min(count, peak + more) for peak, more in zip(self.peaks, lent, strict=True)
+        )
+
+    def capacity(self, num_blocks: int) -> int:
+        """Return how many blocks of tokens a request may have in an empty pool of ``num_blocks``; at most as many as
+        the pool has."""
+        low, high = 0, num_blocks
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.of_blocks(middle) <= num_blocks else (low, middle - 1)
+        return low

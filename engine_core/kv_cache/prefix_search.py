@@ -1,0 +1,82 @@
+"""Finds the longest prefix whose blocks every group of a model still has."""
+
+from collections.abc import Callable, Sequence
+
+from .group_events import group_key
+from .kv_groups import NULL_BLOCK, first_seen_block
+
+
+def find_prefix(
+    hash_of: Callable[[int], bytes],
+    find: Callable[[bytes], int | None],
+    windows: Sequence[int | None],
+    limit: int,
+    block_size: int,
+) -> list[int]:
+    """Return the block table of the longest cached prefix, [n * groups]; ``NULL_BLOCK`` where no later token looks.
+
+    Args:
+        hash_of: Returns the hash of the block of tokens at an index below ``limit``.
+        find: Returns the block with this key.
+        windows: The window of each group.
+        limit: Most blocks of tokens that may be hit.
+        block_size: Tokens per block.
+    """
+    search = _Search(hash_of, find, windows, block_size)
+    length = search.longest(limit)
+    first = [first_seen_block(window, length * block_size, block_size) for window in windows]
+    table = []
+    for index in range(length):
+        for group in range(len(windows)):
+            block_id = search.find(index, group) if index >= first[group] else NULL_BLOCK
+            assert block_id is not None
+            table.append(block_id)
+    return table
+
+
+class _Search:
+    def __init__(
+        self,
+        hash_of: Callable[[int], bytes],
+        find: Callable[[bytes], int | None],
+        windows: Sequence[int | None],
+        block_size: int,
+    ) -> None:
+        self._hash_of = hash_of
+        self._find = find
+        self._block_size = block_size
+        self._members: dict[int | None, list[int]] = {}
+        for group, window in enumerate(windows):
+            self._members.setdefault(window, []).append(group)
+
+    def find(self, index: int, group: int) -> int | None:
+        return self._find(group_key(self._hash_of(index), group))
+
+    def longest(self, limit: int) -> int:
+        """Shorten the prefix until no window asks for less; a shorter one may begin outside another window's blocks."""
+        length = self._full_length(limit)
+        while length:
+            shortest = min(self._window_length(window, length) for window in self._members)
+            if shortest == length:
+                break
+            length = shortest
+        return length
+
+    def _has(self, index: int, window: int | None) -> bool:
+        return all(self.find(index, group) is not None for group in self._members[window])
+
+    def _full_length(self, limit: int) -> int:
+        if None not in self._members:
+            return limit
+        return next((index for index in range(limit) if not self._has(index, None)), limit)
+
+    def _window_length(self, window: int | None, length: int) -> int:
+        """Return the longest prefix within ``length`` whose last window these groups have."""
+        if window is None:
+            return length
+        index = length - 1
+        while index >= first_seen_block(window, length * self._block_size, self._block_size):
+            if not self._has(index, window):
+                length = index
+            index -= 1
+        return length

@@ -1,0 +1,93 @@
+"""Computes attention of a model whose layers are partitioned into groups with block tables of their own."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from tokenloom.engine_core.kv_cache.kv_groups import KVGroup
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
+
+from .attention_backend import AttentionBackend, AttentionPlan, IntArray, KVCache
+from .cpu_backend import CPUBackend
+from .score_rule import ScoreRule
+from .shared_prefix import SharedPrefixFinder
+
+
+class GroupedBackend:
+    """Fulfils :class:`~.attention_backend.AttentionBackend` with one backend for each group.
+
+    A plan gets the block table and the slots of all groups, as :class:`~..batch.block_table.BlockTable` holds them.
+    """
+
+    def __init__(
+        self, groups: Sequence[KVGroup], block_size: int, make_backend: Callable[[], AttentionBackend]
+    ) -> None:
+        """``make_backend``: makes a backend for as many layers as a group has."""
+        self._groups = list(groups)
+        self._backends = [make_backend() for _ in groups]
+        for group, backend in zip(groups, self._backends, strict=True):
+            if group.window is not None and isinstance(backend, CPUBackend):
+                backend.prefixes = SharedPrefixFinder(block_size, sys.maxsize)  # windows share none
+        self._group_of: dict[int, int] = {}
+        """By ``id`` of a layer's cache, because layers of several groups share one tensor. Caches are made at start-up
+        and after sleep, so the entries are few."""
+
+    @property
+    def name(self) -> str:
+        return self._backends[0].name
+
+    @property
+    def reads_tails(self) -> bool:
+        return self._backends[0].reads_tails
+
+    def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
+        """Allocate a zeroed cache for each layer of a group. Returns one view for each layer of the model."""
+        tensors = self._backends[0].allocate(num_blocks, memory)
+        caches: dict[int, KVCache] = {}
+        for index, group in enumerate(self._groups):
+            for tensor, layer in zip(tensors, group.layers, strict=False):
+                caches[layer] = tensor.view(tensor.shape)
+                self._group_of[id(caches[layer])] = index
+        return [caches[layer] for layer in range(len(caches))]
+
+    def plan(
+        self,
+        cu_query_lens: IntArray,
+        seq_lens: IntArray,
+        block_tables: IntArray,
+        slot_mapping: IntArray,
+        foreign_tails: IntArray | None = None,
+    ) -> "GroupedPlan":
+        plans = [
+            backend.plan(
+                cu_query_lens,
+                seq_lens,
+                np.ascontiguousarray(block_tables[:, group :: len(self._groups)]),
+                slot_mapping[group],
+                foreign_tails,
+            )
+            for group, backend in enumerate(self._backends)
+        ]
+        return GroupedPlan(plans, self._group_of)
+
+
+class GroupedPlan:
+    """Holds the plan of each group, and finds that of a layer by its cache."""
+
+    def __init__(self, plans: list[AttentionPlan], group_of: dict[int, int]) -> None:
+        self._plans = plans
+        self._group_of = group_of
+
+    def slots_of(self, kv_cache: KVCache) -> Tensor:
+        return self._plan_of(kv_cache).slots_of(kv_cache)
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
+        self._plan_of(kv_cache).write_kv(key, value, kv_cache)
+
+    def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
+        return self._plan_of(kv_cache).attend(query, kv_cache, rule)
+
+    def _plan_of(self, kv_cache: KVCache) -> AttentionPlan:
+        return self._plans[self._group_of[id(kv_cache)]]

@@ -1,0 +1,39 @@
+"""Computes rows of which each needs a few of many matrices: sorted by matrix, one product for each matrix with rows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedRows:
+    """Holds the order in which the rows of a step are computed by their experts."""
+
+    order: Tensor
+    """[T * k]: places in the flattened choice, sorted by expert."""
+    experts: list[int]
+    """Experts with rows, ascending."""
+    counts: list[int]
+    """How many rows each of ``experts`` has."""
+
+    @classmethod
+    def sort(cls, chosen: Tensor) -> "GroupedRows":
+        """Sort the experts of T tokens, ``chosen`` [T, k]."""
+        by_expert, order = chosen.flatten().sort(stable=True)
+        experts, counts = torch.unique_consecutive(by_expert, return_counts=True)
+        return cls(order, experts.tolist(), counts.tolist())
+
+
+def mix_experts(x: Tensor, grouped: GroupedRows, weights: Tensor, compute: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Return [T, hidden_size]: for each row of ``x`` the sum of what its experts compute, times ``weights`` [T, k].
+
+    ``compute(expert, rows)`` maps [n, hidden_size] to the same shape. A row's sum is in the order of its own experts,
+    so it does not depend on the other rows.
+    """
+    parts = torch.split_with_sizes(x[grouped.order // weights.shape[1]], grouped.counts)
+    computed = [compute(expert, part) for expert, part in zip(grouped.experts, parts, strict=True)]
+    results = x.new_empty(len(grouped.order), x.shape[1])
+    results[grouped.order] = computed[0] if len(computed) == 1 else torch.cat(computed)
+    return (results.view(*weights.shape, -1) * weights[..., None]).sum(1).to(x.dtype)

@@ -1,0 +1,90 @@
+"""Records which experts the routers of a model choose."""
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..layers.grouped_rows import GroupedRows
+from .model import Model
+
+Ints = npt.NDArray[np.int64]
+
+
+class LayerRoutes:
+    """Records the choices of one layer's router."""
+
+    def __init__(self, routes: "ExpertRoutes", num_experts: int) -> None:
+        self._routes = routes
+        # The last place counts a number above those of the experts, which some routers use for no expert.
+        self._counts: Ints = np.zeros(num_experts + 1, dtype=np.int64)
+        self.chosen: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> Ints:
+        """Return the tokens that each expert computed in recorded passes, [num_experts]."""
+        return self._counts[:-1]
+
+    def record(self, chosen: Tensor, grouped: GroupedRows) -> None:
+        """Note the experts of a forward pass, ``chosen`` [T, top_k], if the pass is recorded."""
+        if self._routes.is_recording:
+            self._counts[grouped.experts] += grouped.counts
+            if self._routes.keeps_choices:
+                self.chosen = chosen
+
+
+class ExpertRoutes:
+    """Records the choices of all layers that have experts, in the model's order."""
+
+    def __init__(self, num_experts: int, top_k: int, num_layers: int) -> None:
+        """``top_k``: experts of a token in each layer. A layer's :class:`LayerRoutes` are at ``layers[i]``."""
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.is_recording = False
+        self.keeps_choices = False
+        self.layers = [LayerRoutes(self, num_experts) for _ in range(num_layers)]
+
+    @property
+    def num_layers(self) -> int:
+        """Return how many layers have experts."""
+        return len(self.layers)
+
+    def begin(self, *, keep_choices: bool) -> None:
+        """Record the next forward pass: how many tokens each expert computes, and with ``keep_choices`` which."""
+        self.is_recording, self.keeps_choices = True, keep_choices
+
+    def end(self) -> npt.NDArray[np.unsignedinteger] | None:
+        """End the pass. Returns the experts of each token, [T, num_layers, top_k], if the pass kept them.
+
+        The dtype is uint8 for up to 256 experts, otherwise uint16.
+        """
+        self.is_recording = False
+        if not self.keeps_choices:
+            return None
+        kept = [layer.chosen for layer in self.layers if layer.chosen is not None]
+        for layer in self.layers:
+            layer.chosen = None
+        stacked = torch.stack(kept, 1).cpu().numpy()
+        return stacked.astype(np.uint8 if self.num_experts <= 256 else np.uint16)
+
+    def loads(self) -> tuple[Ints, npt.NDArray[np.float64]]:
+        """Return the tokens that each expert computed, over all layers, [num_experts]; and for each layer the most that
+        one expert computed, divided by the mean of all its experts, [num_layers], 0 if it computed none."""
+        counts = np.stack([layer.num_tokens for layer in self.layers])
+        means = counts.mean(1)
+        balance = np.divide(counts.max(1), means, out=np.zeros_like(means), where=means > 0)
+        return counts.sum(0), balance
+
+
+@runtime_checkable
+class RoutedModel(Model, Protocol):
+    """A model of a class that may have experts."""
+
+    routes: ExpertRoutes | None
+
+
+def routes_of(model: Model) -> ExpertRoutes | None:
+    """Return what records the choices of a model's routers; None if it has no experts."""
+    return model.routes if isinstance(model, RoutedModel) else None

@@ -1,0 +1,67 @@
+"""Computes MLPs of which each token uses a few, chosen by a router."""
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.expert_switches import ExpertSwitches
+from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.weights import Checkpoint
+from ..layers.grouped_rows import GroupedRows, mix_experts
+from ..layers.linear import load_linear
+from ..ops.ops import Ops
+from .expert_routes import LayerRoutes
+from .mlp import MLP, MLPNames
+
+_MIXTRAL = MLPNames(gate="w1", up="w3", down="w2")
+
+
+class Experts:
+    """Computes the weighted sum of the experts that a router chooses for each token, and a shared expert if any."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        prefix: str,
+        config: ModelConfig,
+        ops: Ops,
+        experts: ExpertSwitches,
+        routes: LayerRoutes,
+    ) -> None:
+        """``prefix``: of the layer's tensors. ``routes`` records which experts were chosen."""
+        is_mixtral = config.family == "mixtral"
+        prefix, names = (f"{prefix}.block_sparse_moe", _MIXTRAL) if is_mixtral else (f"{prefix}.mlp", MLPNames())
+        self._switches = experts
+        self._routes = routes
+        self._router = load_linear(checkpoint, [f"{prefix}.gate"], config.hidden_size, [experts.count], bias=False)
+        self._experts = [
+            MLP(checkpoint, f"{prefix}.experts.{expert}", config, ops, experts.intermediate_size, names)
+            for expert in range(experts.count)
+        ]
+        self._shared = _Shared(checkpoint, prefix, config, ops, experts.shared_size) if experts.shared_size else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, chosen = self._route(x)
+        grouped = GroupedRows.sort(chosen)
+        self._routes.record(chosen, grouped)
+        out = mix_experts(x, grouped, weights, self._compute)
+        return out if self._shared is None else out + self._shared(x)
+
+    def _compute(self, expert: int, rows: Tensor) -> Tensor:
+        return self._experts[expert](rows)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights, float32, and the numbers of each token's experts, both [T, per_token]."""
+        shares = self._router(x, torch.float32).softmax(-1)
+        weights, chosen = shares.topk(self._switches.per_token, dim=-1)
+        return weights / weights.sum(-1, keepdim=True) if self._switches.normalizes_weights else weights, chosen
+
+
+class _Shared:
+    """Computes the expert of every token, times a gate."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, size: int) -> None:
+        self._mlp = MLP(checkpoint, f"{prefix}.shared_expert", config, ops, size)
+        self._gate = load_linear(checkpoint, [f"{prefix}.shared_expert_gate"], config.hidden_size, [1], bias=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._gate(x).sigmoid() * self._mlp(x)

@@ -1,0 +1,45 @@
+"""Computes the MLP of a decoder's layer."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.weights import Checkpoint
+from ..layers.linear import load_linear
+from ..ops.ops import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class MLPNames:
+    """Holds how a checkpoint names the matrices of an MLP."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+class MLP:
+    """Computes down(act(gate(x)) · up(x)), with gate and up as one product."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        prefix: str,
+        config: ModelConfig,
+        ops: Ops,
+        size: int = 0,
+        names: MLPNames = MLPNames(),
+    ) -> None:
+        """``size``: what gate and up lead to; 0: the model's intermediate size."""
+        hidden, inner = config.hidden_size, size or config.intermediate_size
+        parts = ([f"{prefix}.{names.gate}", f"{prefix}.{names.up}"], (inner, inner))
+        stored, outputs = ([f"{prefix}.gate_up_proj"], (2 * inner,)) if config.traits.is_fused else parts
+        bias, quantization = config.mlp_bias, config.quantization
+        self._gate_up = load_linear(checkpoint, stored, hidden, outputs, bias, quantization)
+        self._down = load_linear(checkpoint, [f"{prefix}.{names.down}"], inner, [hidden], bias, quantization)
+        self._activation = config.hidden_act
+        self._ops = ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(self._ops.gate(self._gate_up(x), self._activation))

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API, over the same jobs as OpenAI's chats."""

@@ -1,0 +1,47 @@
+"""``/v1/messages/count_tokens``."""
+
+import asyncio
+from dataclasses import dataclass
+
+from tokenloom.request import errors
+
+from ..generation.job import Chat
+from ..http.endpoint import check_model
+from ..http.exchange import Exchange
+from ..http.json_body import BodyParser
+from ..http.sse import encode_json
+from ..mesh.tokenizer_client import TokenizerClient
+from ..openai.chat_messages import read_chat
+from ..openai.openai_models import Body, BodyReader
+from ..openapi.message_schemas import CountTokensRequest
+from ..tools.tool_request import read_tools
+from .messages_body import conversation, thinking_of
+
+
+@dataclass(frozen=True, slots=True)
+class CountTokens:
+    """Counts the tokens of a conversation as the chat template writes it."""
+
+    parser: BodyParser
+    reader: BodyReader
+    tokenizers: TokenizerClient
+    model: str
+    max_body_bytes: int
+    timeout: float
+    """Seconds that a call may take."""
+
+    async def __call__(self, exchange: Exchange) -> None:
+        with await exchange.read_body(self.max_body_bytes) as received:
+            chat = await self.parser.read(received.data, self._chat)
+        try:
+            async with asyncio.timeout(self.timeout):
+                encoded = await self.tokenizers.encode_chat(chat)
+        except TimeoutError:
+            raise errors.DeadlineExceeded(f"the request took longer than {self.timeout:g} s") from None
+        await exchange.respond(200, encode_json({"input_tokens": len(encoded.prompt.token_ids)}))
+
+    def _chat(self, body: Body) -> Chat:
+        check_model(body.get("model"), self.model)
+        fields = self.reader.read(body, CountTokensRequest)
+        chat, reasoning = conversation(fields), thinking_of(fields.thinking)
+        return read_chat(chat["messages"], read_tools(chat.get("tools")), reasoning.get("chat_template_kwargs"))

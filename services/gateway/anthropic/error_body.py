@@ -1,0 +1,25 @@
+"""Reports errors in Anthropic's form."""
+
+from collections.abc import Mapping
+
+from tokenloom.request import errors
+
+_TYPES: Mapping[int, str] = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_body(error: errors.TokenloomError) -> dict[str, object]:
+    """Return the JSON body of an error. The field that is wrong stands before the message."""
+    message = error.message
+    if error.field is not None and error.field not in message:
+        message = f"{error.field}: {message}"
+    return {"type": "error", "error": {"type": _TYPES.get(error.http_status, "api_error"), "message": message}}

@@ -1,0 +1,188 @@
+"""Shapes an answer of Anthropic's Messages API: content blocks, whole or as events."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from tokenloom.v1 import output_processor_pb2
+
+from ..assistant.parsed_message import CallDelta, MessageDelta, ParsedMessage
+from ..generation.generation import Generation
+from ..http.sse import encode_json
+from ..mesh.collector import Delta
+from ..openai.answer import finish_reason
+from ..openai.openai_models import Options
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageAnswer:
+    """Shapes the assistant's next turn."""
+
+    def __init__(self, generation: Generation, options: Options, model: str) -> None:
+        self._generation = generation
+        self._stop = options.stop
+        self._id = f"msg_{generation.request_id}"
+        self._model = model
+        self._blocks = ContentBlocks()
+        self._parser: ParsedMessage | None = None
+        if options.plan is not None:
+            is_open, may_reason = generation.opens_reasoning, generation.may_reason
+            self._parser = ParsedMessage(options.plan, reasoning_is_open=is_open, may_reason=may_reason)
+
+    def first_events(self) -> bytes:
+        """Return the events before any output."""
+        usage = {"input_tokens": self._generation.usage.prompt_tokens, "output_tokens": 0}
+        message = self._message([], None, None) | {"usage": usage}
+        return event("message_start", {"message": message})
+
+    def events(self, delta: Delta) -> bytes:
+        """Return the events of some output; empty while nothing is certain."""
+        return self._blocks.add(self._parse(delta))
+
+    def last_events(self) -> bytes:
+        """Return the events after all output."""
+        reason, sequence = self._stop_reason()
+        ending = {"delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": self._usage()}
+        return self._blocks.end() + event("message_delta", ending) + event("message_stop", {})
+
+    def repeat(self, delta: Delta) -> None:
+        """Take note of output that the client has."""
+        self.events(delta)
+
+    def is_large(self, delta: Delta) -> bool:
+        """Return False: the API has no log probabilities, which alone take long to shape."""
+        return False
+
+    def shape(self, delta: Delta) -> Iterator[int]:
+        """Return nothing: no delta is large."""
+        return iter(())
+
+    def add(self, delta: Delta) -> None:
+        """Keep some output for :meth:`body`."""
+        self._blocks.add(self._parse(delta))
+
+    def body(self) -> Iterator[bytes]:
+        """Return the whole JSON response."""
+        message = self._message(self._blocks.blocks(), *self._stop_reason())
+        yield encode_json(message | {"usage": self._usage()})
+
+    def _parse(self, delta: Delta) -> MessageDelta:
+        if self._parser is None:
+            return MessageDelta(delta.text)
+        return self._parser.feed(delta.text, ends=delta.finished is not None)
+
+    def _message(
+        self, content: list[dict[str, Any]], stop_reason: str | None, stop_sequence: str | None
+    ) -> dict[str, object]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": stop_reason,
+            "stop_sequence": stop_sequence,
+        }
+
+    def _stop_reason(self) -> tuple[str, str | None]:
+        """Return why the output ended, and which of the client's stop sequences ended it."""
+        finished: output_processor_pb2.RequestFinished = self._generation.finished[0]
+        if finished.stop_reason in self._stop:
+            return "stop_sequence", finished.stop_reason
+        reason = finish_reason(finished)
+        if reason == "stop" and self._blocks.num_calls:
+            reason = "tool_calls"
+        return _STOP_REASONS.get(reason, "end_turn"), None
+
+    def _usage(self) -> dict[str, int]:
+        """Return the tokens; those of the prompt that were cached are counted separately, as in Anthropic's API."""
+        usage = self._generation.usage
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+        }
+
+
+class ContentBlocks:
+    """Divides a turn into content blocks, of which one is open at a time.
+
+    Attributes:
+        num_calls: Calls that have begun.
+    """
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._blocks: list[tuple[dict[str, Any], list[str]]] = []
+        self._open = ""  # the type of the open block; empty: none
+
+    def add(self, delta: MessageDelta) -> bytes:
+        """Return the events of what a turn grew by."""
+        events = b""
+        if delta.reasoning:
+            events += self._begin("thinking", {"thinking": "", "signature": ""})
+            events += self._delta("thinking_delta", "thinking", delta.reasoning)
+        if delta.content:
+            events += self._begin("text", {"text": ""})
+            events += self._delta("text_delta", "text", delta.content)
+        for call in delta.calls:
+            events += self._add_call(call)
+        return events
+
+    def end(self) -> bytes:
+        """Return the event that closes the open block, if any."""
+        if not self._open:
+            return b""
+        self._open = ""
+        return event("content_block_stop", {"index": len(self._blocks) - 1})
+
+    def blocks(self) -> list[dict[str, Any]]:
+        """Return all blocks, complete."""
+        return [_whole(block, "".join(pieces)) for block, pieces in self._blocks]
+
+    def _add_call(self, call: CallDelta) -> bytes:
+        events = b""
+        if call.call_id:
+            self.num_calls += 1
+            events = self.end() + self._begin("tool_use", {"id": call.call_id, "name": call.name, "input": {}})
+        if call.arguments:
+            events += self._delta("input_json_delta", "partial_json", call.arguments)
+        return events
+
+    def _begin(self, kind: str, members: dict[str, Any]) -> bytes:
+        """Return the events that open a block of this kind; none if one is open."""
+        if self._open == kind:
+            return b""
+        ended = self.end()
+        self._open = kind
+        block = {"type": kind, **members}
+        self._blocks.append((block, []))
+        return ended + event("content_block_start", {"index": len(self._blocks) - 1, "content_block": block})
+
+    def _delta(self, kind: str, member: str, text: str) -> bytes:
+        """Return the event of more text of the open block."""
+        self._blocks[-1][1].append(text)
+        return event("content_block_delta", {"index": len(self._blocks) - 1, "delta": {"type": kind, member: text}})
+
+
+def event(kind: str, members: dict[str, Any]) -> bytes:
+    """Return a server-sent event, whose name stands in its data too."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_json({"type": kind, **members}))
+
+
+def _whole(block: dict[str, Any], text: str) -> dict[str, Any]:
+    if block["type"] != "tool_use":
+        return block | {block["type"]: text}
+    return block | {"input": _arguments(text)}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return a call's arguments; empty if the output ended within them, which the stop reason says."""
+    try:
+        arguments = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return {}
+    return arguments if isinstance(arguments, dict) else {}

@@ -1,0 +1,120 @@
+"""Translates the turns of Anthropic's Messages API into those of a chat."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tokenloom.request.errors import InvalidArgument
+
+Turn = dict[str, object]
+"""A turn of a chat: role, content, and what only some roles have."""
+
+_HELD_ELSEWHERE = ("redacted_thinking",)
+"""Blocks that only the service which made them can read."""
+
+
+def read_turns(system: object, messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
+    """Return the conversation as turns of a chat. Raises ``InvalidArgument`` naming the block."""
+    if not messages:
+        raise InvalidArgument("messages must not be empty", "messages")
+    turns: list[Turn] = []
+    if system not in (None, "", []):
+        turns.append({"role": "system", "content": _text_of("system", system)})
+    for index, message in enumerate(messages):
+        turns += _turns_of(f"messages[{index}]", message)
+    return turns
+
+
+def _turns_of(where: str, message: Mapping[str, Any]) -> Iterator[Turn]:
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise InvalidArgument(f"{where}.role must be user or assistant", f"{where}.role")
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    blocks = _blocks(f"{where}.content", content)
+    if role == "assistant":
+        yield _assistant_turn(blocks)
+        return
+    # The results of tools are turns of their own, before what the user adds to them.
+    texts: list[str] = []
+    for place, block in blocks:
+        if block["type"] == "tool_result":
+            yield _tool_turn(place, block)
+        else:
+            texts.append(_text(place, block))
+    if texts:
+        yield {"role": role, "content": "\n".join(texts)}
+
+
+def _assistant_turn(blocks: Sequence[tuple[str, Mapping[str, Any]]]) -> Turn:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, object]] = []
+    for place, block in blocks:
+        if block["type"] == "tool_use":
+            calls.append(_call(place, block))
+        elif block["type"] == "thinking":
+            thoughts.append(_string(f"{place}.thinking", block.get("thinking")))
+        elif block["type"] not in _HELD_ELSEWHERE:
+            texts.append(_text(place, block))
+    turn: Turn = {"role": "assistant", "content": "\n".join(texts)}
+    if thoughts:
+        turn["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        turn["tool_calls"] = calls
+    return turn
+
+
+def _call(where: str, block: Mapping[str, Any]) -> dict[str, object]:
+    arguments = block.get("input")
+    if not isinstance(arguments, dict):
+        raise InvalidArgument(f"{where}.input must be an object", f"{where}.input")
+    function = {"name": _string(f"{where}.name", block.get("name")), "arguments": arguments}
+    return {"id": _string(f"{where}.id", block.get("id")), "type": "function", "function": function}
+
+
+def _tool_turn(where: str, block: Mapping[str, Any]) -> Turn:
+    """Return the turn of a tool's result. A result that is an error says so in its text, as templates have no field."""
+    content = block.get("content")
+    text = "" if content in (None, []) else _text_of(f"{where}.content", content)
+    if block.get("is_error"):
+        text = f"Error: {text}"
+    return {"role": "tool", "tool_call_id": _string(f"{where}.tool_use_id", block.get("tool_use_id")), "content": text}
+
+
+def _text_of(where: str, content: object) -> str:
+    """Return the text of a string or of a list of text blocks; the blocks are joined by line breaks."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(_text(place, block) for place, block in _blocks(where, content))
+
+
+def _text(where: str, block: Mapping[str, Any]) -> str:
+    """Return the text of a block, or of a document that is plain text."""
+    kind = block["type"]
+    if kind == "text":
+        return _string(f"{where}.text", block.get("text"))
+    source = block.get("source")
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        return _string(f"{where}.source.data", source.get("data"))
+    message = f"{where}.type: {str(kind)[:64]!r} is not supported here; send text"
+    raise InvalidArgument(message, f"{where}.type")
+
+
+def _blocks(where: str, content: object) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the blocks of a content with the place of each, for errors."""
+    if not isinstance(content, list) or not content:
+        raise InvalidArgument(f"{where} must be a string or a list of content blocks", where)
+    blocks: list[tuple[str, Mapping[str, Any]]] = []
+    for index, block in enumerate(content):
+        place = f"{where}[{index}]"
+        if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+            raise InvalidArgument(f"{place} must be a content block, an object with a type", place)
+        blocks.append((place, block))
+    return blocks
+
+
+def _string(where: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{where} must be a string", where)
+    return value

@@ -1,0 +1,41 @@
+"""``/v1/messages``: reads bodies and shapes answers."""
+
+from dataclasses import dataclass
+
+from tokenloom.request.errors import InvalidArgument
+
+from ..generation.generation import Generation
+from ..generation.job import Job
+from ..openai.chat import ChatApi
+from ..openai.openai_models import Body, BodyReader, Options
+from ..openapi.message_schemas import MessagesRequest
+from ..tenants.tenant import Tenant
+from .message_answer import MessageAnswer
+from .messages_body import chat_body
+
+_FIELDS = {"stop": "stop_sequences"}
+"""Fields of a chat that have another name here."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesApi:
+    """Reads bodies of the endpoint and makes its answers. A body becomes that of a chat, which has the same job."""
+
+    reader: BodyReader
+    chats: ChatApi
+    model: str
+    is_resumable = False
+
+    def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
+        """Return what the body asks for. Raises :class:`InvalidArgument` naming the field."""
+        fields = self.reader.read(body, MessagesRequest)
+        if body.get("prompt_logprobs") is not None:
+            raise InvalidArgument("prompt_logprobs: this API returns no log probabilities", "prompt_logprobs")
+        try:
+            return self.chats.read(chat_body(body, fields, reasons=self.chats.plans.reasoning is not None), tenant)
+        except InvalidArgument as error:
+            error.field = _FIELDS.get(error.field or "", error.field)
+            raise
+
+    def answer(self, generation: Generation, options: Options) -> MessageAnswer:
+        return MessageAnswer(generation, options, self.model)

@@ -1,0 +1,88 @@
+"""Translates a body of Anthropic's Messages API into the body of a chat."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenloom.request.errors import InvalidArgument
+
+from ..openai.openai_models import SAMPLING_FIELDS, Body
+from ..openapi.message_schemas import CountTokensRequest, MessagesRequest
+from .message_turns import read_turns
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_body(body: Body, fields: MessagesRequest, *, reasons: bool) -> dict[str, Any]:
+    """Return the chat that a body asks for, in the spelling of :class:`ChatApi`. Raises ``InvalidArgument``.
+
+    ``reasons``: whether the model's reasoning is known, so that a budget of it can be kept.
+    """
+    if body.get("max_tokens") is None:
+        raise InvalidArgument("max_tokens is required", "max_tokens")
+    chat: dict[str, Any] = {name: body[name] for name in body.keys() & SAMPLING_FIELDS}
+    chat |= conversation(fields) | _tool_choice(fields) | thinking_of(fields.thinking)
+    if reasons and fields.thinking is not None and fields.thinking.get("type") == "enabled":
+        chat["thinking_token_budget"] = fields.thinking.get("budget_tokens")
+    chat["stop"] = fields.stop_sequences
+    chat["stream"] = fields.stream
+    if (form := _output_format(fields.output_config)) is not None:
+        chat["response_format"] = form
+    return chat
+
+
+def conversation(fields: CountTokensRequest) -> dict[str, Any]:
+    """Return what the chat template reads: the turns and the tools."""
+    if fields.messages[-1:] and fields.messages[-1].get("role") == "assistant":
+        message = "messages must end with a turn of the user: continuing a turn of the assistant is not supported yet"
+        raise InvalidArgument(message, f"messages[{len(fields.messages) - 1}]")
+    chat: dict[str, Any] = {"messages": read_turns(fields.system, fields.messages)}
+    if fields.tools:
+        chat["tools"] = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(fields.tools)]
+    return chat
+
+
+def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        kind = str(tool["type"])[:64]
+        message = f"{where}.type: {kind!r} runs at Anthropic; only custom tools, which the client runs, are supported"
+        raise InvalidArgument(message, f"{where}.type")
+    function = {name: tool[name] for name in ("name", "description", "strict") if tool.get(name) is not None}
+    schema = tool.get("input_schema")
+    if not isinstance(schema, dict):
+        raise InvalidArgument(f"{where}.input_schema must be a JSON schema, an object", f"{where}.input_schema")
+    return {"type": "function", "function": function | {"parameters": schema}}
+
+
+def _tool_choice(fields: MessagesRequest) -> dict[str, Any]:
+    choice = fields.tool_choice
+    if choice is None:
+        return {}
+    kind = choice.get("type")
+    if kind == "tool":
+        named: Any = {"type": "function", "function": {"name": choice.get("name")}}
+    elif isinstance(kind, str) and kind in _CHOICES:
+        named = _CHOICES[kind]
+    else:
+        raise InvalidArgument("tool_choice.type must be auto, any, tool or none", "tool_choice.type")
+    return {"tool_choice": named, "parallel_tool_calls": not choice.get("disable_parallel_tool_use")}
+
+
+def thinking_of(thinking: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return how the chat reasons. Without ``thinking`` the template decides, and no reasoning is returned."""
+    if thinking is None:
+        return {"include_reasoning": False}
+    kind = thinking.get("type")
+    if kind not in ("enabled", "disabled", "adaptive"):
+        raise InvalidArgument("thinking.type must be enabled, adaptive or disabled", "thinking.type")
+    is_on = kind != "disabled"
+    return {"include_reasoning": is_on, "chat_template_kwargs": {"enable_thinking": is_on}}
+
+
+def _output_format(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    form = None if config is None else config.get("format")
+    if form is None:
+        return None
+    if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
+        message = 'output_config.format must be {"type": "json_schema", "schema": {…}}'
+        raise InvalidArgument(message, "output_config.format")
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"]}}

@@ -1,0 +1,53 @@
+"""Lists the routes of the HTTP API, except those for operators."""
+
+from tokenloom.services.runtime.host.host import Host
+
+from .anthropic.count_tokens import CountTokens
+from .anthropic.message_routes import message_routes
+from .anthropic.messages import MessagesApi
+from .gateway_settings import GatewaySettings
+from .http.app import Routes
+from .http.endpoint import Api, Endpoint
+from .http.json_body import BodyParser
+from .http.status_routes import StatusRoutes
+from .http.tokenize_routes import TokenizeRoutes
+from .http.turn_share import ANSWERS_PER_TURN, TurnShare
+from .openai.chat import ChatApi
+from .openai.completions import CompletionsApi
+from .openai.openai_models import BodyReader
+from .openapi.openapi_routes import document_routes
+from .responses.response_routes import response_routes
+from .responses.response_store import ResponseStore
+from .responses.responses import ResponsesApi
+from .responses.responses_endpoint import ResponsesEndpoint
+from .served_mesh import ServedMesh
+
+
+def api_routes(
+    settings: GatewaySettings,
+    host: Host,
+    mesh: ServedMesh,
+    parser: BodyParser,
+    reader: BodyReader,
+    completions: CompletionsApi,
+) -> Routes:
+    limit, timeout, answers = settings.max_body_bytes, settings.request_timeout, TurnShare(ANSWERS_PER_TURN)
+    chats = ChatApi(reader, mesh.model, mesh.plans)
+    messages = MessagesApi(reader, chats, mesh.model)
+    tokenize = TokenizeRoutes(parser, reader, mesh.tokenizers, mesh.health, mesh.model, limit, timeout)
+    count_tokens = CountTokens(parser, reader, mesh.tokenizers, mesh.model, limit, timeout)
+    store = ResponseStore(settings.max_stored_response_bytes)
+    responses = ResponsesApi(reader, chats, mesh.model, store)
+
+    def endpoint(api: Api) -> Endpoint:
+        return Endpoint(api, mesh.generator, mesh.model, parser, limit, answers)
+
+    return {
+        **StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.model).routes(),
+        **document_routes(mesh.health, admin=settings.has_admin),
+        "/v1/chat/completions": {"POST": endpoint(chats)},
+        "/v1/completions": {"POST": endpoint(completions)},
+        **message_routes(endpoint(messages), count_tokens),
+        **response_routes(ResponsesEndpoint(endpoint(responses), responses, mesh.generator, store, host)),
+        **tokenize.routes(),
+    }

@@ -1,0 +1,108 @@
+"""Translates the items of OpenAI's Responses API into the turns of a chat."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenloom.request.errors import InvalidArgument
+
+Turn = dict[str, Any]
+"""A turn of a chat: role, content, and what only some roles have."""
+
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Kinds of parts that are text, and the member that holds it."""
+
+
+def read_input(value: object) -> list[Turn]:
+    """Return the turns that ``input`` adds to a conversation. Raises ``InvalidArgument`` naming the item."""
+    if isinstance(value, str) and value:
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise InvalidArgument("input must be a text or a list of items", "input")
+    turns = _Turns()
+    for index, item in enumerate(value):
+        where = f"input[{index}]"
+        if not isinstance(item, dict):
+            raise InvalidArgument(f"{where} must be an item, an object", where)
+        turns.add(where, item)
+    return turns.all
+
+
+class _Turns:
+    """Collects turns: the thoughts, the text and the calls of one turn of the assistant are items of their own."""
+
+    def __init__(self) -> None:
+        self.all: list[Turn] = []
+
+    def add(self, where: str, item: Mapping[str, Any]) -> None:
+        kind = item.get("type", "message")
+        match kind:
+            case "message":
+                self._add_message(where, item)
+            case "reasoning":
+                turn = self._assistant(lambda turn: "content" not in turn and "tool_calls" not in turn)
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + _thoughts(where, item)
+            case "function_call":
+                self._assistant(lambda turn: True).setdefault("tool_calls", []).append(_call(where, item))
+            case "function_call_output":
+                self.all.append(_result(where, item))
+            case _:
+                message = f"{where}.type: {str(kind)[:64]!r} is not supported here"
+                raise InvalidArgument(message, f"{where}.type")
+
+    def _add_message(self, where: str, item: Mapping[str, Any]) -> None:
+        role = item.get("role")
+        if role not in _ROLES:
+            raise InvalidArgument(f"{where}.role must be one of {', '.join(_ROLES)}", f"{where}.role")
+        content = _text(f"{where}.content", item.get("content"))
+        if role == "assistant":
+            self._assistant(lambda turn: "content" not in turn and "tool_calls" not in turn)["content"] = content
+        else:
+            self.all.append({"role": role, "content": content})
+
+    def _assistant(self, has_room: Any) -> Turn:
+        """Return the turn of the assistant that the item belongs to: the last one, if it has room for it."""
+        if not self.all or self.all[-1]["role"] != "assistant" or not has_room(self.all[-1]):
+            self.all.append({"role": "assistant"})
+        return self.all[-1]
+
+
+def _call(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    function = {name: _string(f"{where}.{name}", item.get(name)) for name in ("name", "arguments")}
+    return {"id": _string(f"{where}.call_id", item.get("call_id")), "type": "function", "function": function}
+
+
+def _result(where: str, item: Mapping[str, Any]) -> Turn:
+    call_id = _string(f"{where}.call_id", item.get("call_id"))
+    return {"role": "tool", "tool_call_id": call_id, "content": _text(f"{where}.output", item.get("output"))}
+
+
+def _thoughts(where: str, item: Mapping[str, Any]) -> str:
+    """Return the reasoning of an item; its summary if it holds only that."""
+    parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise InvalidArgument(f"{where}.content must be a list of parts", f"{where}.content")
+    return "\n".join(_string(f"{where}.content", part.get("text")) for part in parts)
+
+
+def _text(where: str, content: object) -> str:
+    """Return the text of a content; its parts are joined by line breaks."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidArgument(f"{where} must be a text or a list of parts", where)
+    return "\n".join(_part(f"{where}[{index}]", part) for index, part in enumerate(content))
+
+
+def _part(where: str, part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        raise InvalidArgument(f"{where}.type: only text is supported", f"{where}.type")
+    member = _TEXT_PARTS[kind]
+    return _string(f"{where}.{member}", part.get(member))
+
+
+def _string(where: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{where} must be a string", where)
+    return value

@@ -1,0 +1,134 @@
+"""Shapes an answer of OpenAI's Responses API: an object with items, whole or as events."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..assistant.parsed_message import MessageDelta, ParsedMessage
+from ..generation.generation import Generation
+from ..http.sse import encode_json
+from ..mesh.collector import Delta
+from ..openai.answer import finish_reason
+from ..openai.openai_models import Options
+from .input_items import Turn
+from .output_items import OutputItems
+from .response_store import ResponseStore, StoredResponse
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseRequest:
+    """Holds what an answer needs of its request.
+
+    Attributes:
+        response_id: The id of the response.
+        created: When it was asked for, in seconds since 1970.
+        echo: The members of the response that repeat the request.
+        turns: The conversation without the instructions.
+        tenant: Name of the client's tenant.
+        is_background: Whether the client asks for the response later.
+        is_stored: Whether later requests may refer to the response.
+    """
+
+    response_id: str
+    created: int
+    echo: Mapping[str, Any]
+    turns: Sequence[Turn]
+    tenant: str
+    is_background: bool
+    is_stored: bool
+
+
+class ResponseAnswer:
+    """Shapes a response, and stores it when it is complete."""
+
+    def __init__(
+        self, generation: Generation, options: Options, request: ResponseRequest, store: ResponseStore
+    ) -> None:
+        self._generation = generation
+        self._request = request
+        self._store = store
+        self._items = OutputItems(generation.request_id)
+        self._head = head_of(request)
+        self._parser: ParsedMessage | None = None
+        if options.plan is not None:
+            is_open, may_reason = generation.opens_reasoning, generation.may_reason
+            self._parser = ParsedMessage(options.plan, reasoning_is_open=is_open, may_reason=may_reason)
+
+    def first_events(self) -> bytes:
+        """Return the events before any output."""
+        begun = response_of(self._head, "in_progress")
+        event = self._items.events.event
+        return event("response.created", response=begun) + event("response.in_progress", response=begun)
+
+    def events(self, delta: Delta) -> bytes:
+        """Return the events of some output; empty while nothing is certain."""
+        return self._items.add(self._parse(delta))
+
+    def last_events(self) -> bytes:
+        """Return the events after all output."""
+        ended = self._items.end(self._status())
+        response = self.complete()
+        return ended + self._items.events.event(f"response.{response['status']}", response=response)
+
+    def repeat(self, delta: Delta) -> None:
+        """Take note of output that the client has."""
+        self.events(delta)
+
+    def is_large(self, delta: Delta) -> bool:
+        """Return False: the API has no log probabilities, which alone take long to shape."""
+        return False
+
+    def shape(self, delta: Delta) -> Iterator[int]:
+        """Return nothing: no delta is large."""
+        return iter(())
+
+    def add(self, delta: Delta) -> None:
+        """Keep some output for :meth:`body`."""
+        self._items.add(self._parse(delta))
+
+    def body(self) -> Iterator[bytes]:
+        """Return the whole JSON response."""
+        yield encode_json(self.complete())
+
+    def complete(self) -> dict[str, Any]:
+        """Return the response, and store it if the client wants that."""
+        status = self._status()
+        self._items.end(status)
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        ending = {"output": self._items.items, "incomplete_details": details, "usage": self._usage()}
+        response = response_of(self._head, status, **ending)
+        if self._request.is_stored:
+            turns = [*self._request.turns, self._items.turn()]
+            self._store.put(StoredResponse(self._request.tenant, response, turns))
+        return response
+
+    def _parse(self, delta: Delta) -> MessageDelta:
+        if self._parser is None:
+            return MessageDelta(delta.text)
+        return self._parser.feed(delta.text, ends=delta.finished is not None)
+
+    def _status(self) -> str:
+        is_cut = finish_reason(self._generation.finished[0]) == "length"
+        return "incomplete" if is_cut else "completed"
+
+    def _usage(self) -> dict[str, object]:
+        usage = self._generation.usage
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+
+
+def head_of(request: ResponseRequest) -> dict[str, Any]:
+    """Return the members of a response that never change."""
+    head = {"id": request.response_id, "object": "response", "created_at": request.created}
+    return head | {"background": request.is_background, "store": request.is_stored} | dict(request.echo)
+
+
+def response_of(head: Mapping[str, Any], status: str, **members: Any) -> dict[str, Any]:
+    """Return a response in some state."""
+    empty: dict[str, Any] = {"error": None, "incomplete_details": None, "output": [], "usage": None}
+    return {**head, "status": status, **empty, **members}

@@ -1,0 +1,89 @@
+"""Translates a body of OpenAI's Responses API into the body of a chat."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenloom.request.errors import InvalidArgument
+
+from ..openai.openai_models import SAMPLING_FIELDS, Body
+from ..openapi.response_api_schemas import ResponsesRequest
+from .input_items import Turn
+
+_REFUSED: Mapping[str, tuple[object, str]] = {
+    "conversation": (None, "use previous_response_id"),
+    "prompt": (None, "templates of prompts are not stored"),
+    "truncation": ("disabled", "send a shorter input"),
+    "top_logprobs": (0, "this API returns no log probabilities here; use /v1/chat/completions"),
+}
+"""Fields that may only be null or have one other value, and what to do instead."""
+
+
+def chat_body(body: Body, fields: ResponsesRequest, turns: Sequence[Turn]) -> dict[str, Any]:
+    """Return the chat that a body asks for, in the spelling of :class:`ChatApi`. Raises ``InvalidArgument``.
+
+    ``turns``: the whole conversation, without the instructions.
+    """
+    for name, (neutral, advice) in _REFUSED.items():
+        if getattr(fields, name) not in (None, neutral):
+            raise InvalidArgument(f"{name} is not supported; {advice}", name)
+    chat: dict[str, Any] = {name: body[name] for name in body.keys() & SAMPLING_FIELDS}
+    chat["messages"] = [{"role": "system", "content": fields.instructions}] if fields.instructions else []
+    chat["messages"] += turns
+    chat["stream"] = fields.stream
+    chat["max_tokens"] = fields.max_output_tokens
+    chat["response_format"] = _response_format(fields.text)
+    return chat | _tools(fields) | _reasoning(fields.reasoning)
+
+
+def _tools(fields: ResponsesRequest) -> dict[str, Any]:
+    tools = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(fields.tools or ())]
+    choice = fields.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, tools = _allowed(choice, tools)
+    elif isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    if not tools and choice in (None, "auto", "none"):
+        return {}
+    return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": fields.parallel_tool_calls}
+
+
+def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        kind = str(tool.get("type"))[:64]
+        message = f"{where}.type: {kind!r} runs at OpenAI; only functions, which the client runs, are supported"
+        raise InvalidArgument(message, f"{where}.type")
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+
+
+def _allowed(choice: Mapping[str, Any], tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """Return the mode of a choice among some of the tools, and those."""
+    allowed, mode = choice.get("tools"), choice.get("mode")
+    if not isinstance(allowed, list) or mode not in ("auto", "required"):
+        message = 'tool_choice must be {"type": "allowed_tools", "mode": "auto" | "required", "tools": […]}'
+        raise InvalidArgument(message, "tool_choice")
+    names = {tool.get("name") for tool in allowed if isinstance(tool, dict)}
+    return mode, [tool for tool in tools if tool["function"].get("name") in names]
+
+
+def _reasoning(reasoning: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the variables of the chat template, which has the say over what an effort means."""
+    effort = None if reasoning is None else reasoning.get("effort")
+    if effort is None:
+        return {}
+    if not isinstance(effort, str):
+        raise InvalidArgument("reasoning.effort must be a string", "reasoning.effort")
+    switch = {"enable_thinking": False} if effort == "none" else {}
+    return {"chat_template_kwargs": {"reasoning_effort": effort, **switch}}
+
+
+def _response_format(text: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    form = None if text is None else text.get("format")
+    if form is None:
+        return None
+    if not isinstance(form, dict):
+        raise InvalidArgument("text.format must be an object", "text.format")
+    if form.get("type") != "json_schema":
+        return form
+    names = ("name", "schema", "strict")
+    return {"type": "json_schema", "json_schema": {name: form[name] for name in names if form.get(name) is not None}}

@@ -1,0 +1,88 @@
+"""``/v1/responses``: reads bodies and shapes answers."""
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+from uuid import uuid4
+
+from tokenloom.request.errors import InvalidArgument
+
+from ..generation.generation import Generation
+from ..generation.job import Job
+from ..openai.chat import ChatApi
+from ..openai.openai_models import Body, BodyReader, Options
+from ..openapi.response_api_schemas import ResponsesRequest
+from ..tenants.tenant import Tenant
+from .input_items import Turn, read_input
+from .response_answer import ResponseAnswer, ResponseRequest
+from .response_body import chat_body
+from .response_store import ResponseStore
+
+_FIELDS = {"max_tokens": "max_output_tokens", "response_format": "text.format"}
+"""Fields of a chat that have another name here."""
+_DEFAULTS: dict[str, Any] = {
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": None, "summary": None},
+    "text": {"format": {"type": "text"}},
+    "metadata": {},
+    "truncation": "disabled",
+}
+_ECHOED = (*_DEFAULTS, "instructions", "previous_response_id", "max_output_tokens", "max_tool_calls", "top_logprobs")
+_ECHOED_SAMPLING = {"temperature": 1.0, "top_p": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesApi:
+    """Reads bodies of the endpoint and makes its answers. A body becomes that of a chat, which has the same job."""
+
+    reader: BodyReader
+    chats: ChatApi
+    model: str
+    store: ResponseStore
+    is_resumable = False
+
+    def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
+        """Return what the body asks for. Raises :class:`InvalidArgument` naming the field, and
+        :class:`errors.NotFound` for a previous response that is not stored."""
+        fields = self.reader.read(body, ResponsesRequest)
+        request = self._request(body, fields, tenant)
+        try:
+            job, options = self.chats.read(chat_body(body, fields, request.turns), tenant)
+        except InvalidArgument as error:
+            error.field = _FIELDS.get(error.field or "", error.field)
+            raise
+        return job, replace(options, request=request)
+
+    def answer(self, generation: Generation, options: Options) -> ResponseAnswer:
+        assert isinstance(options.request, ResponseRequest)
+        return ResponseAnswer(generation, options, options.request, self.store)
+
+    def _request(self, body: Body, fields: ResponsesRequest, tenant: Tenant) -> ResponseRequest:
+        is_background = bool(fields.background)
+        is_stored = self.store.is_on and fields.store is not False
+        if is_background and (fields.stream or not is_stored):
+            raise InvalidArgument("background needs a stored response, and excludes stream", "background")
+        echo = {name: getattr(fields, name) for name in _ECHOED} | {"model": self.model}
+        echo |= {name: value for name, value in _DEFAULTS.items() if echo[name] is None}
+        echo |= {name: default if body.get(name) is None else body[name] for name, default in _ECHOED_SAMPLING.items()}
+        return ResponseRequest(
+            response_id=f"resp_{uuid4().hex}",
+            created=int(time.time()),
+            echo=echo,
+            turns=self._turns(fields, tenant),
+            tenant=tenant.name,
+            is_background=is_background,
+            is_stored=is_stored,
+        )
+
+    def _turns(self, fields: ResponsesRequest, tenant: Tenant) -> list[Turn]:
+        new = read_input(fields.input)
+        if fields.previous_response_id is None:
+            return new
+        field = "previous_response_id"
+        previous = self.store.get(fields.previous_response_id, tenant.name, field)
+        if previous.cancel is not None:
+            raise InvalidArgument("the previous response has not ended", field)
+        return [*previous.turns, *new]

@@ -1,0 +1,90 @@
+"""Runs ``/v1/responses``, in the foreground as any API that generates, or in the background."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from tokenloom.request import errors
+from tokenloom.services.runtime.host.host import Host
+
+from ..generation.generator import Generator
+from ..http.endpoint import Asked, Endpoint
+from ..http.exchange import Exchange
+from ..http.sse import encode_json
+from .response_answer import ResponseRequest, head_of, response_of
+from .response_store import ResponseStore, StoredResponse
+from .responses import ResponsesApi
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesEndpoint:
+    """Answers with a response, or with one that a client asks for later."""
+
+    endpoint: Endpoint
+    api: ResponsesApi
+    generator: Generator
+    store: ResponseStore
+    host: Host
+    """Owns what runs in the background."""
+
+    async def __call__(self, exchange: Exchange) -> None:
+        asked = [await self.endpoint.read(exchange)]
+        request = asked[0][1].request
+        assert isinstance(request, ResponseRequest)
+        if not request.is_background:
+            await self.endpoint.run(exchange, asked)
+            return
+        response = response_of(head_of(request), "queued")
+        stored = StoredResponse(request.tenant, response, request.turns)
+        self.store.begin(stored)
+        task = self.host.spawn(self._run(asked, request), name=f"response {request.response_id}")
+        stored.cancel = task.cancel
+        await exchange.respond(200, encode_json(response))
+
+    async def retrieve(self, exchange: Exchange) -> None:
+        """Answer with a stored response."""
+        await _respond(exchange, self._stored(exchange).response)
+
+    async def delete(self, exchange: Exchange) -> None:
+        """Drop a stored response; end its generation."""
+        response_id = _id_of(exchange)
+        self.store.delete(response_id, exchange.tenant.name)
+        await _respond(exchange, {"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, exchange: Exchange) -> None:
+        """End the generation of a response in the background; do nothing if it has ended."""
+        stored = self._stored(exchange)
+        if stored.cancel is not None:
+            stored.cancel()
+            self.store.end(stored.response["id"], stored.response | {"status": "cancelled"})
+            stored = self._stored(exchange)
+        await _respond(exchange, stored.response)
+
+    def _stored(self, exchange: Exchange) -> StoredResponse:
+        return self.store.get(_id_of(exchange), exchange.tenant.name)
+
+    async def _run(self, asked: list[Asked], request: ResponseRequest) -> None:
+        """Generate a response in the background; store how it ended."""
+        job, options, claim = asked.pop()
+        try:
+            async with self.generator.open(job, claim=claim) as generation:
+                del job
+                answer = self.api.answer(generation, options)
+                while not generation.done:
+                    for delta in await generation.take():
+                        answer.add(delta)
+                answer.complete()
+        except asyncio.CancelledError:
+            self.store.end(request.response_id, response_of(head_of(request), "cancelled"))
+            raise
+        except Exception as error:
+            failure = {"code": "server_error", "message": errors.of_exception(error).message}
+            self.store.end(request.response_id, response_of(head_of(request), "failed", error=failure))
+
+
+def _id_of(exchange: Exchange) -> str:
+    return exchange.path.split("/")[3]
+
+
+async def _respond(exchange: Exchange, answer: dict[str, Any]) -> None:
+    await exchange.respond(200, encode_json(answer))

@@ -1,0 +1,236 @@
+"""Anthropic's Messages API over HTTP, also as Anthropic's client reads it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from tests.services.gateway.fakes import MODEL, FakeMesh
+from tokenloom.request import errors
+from tokenloom.v1 import types_pb2
+
+BODY: dict[str, Any] = {"model": MODEL, "max_tokens": 64, "messages": [{"role": "user", "content": "hi"}]}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS: list[Any] = [{"name": "get_weather", "description": "It.", "input_schema": SCHEMA}]
+CALL = ("I ask.\n", '<tool_call>\n{"name": "get_', 'weather", "arguments": {"city"', ': "Oslo"}}\n</tool_call>')
+
+
+async def post(http: httpx.AsyncClient, **fields: Any) -> httpx.Response:
+    return await http.post("/v1/messages?beta=true", json={**BODY, **fields})
+
+
+def last_chat(mesh: FakeMesh) -> Any:
+    """The conversation that a tokenizer was given."""
+    (chat,) = [*mesh.tokenizer.chats, *mesh.second_tokenizer.chats]
+    return json.loads(chat.messages_json)
+
+
+@asynccontextmanager
+async def claude(directory: Path, **settings: Any) -> AsyncIterator[tuple[FakeMesh, anthropic.AsyncAnthropic]]:
+    """Anthropic's client of a gateway that reads Hermes' tool calls."""
+    async with FakeMesh(directory).gateway(**{"tool_call_parser": "hermes", **settings}) as mesh:
+        url = f"http://{mesh.http_address}"
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="a key", max_retries=0) as client:
+            yield mesh, client
+
+
+async def test_a_whole_answer(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    mesh.outputs.auto = ["Hel", "lo"]
+    response = await post(http, system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}])
+    message = response.json()
+    assert response.status_code == 200
+    assert message.pop("id").startswith("msg_")
+    num_prompt = message["usage"]["input_tokens"] + 1  # one token was cached
+    assert message == {
+        "type": "message",
+        "role": "assistant",
+        "model": MODEL,
+        "content": [{"type": "text", "text": "Hello"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": num_prompt - 1,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 1,
+            "output_tokens": 5,
+        },
+    }
+    assert last_chat(mesh) == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+
+
+async def test_sampling_and_stop_sequences_reach_the_engine(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    task = asyncio.create_task(post(http, temperature=0.5, top_k=3, stop_sequences=["END"], seed=4))
+    request = await mesh.outputs.next_request()
+    params = request.submit.sampling_params
+    assert (params.temperature, params.top_k, params.max_tokens, params.seed) == (0.5, 3, 64, 4)
+    assert list(request.submit.text.stop) == ["END"]
+    request.answer("x", stop_reason="END")
+    message = (await task).json()
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "END")
+
+
+async def test_the_end_at_max_tokens(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    task = asyncio.create_task(post(http))
+    (await mesh.outputs.next_request()).answer("x", reason=types_pb2.FINISH_REASON_LENGTH)
+    assert (await task).json()["stop_reason"] == "max_tokens"
+
+
+async def test_a_stream_with_a_call_as_anthropics_client_reads_it(socket_dir: Path) -> None:
+    async with claude(socket_dir) as (mesh, client):
+        mesh.outputs.auto = CALL
+        async with client.messages.stream(**BODY, tools=TOOLS) as stream:
+            kinds = [event.type async for event in stream]
+            message = await stream.get_final_message()
+    text, call = message.content
+    assert text.type == "text"
+    assert call.type == "tool_use"
+    assert text.text == "I ask."
+    assert (call.name, call.input) == ("get_weather", {"city": "Oslo"})
+    assert message.stop_reason == "tool_use"
+    assert message.usage.output_tokens == sum(map(len, CALL))
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 2
+
+
+async def test_a_tools_result_returns_to_the_model(socket_dir: Path) -> None:
+    async with claude(socket_dir) as (mesh, client):
+        mesh.outputs.auto = CALL
+        question: dict[str, Any] = {"role": "user", "content": "The weather?"}
+        answer = await client.messages.create(**{**BODY, "messages": [question]}, tools=TOOLS)
+        call = answer.content[-1]
+        assert call.type == "tool_use"
+        mesh.tokenizer.chats.clear()
+        mesh.second_tokenizer.chats.clear()
+        mesh.outputs.auto = ("It rains.",)
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "rain"}]}
+        turns: list[Any] = [
+            question,
+            {"role": "assistant", "content": answer.content},
+            {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
+        ]
+        last = await client.messages.create(**{**BODY, "messages": turns}, tools=TOOLS)
+        assert last.content[0].to_dict() == {"type": "text", "text": "It rains."}
+        function = {"name": "get_weather", "arguments": {"city": "Oslo"}}
+        assert last_chat(mesh)[1:] == [
+            {
+                "role": "assistant",
+                "content": "I ask.",
+                "tool_calls": [{"type": "function", "function": function, "id": call.id}],
+            },
+            {"role": "tool", "content": "rain", "tool_call_id": call.id},
+            {"role": "user", "content": "So?"},
+        ]
+
+
+async def test_thinking_is_returned_when_it_is_asked_for(socket_dir: Path) -> None:
+    async with claude(socket_dir, reasoning_parser="qwen3") as (mesh, client):
+        mesh.outputs.auto = ("<think>Hm.</think>", "Yes.")
+        silent = await client.messages.create(**BODY)
+        assert [block.type for block in silent.content] == ["text"]
+        message = await client.messages.create(**BODY, thinking={"type": "adaptive"})
+        thought, text = message.content
+        assert thought.type == "thinking"
+        assert text.type == "text"
+        assert (thought.thinking, text.text) == ("Hm.", "Yes.")
+
+
+@pytest.mark.parametrize(
+    ("choice", "constrained"), [({"type": "any"}, True), ({"type": "tool", "name": "get_weather"}, True), (None, False)]
+)
+async def test_a_forced_call_is_decoded_under_its_schema(
+    socket_dir: Path, choice: dict[str, str] | None, constrained: bool
+) -> None:
+    async with FakeMesh(socket_dir).gateway(tool_call_parser="hermes") as mesh, mesh.http() as http:
+        task = asyncio.create_task(post(http, tools=TOOLS, tool_choice=choice))
+        request = await mesh.outputs.next_request()
+        assert request.submit.sampling_params.HasField("structured_outputs") == constrained
+        request.answer("x")
+        await task
+
+
+async def test_an_output_format_constrains_the_answer(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    form = {"type": "json_schema", "schema": SCHEMA}
+    task = asyncio.create_task(post(http, output_config={"format": form}))
+    request = await mesh.outputs.next_request()
+    assert json.loads(request.submit.sampling_params.structured_outputs.json) == SCHEMA
+    request.answer('{"city":"Oslo"}')
+    assert (await task).json()["content"] == [{"type": "text", "text": '{"city":"Oslo"}'}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "messages[1]"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
+        ({"thinking": {"type": "deep"}}, "thinking.type"),
+        ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
+        ({"stop_sequences": ["x"] * 17}, "stop"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ],
+)
+async def test_a_wrong_body_is_refused_in_anthropics_form(
+    http: httpx.AsyncClient, fields: dict[str, Any], where: str
+) -> None:
+    response = await post(http, **fields)
+    error = response.json()
+    assert (response.status_code, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert where in error["error"]["message"]
+
+
+async def test_a_stream_that_fails_ends_with_an_error_event(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    asking = http.stream("POST", "/v1/messages", json=BODY | {"stream": True})
+    is_read = asyncio.Event()
+
+    async def send_and_fail() -> None:
+        request = await mesh.outputs.next_request()
+        request.send("Hel", [1, 2, 3])
+        await is_read.wait()
+        request.fail(errors.Unavailable("the engine is away"))
+
+    sending = asyncio.create_task(send_and_fail())
+    async with asking as response:
+        lines = response.aiter_lines()
+        async for line in lines:
+            if "Hel" in line:
+                is_read.set()
+                break
+        *_, name, data, _ = [line async for line in lines]
+    await sending
+    assert name == "event: error"
+    assert json.loads(data.removeprefix("data: "))["error"]["type"] == "overloaded_error"
+
+
+async def test_a_key_in_anthropics_header(socket_dir: Path) -> None:
+    async with FakeMesh(socket_dir).gateway(api_key=("a key",)) as mesh, mesh.http() as http:
+        mesh.outputs.auto = ("yes",)
+        refused = await post(http)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+        http.headers["x-api-key"] = "a key"
+        assert (await post(http)).status_code == 200
+
+
+async def test_count_tokens(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    body = {name: BODY[name] for name in ("model", "messages")} | {"system": "Be brief.", "tools": TOOLS}
+    response = await http.post("/v1/messages/count_tokens", json=body)
+    (chat,) = [*mesh.tokenizer.chats, *mesh.second_tokenizer.chats]
+    assert response.json() == {"input_tokens": len(chat.messages_json)}
+    assert json.loads(chat.tools_json)[0]["function"]["name"] == "get_weather"
+
+
+async def test_clients_learn_that_a_server_is_there(http: httpx.AsyncClient) -> None:
+    response = await http.head("/")
+    assert response.status_code == 200
+    assert MODEL in (await http.get("/")).text

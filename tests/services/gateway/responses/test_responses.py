@@ -1,0 +1,224 @@
+"""OpenAI's Responses API over HTTP, also as OpenAI's client reads it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.services.gateway.fakes import MODEL, FakeMesh
+from tokenloom.request import errors
+from tokenloom.v1 import types_pb2
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS: list[Any] = [{"type": "function", "name": "get_weather", "description": "It.", "parameters": SCHEMA}]
+CALL = ("I ask.\n", '<tool_call>\n{"name": "get_', 'weather", "arguments": {"city"', ': "Oslo"}}\n</tool_call>')
+
+
+async def post(http: httpx.AsyncClient, **fields: Any) -> httpx.Response:
+    return await http.post("/v1/responses", json={"model": MODEL, "input": "hi", **fields})
+
+
+def last_chat(mesh: FakeMesh) -> Any:
+    """The only conversation that a tokenizer was given since the last call."""
+    (chat,) = [*mesh.tokenizer.chats, *mesh.second_tokenizer.chats]
+    mesh.tokenizer.chats.clear()
+    mesh.second_tokenizer.chats.clear()
+    return json.loads(chat.messages_json)
+
+
+@asynccontextmanager
+async def openai_client(directory: Path, **settings: Any) -> AsyncIterator[tuple[FakeMesh, openai.AsyncOpenAI]]:
+    """OpenAI's client of a gateway that reads Hermes' tool calls."""
+    async with FakeMesh(directory).gateway(**{"tool_call_parser": "hermes", **settings}) as mesh:
+        url = f"http://{mesh.http_address}/v1"
+        client = openai.AsyncOpenAI(base_url=url, api_key="a key", max_retries=0)
+        yield mesh, client
+        await client.close()
+
+
+async def test_a_whole_response(socket_dir: Path) -> None:
+    async with openai_client(socket_dir) as (mesh, client):
+        mesh.outputs.auto = ["Hel", "lo"]
+        response = await client.responses.create(model=MODEL, input="hi", instructions="Be brief.", temperature=0.5)
+        assert (response.status, response.output_text, response.temperature) == ("completed", "Hello", 0.5)
+        assert response.usage is not None
+        assert (response.usage.output_tokens, response.usage.input_tokens_details.cached_tokens) == (5, 1)
+        assert last_chat(mesh) == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+
+
+async def test_a_stream_as_openais_client_reads_it(socket_dir: Path) -> None:
+    async with openai_client(socket_dir) as (mesh, client):
+        mesh.outputs.auto = CALL
+        async with client.responses.stream(model=MODEL, input="The weather?", tools=TOOLS) as stream:
+            events = [event async for event in stream]
+            response = await stream.get_final_response()
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
+        message, call = response.output
+        assert call.type == "function_call"
+        assert (call.name, call.arguments) == ("get_weather", '{"city": "Oslo"}')
+        assert (message.type, response.output_text) == ("message", "I ask.")
+
+
+async def test_a_conversation_continues_with_the_result_of_a_call(socket_dir: Path) -> None:
+    async with openai_client(socket_dir) as (mesh, client):
+        mesh.outputs.auto = CALL
+        first = await client.responses.create(model=MODEL, input="The weather?", tools=TOOLS)
+        call = first.output[1]
+        assert call.type == "function_call"
+        last_chat(mesh)
+        mesh.outputs.auto = ("It rains.",)
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        second = await client.responses.create(
+            model=MODEL, input=[result], previous_response_id=first.id, tools=TOOLS, instructions="Be brief."
+        )
+        assert second.output_text == "It rains."
+        function = {"name": "get_weather", "arguments": {"city": "Oslo"}}
+        assert last_chat(mesh) == [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "The weather?"},
+            {
+                "role": "assistant",
+                "content": "I ask.",
+                "tool_calls": [{"type": "function", "function": function, "id": call.call_id}],
+            },
+            {"role": "tool", "content": "rain", "tool_call_id": call.call_id},
+        ]
+
+
+async def test_the_client_sends_the_whole_conversation_itself(socket_dir: Path) -> None:
+    async with openai_client(socket_dir, reasoning_parser="qwen3", max_stored_response_bytes=0) as (mesh, client):
+        mesh.outputs.auto = ("<think>Hm.</think>", *CALL)
+        first = await client.responses.create(model=MODEL, input="The weather?", tools=TOOLS)
+        assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+        last_chat(mesh)
+        turns: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "The weather?"}]}]
+        turns += [item.to_dict() for item in first.output]
+        mesh.outputs.auto = ("It rains.",)
+        await client.responses.create(model=MODEL, input=turns)
+        _, turn = last_chat(mesh)
+        assert (turn["reasoning_content"], turn["content"], len(turn["tool_calls"])) == ("Hm.", "I ask.", 1)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(first.id)
+
+
+async def test_stored_responses_belong_to_their_tenant(socket_dir: Path) -> None:
+    async with openai_client(socket_dir, api_key=("a key", "another key")) as (mesh, client):
+        mesh.outputs.auto = ("Hello",)
+        kept = await client.responses.create(model=MODEL, input="hi")
+        dropped = await client.responses.create(model=MODEL, input="hi", store=False)
+        assert (await client.responses.retrieve(kept.id)).output_text == "Hello"
+        stranger = client.with_options(api_key="another key")
+        for asking, response_id in ((stranger, kept.id), (client, dropped.id)):
+            with pytest.raises(openai.NotFoundError):
+                await asking.responses.retrieve(response_id)
+        await client.responses.delete(kept.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.create(model=MODEL, input="hi", previous_response_id=kept.id)
+
+
+async def test_the_store_drops_the_oldest_responses(socket_dir: Path) -> None:
+    async with openai_client(socket_dir, max_stored_response_bytes=4000) as (mesh, client):
+        mesh.outputs.auto = ("Hello",)
+        ids = [(await client.responses.create(model=MODEL, input="hi")).id for _ in range(6)]
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(ids[0])
+        assert (await client.responses.retrieve(ids[-1])).id == ids[-1]
+
+
+async def test_a_response_in_the_background(socket_dir: Path) -> None:
+    async with openai_client(socket_dir) as (mesh, client):
+        begun = await client.responses.create(model=MODEL, input="hi", background=True)
+        assert begun.status == "queued"
+        (await mesh.outputs.next_request()).answer("Hello")
+        while (response := await client.responses.retrieve(begun.id)).status == "queued":
+            pass
+        assert (response.status, response.output_text, response.id) == ("completed", "Hello", begun.id)
+
+
+async def test_a_response_in_the_background_is_cancelled(socket_dir: Path) -> None:
+    async with openai_client(socket_dir) as (mesh, client):
+        begun = await client.responses.create(model=MODEL, input="hi", background=True)
+        request = await mesh.outputs.next_request()
+        assert (await client.responses.cancel(begun.id)).status == "cancelled"
+        await request.cancelled.wait()
+        assert (await client.responses.retrieve(begun.id)).status == "cancelled"
+
+
+async def test_a_response_in_the_background_fails(socket_dir: Path) -> None:
+    async with openai_client(socket_dir) as (mesh, client):
+        begun = await client.responses.create(model=MODEL, input="hi", background=True)
+        (await mesh.outputs.next_request()).fail(errors.Internal("the engine is broken"))
+        while (response := await client.responses.retrieve(begun.id)).status == "queued":
+            pass
+        assert response.status == "failed"
+        assert response.error is not None
+        assert "broken" in response.error.message
+
+
+async def test_an_answer_that_is_cut_is_incomplete(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    task = asyncio.create_task(post(http, max_output_tokens=1, stream=True))
+    request = await mesh.outputs.next_request()
+    assert request.submit.sampling_params.max_tokens == 1
+    request.answer("x", reason=types_pb2.FINISH_REASON_LENGTH)
+    last = (await task).text.strip().split("\n\n")[-1]
+    name, data = last.split("\n")
+    assert name == "event: response.incomplete"
+    assert json.loads(data.removeprefix("data: "))["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+async def test_fields_of_chats_have_their_own_names_here(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    form = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
+    task = asyncio.create_task(post(http, text={"format": form}, reasoning={"effort": "low"}, seed=3))
+    request = await mesh.outputs.next_request()
+    params = request.submit.sampling_params
+    assert (json.loads(params.structured_outputs.json), params.seed) == (SCHEMA, 3)
+    (chat,) = [*mesh.tokenizer.chats, *mesh.second_tokenizer.chats]
+    assert json.loads(chat.template_kwargs_json) == {"reasoning_effort": "low"}
+    request.answer("{}")
+    assert (await task).status_code == 200
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_only_allowed_tools_may_be_called(socket_dir: Path, mode: str) -> None:
+    async with FakeMesh(socket_dir).gateway(tool_call_parser="hermes") as mesh, mesh.http() as http:
+        tools = [*TOOLS, {"type": "function", "name": "get_time"}]
+        choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "get_time"}]}
+        task = asyncio.create_task(post(http, tools=tools, tool_choice=choice))
+        request = await mesh.outputs.next_request()
+        assert request.submit.sampling_params.HasField("structured_outputs") == (mode == "required")
+        (chat,) = [*mesh.tokenizer.chats, *mesh.second_tokenizer.chats]
+        assert [tool["function"]["name"] for tool in json.loads(chat.tools_json)] == ["get_time"]
+        request.answer("x")
+        await task
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"role": "robot", "content": "hi"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "all"}}, "tool_choice"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"background": True, "stream": True}, "background"),
+        ({"background": True, "store": False}, "background"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"reasoning": {"effort": 3}}, "reasoning.effort"),
+    ],
+)
+async def test_a_wrong_body_is_refused_by_field(http: httpx.AsyncClient, fields: dict[str, Any], where: str) -> None:
+    response = await post(http, **fields)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == where, response.text

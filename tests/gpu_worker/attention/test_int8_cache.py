@@ -49,8 +49,8 @@ def test_a_row_that_is_not_finite_is_read_as_nan(value: float) -> None:
 
 
 def test_a_token_takes_its_numbers_and_four_bytes_in_each_head() -> None:
-    config = SimpleNamespace(**vars(shaped(head_size=20)), dtype_name="float32")
-    config.kv_bytes_per_token = 2 * 2 * (32 + 4)
+    config = shaped(head_size=20)
+    assert config.kv_bytes_per_token == 2 * 2 * (32 + 4)
     (cache,) = allocate_kv_caches(config, 5, 8, CPU, PoolMemory.allocate(5 * 8 * config.kv_bytes_per_token, False))
     assert (cache.shape, cache.dtype) == ((2, 5, 2, 8, 36), torch.int8)
     assert numbers_of(cache).shape == (2, 5, 2, 8, 32)

@@ -46,7 +46,8 @@ class WorkerConfig(Struct, frozen=True):
     model_impl: Annotated[
         ModelImpl,
         "Which code computes the model: native: the architectures that are built in; transformers: the modules of that "
-        "library over the paged KV cache; auto: native where the architecture is built in, otherwise transformers.",
+        "library over the paged KV cache; auto: native where the architecture and the features that its configuration "
+        "asks for are built in, otherwise transformers.",
     ] = "auto"
     attention_backend: Annotated[
         AttentionBackendName, "How attention is computed; auto: with C++ kernels if they can be built, otherwise torch."
@@ -61,6 +62,11 @@ class WorkerConfig(Struct, frozen=True):
         "Additional seconds of such a step for each token that it computes.",
         Meta(extra={"name": "hash_token_seconds"}),
     ] = 0.0
+    draft_accuracy: Annotated[
+        Annotated[float, Meta(ge=0, le=1)],
+        "Share of the hash worker's drafts that are right, with --speculative-config.",
+        Meta(extra={"name": "hash_draft_accuracy"}),
+    ] = 0.7
     compute_nans_in_logits: Annotated[
         bool, "Count NaN logits (metric vllm:corrupted_requests), at the cost of reading every logit."
     ] = False
@@ -242,6 +248,37 @@ class ReasoningConfig(Struct, frozen=True):
     """The marks around the reasoning in the model's tokens; None: reasoning is not distinguished from the answer."""
 
 
+class SpeculativeConfig(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How tokens are drafted that one step of the model verifies. Users write it as JSON (names as in vLLM)."""
+
+    method: Literal["ngram", "draft_model", "eagle"]
+    """ngram: tokens that followed the same tokens earlier in the prompt or output; draft_model: a small model of the
+    same vocabulary; eagle: a head on the model's hidden states."""
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] = 6
+    """Most drafts of a request in a step."""
+    model: str = ""
+    """Checkpoint directory or hub id of the draft model or head; not for ngram."""
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 5
+    """ngram: the longest sequence that is looked up."""
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 2
+    """ngram: the shortest one."""
+    rejection_sample_method: Literal["strict", "probabilistic"] = "strict"
+    """strict: a draft counts if it equals the token drawn at its position, so no token changes; probabilistic:
+    rejection sampling, which keeps the distribution but not the tokens."""
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for settings that contradict each other."""
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min is {self.prompt_lookup_min} and prompt_lookup_max is {self.prompt_lookup_max}; the "
+                "first must not be above the second"
+            )
+        if self.method == "ngram" and self.model:
+            raise ValueError("model: the method ngram has no model; use draft_model or eagle")
+        if self.method != "ngram" and not self.model:
+            raise ValueError(f"model: the method {self.method} needs the checkpoint that drafts")
+
+
 class ParallelConfig(Struct, frozen=True):
     """Where the workers run, and how arrays move between processes."""
 
@@ -279,6 +316,12 @@ class EngineConfig(Struct, frozen=True):
     structured_output: StructuredOutputConfig | None = None
     """None: the model has no tokenizer, so outputs cannot be constrained."""
     reasoning: ReasoningConfig = ReasoningConfig()
+    speculative: Annotated[
+        SpeculativeConfig | None,
+        "Draft tokens that one step verifies: a JSON object with method (ngram, draft_model or eagle), "
+        "num_speculative_tokens and what the method needs (docs/speculation.md). No token changes.",
+        Meta(extra={"name": "speculative_config"}),
+    ] = None
     max_model_len: Annotated[
         Count | None,
         "Most tokens of prompt and output together; by default what the model supports and the KV cache can hold.",

@@ -61,11 +61,14 @@ class EngineCore:
             connector=self._connector,
             kv_policy=config.kv.policy,
             grammars=self._grammars,
+            speculative=config.speculative,
         )
         self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)
         self.sleeping = Sleeping(self.scheduler, self.pausing, executor)
         warm_up = self._initialize_kv_cache(config, kv_cache, model.block_bytes(config.cache.block_size))
+        if self.scheduler.drafts is not None:
+            self.scheduler.drafts.free_rows = warm_up.free_rows or None
         self._pulse = pulse or StepPulse()
         self._pulse.warmed_up(warm_up.seconds)
         self.steps_in_flight: deque[StepInFlight] = deque()
@@ -257,7 +260,14 @@ class EngineCore:
         self.num_steps += 1
         if self._iterations is not None:
             self._iterations.end(self.num_steps, step.scheduled)
-        return self.scheduler.update_from_output(step.scheduled, result)
+        outputs = self.scheduler.update_from_output(step.scheduled, result)
+        if result.draft_token_ids:
+            self.post_step(result)
+        return outputs
+
+    def post_step(self, result: ModelRunnerOutput) -> None:
+        """Pass on what the worker drafted for the next step."""
+        self.scheduler.update_draft_token_ids(result.draft_token_ids)
 
     def _settle(self, outputs: list[EngineCoreOutput]) -> None:
         """Let sessions, and pauses and sleep that wait for running requests, continue."""

@@ -1,7 +1,6 @@
 """Runs one step of the model: the scheduler's differences go in, tokens come out."""
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +17,13 @@ from .attention.attention_backend import AttentionBackend, IntArray, KVCache
 from .batch.input_batch import InputBatch, StepInputs
 from .batch.transfer import to_device
 from .models.model import Model
-from .sampler import NO_TOKEN, Sampler
 from .sampler.device_sampler import DeviceSampler
-from .sampler.grammar_mask import allow_only, force
-from .sampler.logits_stats import LogitsMeter
-from .sampler.logprobs import KeptLogits
+from .sampler.step_sampler import StepSampler
+from .speculation.interface import Proposer
+from .speculation.rejection import RejectionSampler
+from .speculation.speculation import Speculation
+from .speculation.verify import rows_to_verify
 
-Logits = npt.NDArray[np.float32]
 _CPU = torch.device("cpu")
 
 
@@ -43,21 +42,24 @@ class ModelRunner:
         *,
         count_nans: bool = False,
         logits_metrics_interval: int = 0,
+        proposer: Proposer | None = None,
+        rejection: RejectionSampler | None = None,
     ) -> None:
         """``memory`` holds the KV caches; None: torch allocates them. ``device`` is that of model and backend.
 
         ``device_sampler`` draws if no request asks for changed logits or log probabilities; None: all tokens are
         drawn on the host. ``count_nans``: whether NaN logits of every step are counted. The
-        logits of one step of ``logits_metrics_interval`` are measured; 0: none.
+        logits of one step of ``logits_metrics_interval`` are measured; 0: none. ``proposer`` proposes drafts, which
+        ``rejection`` accepts; without it a draft counts if it equals the token that is drawn.
         """
-        self._logits_meter = LogitsMeter(logits_metrics_interval) if logits_metrics_interval else None
-        self._count_nans = count_nans
         self._model = model
         self._backend = backend
         self._batch = batch
-        self._sampler = Sampler()
+        self._sampler = StepSampler(
+            batch, device_sampler, count_nans=count_nans, logits_metrics_interval=logits_metrics_interval
+        )
+        self._speculation = Speculation(self._sampler, proposer, rejection) if proposer is not None else None
         self._device = device
-        self._device_sampler = device_sampler
         self._make_kv_caches = functools.partial(backend.allocate, num_blocks, memory)
         self._kv_caches: list[KVCache] = []
         self.make_kv_caches()
@@ -71,10 +73,14 @@ class ModelRunner:
         """Allocate empty KV caches, if there are none."""
         if not self._kv_caches:
             self._kv_caches = self._make_kv_caches()
+        if self._speculation is not None:
+            self._speculation.proposer.make_kv_caches()
 
     def drop_kv_caches(self) -> None:
         """Drop the KV caches with their content; no step may run before :meth:`make_kv_caches`."""
         self._kv_caches = []
+        if self._speculation is not None:
+            self._speculation.proposer.drop_kv_caches()
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
@@ -102,10 +108,13 @@ class ModelRunner:
     def _execute(self, step: SchedulerOutput) -> None:
         self._batch.update(step)
         self._executed = None
+        if self._speculation is not None:
+            self._speculation.update(step)
         if step.total_num_scheduled_tokens:
-            inputs = self._batch.prepare(step.num_scheduled_tokens)
+            inputs = self._batch.prepare(step.num_scheduled_tokens, step.draft_token_ids)
             hidden = self._forward(inputs)
-            self._executed = _Executed(inputs, self._logits(inputs, hidden), self._prompt_logprobs(inputs, hidden))
+            prompt_logprobs = self._prompt_logprobs(inputs, hidden)
+            self._executed = _Executed(inputs, hidden, self._logits(inputs, hidden), prompt_logprobs)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         tails = self._batch.take_foreign_tails(inputs) if self._backend.reads_tails else None
@@ -124,10 +133,12 @@ class ModelRunner:
         """Return the logits [S, vocab] of the rows that draw a token, on the device."""
         if not len(inputs.sampled):
             return torch.empty(0, 0)
-        if len(inputs.sampled) == len(hidden):  # every request decodes
+        last_rows: IntArray = inputs.cu_query_lens[1:][inputs.sampled] - 1
+        if inputs.drafts:
+            last_rows = rows_to_verify(inputs, last_rows)
+        if len(last_rows) == len(hidden):  # every request decodes
             return self._model.compute_logits(hidden)
-        last_rows = self._to_device(inputs.cu_query_lens[1:][inputs.sampled] - 1)
-        return self._model.compute_logits(hidden[last_rows])
+        return self._model.compute_logits(hidden[self._to_device(last_rows)])
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, Logprobs]:
         """Return the log probabilities of the prompt tokens that this step computed, for the requests that ask."""
@@ -144,52 +155,18 @@ class ModelRunner:
         return result
 
     def _sample(self, executed: "_Executed", grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        inputs = executed.inputs
+        inputs, logits = executed.inputs, executed.logits
         output = ModelRunnerOutput(inputs.req_ids, [], {}, executed.prompt_logprobs)
         if not len(inputs.sampled):
-            output.sampled_token_ids = _by_request([], [], len(inputs.req_ids))
-            return output
-        rows, indices = inputs.rows[inputs.sampled], inputs.sampled.tolist()
-        if self._logits_meter is not None and self._logits_meter.is_due():
-            measured = self._logits_meter.measure(executed.logits, self._batch.sampling(inputs)[0])
-            stats_of = zip(indices, measured, strict=True)
-            output.logits_stats = {inputs.req_ids[index]: stats for index, stats in stats_of if stats is not None}
-        kept = None
-        if self._device_sampler is not None and grammar is None and not self._count_nans and self._batch.only_draws:
-            tokens = self._device_sampler.sample(executed.logits, *self._batch.sampling(inputs))
+            output.sampled_token_ids = [[] for _ in inputs.req_ids]
+        elif inputs.drafts:
+            assert self._speculation is not None, "drafts come only if speculation is configured"
+            self._speculation.verify(inputs, logits, grammar, output)
         else:
-            tokens, kept = self._draw_on_host(executed, rows, grammar, output)
-        output.sampled_token_ids = _by_request(tokens, indices, len(inputs.req_ids))
-        if NO_TOKEN in tokens:
-            tokens = _drop_undrawn(output, tokens, indices)
-        self._batch.append(rows, np.array(tokens, dtype=np.int64))
-        if kept is not None:
-            by_row = kept.logprobs_of(tokens)
-            output.logprobs = {inputs.req_ids[indices[row]]: logprobs for row, logprobs in by_row.items()}
+            self._sampler.sample(inputs, logits, grammar, output)
+        if self._speculation is not None:
+            self._speculation.propose(inputs, executed.hidden, output)
         return output
-
-    def _draw_on_host(
-        self, executed: "_Executed", rows: IntArray, grammar: GrammarOutput | None, output: ModelRunnerOutput
-    ) -> tuple[list[int], KeptLogits | None]:
-        """Return the tokens of the batch's ``rows`` [S], and what log probabilities need. Lists in ``output`` what only
-        the logits show."""
-        inputs = executed.inputs
-        logits: Logits = executed.logits.cpu().numpy()
-        req_ids = [inputs.req_ids[index] for index in inputs.sampled.tolist()] if self._count_nans or grammar else []
-        if self._count_nans:
-            output.num_nans_in_logits = _count_nans(logits, req_ids)
-        kept = self._batch.logprobs.keep(logits, rows)
-        if grammar is not None:
-            allow_only(grammar, req_ids, logits)
-        self._batch.logits_processors.apply(logits, rows)
-        if grammar is not None:
-            force(grammar, req_ids, logits)
-        tokens = self._sampler.sample(logits, *self._batch.sampling(inputs))
-        if self._batch.logits_processors and NO_TOKEN in tokens:
-            for row, index in enumerate(inputs.sampled.tolist()):
-                if tokens[row] == NO_TOKEN and np.isneginf(logits[row]).all():
-                    output.without_choice.append(inputs.req_ids[index])
-        return tokens, kept
 
     @torch.inference_mode()
     def dummy_run(self, query_lens: list[int], block_size: int, num_layers: int | None = None) -> torch.Tensor:
@@ -207,49 +184,22 @@ class ModelRunner:
         tables: IntArray = first_blocks[:, None] + np.arange(int(num_blocks.max()))
         if (num_groups := self._batch.block_table.num_groups) > 1:  # all of them use the same blocks
             tables, slots = np.repeat(tables, num_groups, axis=1), np.tile(slots, (num_groups, 1))
-        plan = self._backend.plan(cu_query_lens, lengths, tables, slots)
+        arrays = (cu_query_lens, lengths, tables, slots)
+        plan = self._backend.plan(*arrays)
         positions_tensor = self._to_device(positions)
         hidden = self._model.forward(
             torch.zeros_like(positions_tensor), positions_tensor, self._kv_caches[:num_layers], plan
         )
+        if self._speculation is not None:
+            self._speculation.proposer.dummy_run(positions, hidden, arrays)
         return self._model.compute_logits(hidden[self._to_device(cu_query_lens[1:] - 1)])
 
     def dummy_sample(self, logits: torch.Tensor, params: SamplingParams) -> None:
         """Draw a token for each row of ``logits`` [n, vocab], as a step would whose requests all have ``params``."""
         rows, indices = [params] * len(logits), np.zeros(len(logits), dtype=np.int64)
-        if self._device_sampler is not None:
-            self._device_sampler.sample(logits, rows, indices)
-        self._sampler.sample(logits.cpu().numpy(), rows, indices)
-
-
-def _by_request(tokens: list[int], indices: list[int], num_requests: int) -> list[list[int]]:
-    """Return the tokens [S] of the requests ``indices`` [S] in a list for each request of the step."""
-    if len(tokens) == num_requests:  # every request decodes
-        return [[token_id] for token_id in tokens]
-    by_request: list[list[int]] = [[] for _ in range(num_requests)]
-    for index, token_id in zip(indices, tokens, strict=True):
-        by_request[index] = [token_id]
-    return by_request
-
-
-def _drop_undrawn(output: ModelRunnerOutput, tokens: list[int], indices: list[int]) -> list[int]:
-    """List the requests of the rows without a token in ``output``, unless they are listed as without choice.
-
-    Returns the tokens with an arbitrary one for these rows, as the requests may be in the next step already.
-    """
-    for row, token_id in enumerate(tokens):
-        if token_id == NO_TOKEN:
-            output.sampled_token_ids[indices[row]] = []
-            req_id = output.req_ids[indices[row]]
-            if req_id not in output.without_choice:
-                output.without_finite_logit.append(req_id)
-    return [max(token_id, 0) for token_id in tokens]
-
-
-def _count_nans(logits: Logits, req_ids: Sequence[str]) -> dict[str, int]:
-    """Count the NaN logits of the rows, [n, vocab], that have any."""
-    counts = np.isnan(logits).sum(axis=1).tolist()
-    return {req_id: count for req_id, count in zip(req_ids, counts, strict=True) if count}
+        if self._sampler.device_sampler is not None:
+            self._sampler.device_sampler.sample(logits, rows, indices)
+        self._sampler.draw(logits.cpu().numpy(), rows, indices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +207,8 @@ class _Executed:
     """Holds a step whose tokens are not drawn yet."""
 
     inputs: StepInputs
+    hidden: torch.Tensor
+    """[T, hidden_size]: the last hidden states."""
     logits: torch.Tensor
-    """[S, vocab]: logits of the rows that draw, on the device."""
+    """[S, vocab]: logits of the rows that draw, on the device. A request with drafts has a row more for each."""
     prompt_logprobs: dict[str, Logprobs]

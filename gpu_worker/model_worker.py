@@ -24,6 +24,7 @@ from .attention.cache import kv_layout, make_kv_pool
 from .attention.grouped_backend import GroupedBackend
 from .batch.input_batch import InputBatch
 from .checkpoint.model_config import ModelConfig
+from .layers.rounding import input_rounding
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
@@ -34,7 +35,17 @@ from .platform.affinity import bind_to
 from .platform.platform import Platform
 from .platform.profiler import Profiler
 from .sampler.device_sampler import DeviceSampler
-from .warm_up import LargestStep, decode_batches, largest_step, run_decode_steps, within
+from .speculation.drafting import Drafting
+from .warm_up import (
+    LargestStep,
+    decode_batches,
+    free_rows,
+    largest_step,
+    num_differing_layers,
+    num_tensors_of,
+    run_decode_steps,
+    within,
+)
 
 
 class ModelWorker:
@@ -56,9 +67,11 @@ class ModelWorker:
         self._backend: AttentionBackend | None = None
         self._runner: ModelRunner | None = None
         self._pool: KVPool | None = None
+        self._drafting: Drafting | None = None
         self._profiler = Profiler(config.worker.profiler_dir)
         self._max_model_len = 0
         self._groups: list[KVGroup] = []
+        self._layout = ""
         self._largest: LargestStep | None = None  # set once it was computed
 
     def load_model(self) -> ModelInfo:
@@ -72,43 +85,38 @@ class ModelWorker:
         model_config = self._kv_config
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
-        self._backend = make_attention_backend(config.attention_backend, model_config, block_size, self._device)
+        self._backend = self._make_backend(model_config)
+        if self._config.speculative is not None:
+            self._drafting = Drafting(self._config.speculative, loader, lambda: self._model, self._config.cache.dtype)
         library = None
         if isinstance(self._model, CheckedModel):
-            self._check(self._model)
+            # Over a KV cache of its own dtype: rounding would hide what its modules do.
+            check_model(self._model, self._make_backend(self._model.config), block_size, self._device)
             library = self._model.library
-        layout = kv_layout(model_config, block_size)
-        self._groups = model_groups(model_config.sliding_windows, self._max_model_len, self._config)
+        self._layout = kv_layout(model_config, block_size)
+        if self._drafting is None or not self._drafting.kv_bytes_per_token:  # what drafts sees every token
+            self._groups = model_groups(model_config.sliding_windows, self._max_model_len, self._config)
         if self._groups:
             self._backend = self._make_grouped_backend()
-            layout += f"/{describe_groups(self._groups)}"
+            self._layout += f"/{describe_groups(self._groups)}"
         dtype, quantization = model_config.dtype_name, model_config.quantization
         scheme = model_config.scheme.name if model_config.scheme else None
+        rounding = input_rounding() if self._device.type == "cpu" and (scheme or quantization) else None
         versions = (f"torch-{torch.__version__}", library)
-        numerics = (self._device.type, dtype, scheme, quantization, self._backend.name, *versions)
+        numerics = (self._device.type, dtype, scheme, quantization, self._backend.name, rounding, *versions)
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.embedding_size,
             max_model_len=model_config.max_model_len,
-            kv_bytes_per_token=model_config.kv_bytes_per_token,
-            kv_layout=layout,
+            kv_bytes_per_token=self._kv_bytes_per_token,
+            kv_layout=self._drafting.kv_layout(self._layout, block_size) if self._drafting else self._layout,
             numerics="/".join(part for part in numerics if part),
             kv_groups=self._groups,
         )
 
-    def _check(self, model: CheckedModel) -> None:
-        """Check a model of transformers over a KV cache of its own dtype: rounding would hide what its modules do."""
-        name, block_size = self._config.worker.attention_backend, self._config.cache.block_size
-        backend = make_attention_backend(name, model.config, block_size, self._device)
-        check_model(model, backend, block_size, self._device)
-
     def _make_grouped_backend(self) -> GroupedBackend:
-        name, block_size = self._config.worker.attention_backend, self._config.cache.block_size
-        return GroupedBackend(
-            self._groups,
-            block_size,
-            lambda: make_attention_backend(name, self._pool_config, block_size, self._device),
-        )
+        block_size = self._config.cache.block_size
+        return GroupedBackend(self._groups, block_size, lambda: self._make_backend(self._pool_config))
 
     @property
     def _pool_config(self) -> ModelConfig:
@@ -133,6 +141,7 @@ class ModelWorker:
         self._make_pool(kv_cache.num_blocks, memory)
         batches = decode_batches(scheduler, kv_cache.num_blocks)
         run_decode_steps(self._require_runner(), batches, block_size)
+        num_free = 0 if self._config.speculative is None else self._free_rows(kv_cache.num_blocks)
         if self._pool is not None:
             self._pool.memory.discard()  # pages take memory when a request writes to them
         self._platform.return_freed()
@@ -142,14 +151,21 @@ class ModelWorker:
             prefill_tokens=self._largest.num_tokens,
             sampled_rows=batches[-1],
             activation_bytes=self._largest.activation_bytes,
+            free_rows=num_free,
         )
+
+    def _free_rows(self, num_blocks: int) -> int:
+        runner, block_size = self._require_runner(), self._config.cache.block_size
+        return free_rows(lambda count: runner.dummy_run([1] * count, block_size)[:1].cpu(), num_blocks)
 
     def _make_pool(self, num_blocks: int, memory: PoolMemory | None) -> None:
         model_config, block_size = self._pool_config, self._config.cache.block_size
         if memory is None and self._platform.pool_is_on_host:
-            memory = PoolMemory.allocate(num_blocks * block_size * model_config.kv_bytes_per_token, shared=False)
+            memory = PoolMemory.allocate(num_blocks * block_size * self._kv_bytes_per_token, shared=False)
         if memory is not None:
-            self._pool = make_kv_pool(model_config, num_blocks, block_size, memory)
+            self._pool = make_kv_pool(model_config, num_blocks, block_size, memory, self._layout)
+            if self._drafting is not None:
+                self._pool = self._drafting.kv_pool(self._pool, num_blocks, block_size)
         self._runner = self._make_runner(num_blocks, memory)
 
     def _run_largest_step(self, lengths: list[int]) -> LargestStep:
@@ -160,7 +176,7 @@ class ModelWorker:
         """
         block_size, model_config = self._config.cache.block_size, self._kv_config
         num_blocks = sum(-(-length // block_size) for length in lengths)
-        num_layers = self._num_differing_layers() if self._platform.pool_is_on_host else None
+        num_layers = num_differing_layers(model_config.sliding_windows) if self._platform.pool_is_on_host else None
 
         def run() -> None:
             runner = self._make_runner(num_blocks)
@@ -170,21 +186,11 @@ class ModelWorker:
 
         started = time.perf_counter()
         peak = self._platform.peak_of(run)
-        num_written = self._num_tensors_of(min(num_layers or model_config.num_layers, model_config.num_layers))
+        num_written = num_tensors_of(self._groups, min(num_layers or model_config.num_layers, model_config.num_layers))
         kv_bytes = sum(lengths) * model_config.kv_bytes_per_token * num_written // model_config.num_layers
+        if self._drafting is not None:
+            kv_bytes += sum(lengths) * self._drafting.kv_bytes_per_token
         return LargestStep(sum(lengths), max(0, peak - kv_bytes), time.perf_counter() - started)
-
-    def _num_tensors_of(self, num_layers: int) -> int:
-        """Return how many of the pool's tensors the first layers write to."""
-        if not self._groups:
-            return num_layers
-        return max(sum(layer < num_layers for layer in group.layers) for group in self._groups)
-
-    def _num_differing_layers(self) -> int:
-        """Return how many layers from the first one on include every window, and one that begins as all later ones do:
-        with the memory that a whole layer has freed."""
-        windows = self._model.config.sliding_windows
-        return max(3, *(windows.index(window) + 1 for window in set(windows)))
 
     def kv_pool(self) -> KVPool:
         assert self._pool is not None, "call initialize_kv_cache first, with memory of the host"
@@ -206,6 +212,8 @@ class ModelWorker:
             kept = self._slot.move_to_host()
         else:
             self._slot.drop(restorable=level == 1)
+        if self._drafting is not None:
+            self._drafting.drop()
         self._take_model()
         self._platform.return_freed()
         with_kv = self._platform.bytes_in_use()
@@ -222,6 +230,8 @@ class ModelWorker:
         if "weights" in tags:
             self._slot.restore()
             self._take_model()
+            if self._drafting is not None:
+                self._drafting.restore()
         if "kv_cache" in tags and self._pool is None:  # the host's pages come back when they are written
             self._require_runner().make_kv_caches()
 
@@ -232,6 +242,8 @@ class ModelWorker:
         finally:  # the model is another one if it was asleep, or if the weights were lost
             self._take_model()
             self._platform.return_freed()
+        if self._drafting is not None:
+            self._drafting.restore()
 
     def profile(self, start: bool) -> None:
         if start:
@@ -249,7 +261,7 @@ class ModelWorker:
 
     def shutdown(self) -> None:
         self._profiler.close()
-        self._slot = self._backend = self._runner = self._pool = None
+        self._slot = self._backend = self._runner = self._pool = self._drafting = None
 
     @property
     def _model(self) -> Model:
@@ -260,6 +272,12 @@ class ModelWorker:
     def _kv_config(self) -> ModelConfig:
         """The model's configuration, with the dtype of the KV cache that the engine's options choose."""
         return replace(self._model.config, kv_cache_dtype=self._config.cache.dtype)
+
+    @property
+    def _kv_bytes_per_token(self) -> int:
+        """Return the size of one token's keys and values in all layers, those of what drafts included."""
+        behind = self._drafting.kv_bytes_per_token if self._drafting is not None else 0
+        return self._kv_config.kv_bytes_per_token + behind
 
     def _take_model(self) -> None:
         self._require_runner().set_model(self._model)
@@ -274,6 +292,9 @@ class ModelWorker:
         max_num_seqs, block_size = config.scheduler.max_num_seqs, config.cache.block_size
         batch = InputBatch(max_num_seqs, self._max_model_len, block_size, max(1, len(self._groups)))
         sampler = DeviceSampler() if self._platform.draws_on_device else None
+        proposer = rejection = None
+        if self._drafting is not None:
+            proposer, rejection = self._drafting.make(batch, self._make_backend, num_blocks, block_size, memory)
         return ModelRunner(
             self._model,
             self._backend,
@@ -284,4 +305,12 @@ class ModelWorker:
             sampler,
             count_nans=config.worker.compute_nans_in_logits,
             logits_metrics_interval=config.worker.logits_metrics_interval,
+            proposer=proposer,
+            rejection=rejection,
+        )
+
+    def _make_backend(self, model_config: ModelConfig) -> AttentionBackend:
+        config = self._config
+        return make_attention_backend(
+            config.worker.attention_backend, model_config, config.cache.block_size, self._device
         )

@@ -1,14 +1,24 @@
 """Computes steps of the sizes that will run, so that kernels, layouts and buffers exist before the first request."""
 
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tokenloom.engine_core.config import SchedulerConfig
+from tokenloom.engine_core.kv_cache.kv_groups import KVGroup
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 
 from .model_runner import ModelRunner
 
 _GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 _DRAWN = SamplingParams(max_tokens=1, seed=0, temperature=1.0, top_k=50, top_p=0.9)
+
+_NEARLY_FREE = 1.5
+"""How many times as long as a step of one row a step may take for its rows to be nearly free."""
+_AROUND_SECONDS = 0.001
+"""What a step takes in addition to the model, for scheduling, sampling and messages."""
+_ROWS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_REPEATS = 3
 
 
 class LargestStep(NamedTuple):
@@ -48,9 +58,49 @@ def within(num_blocks: int, block_size: int, lengths: list[int]) -> list[int]:
     return fitting
 
 
+def num_differing_layers(windows: Sequence[int | None]) -> int:
+    """Return how many layers from the first one on include every window, and one that begins as all later ones do: with
+    the memory that a whole layer has freed. ``windows`` [num_layers]: those of the layers."""
+    return max(3, *(windows.index(window) + 1 for window in set(windows)))
+
+
+def num_tensors_of(groups: Sequence[KVGroup], num_layers: int) -> int:
+    """Return how many of the pool's tensors the first layers write to. ``groups``: empty if each has its own."""
+    if not groups:
+        return num_layers
+    return max(sum(layer < num_layers for layer in group.layers) for group in groups)
+
+
 def run_decode_steps(runner: ModelRunner, batches: list[int], block_size: int) -> None:
     """Compute decode steps of so many requests, and draw tokens in each way. This writes to the KV pool."""
     for batch in batches:
         logits = runner.dummy_run([1] * batch, block_size)
         runner.dummy_sample(logits, _GREEDY)
     runner.dummy_sample(logits[:1], _DRAWN)
+
+
+def free_rows(run: Callable[[int], object], most: int, clock: Callable[[], float] = time.perf_counter) -> int:
+    """Return the most rows, up to ``most``, of a decode step that takes hardly longer than one of one row: so many
+    drafts are verified at little cost.
+
+    Args:
+        run: Computes a step of so many rows and waits for the device.
+        clock: Returns seconds.
+    """
+
+    def least_seconds(num_rows: int) -> float:
+        times = []
+        for _ in range(_REPEATS):
+            started = clock()
+            run(num_rows)
+            times.append(clock() - started)
+        return min(times)
+
+    limit = _NEARLY_FREE * least_seconds(1) + (_NEARLY_FREE - 1) * _AROUND_SECONDS
+    found = 1
+    for num_rows in _ROWS:
+        # Something else may delay all steps of a size once.
+        if num_rows > most or (least_seconds(num_rows) > limit and least_seconds(num_rows) > limit):
+            break
+        found = num_rows
+    return found

@@ -6,6 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .byte_level_tokenizer import VOCABULARY_FILES, has_byte_level_files, make_byte_level_tokenizer
 from .file_digest import cached_digest, digest_of
 from .gguf.description import (
     gguf_tokenizer_fingerprint,
@@ -14,10 +15,12 @@ from .gguf.description import (
     save_gguf_tokenizer,
 )
 from .gguf.gguf_file import SUFFIX, is_gguf
+from .hub_files import download, weight_paths
 from .request import validation
 from .request.errors import InvalidArgument, NotFound, TokenloomError
 from .request.narrowing import narrow_sampling
 from .request.sampling_params import CHECKPOINT_NAMES
+from .saved_tokenizer import save_tokenizer
 from .v1 import types_pb2
 
 if TYPE_CHECKING:
@@ -54,7 +57,7 @@ def resolve(model: str) -> Path:
         raise NotFound(f"model {model!r}: the directory has no config.json{way_out}", field="model")
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(SUFFIX):
         raise NotFound(f"model {model!r}: no such directory or {SUFFIX} file", field="model")
-    return _from_hub(model)
+    return download(model)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -116,37 +119,59 @@ class CheckpointInfo:
 def load_tokenizer(path: Path) -> "Tokenizer":
     """Return the fast tokenizer, with the tokens that other files of the checkpoint add to it.
 
-    Raises ``NotFound`` without a tokenizer.json, ``InvalidArgument`` for a broken one or tokens that do not fit it.
+    Raises ``NotFound`` without a tokenizer.json, or the files of GPT-2's tokenizer, and ``InvalidArgument`` for broken
+    files or tokens that do not fit them.
     """
     if is_gguf(path):
         return load_gguf_tokenizer(path)
+    tokenizer = _read_tokenizer(path)
+    _add_tokens(tokenizer, path)
+    return tokenizer
+
+
+def _read_tokenizer(path: Path) -> "Tokenizer":
     from tokenizers import Tokenizer
 
     file = path / "tokenizer.json"
     if not file.is_file():
-        raise NotFound(f"model {path.name!r}: no tokenizer.json (only fast tokenizers are supported)", field="model")
+        return _byte_level_tokenizer(path)
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except BaseException as error:  # the library panics on some files, which raises no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         raise InvalidArgument(f"model {path.name!r}: tokenizer.json cannot be read: {error}", "model") from None
-    _add_tokens(tokenizer, path)
     return tokenizer
 
 
+def _byte_level_tokenizer(path: Path) -> "Tokenizer":
+    config = _read_json(path / "tokenizer_config.json")
+    if not has_byte_level_files(path, config):
+        raise NotFound(f"model {path.name!r}: no tokenizer.json (only fast tokenizers are supported)", field="model")
+    try:
+        return make_byte_level_tokenizer(path, config, _special_tokens(path, config))
+    except ValueError as error:
+        raise InvalidArgument(f"model {path.name!r}: {error}", "model") from None
+
+
 def tokenizer_file(path: Path) -> Path | None:
-    """Return the ``tokenizer.json`` of a checkpoint, which for a GGUF file is a cached copy; None if it has none."""
+    """Return the ``tokenizer.json`` of a checkpoint, which is a cached copy if other files hold the tokenizer; None if
+    it has no tokenizer."""
     if is_gguf(path):
         return save_gguf_tokenizer(path)
-    return path / "tokenizer.json" if (path / "tokenizer.json").is_file() else None
+    if (path / "tokenizer.json").is_file():
+        return path / "tokenizer.json"
+    if has_byte_level_files(path, _read_json(path / "tokenizer_config.json")):
+        return save_tokenizer(load_tokenizer(path), path)
+    return None
 
 
 def tokenizer_fingerprint(path: Path) -> bytes:
     """Return the SHA-256 of the names and contents of the tokenizer's files and the chat template."""
     if is_gguf(path):
         return gguf_tokenizer_fingerprint(path)
-    return digest_of(path / name for name in _TOKENIZER_FILES if (path / name).is_file())
+    names = _TOKENIZER_FILES if (path / "tokenizer.json").is_file() else (*_TOKENIZER_FILES, *VOCABULARY_FILES)
+    return digest_of(path / name for name in names if (path / name).is_file())
 
 
 def weights_fingerprint(path: Path, cache_dir: Path | None = None) -> bytes:
@@ -155,22 +180,8 @@ def weights_fingerprint(path: Path, cache_dir: Path | None = None) -> bytes:
     It is cached under ``cache_dir`` (default ``~/.cache/tokenloom``) by path, size and time, because reading a large
     model is slow.
     """
-    files = [path] if is_gguf(path) else [path / "config.json", *sorted(path.glob("*.safetensors"))]
+    files = [path] if is_gguf(path) else [path / "config.json", *weight_paths(path)]
     return cached_digest(files, (cache_dir or Path.home() / ".cache" / "tokenloom") / "weights")
-
-
-def _from_hub(model: str) -> Path:
-    import huggingface_hub
-
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(model, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.txt"])
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise NotFound(
-            f"model {model!r}: no such directory, and not to be had from the hub ({type(error).__name__})",
-            field="model",
-        ) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

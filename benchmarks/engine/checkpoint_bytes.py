@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
-from tokenloom.gpu_worker.checkpoint.safetensors_files import weight_files
+from tokenloom.gpu_worker.checkpoint.weight_files import weight_files
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight")
 

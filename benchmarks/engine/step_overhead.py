@@ -87,7 +87,7 @@ class _Loop:
         batch = self._batch
         batch.update(scheduled)
         inputs = batch.prepare(scheduled.num_scheduled_tokens)
-        batch.sampling(inputs)
+        batch.sampling(inputs.rows[inputs.sampled])
         sampled: list[list[int]] = [[] for _ in inputs.req_ids]
         batch.append(inputs.rows[inputs.sampled], inputs.sampled + 10)
         for index in inputs.sampled.tolist():

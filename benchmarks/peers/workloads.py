@@ -38,6 +38,7 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         Workload("single-stream", requests=1, shared=0, unique=64, output=128),
+        Workload("long-prompt", requests=1, shared=0, unique=512, output=8),
         Workload("batch", requests=32, shared=0, unique=128, output=128),
         Workload("shared-prefix", requests=32, shared=512, unique=32, output=32),
     )

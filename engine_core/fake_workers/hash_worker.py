@@ -5,7 +5,6 @@ wrong block, slot, position or order changes the tokens.
 """
 
 import hashlib
-import json
 import time
 import zlib
 from collections.abc import Sequence
@@ -23,9 +22,11 @@ from ..wire.core_sampling_params import SamplingParams
 from ..wire.embedding_rows import EmbedsSpan
 from ..wire.handshake import WarmUp
 from ..wire.messages import Logprobs
-from ..wire.scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from ..wire.scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..worker import FreedMemory, ModelInfo
+from .checkpoint_sizes import read_sizes
 from .hash_logprobs import hash_logprobs
+from .hash_row import HashRow
 
 DEFAULT_VOCAB_SIZE = 32_000
 DEFAULT_MAX_MODEL_LEN = 4096
@@ -34,7 +35,6 @@ HIDDEN_SIZE = 8
 _BYTES_PER_TOKEN = 8
 _AVAILABLE_BYTES = 64 << 20
 
-_Slots = npt.NDArray[np.int32]
 _TokenIds = npt.NDArray[np.intp]
 
 
@@ -48,24 +48,28 @@ class HashWorker:
         vocab_size: int = DEFAULT_VOCAB_SIZE,
         max_model_len: int = DEFAULT_MAX_MODEL_LEN,
     ) -> None:
-        """``vocab_size`` and ``max_model_len`` are used only if no model is configured."""
+        """``vocab_size`` and ``max_model_len`` are used only if no model is configured. Raises ``ValueError``."""
+        if config.speculative is not None and config.speculative.rejection_sample_method != "strict":
+            raise ValueError("rejection_sample_method: the hash worker has no probabilities; use strict")
         self._config = config.worker
         self._block_size = config.cache.block_size
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, HashRow] = {}
         self._embeds: dict[str, list[EmbedsSpan]] = {}
         self._params: dict[str, SamplingParams] = {}  # preempted requests included
         self._executed: list[str] = []
         self._prompt_logprobs: dict[str, Logprobs] = {}  # of the step executed last
+        self._drafts: dict[str, list[int]] = {}
+        self._num_drafts_wanted: dict[str, int] = {}
         self._cache = np.empty((0, 2), dtype=np.int32)
         self._memory: PoolMemory | None = None
 
     def load_model(self) -> ModelInfo:
         if self._config.model:
-            checkpoint = json.loads((Path(self._config.model) / "config.json").read_text())
-            self._vocab_size = checkpoint["vocab_size"]
-            self._max_model_len = checkpoint.get("max_position_embeddings", self._max_model_len)
+            sizes = read_sizes(Path(self._config.model))
+            self._vocab_size = sizes.vocab_size
+            self._max_model_len = sizes.max_model_len or self._max_model_len
         return ModelInfo(
             vocab_size=self._vocab_size,
             max_model_len=self._max_model_len,
@@ -100,8 +104,9 @@ class HashWorker:
         self._update_rows(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
         # As in a layer of a model, all rows are written before any is read.
+        self._drafts, self._num_drafts_wanted = scheduler_output.draft_token_ids, scheduler_output.num_drafts_wanted
         for req_id, num_tokens in scheduled.items():
-            self._write(self._rows[req_id], num_tokens)
+            self._write(self._rows[req_id], num_tokens, self._drafts.get(req_id, []))
         self._executed = list(scheduled)
         self._prompt_logprobs = {
             req_id: self._prompt_logprobs_of(self._rows[req_id], num_tokens)
@@ -111,13 +116,21 @@ class HashWorker:
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         allowed = allowed_tokens(grammar, self._vocab_size)
-        tokens = [self._sample(self._rows[req_id], allowed.get(req_id)) for req_id in self._executed]
+        tokens = [
+            self._sample(self._rows[req_id], self._drafts.get(req_id, []), allowed.get(req_id))
+            for req_id in self._executed
+        ]
         logprobs = {
             req_id: self._logprobs_of(self._rows[req_id], token_ids)
             for req_id, token_ids in zip(self._executed, tokens, strict=True)
             if token_ids and self._params[req_id].logprobs is not None
         }
-        return ModelRunnerOutput(self._executed, tokens, logprobs, self._prompt_logprobs)
+        drafts = {
+            req_id: self._propose(self._rows[req_id], self._num_drafts_wanted[req_id])
+            for req_id, token_ids in zip(self._executed, tokens, strict=True)
+            if token_ids and req_id in self._num_drafts_wanted
+        }
+        return ModelRunnerOutput(self._executed, tokens, logprobs, self._prompt_logprobs, draft_token_ids=drafts)
 
     def sleep(self, level: int) -> FreedMemory:
         assert self._memory is not None, "initialize_kv_cache comes first"
@@ -130,7 +143,7 @@ class HashWorker:
 
     def reload_weights(self, path: str) -> None:
         """Check that a model could load the checkpoint; this worker has no weights."""
-        vocab_size = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
+        vocab_size = read_sizes(Path(path)).vocab_size
         if vocab_size != self._vocab_size:
             raise ValueError(
                 f"vocab_size is {vocab_size} in the checkpoint and {self._vocab_size} in the engine; they must be equal"
@@ -165,7 +178,7 @@ class HashWorker:
             self._embeds.pop(req_id, None)
         for new in scheduler_output.scheduled_new_reqs:
             self._params[new.req_id] = new.sampling_params
-            self._rows[new.req_id] = _Row.of_new(new, self._block_size)
+            self._rows[new.req_id] = HashRow.of_new(new, self._block_size)
             if new.prompt_embeds:
                 self._embeds[new.req_id] = new.prompt_embeds
                 self._rows[new.req_id].take_embeds(new.prompt_embeds)
@@ -176,36 +189,58 @@ class HashWorker:
         for req_id, block_ids, num_computed in columns:
             if req_id in cached.resumed_token_ids:
                 token_ids = cached.resumed_token_ids[req_id]
-                self._rows[req_id] = _Row(token_ids, num_computed, self._params[req_id], self._block_size)
+                self._rows[req_id] = HashRow(token_ids, num_computed, self._params[req_id], self._block_size)
                 self._rows[req_id].take_embeds(self._embeds.get(req_id, []))
             row = self._rows[req_id]
             row.add_blocks(block_ids)
             row.num_computed = num_computed
 
-    def _write(self, row: "_Row", num_tokens: int) -> None:
+    def _write(self, row: HashRow, num_tokens: int, drafts: list[int]) -> None:
         positions = np.arange(row.num_computed, row.num_computed + num_tokens)
-        token_ids = row.token_ids[row.num_computed : row.num_computed + num_tokens]
+        token_ids = (row.token_ids[row.num_computed :] + drafts)[:num_tokens]
         assert len(token_ids) == num_tokens, "more tokens are scheduled than there are"
+        assert not drafts or num_tokens == 1 + len(drafts), "drafts are scheduled before the tokens that they follow"
         self._cache[row.slots[positions]] = np.column_stack((token_ids, positions))
         row.num_computed += num_tokens
 
-    def _sample(self, row: "_Row", allowed: "_TokenIds | None") -> list[int]:
+    def _sample(self, row: HashRow, drafts: list[int], allowed: list[_TokenIds] | None) -> list[int]:
+        """Draw the next token and, as long as the drafts equal what was drawn, those after them."""
         if row.num_computed < len(row.token_ids):
             return []
-        prefix = self._cache[row.slots[: row.num_computed]]
-        if allowed is None:
-            token_id = _next_token(prefix, self._vocab_size)
-        else:
-            token_id = int(allowed[_next_token(prefix, len(allowed))])
-        row.token_ids.append(token_id)
-        return [token_id]
+        drawn: list[int] = []
+        most = 1 + len(drafts) if allowed is None else len(allowed)
+        while len(drawn) < most:
+            prefix = self._cache[row.slots[: len(row.token_ids)]]
+            if allowed is None:
+                token_id = _next_token(prefix, self._vocab_size)
+            else:
+                choices = allowed[len(drawn)]
+                token_id = int(choices[_next_token(prefix, len(choices))])
+            row.token_ids.append(token_id)
+            drawn.append(token_id)
+            if drafts[len(drawn) - 1 : len(drawn)] != [token_id]:
+                break
+        return drawn
 
-    def _logprobs_of(self, row: "_Row", token_ids: list[int]) -> Logprobs:
-        """Return the log probabilities of the token that was just sampled."""
+    def _propose(self, row: HashRow, count: int) -> list[int]:
+        """Return drafts of the next tokens; a hash of the prefix decides which of them are wrong."""
+        num_tokens = len(row.token_ids)
+        prefix = np.empty((num_tokens + count, 2), dtype=np.int32)
+        prefix[:num_tokens, 0], prefix[:, 1] = row.token_ids, np.arange(num_tokens + count)
+        for end in range(num_tokens, num_tokens + count):
+            is_wrong = zlib.crc32(prefix[:end].tobytes()) % 1000 >= self._config.draft_accuracy * 1000
+            prefix[end, 0] = (_next_token(prefix[:end], self._vocab_size) + is_wrong) % self._vocab_size
+        drafts: list[int] = prefix[num_tokens:, 0].tolist()
+        return drafts
+
+    def _logprobs_of(self, row: HashRow, token_ids: list[int]) -> Logprobs:
+        """Return the log probabilities of the tokens that were just sampled."""
         top, extra = row.params.logprobs or 0, row.params.logprob_token_ids or ()
-        return hash_logprobs([self._best(row, row.num_computed)], token_ids, top, extra, self._vocab_size)
+        first = len(row.token_ids) - len(token_ids)
+        best = [self._best(row, first + index) for index in range(len(token_ids))]
+        return hash_logprobs(best, token_ids, top, extra, self._vocab_size)
 
-    def _prompt_logprobs_of(self, row: "_Row", num_tokens: int) -> Logprobs:
+    def _prompt_logprobs_of(self, row: HashRow, num_tokens: int) -> Logprobs:
         """Return the log probabilities of the prompt tokens that follow those of the step."""
         first = row.num_computed - num_tokens + 1
         last = min(row.num_computed, row.num_prompt_tokens - 1)
@@ -213,55 +248,17 @@ class HashWorker:
         top = row.params.prompt_logprobs or 0
         return hash_logprobs(best, row.token_ids[first : last + 1], top, (), self._vocab_size)
 
-    def _best(self, row: "_Row", position: int) -> int:
+    def _best(self, row: HashRow, position: int) -> int:
         return _next_token(self._cache[row.slots[:position]], self._vocab_size)
 
 
-class _Row:
-    """Holds the state of a request between steps."""
-
-    def __init__(self, token_ids: list[int], num_computed: int, params: SamplingParams, block_size: int) -> None:
-        self.token_ids = list(token_ids)
-        self.num_prompt_tokens = len(token_ids)
-        self.num_computed = num_computed
-        self.params = params
-        self.slots: _Slots = np.empty(0, dtype=np.int32)
-        self._block_size = block_size
-
-    @classmethod
-    def of_new(cls, new: NewRequestData, block_size: int) -> "_Row":
-        token_ids = new.prompt_token_ids + new.output_token_ids
-        row = cls(token_ids, new.num_computed_tokens, new.sampling_params, block_size)
-        row.add_blocks(new.block_ids)
-        return row
-
-    def take_embeds(self, spans: list[EmbedsSpan]) -> None:
-        """Replace the ids that prompt embeddings cover by hashes of their rows."""
-        for span in spans:
-            self.token_ids[span.position : span.position + len(span.rows)] = embeds_ids(span)
-
-    def is_in_prompt(self, num_tokens: int) -> bool:
-        """Return whether the step that just computed ``num_tokens`` began within the prompt."""
-        return self.num_computed - num_tokens < self.num_prompt_tokens
-
-    def add_blocks(self, block_ids: list[int]) -> None:
-        if block_ids:
-            first_slots = np.array(block_ids, dtype=np.int32)[:, None] * self._block_size
-            added = first_slots + np.arange(self._block_size, dtype=np.int32)
-            self.slots = np.concatenate((self.slots, added.ravel()))
-
-
-def allowed_tokens(grammar: GrammarOutput | None, vocab_size: int) -> dict[str, _TokenIds]:
-    """Return, in ascending order, the tokens among which each request with a grammar draws."""
-    if grammar is None:
-        return {}
-    rows = grammar.allowed(vocab_size)
-    return {req_id: np.flatnonzero(row) for req_id, row in zip(grammar.req_ids, rows, strict=True)}
-
-
-def embeds_ids(span: EmbedsSpan) -> list[int]:
-    """Return the ids that stand for the rows of a span in the hashed prefix."""
-    return [zlib.crc32(row.tobytes()) >> 1 for row in span.rows]
+def allowed_tokens(grammar: GrammarOutput | None, vocab_size: int) -> dict[str, list[_TokenIds]]:
+    """Return, in ascending order, the tokens among which each request with a grammar draws its next tokens."""
+    allowed: dict[str, list[_TokenIds]] = {}
+    if grammar is not None:
+        for req_id, row in zip(grammar.req_ids, grammar.allowed(vocab_size), strict=True):
+            allowed.setdefault(req_id, []).append(np.flatnonzero(row))
+    return allowed
 
 
 def _next_token(prefix: npt.NDArray[np.int32], vocab_size: int) -> int:

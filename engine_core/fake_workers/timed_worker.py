@@ -16,6 +16,8 @@ class TimedWorker(HashWorker):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
+        if config.speculative is not None:
+            raise ValueError("speculative_config: the timed worker drafts no tokens; use the worker hash or model")
         self._num_known: dict[str, int] = {}
         self._step: SchedulerOutput | None = None
         self._first_id = min(_LOW_IDS, self._vocab_size // 8)
@@ -37,7 +39,8 @@ class TimedWorker(HashWorker):
             sampled[req_id] = []
             if num_computed == known[req_id]:
                 among = allowed.get(req_id)
-                sampled[req_id] = [self._draw(num_computed) if among is None else int(among[num_computed % len(among)])]
+                token_id = self._draw(num_computed) if among is None else int(among[0][num_computed % len(among[0])])
+                sampled[req_id] = [token_id]
                 known[req_id] += 1
         req_ids = list(self._step.num_scheduled_tokens)
         return ModelRunnerOutput(req_ids, [sampled[req_id] for req_id in req_ids])

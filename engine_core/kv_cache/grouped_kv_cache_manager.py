@@ -152,6 +152,12 @@ class GroupedKVCacheManager:
             self._register_blocks(request, min(end, request.num_tokens) // self.block_size)
         return new_block_ids
 
+    def cache_accepted(self, request: Request) -> None:
+        """Let full blocks be hit whose last tokens were drafts when they were computed, and are accepted now."""
+        num_full_blocks = min(request.num_computed_tokens, request.num_tokens) // self.block_size
+        if self.enable_prefix_caching and num_full_blocks > request.num_registered_blocks:
+            self._register_blocks(request, num_full_blocks)
+
     def free(self, request: Request) -> None:
         """Take all blocks of a request back; their content can be hit until the blocks are needed."""
         self.pool.release(request.block_ids + request.reserved_block_ids)

@@ -18,9 +18,11 @@ log = logging.getLogger(__name__)
 NULL_BLOCK = 0
 """The block that stands in a table of a grouped pool for content that is not kept. No request ever writes to it."""
 MAX_GROUPS = 8
-"""More groups would waste less memory on unequal numbers of layers, but every block table has an entry for each."""
+"""More groups would waste less memory on unequal numbers of layers, but each step plans attention for each group."""
 _FULL_WEIGHT = 8
 """How many layers with a window need as much memory as one with full attention, in a context that is worth groups."""
+_GROUP_WORTH = 20
+"""Each group needs a plan of attention in each step: a group less is worth one part of so many more of memory."""
 
 
 class KVGroup(msgspec.Struct, frozen=True):
@@ -62,12 +64,15 @@ def partition_layers(windows: Sequence[int | None], max_model_len: int) -> list[
 def _group_size(counts: Counter[int | None]) -> int:
     """Return how many layers a group has, so that a long context needs little memory in few groups."""
 
-    def cost(size: int) -> tuple[int, int]:
-        slots = {window: -(-count // size) * size for window, count in counts.items()}
-        return sum(number * (_FULL_WEIGHT if window is None else 1) for window, number in slots.items()), -size
+    def groups(size: int) -> int:
+        return sum(-(-count // size) for count in counts.values())
 
-    sizes = range(1, max(counts.values()) + 1)
-    return min((size for size in sizes if sum(-(-n // size) for n in counts.values()) <= MAX_GROUPS), key=cost)
+    def cost(size: int) -> int:
+        weights = {window: _FULL_WEIGHT if window is None else 1 for window in counts}
+        memory = sum(-(-count // size) * size * weights[window] for window, count in counts.items())
+        return memory * (_GROUP_WORTH + groups(size))
+
+    return min((size for size in range(1, max(counts.values()) + 1) if groups(size) <= MAX_GROUPS), key=cost)
 
 
 def layers_per_group(groups: Sequence[KVGroup]) -> int:

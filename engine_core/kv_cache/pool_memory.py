@@ -84,6 +84,22 @@ class PoolMemory:
             self._close()
 
 
+class PoolPart(PoolMemory):
+    """Shows the bytes of a pool from an offset on: the caches of a second model lie behind those of the first."""
+
+    def __init__(self, whole: PoolMemory, offset: int) -> None:
+        super().__init__(whole._buffer, None, is_shared=whole._is_shared)
+        self._offset = offset
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._buffer) - self._offset
+
+    @property
+    def buffer(self) -> memoryview:
+        return memoryview(self._buffer)[self._offset :]
+
+
 def whole_pages(nbytes: int) -> int:
     """Return the size of the pages that hold ``nbytes``, at least one."""
     return max(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.PAGESIZE)

@@ -7,6 +7,7 @@ from tokenloom.request.sampling_params import RepetitionDetectionParams
 
 from ..kv_transfer.kv_messages import KVTarget
 from ..wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
+from .draft_history import DraftHistory
 
 
 class RequestStatus(enum.IntEnum):
@@ -99,6 +100,7 @@ class Request:
         "block_ids",
         "cache_salt",
         "deadline_ns",
+        "draft_history",
         "first_kept_blocks",
         "first_output_sent",
         "first_scheduled_ns",
@@ -149,6 +151,8 @@ class Request:
         self.num_output_placeholders = 0
         """Output tokens that steps in flight will draw; the worker knows them before the scheduler does."""
         self.repetition_detection = params.repetition_detection
+        self.draft_history: DraftHistory | None = None
+        """Which of its drafts were right; None before the first ones."""
 
         self.remote: RemoteKVState | None = None
         if message.lease_id or message.remote_kv is not None or message.awaits_tokens:
@@ -282,5 +286,7 @@ def is_repeating(token_ids: Sequence[int], start: int, detection: RepetitionDete
 def mark_finished(output: EngineCoreOutput, request: Request, status: RequestStatus) -> None:
     """Make ``output`` the last of the request."""
     output.finish_reason = FINISH_REASONS[status]
+    if request.draft_history is not None:
+        output.drafts = request.draft_history.counts
     if output.finish_reason is FinishReason.STOP and request.ends_with_stop_token:
         output.stop_token_id = request.all_token_ids[-1]

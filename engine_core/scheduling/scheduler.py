@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from ..config import CacheConfig, SchedulerConfig
+from ..config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_cache.kv_events import KVEventLog
 from ..kv_cache.kv_manager import make_kv_manager
@@ -13,6 +13,7 @@ from ..structured_output.compile_queue import CompileQueueFull
 from ..structured_output.manager import FIELD, StructuredOutputManager
 from ..wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, ErrorKind, SchedulerStats
 from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .drafts import Drafts
 from .ended_requests import EndedRequests
 from .request import Request, RequestStatus, finish_status
 from .request_queues import FCFSQueue, PriorityQueue, WaitingRequests
@@ -44,6 +45,7 @@ class Scheduler:
         connector: KVConnectorScheduler | None = None,
         kv_policy: str = "recompute",
         grammars: StructuredOutputManager | None = None,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
         """Raises ``ValueError`` naming a setting that does not work.
 
@@ -52,8 +54,9 @@ class Scheduler:
             connector: Loads KV from other engines or tiers and offers it to others, if given.
             kv_policy: As ``KVConfig.policy``.
             grammars: Constrains structured outputs; without it they are refused.
+            speculative: Lets steps verify drafts, if given.
         """
-        check_config(config, kv_cache.max_model_len)
+        check_config(config, kv_cache.max_model_len, speculates=speculative is not None)
         self.config = config
         self.max_model_len = kv_cache.max_model_len
         self.kv_events = KVEventLog(cache.block_size) if cache.kv_events else None
@@ -74,8 +77,9 @@ class Scheduler:
         self.ended = EndedRequests(
             self.requests, self._tenants, self.kv, self._remote, grammars, self._in_flight, self._recorder
         )
+        self.drafts = Drafts(speculative, self.requests, self.kv, grammars) if speculative else None
         self.results = StepResults(
-            self.requests, self.waiting, self.running, self._in_flight, self.ended, self._recorder
+            self.requests, self.waiting, self.running, self._in_flight, self.ended, self._recorder, self.drafts
         )
         self._preempted_req_ids: list[str] = []
 
@@ -182,6 +186,8 @@ class Scheduler:
         plan.finished_req_ids = self.ended.take_req_ids()
         plan.preempted_req_ids[:0], self._preempted_req_ids = self._preempted_req_ids, []
         scheduled = plan.output()
+        if self.drafts is not None:
+            self.drafts.add_to(scheduled, self.running, plan.budget)
         if self._in_flight is not None:
             self._in_flight.begin(scheduled, self.running)
         return scheduled
@@ -189,6 +195,11 @@ class Scheduler:
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Process the result of a step. Returns one output for each request with new tokens."""
         return self.results.apply(scheduled, result)
+
+    def update_draft_token_ids(self, draft_token_ids: dict[str, list[int]]) -> None:
+        """Take the worker's proposals for the next step."""
+        assert self.drafts is not None, "the worker proposes drafts, but the engine does not speculate"
+        self.drafts.propose(draft_token_ids)
 
     def update_from_connector(self, output: KVConnectorOutput) -> None:
         """Process the transfers that ended: requests that waited for them continue, lent blocks become free again."""
@@ -254,6 +265,8 @@ class Scheduler:
             stats.num_waiting += len(self._grammars.compiling)
         if self._remote is not None:
             self._remote.fill_stats(stats)
+        if self.drafts is not None:
+            stats.spec_decoding = self.drafts.stats()
         return stats
 
     # Parts

@@ -32,19 +32,25 @@ class IterationLog:
         self._started.append(self._clock())
 
     def end(self, step: int, scheduled: SchedulerOutput) -> None:
-        """Log the oldest step, number ``step``. A request decodes if the worker knows it and it computes one token."""
+        """Log the oldest step, number ``step``. A request decodes if the worker knows it and it computes one token, or
+        one and its drafts."""
         milliseconds = (self._clock() - self._started.popleft()) * 1e3
         cached = scheduled.scheduled_cached_reqs
         num_scheduled = scheduled.num_scheduled_tokens
-        decoding = sum(num_scheduled[r] == 1 and r not in cached.resumed_token_ids for r in cached.req_ids)
+        drafts = scheduled.draft_token_ids
+        decodes = [
+            num_scheduled[r]
+            for r in cached.req_ids
+            if (num_scheduled[r] == 1 or r in drafts) and r not in cached.resumed_token_ids
+        ]
         log.info(
             "Iteration(%d): %d context requests, %d context tokens, %d generation requests, %d generation tokens, "
             "iteration elapsed time: %.2f ms",
             step,
-            len(num_scheduled) - decoding,
-            scheduled.total_num_scheduled_tokens - decoding,
-            decoding,
-            decoding,
+            len(num_scheduled) - len(decodes),
+            scheduled.total_num_scheduled_tokens - sum(decodes),
+            len(decodes),
+            sum(decodes),
             milliseconds,
         )
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from ..structured_output.manager import FIELD
 from ..wire.messages import EngineCoreOutput, Logprobs
 from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .drafts import Drafts
 from .ended_requests import EndedRequests
 from .request import Request, RequestStatus, finish_status, mark_finished
 from .request_queues import WaitingRequests
@@ -32,6 +33,7 @@ class StepResults:
         in_flight: StepsInFlight | None,
         ended: EndedRequests,
         recorder: StatsRecorder,
+        drafts: Drafts | None,
     ) -> None:
         """``requests``, ``waiting`` and ``running`` are the scheduler's."""
         self._requests = requests
@@ -40,12 +42,15 @@ class StepResults:
         self._in_flight = in_flight
         self._ended = ended
         self._recorder = recorder
+        self._drafts = drafts
 
     def apply(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Process the result of a step. Returns one output for each request with new tokens."""
         assert len(result.req_ids) == len(scheduled.num_scheduled_tokens), "the worker left requests out"
         if self._in_flight is not None:
             result = self._in_flight.end(scheduled, result, self._requests)
+        if scheduled.draft_token_ids and self._drafts is not None:
+            self._drafts.verify(scheduled, result)
         prompt_logprobs = self._collect_prompt_logprobs(scheduled, result) if result.prompt_logprobs else {}
         has_details = bool(result.logprobs or prompt_logprobs or result.num_nans_in_logits or result.logits_stats)
         outputs: list[EngineCoreOutput] = []
@@ -55,7 +60,8 @@ class StepResults:
                 continue  # its prompt is incomplete, or it was aborted while the step executed
             output = self._accept_tokens(request, token_ids)
             if has_details:
-                output.new_logprobs = result.logprobs.get(request_id)
+                if (logprobs := result.logprobs.get(request_id)) is not None:
+                    output.new_logprobs = logprobs.first(len(output.new_token_ids))
                 output.new_prompt_logprobs = prompt_logprobs.get(request_id)
                 output.num_nans_in_logits = result.num_nans_in_logits.get(request_id, 0)
                 output.logits_stats = result.logits_stats.get(request_id)
@@ -111,6 +117,8 @@ class StepResults:
                 output.new_token_ids = token_ids[:count]
                 mark_finished(output, request, status)
                 break
+        if count > 1 and self._drafts is not None:
+            self._drafts.accepted(request)
         if request.status is RequestStatus.PREEMPTED:  # while the step was in flight
             self._waiting.num_tokens += len(output.new_token_ids)
             if status is not None:

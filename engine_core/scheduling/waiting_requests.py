@@ -21,8 +21,13 @@ class SchedulingPolicy(enum.StrEnum):
     """The lowest ``priority`` first; among equals first come, first served."""
 
 
-def check_config(config: SchedulerConfig, max_model_len: int) -> None:
+def check_config(config: SchedulerConfig, max_model_len: int, *, speculates: bool = False) -> None:
     """Raise ``ValueError``, naming the setting, for limits under which the scheduler could stop making progress."""
+    if speculates and config.async_scheduling:
+        raise ValueError(
+            "speculative_config cannot be used with async_scheduling: a step would be scheduled before it is known how "
+            "many drafts of the step before it are right; turn one of them off"
+        )
     if config.max_num_seqs < 1:
         raise ValueError(f"max_num_seqs is {config.max_num_seqs}; it must be at least 1")
     if config.max_num_batched_tokens < config.max_num_seqs:

@@ -1,7 +1,7 @@
 """Tracks the constraints of outputs: which grammars are being compiled, and how far each output was followed."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ _BUDGET_FIELD = "thinking_token_budget"
 
 
 _NO_REASONING = ReasoningConfig()
+_NO_DRAFTS: Sequence[int] = ()
 
 
 class Compiled(NamedTuple):
@@ -39,12 +40,14 @@ class Compiled(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """Names a request whose next token may be bound."""
+    """Names a request whose next tokens may be bound."""
 
     request_id: str
     constraint: RequestConstraint
     new_token_ids: list[int]
     """Output tokens that the constraint has not followed."""
+    drafts: Sequence[int]
+    """Tokens that may come next; each one that does is followed by another token in the same step."""
 
 
 class GrammarStep:
@@ -152,24 +155,44 @@ class StructuredOutputManager:
         rows = []
         for request_id, constraint in self.live.items():
             request = requests[request_id]
-            if request_id in scheduled.num_scheduled_tokens and request.num_computed_tokens == request.num_tokens:
+            drafts = scheduled.draft_token_ids.get(request_id, _NO_DRAFTS)
+            num_computed = request.num_computed_tokens - len(drafts)
+            if request_id in scheduled.num_scheduled_tokens and num_computed == request.num_tokens:
                 num_seen = request.num_prompt_tokens + constraint.num_seen
-                if constraint.may_bind(request.num_tokens - num_seen):
-                    rows.append(_Row(request_id, constraint, request.all_token_ids[num_seen:]))
+                if constraint.may_bind(request.num_tokens - num_seen + len(drafts)):
+                    rows.append(_Row(request_id, constraint, request.all_token_ids[num_seen:], drafts))
         return GrammarStep(self._masks.submit(_fill, rows, self._num_words)) if rows else None
 
     def awaits_tokens(self, scheduled: SchedulerOutput, requests: Mapping[str, Request]) -> bool:
         """Return whether a bitmask of the step depends on tokens in flight, so that it cannot be computed yet."""
         for request_id, constraint in self.live.items():
             request = requests[request_id]
-            num_output = request.num_computed_tokens - request.num_prompt_tokens
+            num_computed = request.num_computed_tokens - len(scheduled.draft_token_ids.get(request_id, _NO_DRAFTS))
+            num_output = num_computed - request.num_prompt_tokens
             if (
                 request_id in scheduled.num_scheduled_tokens
-                and request.num_computed_tokens > request.num_tokens
+                and num_computed > request.num_tokens
                 and constraint.may_bind(num_output - constraint.num_seen)
             ):
                 return True
         return False
+
+    def cut_drafts(
+        self, draft_token_ids: Mapping[str, list[int]], requests: Mapping[str, Request]
+    ) -> Mapping[str, list[int]]:
+        """Return the drafts of live requests, each up to the first one that the request's constraint forbids.
+
+        Called between steps, when no bitmask is being computed.
+        """
+        allowed = {}
+        for request_id, drafts in draft_token_ids.items():
+            if (constraint := self.live.get(request_id)) is None:
+                allowed[request_id] = drafts
+            else:
+                request = requests[request_id]
+                unseen = request.all_token_ids[request.num_prompt_tokens + constraint.num_seen :]
+                allowed[request_id] = drafts[: constraint.num_allowed(unseen, drafts)]
+        return allowed
 
     def wait_for_masks(self) -> None:
         """Wait until no bitmask is being computed, after a step was given up."""
@@ -195,7 +218,7 @@ class StructuredOutputManager:
 
 
 def _fill(rows: list[_Row], num_words: int) -> tuple[GrammarOutput | None, dict[str, str]]:
-    bitmask = np.empty((len(rows), num_words), dtype=np.int32)
+    bitmask = np.empty((sum(1 + len(row.drafts) for row in rows), num_words), dtype=np.int32)
     bound: list[str] = []
     forced: dict[str, int] = {}
     ended: dict[str, str] = {}
@@ -203,10 +226,10 @@ def _fill(rows: list[_Row], num_words: int) -> tuple[GrammarOutput | None, dict[
         request_id, constraint = row.request_id, row.constraint
         try:
             constraint.accept(row.new_token_ids)
-            if constraint.fill(bitmask[len(bound)]):
-                bound.append(request_id)
-                if constraint.forced is not None:
-                    forced[request_id] = constraint.forced
+            num_rows = constraint.fill_rows(bitmask[len(bound) :], row.drafts)
+            bound += [request_id] * num_rows
+            if num_rows and constraint.forced is not None:
+                forced[request_id] = constraint.forced
         except GrammarEnd:  # it may draw anything: its token is dropped
             ended[request_id] = ""
         except GrammarError as error:

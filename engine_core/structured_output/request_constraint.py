@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tokenloom.request.reasoning import Reasoning
 
 from .grammar_backend import Bitmask, GrammarError, bitmask_of
-from .request_grammar import RequestGrammar
+from .request_grammar import GrammarEnd, RequestGrammar
 
 
 class RequestConstraint:
@@ -47,6 +47,45 @@ class RequestConstraint:
         if self._grammar is not None and answer:
             self._grammar.accept(answer)
 
+    def num_allowed(self, token_ids: Sequence[int], drafts: Sequence[int]) -> int:
+        """Return how many of the drafts that follow ``token_ids``, which it has not followed, the grammar allows."""
+        if self._grammar is None:
+            return len(drafts)
+        answer: Sequence[int] = [*token_ids, *drafts]
+        if self._reasoning is not None:
+            answer = self._reasoning.copy().feed(answer)
+        return max(0, len(drafts) - len(answer) + self._grammar.num_allowed(answer))
+
+    def fill_rows(self, rows: Bitmask, drafts: Sequence[int]) -> int:
+        """Write to ``rows`` [1 + drafts, words] which tokens may come next, and which after each draft.
+
+        Returns how many rows it wrote; 0 if any token may come at each position. With fewer than ``1 + drafts``, the
+        last tokens are left to the next step. Raises as :meth:`fill` does for the first row, and ``GrammarError`` if
+        the library cannot continue after a draft that exceeds its limits.
+        """
+        is_bound = self.fill(rows[0])
+        if not drafts:
+            return int(is_bound)
+        rows[int(is_bound) : 1 + len(drafts)] = -1
+        forced, num_seen, reasoning = self.forced, self.num_seen, self._reasoning
+        self._reasoning = None if reasoning is None else reasoning.copy()
+        num_rows, followed = 1, list[int]()
+        try:
+            for draft in drafts:
+                if not self._follow(draft, followed):
+                    break
+                is_bound |= self.fill(rows[num_rows])
+                if self.forced is not None:
+                    break
+                num_rows += 1
+        except (GrammarEnd, GrammarError):
+            pass  # if the draft is right, the next step meets this again, and ends the request
+        finally:
+            self.forced, self.num_seen, self._reasoning = forced, num_seen, reasoning
+            if self._grammar is not None and followed:
+                self._grammar.rollback(len(followed))
+        return num_rows if is_bound or num_rows <= len(drafts) else 0
+
     def fill(self, row: Bitmask) -> bool:
         """Write to ``row`` [words] which tokens may come next. Returns False, and writes nothing, if all may.
 
@@ -64,6 +103,19 @@ class RequestConstraint:
             self._grammar.fill(row, self.num_seen)
         else:
             self._fill_undecided(row, self._grammar, self._reasoning)
+        return True
+
+    def _follow(self, draft: int, followed: list[int]) -> bool:
+        """Follow a draft, and add to ``followed`` the tokens that the grammar follows for it. Returns False if nothing
+        may come after the draft in this step."""
+        answer: Sequence[int] = (draft,) if self._reasoning is None else self._reasoning.feed((draft,))
+        self.num_seen += 1
+        if self._grammar is None or not answer:
+            return True
+        if self._grammar.is_end(draft) or self._grammar.num_allowed(answer) < len(answer):
+            return False
+        self._grammar.accept(answer)
+        followed += answer
         return True
 
     @property

@@ -26,6 +26,18 @@ class RequestGrammar:
         if token_ids:
             self._grammar.accept_tokens(token_ids)
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens, from the first on, may come next, without following them."""
+        return self._grammar.validate_tokens(token_ids) if token_ids else 0
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last accepted tokens. Raises ``GrammarError`` if the library cannot."""
+        self._grammar.rollback(num_tokens)
+
+    def is_end(self, token_id: int) -> bool:
+        """Return whether a token ends the output."""
+        return bool((self._eos | self._stop)[token_id // 32] >> (token_id % 32) & 1)
+
     def fill_after(self, token_ids: Sequence[int], row: Bitmask) -> None:
         """As :meth:`fill`, after these first tokens of an output, which are not accepted.
 

@@ -38,12 +38,15 @@ class WarmUp(msgspec.Struct, frozen=True):
     """Most rows for which the sampler drew tokens."""
     activation_bytes: int = 0
     """Memory that the largest step needs in addition to weights and KV blocks."""
+    free_rows: int = 0
+    """Most tokens of a decode step that takes hardly longer than a step of one token; 0: not measured."""
 
     def __str__(self) -> str:
         batches = ", ".join(map(str, self.decode_batches)) or "none"
         return (
             f"{self.seconds:.1f} s, decode steps of {batches} requests, a prefill step of {self.prefill_tokens} tokens "
             f"with {self.activation_bytes >> 20} MiB of activations, and the sampler for {self.sampled_rows} rows"
+            + (f"; steps of up to {self.free_rows} rows take hardly longer than one of 1" if self.free_rows else "")
         )
 
 

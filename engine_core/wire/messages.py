@@ -9,6 +9,7 @@ from ..errors import UtilityError
 from ..kv_cache.kv_events import KVCacheEvent
 from ..kv_transfer.kv_messages import KVTarget
 from .core_sampling_params import SamplingParams
+from .draft_counts import DraftCounts, SpecDecodingStats
 from .embedding_rows import EmbedsSpan
 from .serialization import from_raw
 
@@ -136,6 +137,15 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
         self.logprobs += following.logprobs
         self.top = following.top
 
+    def first(self, count: int) -> "Logprobs":
+        """Return the first ``count`` positions."""
+        if count >= len(self.sampled):
+            return self
+        listed = count * self.top
+        return Logprobs(
+            self.sampled[:count], self.rank[:count], self.top, self.token_ids[:listed], self.logprobs[:listed]
+        )
+
     def positions(self) -> Iterator["Logprobs"]:
         """Yield each position on its own."""
         for position, (sampled, rank) in enumerate(zip(self.sampled, self.rank, strict=True)):
@@ -199,6 +209,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """Statistics of the logits that the last of ``new_token_ids`` was drawn from, in steps that are measured."""
     error_kind: ErrorKind = ErrorKind.UNAVAILABLE
     """With ``error``, unless ``error_field`` says that the request is wrong."""
+    drafts: DraftCounts | None = None
+    """With ``finish_reason``: the request's drafts; None if it had none."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
@@ -233,6 +245,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Requests whose prompt was computed: they have their first token (counter)."""
     num_prefilled_tokens: int = 0
     """Prompt tokens of those requests, cached ones included (counter)."""
+    spec_decoding: SpecDecodingStats | None = None
+    """None unless the engine speculates."""
 
 
 class UtilityCall(msgspec.Struct, array_like=True, gc=False):

@@ -47,6 +47,11 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     """Requests that ended since the last step; the worker forgets them."""
     preempted_req_ids: list[str]
     """Requests that lost their blocks in this step; the worker forgets their rows."""
+    draft_token_ids: dict[str, list[int]] = {}
+    """Drafts that this step verifies, by request. Such a request has drawn all tokens but the drafts, and computes its
+    last token and the drafts: its number of scheduled tokens is one more than its drafts."""
+    num_drafts_wanted: dict[str, int] = {}
+    """How many drafts the worker may propose after this step, by request; none for a request that is not named."""
 
     def num_computed_tokens(self) -> dict[str, int]:
         """Return, for every request of the step, how many of its tokens were computed before it."""
@@ -60,10 +65,12 @@ class GrammarOutput(msgspec.Struct, array_like=True, gc=False):
     """Holds the tokens that may be drawn in a step, for the requests that draw a token and may not draw every one."""
 
     req_ids: list[str]
+    """[n] a request stands here once for each of its rows: the first is for the token after its last one, the next for
+    the token after its first draft, and so on. A request with fewer rows than tokens to draw draws only so many."""
     bitmask: npt.NDArray[np.int32]
     """[n, ceil(vocab_size / 32)]: bit i of word w is set if token 32 * w + i is allowed. Do not change it."""
     forced: dict[str, int] = {}
-    """The only token of a request that is drawn even if a sampling parameter forbids it."""
+    """The only token that a request draws in its first row, even if a sampling parameter forbids it."""
 
     def allowed(self, vocab_size: int) -> npt.NDArray[np.bool_]:
         """Return [n, vocab_size]: whether each token may be drawn."""
@@ -76,9 +83,10 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
 
     req_ids: list[str]
     sampled_token_ids: list[list[int]]
-    """[n] parallel to ``req_ids``; an empty list for a request whose prompt is not complete yet."""
+    """[n] parallel to ``req_ids``; an empty list for a request whose prompt is not complete yet. Of a request with
+    drafts: those drafts that are right, from the first on, and the token after them."""
     logprobs: dict[str, Logprobs] = {}
-    """Log probabilities of the sampled tokens, by request that asks for them."""
+    """Log probabilities of the sampled tokens, a row for each, by request that asks for them."""
     prompt_logprobs: dict[str, Logprobs] = {}
     """Log probabilities of the prompt tokens whose logits this step computed, by request that asks for them."""
     num_nans_in_logits: dict[str, int] = {}
@@ -89,3 +97,5 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     """Statistics of the logits by request that drew a token, in steps that are measured."""
     without_finite_logit: list[str] = []
     """Requests whose logits are all NaN or infinite; their entry in ``sampled_token_ids`` is empty."""
+    draft_token_ids: dict[str, list[int]] = {}
+    """Drafts of the tokens after the last sampled one, by request: at most ``SchedulerOutput.num_drafts_wanted``."""

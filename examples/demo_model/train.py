@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
 
+from .distill import IGNORED, DraftModel, EagleHead, load_teacher
 from .tokenizer import encode, train_tokenizer
 from .tools import Document
 
 Batch = tuple[Tensor, Tensor]
 """Token ids and labels, both int64 [rows, length]; a label of -100 is not learnt."""
-IGNORED = -100
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, context: int) -> Any:
@@ -82,7 +82,8 @@ def load_batches(
 
 def optimizers(model: Any, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    names = {name: p for name, p in model.named_parameters() if p.ndim == 2}
+    matrices = [p for name, p in names.items() if "layers." in name or name.startswith("fc.")]
     chosen = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in chosen]
     muon = torch.optim.Muon(
@@ -92,9 +93,11 @@ def optimizers(model: Any, args: argparse.Namespace) -> list[torch.optim.Optimiz
 
 
 def loss_of(model: Any, batch: Batch) -> Tensor:
-    """Mean cross-entropy over the labels; logits are made only where there is one."""
+    """Mean cross-entropy over the labels; logits are made only where there is one. A draft has a loss of its own."""
     ids, labels = batch
     wanted = labels != IGNORED
+    if isinstance(model, DraftModel | EagleHead):
+        return model.loss(ids, labels)
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         logits = model.lm_head(hidden[wanted])
@@ -136,10 +139,24 @@ def save(model: Any, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
+def train_draft(target: Path, documents: list[Document], args: argparse.Namespace) -> None:
+    """Train and save a draft model or an EAGLE head for the checkpoint `target`."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(target)  # type: ignore[no-untyped-call]
+    teacher = load_teacher(target)
+    batches = load_batches(documents, tokenizer, args)
+    draft = DraftModel(teacher, len(batches) * 3 // 4) if args.draft is not None else EagleHead(teacher)
+    print(f"{sum(p.numel() for p in draft.parameters()):,} parameters", flush=True)
+    train(draft, batches, args)
+    draft.save(tokenizer, args.out)
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="train.jsonl of the generator")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--draft", type=Path, metavar="MODEL", help="train a draft model of this checkpoint")
+    kinds.add_argument("--eagle", type=Path, metavar="MODEL", help="train an EAGLE head of this checkpoint")
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--length", type=int, default=512, help="tokens a row for most of the training")
@@ -160,6 +177,9 @@ def main() -> None:
     with open(args.data, encoding="utf-8") as file:
         documents = [json.loads(line) for line in file]
     random.Random(args.seed).shuffle(documents)
+    if (target := args.draft or args.eagle) is not None:
+        train_draft(target, documents, args)
+        return
     tokenizer = train_tokenizer(documents[:20_000], args.vocab, args.context)
     model = build_model(tokenizer, args.context)
     print(f"{model.num_parameters():,} parameters, vocabulary {len(tokenizer)}", flush=True)

@@ -30,11 +30,14 @@ def allocate_kv_caches(
     return list(torch.frombuffer(memory.buffer[:nbytes], dtype=config.kv_dtype).view(shape).unbind())
 
 
-def make_kv_pool(config: ModelConfig, num_blocks: int, block_size: int, memory: PoolMemory) -> KVPool:
-    """Describe caches in ``memory`` to transports: for each layer the region of its keys, then of its values."""
+def make_kv_pool(config: ModelConfig, num_blocks: int, block_size: int, memory: PoolMemory, layout: str = "") -> KVPool:
+    """Describe caches in ``memory`` to transports: for each layer the region of its keys, then of its values.
+
+    ``layout``: the name of the layout; empty: that of :func:`kv_layout`.
+    """
     block_bytes = config.kv_bytes_per_token * block_size // (2 * config.num_layers)
     regions = tuple(KVRegion(i * num_blocks * block_bytes, block_bytes) for i in range(2 * config.num_layers))
-    return KVPool(memory, regions, num_blocks, kv_layout(config, block_size))
+    return KVPool(memory, regions, num_blocks, layout or kv_layout(config, block_size))
 
 
 def kv_layout(config: ModelConfig, block_size: int) -> str:

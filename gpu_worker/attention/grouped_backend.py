@@ -19,6 +19,7 @@ class GroupedBackend:
     """Fulfils :class:`~.attention_backend.AttentionBackend` with one backend for each group.
 
     A plan gets the block table and the slots of all groups, as :class:`~..batch.block_table.BlockTable` holds them.
+    Backends do not read blocks that lie before a request's window: they may be another request's by now.
     """
 
     def __init__(
@@ -64,11 +65,11 @@ class GroupedBackend:
             backend.plan(
                 cu_query_lens,
                 seq_lens,
-                np.ascontiguousarray(block_tables[:, group :: len(self._groups)]),
-                slot_mapping[group],
+                np.ascontiguousarray(block_tables[:, index :: len(self._groups)]),
+                slot_mapping[index],
                 foreign_tails,
             )
-            for group, backend in enumerate(self._backends)
+            for index, backend in enumerate(self._backends)
         ]
         return GroupedPlan(plans, self._group_of)
 

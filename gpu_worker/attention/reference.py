@@ -61,25 +61,29 @@ class ReferencePlan:
         cached = elements(kv_cache)[..., : query.shape[2]]
         for request, (seq_len, table) in enumerate(zip(self.seq_lens, self.block_tables, strict=True)):
             rows = slice(self.cu_query_lens[request], self.cu_query_lens[request + 1])
-            slots = [(table[p // self.block_size], p % self.block_size) for p in range(seq_len)]
+            start = seq_len - (rows.stop - rows.start)
+            first = 0 if rule.sliding_window is None else max(0, start - rule.sliding_window + 1)
+            slots = [(table[p // self.block_size], p % self.block_size) for p in range(first, seq_len)]
             key, value = torch.stack([cached[:, block, :, offset] for block, offset in slots], dim=2).float()
-            out[rows] = _attend_one(query[rows].float(), key, value, rule).to(out.dtype)
+            out[rows] = _attend_one(query[rows].float(), key, value, rule, first).to(out.dtype)
         return out
 
 
-def _attend_one(query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
-    """Attend with [q, heads, size] over [kv_heads, s, size]; the last query is the last position."""
-    (num_queries, num_heads, _), (num_kv_heads, seq_len, _) = query.shape, key.shape
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule, first: int) -> Tensor:
+    """Attend with [q, heads, size] over [kv_heads, s, size], whose first position is ``first``; the last query is the
+    last position."""
+    (num_queries, num_heads, _), (num_kv_heads, num_keys, _) = query.shape, key.shape
+    seq_len = first + num_keys
     key, value = (x.repeat_interleave(num_heads // num_kv_heads, dim=0) for x in (key, value))
     scores = torch.einsum("qhd,hsd->hqs", query, key) * rule.scale
     if rule.softcap is not None:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
     positions = torch.arange(seq_len - num_queries, seq_len, device=query.device)[:, None]
-    others = torch.arange(seq_len, device=query.device)
+    others = torch.arange(first, seq_len, device=query.device)
     hidden = others > positions
     if rule.sliding_window is not None:
         hidden = hidden | (others <= positions - rule.sliding_window)
     scores = scores.masked_fill(hidden, float("-inf"))
     if rule.sinks is not None:
         scores = torch.cat((scores, rule.sinks[:, None, None].expand(-1, num_queries, 1)), dim=-1)
-    return torch.einsum("hqs,hsd->qhd", scores.softmax(-1)[:, :, :seq_len], value)
+    return torch.einsum("hqs,hsd->qhd", scores.softmax(-1)[:, :, :num_keys], value)

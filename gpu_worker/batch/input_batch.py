@@ -1,7 +1,8 @@
 """The persistent batch: the worker's state of every request between steps, from which each step gathers its arrays."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from .prompt_logprobs import PromptLogprobs
 from .prompt_rows import PromptEmbeds, TokenRows
 
 Ints = npt.NDArray[np.int64]
+_NONE: Mapping[str, list[int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class StepInputs:
     """Indices in [0, R) of requests whose known tokens are all computed after the step: these draw a token."""
     embeds: Sequence[TokenRows] = ()
     """Embeddings that replace those of ``token_ids``."""
+    drafts: Mapping[str, list[int]] = field(default_factory=dict)
+    """Drafts by request of the step: its last tokens here, which are verified and not yet its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +141,22 @@ class InputBatch:
             self.prompt_embeds.remove(row)
             self._free_rows.append(row)
 
-    def prepare(self, num_scheduled_tokens: Mapping[str, int]) -> StepInputs:
-        """Gather the arrays of a step that computes so many tokens of each of these requests."""
+    def prepare(self, num_scheduled_tokens: Mapping[str, int], drafts: Mapping[str, list[int]] = _NONE) -> StepInputs:
+        """Gather the arrays of a step that computes so many tokens of each of these requests, ``drafts`` included."""
         rows = np.array([self._row_of[req_id] for req_id in num_scheduled_tokens], dtype=np.int64)
         lengths = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
-        starts = self._num_computed[rows]
+        for req_id, token_ids in drafts.items():
+            # They lie behind the request's tokens, where drawn tokens replace them.
+            row = self._row_of[req_id]
+            end = self._num_tokens[row]
+            self._token_ids[row, end : end + len(token_ids)] = token_ids
+        return self.gather(list(num_scheduled_tokens), rows, self._num_computed[rows], lengths, drafts)
+
+    def gather(
+        self, req_ids: list[str], rows: Ints, starts: Ints, lengths: Ints, drafts: Mapping[str, list[int]] = _NONE
+    ) -> StepInputs:
+        """Gather the arrays of a step that computes ``lengths`` tokens from position ``starts`` on of these requests,
+        which have these rows of the batch; all [R]."""
         seq_lens = starts + lengths
         if lengths.max(initial=1) == 1:  # every request decodes
             cu_query_lens = np.arange(len(rows) + 1, dtype=np.int32)
@@ -152,7 +167,7 @@ class InputBatch:
             positions = np.arange(cu_query_lens[-1]) + np.repeat(starts - cu_query_lens[:-1], lengths)
             token_rows = np.repeat(rows, lengths)
         return StepInputs(
-            req_ids=list(num_scheduled_tokens),
+            req_ids=req_ids,
             rows=rows,
             token_ids=self._token_ids[token_rows, positions].astype(np.int64),
             positions=positions,
@@ -160,9 +175,27 @@ class InputBatch:
             seq_lens=seq_lens.astype(np.int32),
             block_tables=self.block_table.gather(rows),
             slot_mapping=self.block_table.slots(token_rows, positions),
-            sampled=np.flatnonzero(seq_lens == self._num_tokens[rows]),
+            sampled=np.flatnonzero(seq_lens >= self._num_tokens[rows]),
             embeds=self.prompt_embeds.gather(rows, starts, lengths, cu_query_lens) if self.prompt_embeds else (),
+            drafts=drafts,
         )
+
+    def known_tokens(self, req_id: str) -> npt.NDArray[np.int32]:
+        """Return a view of the prompt and output of a request that has a row."""
+        row = self._row_of[req_id]
+        return self._token_ids[row, : self._num_tokens[row]]
+
+    def num_tokens(self, rows: Ints) -> Ints:
+        """Return how many tokens of prompt and output these rows have, [n]."""
+        return self._num_tokens[rows]
+
+    def num_slots(self, rows: Ints) -> Ints:
+        """Return how many tokens of these rows their blocks and the context hold, [n]."""
+        return np.minimum(self.block_table.num_slots(rows), self._token_ids.shape[1])
+
+    def place_drafts(self, rows: Ints, positions: Ints, token_ids: Ints) -> None:
+        """Put a token behind those of each of these rows, for :meth:`gather`; drawn tokens replace it."""
+        self._token_ids[rows, positions] = token_ids
 
     def take_foreign_tails(self, step: StepInputs) -> Ints:
         """Return the indices in [0, R) of requests in whose last block foreign values follow their tokens.
@@ -179,9 +212,8 @@ class InputBatch:
         """Return whether no request asks for changed logits or for log probabilities."""
         return not (self.logits_processors or self.logprobs)
 
-    def sampling(self, step: StepInputs) -> tuple[list[SamplingParams], Ints]:
-        """Return parameters and output indices [S] of the rows of ``step.sampled``, in their order."""
-        rows = step.rows[step.sampled]
+    def sampling(self, rows: Ints) -> tuple[list[SamplingParams], Ints]:
+        """Return the parameters of these rows [S], and the output indices [S] of their next tokens."""
         params = self._params
         return [params[row] for row in rows.tolist()], self._num_tokens[rows] - self._num_prompt_tokens[rows]
 

@@ -1,7 +1,7 @@
 """Reads a checkpoint's ``config.json`` and refuses entries that were not read."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,15 @@ _HARMLESS_NAMES = """
     max_sequence_length is_llama_config transformers.js_config unsloth_fixed unsloth_version
     """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())
+
+
+class UnsupportedError(ValueError):
+    """Raised for a valid entry that asks for a feature which the built-in code does not compute."""
+
+    def __init__(self, message: str, unread: Sequence[str] = ()) -> None:
+        """``unread``: names of entries that the built-in code does not know; another library may know them."""
+        super().__init__(message)
+        self.unread = tuple(unread)
 
 
 class ConfigReader:
@@ -95,17 +104,25 @@ class ConfigReader:
         return ConfigReader(value, f"{self._where}: {name}", harmless)
 
     def refuse_rest(self) -> None:
-        """Raise ``ValueError`` naming the entries that were not read, unless they are harmless, private or off."""
+        """Raise :class:`UnsupportedError` naming the entries that were not read, unless they are harmless, private or
+        off."""
         rest = self._values.keys() - self._taken - self._harmless
         unknown = sorted(name for name in rest if not name.startswith("_") and not _is_off(self._values[name]))
         if unknown:
             features = ", ".join(f"{name} = {_brief(self._values[name])}" for name in unknown)
-            raise ValueError(f"{self._where}: not supported: {features}")
+            raise UnsupportedError(f"{self._where}: not supported: {features}", unknown)
 
     def error(self, name: str, wanted: str) -> ValueError:
         """Return the error for an entry with a wrong value."""
         found = _brief(self._values[name]) if name in self._values else "nothing"
         return ValueError(f"{self._where}: {name} {wanted}, found {found}")
+
+    def unsupported(self, name: str, wanted: str, *, is_known: bool = True) -> UnsupportedError:
+        """Return the error for an entry whose value is valid, but asks for what the built-in code does not compute.
+
+        ``is_known``: the architecture's own class certainly reads the entry.
+        """
+        return UnsupportedError(str(self.error(name, wanted)), () if is_known else (name,))
 
 
 def _is_off(value: Any) -> bool:

@@ -158,7 +158,7 @@ def _read_opt(reader: ConfigReader, dtype: torch.dtype) -> ModelConfig:
 def _activation(reader: ConfigReader, name: str, default: str) -> str:
     activation = reader.take(name) or default
     if activation not in ACTIVATIONS:
-        raise reader.error(name, f"is not supported: must be one of {', '.join(ACTIVATIONS)}")
+        raise reader.unsupported(name, f"is not supported: must be one of {', '.join(ACTIVATIONS)}")
     return str(activation)
 
 

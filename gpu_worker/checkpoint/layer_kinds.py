@@ -18,7 +18,9 @@ def read_ropes(reader: ConfigReader, family: str, head_size: int, num_layers: in
         return tuple(by_kind[kind] for kind in _gemma_kinds(reader, family, num_layers))
     rope = read_rope(reader, head_size, max_position, theta)
     if family == "phi3" and rope.scaling != 1.0:
-        raise reader.error("rope_scaling" if reader.take("rope_scaling") else "rope_parameters", "is not supported")
+        raise reader.unsupported(
+            "rope_scaling" if reader.take("rope_scaling") else "rope_parameters", "is not supported"
+        )
     if family == "smollm3":
         unrotated = no_rotation(head_size)
         return tuple(rope if rotates else unrotated for rotates in _rotating(reader, num_layers))
@@ -97,7 +99,7 @@ def _qwen_windows(reader: ConfigReader, num_layers: int) -> list[int | None]:
 def _no_windows(reader: ConfigReader, num_layers: int) -> tuple[None, ...]:
     """Check that the windows of Qwen's models with experts are off, as they are in every published one."""
     if reader.take_bool("use_sliding_window", False):
-        raise reader.error("use_sliding_window", "must be false")
+        raise reader.unsupported("use_sliding_window", "must be false")
     for unused in ("sliding_window", "max_window_layers"):
         reader.take(unused)
     _check_full_attention(reader, num_layers)
@@ -107,7 +109,7 @@ def _no_windows(reader: ConfigReader, num_layers: int) -> tuple[None, ...]:
 def _known_kinds(reader: ConfigReader, num_layers: int) -> list[Any] | None:
     kinds = _layer_types(reader, num_layers)
     if any(kind not in (_FULL, _SLIDING) for kind in kinds or ()):
-        raise reader.error("layer_types", "may only hold full_attention and sliding_attention")
+        raise reader.unsupported("layer_types", "may only hold full_attention and sliding_attention")
     return kinds
 
 

@@ -13,13 +13,13 @@ from tokenloom.gguf.gguf_file import is_gguf
 from ..attention.int8_cache import SCALE_BYTES
 from ..layers.rotary import RopeConfig
 from .config_reader import ConfigReader
+from .directory_source import stored_dtype
 from .expert_switches import ExpertSwitches
 from .families import DECODERS, DecoderTraits
 from .gguf.config import gguf_config
 from .opt_switches import OPTSwitches
 from .quantization.scheme import Scheme
 from .quantization.schemes import read_scheme
-from .safetensors_files import stored_dtype
 
 Family = Literal[
     "llama",

@@ -11,10 +11,11 @@ from torch import Tensor
 from tokenloom.gguf.gguf_file import is_gguf
 
 from ..platform.memory import forget_mapped, return_freed
+from .directory_source import DirectorySource
 from .gguf.source import GgufSource
 from .packed_weight import PackedWeight, fill_rows
 from .quantization.scheme import Scheme
-from .safetensors_files import SafetensorsSource, weight_files
+from .weight_files import weight_files
 
 FORGET_AT = 64 << 20
 """After how many bytes that were unpacked or cast the files' pages and the allocator's free memory are dropped."""
@@ -52,7 +53,7 @@ class Checkpoint:
         self.path = path
         self.dtype = dtype
         self._device = device
-        self._source: WeightSource = GgufSource(path) if is_gguf(path) else SafetensorsSource(path, scheme)
+        self._source: WeightSource = GgufSource(path) if is_gguf(path) else DirectorySource(path, scheme)
         self._taken: set[str] = set()
         self._copied = 0  # bytes of the files since memory was dropped last
 

@@ -94,7 +94,7 @@ def load_quantized(march: str = "native") -> CDLL:
     :class:`KernelsUnavailable`, also if the CPU has no AVX2."""
     library = _load(build("quantized", march))
     _check_can_multiply(library, "AVX2")
-    library.multiply_quantized.argtypes = [*[_I32] * 2, *[_P] * 6, *[_I64] * 3, _F, _I32, _I32]
+    library.multiply_quantized.argtypes = [*[_I32] * 2, *[_P] * 6, *[_I64] * 4, _F, _I32, _I32]
     library.round_to_4_bits.argtypes = [_I32, _P, _I64, _I64, _P, _I64, _P, _P, _I32]
     library.pack_quantized.argtypes = [_I32, *[_P] * 2, *[_I64] * 2, _I32, _I32]
     library.multiply_quantized.restype = library.round_to_4_bits.restype = library.pack_quantized.restype = None

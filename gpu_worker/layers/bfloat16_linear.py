@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_bfloat16
+from .weight_memory import weight_memory
 
 
 class Bfloat16Linear:
@@ -49,7 +50,7 @@ def _in_panels(weight: Tensor, kernels: CDLL) -> Tensor:
     """Arrange [out, in] for the kernel as [panels, in, outputs of a panel]."""
     outputs, inputs = weight.shape
     panel = kernels.panel_outputs()
-    packed = torch.empty(-(-outputs // panel), inputs, panel, dtype=torch.bfloat16)
+    packed = weight_memory.empty(-(-outputs // panel), inputs, panel, dtype=torch.bfloat16)
     weight = weight.contiguous()
     kernels.pack_bfloat16(weight.data_ptr(), packed.data_ptr(), outputs, inputs, torch.get_num_threads())
     return packed

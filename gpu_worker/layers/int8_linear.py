@@ -14,6 +14,7 @@ from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_int8, warn_unavailable
 from .quantized_linear import QuantizedLinear
 from .quantized_weight import QuantizedWeight
+from .weight_memory import weight_memory
 
 _LARGEST = 127
 _BLOCK_OUTPUTS, _BLOCK_INPUTS, _FOUR = 32, 64, 4
@@ -87,7 +88,7 @@ def _in_blocks(weight: Tensor) -> Tensor:
     """Arrange [out, in] for the kernel: blocks of outputs, blocks of inputs, fours, outputs, inputs of a four."""
     outputs, inputs = weight.shape
     sizes = (outputs // _BLOCK_OUTPUTS, _BLOCK_OUTPUTS, inputs // _BLOCK_INPUTS, _BLOCK_INPUTS // _FOUR, _FOUR)
-    return weight.view(sizes).permute(0, 2, 3, 1, 4).contiguous()
+    return weight_memory.copy(weight.view(sizes).permute(0, 2, 3, 1, 4))
 
 
 def _kernels(weight: Tensor) -> CDLL:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_quantized
 from .quantized_weight import QuantizedWeight
+from .weight_memory import weight_memory
 
 GROUP = 32
 """Inputs that the kernel rounds together. Mirrors the constant in ``quantized.cpp``, as does the next."""
@@ -28,8 +29,9 @@ class _Packed:
     matrix: Tensor
     """[panels, groups * fours * 16 * 4] uint8; of 4 bits half as many fours."""
     scales: Tensor
-    """[panels, groups, 16] float16."""
+    """[panels, groups / groups_per_scale, 16] float16."""
     offsets: Tensor | None
+    groups_per_scale: int
     factor: float
     least: int
 
@@ -67,6 +69,7 @@ class QuantizedLinear:
             len(x),
             inputs,
             outputs,
+            packed.groups_per_scale,
             packed.factor,
             packed.least,
             torch.get_num_threads(),
@@ -78,19 +81,21 @@ def _pack(weight: QuantizedWeight, kernels: CDLL) -> _Packed:
     outputs, inputs = weight.shape
     scales, offsets = weight.scales, weight.offsets
     least, bits = _range(weight)
-    matrix = torch.zeros(-(-outputs // _PANEL), _PANEL * inputs * bits // 8, dtype=torch.uint8)
+    matrix = weight_memory.empty(-(-outputs // _PANEL), _PANEL * inputs * bits // 8, dtype=torch.uint8).zero_()
     values, threads = weight.values.contiguous(), torch.get_num_threads()
     kernels.pack_quantized(bits, values.data_ptr(), matrix.data_ptr(), outputs, inputs, least, threads)
     factor = _power_of_two(scales, offsets)
-    repeat = weight.group // GROUP
-    halves = None if offsets is None else _halves(offsets, factor, repeat)
-    return _Packed(bits, matrix, _halves(scales, factor, repeat), halves, factor, least)
+    halves = None if offsets is None else _halves(offsets, factor)
+    return _Packed(bits, matrix, _halves(scales, factor), halves, weight.group // GROUP, factor, least)
 
 
 def _range(weight: QuantizedWeight) -> tuple[int, int]:
-    """Return the number that a level of zero stands for, and how many bits hold all levels."""
+    """Return the number that a level of zero stands for, and how many bits hold all levels.
+
+    The kernel's sums have 16 bits, so 4 bits hold only levels of -16 to 15.
+    """
     low, high = int(weight.values.min()), int(weight.values.max())
-    if high - low < 16:
+    if high - low < 16 and low >= -16 and high < 16:
         return low, 4
     return -128, 8
 
@@ -102,8 +107,8 @@ def _power_of_two(scales: Tensor, offsets: Tensor | None) -> float:
     return 2.0 ** (exponent - _FLOAT16_MAX_EXPONENT)
 
 
-def _halves(numbers: Tensor, factor: float, repeat: int) -> Tensor:
-    """Return [out, groups] divided by ``factor`` as float16 [panels, groups * repeat, 16]."""
+def _halves(numbers: Tensor, factor: float) -> Tensor:
+    """Return [out, groups] divided by ``factor`` as float16 [panels, groups, 16]."""
     outputs = len(numbers)
     padded = torch.nn.functional.pad(numbers / factor, (0, 0, 0, -outputs % _PANEL))
-    return padded.view(-1, _PANEL, numbers.shape[1]).transpose(1, 2).repeat_interleave(repeat, 1).half().contiguous()
+    return weight_memory.copy(padded.view(-1, _PANEL, numbers.shape[1]).transpose(1, 2).half())

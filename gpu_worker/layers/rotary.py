@@ -64,7 +64,7 @@ def read_rope(config: ConfigReader, head_size: int, max_position: int, default_t
     outer_theta = config.take_float("rope_theta", default_theta)
     outer_original = config.take("original_max_position_embeddings")
     if config.take("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise config.error("partial_rotary_factor", "must be 1: partly rotated heads are not supported")
+        raise _partial(config)
     rope = scaling or parameters
     if rope is None:
         return RopeConfig(head_size, outer_theta)
@@ -97,9 +97,11 @@ def _read_parameters(
     old_name = rope.take("type", "default")
     rope_type = rope.take("rope_type", old_name)
     if rope_type not in get_args(RopeType):
-        raise rope.error("rope_type" if rope.take("rope_type") else "type", f"must be one of {get_args(RopeType)}")
+        raise rope.unsupported(
+            "rope_type" if rope.take("rope_type") else "type", f"must be one of {get_args(RopeType)}"
+        )
     if rope.take("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise rope.error("partial_rotary_factor", "must be 1: partly rotated heads are not supported")
+        raise _partial(rope)
     theta = rope.take_float("rope_theta", plain.theta)
     original = rope.take_int("original_max_position_embeddings", max_position)
     if outer_original is not None:  # the entry outside the rope object overrides the one inside
@@ -107,6 +109,11 @@ def _read_parameters(
     result = RopeConfig(plain.head_size, theta, _read_scaling(rope, rope_type, original))
     rope.refuse_rest()
     return result
+
+
+def _partial(config: ConfigReader) -> ValueError:
+    text = "must be 1: partly rotated heads are not supported"
+    return config.unsupported("partial_rotary_factor", text, is_known=False)
 
 
 def _read_scaling(rope: ConfigReader, rope_type: RopeType, original: int) -> float | Llama3Scaling | YarnScaling:

@@ -1,5 +1,6 @@
 """Loads a checkpoint with the model class of its architecture."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -8,6 +9,7 @@ import torch
 
 from tokenloom.gguf.gguf_file import is_gguf
 
+from ..checkpoint.config_reader import UnsupportedError
 from ..checkpoint.model_config import ARCHITECTURES, ModelConfig, check_quantization, load_model_config, read_dtype
 from ..checkpoint.weights import Checkpoint
 from ..ops.ops import Ops
@@ -17,6 +19,8 @@ from .gpt2 import GPT2Model
 from .model import Model
 from .opt import OPTModel
 from .transformers.architecture import read_architecture
+
+log = logging.getLogger(__name__)
 
 
 def load_model(
@@ -36,9 +40,7 @@ def load_model(
     device = device or torch.device("cpu")
     if uses_transformers(path, model_impl):
         check_quantization(quantization)
-        ops = ops or TorchOps()
-        loaded: Model = _transformers(path).TransformersModel(path, read_dtype(path, dtype), device, ops, quantization)
-        return loaded
+        return _load_transformers(path, read_dtype(path, dtype), device, ops or TorchOps(), quantization)
     config = load_model_config(path, dtype, quantization)
     with Checkpoint(path, config.dtype, device, config.scheme) as checkpoint:
         model: Model
@@ -54,7 +56,7 @@ def load_model(
 
 
 def uses_transformers(path: Path, model_impl: str) -> bool:
-    """Return whether transformers' modules compute the checkpoint: if they are asked for, or are the only ones.
+    """Return whether transformers' modules compute the checkpoint: if they are asked for, or if only they can.
 
     Raises ``ValueError`` if they are asked for and the checkpoint is a GGUF file, which they do not read.
     """
@@ -62,22 +64,52 @@ def uses_transformers(path: Path, model_impl: str) -> bool:
         if model_impl == "transformers":
             raise ValueError(f"{path.name}: transformers' modules read no GGUF file; choose model_impl auto")
         return False
-    return model_impl == "transformers" or (model_impl == "auto" and read_architecture(path)[0] not in ARCHITECTURES)
+    if model_impl != "auto":
+        return model_impl == "transformers"
+    return read_architecture(path)[0] not in ARCHITECTURES or _missing_feature(path) is not None
 
 
-def _transformers(path: Path) -> ModuleType:
+def _missing_feature(path: Path) -> UnsupportedError | None:
+    """Return what the built-in code lacks for a checkpoint whose configuration transformers' class understands."""
+    if read_architecture(path)[0] not in ARCHITECTURES:
+        return None
+    try:
+        load_model_config(path, "float32")
+    except UnsupportedError as error:
+        return error if _transformers(path, error).reads_entries(path, error.unread) else None
+    except ValueError:
+        return None  # is raised again where the checkpoint is loaded
+    return None
+
+
+def _load_transformers(
+    path: Path, dtype: torch.dtype, device: torch.device, ops: Ops, quantization: str | None
+) -> Model:
+    lack = _missing_feature(path)
+    if lack is not None:
+        log.warning("%s; transformers' modules compute the model, which takes more time", lack)
+    try:
+        model: Model = _transformers(path).TransformersModel(path, dtype, device, ops, quantization)
+    except ValueError as error:
+        if lack is None:
+            raise
+        raise ValueError(f"{lack}; transformers' modules do not compute it either: {error}") from error
+    return model
+
+
+def _transformers(path: Path, lack: UnsupportedError | None = None) -> ModuleType:
     """Return the module for models of transformers, which is imported only when it is needed.
 
-    Raises ``ValueError`` if that library is not installed.
+    Raises ``ValueError`` if that library is not installed; ``lack`` is the reason to need it.
     """
     try:
         from .transformers import entry
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
+        reason = lack or f"{path / 'config.json'}: architectures names {read_architecture(path)[0]}"
         raise ValueError(
-            f"{path / 'config.json'}: architectures names {read_architecture(path)[0]}, which the transformers package "
-            'computes; install it with: pip install "tokenloom[transformers]"'
+            f'{reason}, which the transformers package computes; install it with: pip install "tokenloom[transformers]"'
         ) from None
     return entry
 

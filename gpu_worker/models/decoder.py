@@ -57,6 +57,10 @@ class DecoderModel:
             delta = layer(residual, delta, rotations[rotary], kv_cache, plan)
         return self._norm(residual, delta)
 
+    def embed_tokens(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings [T, hidden_size] of tokens [T]."""
+        return embed(self._embedding, input_ids, (), self.config.embedding_scale)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         logits = self._lm_head(hidden, torch.float32)
         softcap = self.config.logit_softcap

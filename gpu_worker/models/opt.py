@@ -79,6 +79,7 @@ class OPTModel:
         vars(self).pop("_lm_head", None)  # frees its memory before the new one is packed
         # The first OPT checkpoints hold the tensors without the name of the language model around them.
         prefix = "model.decoder" if "model.decoder.embed_positions.weight" in checkpoint else "decoder"
+        checkpoint.skip([f"{prefix}.version"])
         name, hidden, inner = f"{prefix}.embed_tokens.weight", config.hidden_size, config.embedding_size
         self._token_embedding, output = load_embeddings(checkpoint, name, config, inner)
         self._lm_head = make_output(output, config.quantization)

@@ -21,6 +21,12 @@ class Purpose(enum.IntEnum):
     """Says what a number is drawn for, so that numbers of one request and index are not correlated between purposes."""
 
     SAMPLE = 0
+    DRAFT = 1
+    """Of a draft model, where rejection sampling verifies its drafts."""
+    ACCEPT = 2
+    """Decides whether rejection sampling accepts a draft."""
+    RESIDUAL = 3
+    """Of the token that rejection sampling draws in place of a draft."""
 
 
 def philox(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

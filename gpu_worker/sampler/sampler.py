@@ -21,6 +21,10 @@ NO_TOKEN = -1
 class Sampler:
     """Draws one token for each row. Each row's method follows from its own parameters, never from the batch."""
 
+    def __init__(self, purpose: Purpose = Purpose.SAMPLE) -> None:
+        """``purpose``: of the random numbers."""
+        self._purpose = purpose
+
     def sample(
         self,
         logits: npt.NDArray[np.float32],
@@ -47,7 +51,7 @@ class Sampler:
             if not is_all_finite:
                 rows = rows[np.isfinite(largest[random])]
             seeds = np.array([params[row].seed for row in rows.tolist()], dtype=np.uint64)
-            numbers = uniform(seeds, output_indices[rows].astype(np.uint64), Purpose.SAMPLE)
+            numbers = uniform(seeds, output_indices[rows].astype(np.uint64), self._purpose)
             plain = np.array([_is_plain(params[row], logits.shape[1]) for row in rows.tolist()], dtype=bool)
             for row, u in zip(rows[~plain].tolist(), numbers[~plain].tolist(), strict=True):
                 token_ids[row] = _draw(logits[row], params[row], u)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter
 
+from tokenloom.engine_core.config import SpeculativeConfig
 from tokenloom.engine_core.wire.handshake import CoreReady
 from tokenloom.engine_core.wire.messages import (
     EngineCoreOutput,
@@ -18,6 +19,7 @@ from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
 
 from .kv.kv_metrics import KVMetrics
+from .speculation_metrics import SpeculationMetrics
 from .streams.attempt import Attempt
 
 _LABELS = ("model_name", "engine")
@@ -39,8 +41,17 @@ _COUNTERS_OF_CORE = {
 class EngineMetrics:
     """Observes attempts and steps; times are monotonic seconds."""
 
-    def __init__(self, registry: CollectorRegistry, model: str, engine: str, *, logits: bool = False) -> None:
-        """``logits``: whether the core measures logits; otherwise their metrics do not exist."""
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        model: str,
+        engine: str,
+        *,
+        logits: bool = False,
+        speculative: SpeculativeConfig | None = None,
+    ) -> None:
+        """``logits``: whether the core measures logits; otherwise their metrics do not exist, nor do those of drafts
+        without ``speculative``."""
         self.kv = KVMetrics(registry, model, engine)
         self._registry = registry
         self._labels = (model, engine)
@@ -60,6 +71,9 @@ class EngineMetrics:
         self._success = {reason: success.labels(*self._labels, reason.name.lower()) for reason in FinishReason}
         self._make_histograms()
         self._logits = _LogitsMetrics(registry, labels_of) if logits else None
+        if speculative is not None:
+            num_tokens = speculative.num_speculative_tokens
+            SpeculationMetrics(registry, labels_of, num_tokens, lambda: self._seen.spec_decoding)
 
     def _make_histograms(self) -> None:
         self._ttft = self._histogram("time_to_first_token_seconds", "Seconds from arrival to the first token.")

@@ -6,8 +6,16 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from msgspec import Meta
 from msgspec.structs import replace
 
-from tokenloom.checkpoint import DEMO_MODEL_NAME
-from tokenloom.engine_core.config import EngineConfig, SchedulerConfig, StructuredOutputConfig, TLSFiles, WorkerConfig
+from tokenloom.checkpoint import DEMO_MODEL_NAME, resolve
+from tokenloom.engine_core.config import (
+    EngineConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    StructuredOutputConfig,
+    TLSFiles,
+    WorkerConfig,
+)
+from tokenloom.request.errors import NotFound
 from tokenloom.request.validation import DEFAULT_MAX_LOGPROBS
 from tokenloom.services.runtime.host.service_settings import Count, OptionalAddress, ServiceSettings
 from tokenloom.services.runtime.peers.tls import dns_name
@@ -80,9 +88,23 @@ def for_checkpoint(config: EngineConfig, checkpoint: str) -> EngineConfig:
     Raises ``ValueError`` if an option does not fit the checkpoint.
     """
     worker = replace(config.worker, model=checkpoint)
+    config = replace(config, speculative=_with_path(config.speculative, Path(checkpoint)))
     if not checkpoint:
         return replace(config, worker=worker, structured_output=None)
     path = Path(checkpoint)
     grammars = structured_output_config(path, config.structured_output)
     reasoning = reasoning_config(path, config.reasoning)
     return replace(config, worker=worker, structured_output=grammars, reasoning=reasoning)
+
+
+def _with_path(speculative: SpeculativeConfig | None, checkpoint: Path) -> SpeculativeConfig | None:
+    """Return the configuration with the directory of its model: a folder of the checkpoint, such as ``draft`` of the
+    demo model, or any other. Raises ``ValueError`` if it does not exist."""
+    if speculative is None or not speculative.model:
+        return speculative
+    if (own := checkpoint / speculative.model / "config.json").is_file():
+        return replace(speculative, model=str(own.parent))
+    try:
+        return replace(speculative, model=str(resolve(speculative.model)))
+    except NotFound as error:
+        raise ValueError(f"speculative_config: {error}") from None

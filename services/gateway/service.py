@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+from functools import partial
 
 from google.protobuf.message import Message
 
@@ -28,6 +29,7 @@ from .http.byte_budget import ByteBudget
 from .http.connections import Connections
 from .http.http_server import HttpServer
 from .http.json_body import BodyParser
+from .http.response_counts import OTHER, ResponseCounts
 from .kserve.kserve_servicer import KServeServicer
 from .openai.completions import CompletionsApi
 from .openai.openai_models import READ_FIELDS, WITHOUT_EFFECT, BodyReader
@@ -65,12 +67,15 @@ class GatewayService:
         shares = _divide(settings, keys)
         host.metrics.register(TenantMetrics(shares))
         mesh = await connect(settings, host, shares)
+        counts = ResponseCounts(host.metrics)
         http = HttpServer(
-            await _open_edges(settings, host, mesh, keys, shares, self._parser),
+            await _open_edges(settings, host, mesh, keys, shares, self._parser, counts),
             settings.http_listen,
             budget=ByteBudget(settings.max_body_bytes_in_flight),
             connections=Connections(
-                for_clients(settings.max_connections, NUM_EDGES), settings.max_connections_per_peer
+                for_clients(settings.max_connections, NUM_EDGES),
+                settings.max_connections_per_peer,
+                on_refused=partial(counts.count, OTHER, reason="CONNECTION"),
             ),
             insecure=settings.is_open,
             tls=host.public_tls,
@@ -138,7 +143,13 @@ def _divide(settings: GatewaySettings, keys: ApiKeys) -> TenantShares:
 
 
 async def _open_edges(
-    settings: GatewaySettings, host: Host, mesh: ServedMesh, keys: ApiKeys, shares: TenantShares, parser: BodyParser
+    settings: GatewaySettings,
+    host: Host,
+    mesh: ServedMesh,
+    keys: ApiKeys,
+    shares: TenantShares,
+    parser: BodyParser,
+    counts: ResponseCounts,
 ) -> App:
     """Add the gRPC services to the host's server and return the HTTP application. Waits for the operator's certificate
     where the admin routes need one."""
@@ -157,7 +168,8 @@ async def _open_edges(
     routes = api_routes(settings, host, mesh, parser, reader, completions)
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
     admin_routes = await _admin_routes(settings, host, mesh)
-    return App(routes, keys, admin_routes, admin_keys, guard, shares, settings.cors_origins, ERROR_FORMS)
+    origins = settings.cors_origins
+    return App(routes, keys, admin_routes, admin_keys, guard, shares, origins, ERROR_FORMS, counts=counts)
 
 
 async def _admin_routes(settings: GatewaySettings, host: Host, mesh: ServedMesh) -> Routes:

@@ -54,6 +54,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         max_chars: int = MAX_RENDERED_CHARS,
     ) -> str:
@@ -61,14 +62,13 @@ class ChatTemplate:
 
         Args:
             messages, tools: In OpenAI's form.
+            continue_final_message: End with the words of the last message, so that the model continues them.
             template_kwargs: Arguments that the template documents; they cannot replace the names given here.
 
         Raises ``TemplateRefused`` or ``TemplateTooLong``.
         """
-        context: dict[str, Any] = {**(template_kwargs or {}), **self.special_tokens}
-        context.update(
-            messages=messages, tools=tools or None, documents=None, add_generation_prompt=add_generation_prompt
-        )
+        context: dict[str, Any] = {"documents": None, **(template_kwargs or {}), **self.special_tokens}
+        context.update(messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt)
         parts: list[str] = []
         length = 0
         try:
@@ -84,7 +84,8 @@ class ChatTemplate:
                 raise
             # The template met values of a type or shape that it does not expect.
             raise TemplateRefused(f"the chat template cannot take this conversation: {error}") from None
-        return "".join(parts)
+        text = "".join(parts)
+        return _ended_within(text, messages[-1]) if continue_final_message else text
 
 
 class _GenerationTag(Extension):
@@ -99,6 +100,18 @@ class _GenerationTag(Extension):
 
     def _contents(self, caller: Callable[[], str]) -> str:
         return caller()
+
+
+def _ended_within(text: str, message: Mapping[str, Any]) -> str:
+    """Return the rendered text up to the end of the last message's words. Templates may trim them."""
+    words = str(message.get("content") or "")
+    at = text.rfind(words.strip()) if words.strip() else -1
+    if at < 0:
+        raise TemplateRefused(
+            "continue_final_message needs a last message whose text the chat template writes as it is"
+        )
+    kept = words.lstrip() if text.startswith(words.lstrip(), at) else words.strip()
+    return text[: at + len(kept)]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

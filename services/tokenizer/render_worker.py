@@ -33,6 +33,7 @@ class Job(TypedDict):
     tools_json: str
     template_kwargs_json: str
     add_generation_prompt: bool
+    continue_final_message: bool
 
 
 class Reply(TypedDict, total=False):
@@ -89,6 +90,7 @@ def _render(template: ChatTemplate, job: Job) -> str:
         json.loads(job["messages_json"]),
         json.loads(job["tools_json"] or "null"),
         add_generation_prompt=job["add_generation_prompt"],
+        continue_final_message=job["continue_final_message"],
         template_kwargs=json.loads(job["template_kwargs_json"] or "null"),
     )
 

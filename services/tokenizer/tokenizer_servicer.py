@@ -65,7 +65,8 @@ class TokenizerServicer(TokenizerServicerBase):
             want_token_strings=request.want_token_strings,
         )
         self._metrics.encode_chat.observe(time.monotonic() - started)
-        prompt.opens_reasoning = request.add_generation_prompt and opens_reasoning(text)
+        is_open = request.add_generation_prompt or request.continue_final_message
+        prompt.opens_reasoning = is_open and opens_reasoning(text)
         self._metrics.tokens.inc(len(prompt.token_ids))
         return EncodeChatResponse(prompt=prompt)
 
@@ -97,4 +98,5 @@ def _job(request: EncodeChatRequest) -> Job:
         tools_json=tools,
         template_kwargs_json=template_kwargs,
         add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
     )

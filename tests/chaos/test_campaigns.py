@@ -36,5 +36,5 @@ async def campaign(name: str, **changes: Any) -> dict[str, Any]:
 async def test_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     # On a machine that runs other tests, a late answer is no sign of a lost gateway.
     monkeypatch.setattr(gateway_probe, "TIMEOUT_SECONDS", 30.0)
-    report = await campaign("kill", layout="whole", requests=60)
+    report = await campaign("kill", layout="whole", requests=60, drafts=4)
     assert report["violations"] == [], "\n".join([*report["layouts"][0]["examples"], *report["log"][-60:]])

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor import make_executor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
@@ -29,9 +29,12 @@ def make_config(
     reserve_full_prompt: bool = True,
     watermark: float = 0.01,
     kv_events: bool = False,
+    num_drafts: int = 0,
+    draft_accuracy: float = 0.7,
+    draft_model: str = "",
 ) -> EngineConfig:
     return EngineConfig(
-        worker=WorkerConfig(model="", worker="hash"),
+        worker=WorkerConfig(model="", worker="hash", draft_accuracy=draft_accuracy),
         cache=CacheConfig(
             block_size=block_size, enable_prefix_caching=caching, num_blocks=num_blocks, kv_events=kv_events
         ),
@@ -47,7 +50,15 @@ def make_config(
             watermark=watermark,
         ),
         max_model_len=max_model_len,
+        speculative=_speculative(num_drafts, draft_model),
     )
+
+
+def _speculative(num_drafts: int, draft_model: str) -> SpeculativeConfig | None:
+    """The hash worker drafts by its own rule; with a model, the scheduler reserves the blocks that it would write."""
+    if not num_drafts:
+        return None
+    return SpeculativeConfig("draft_model" if draft_model else "ngram", num_drafts, draft_model)
 
 
 def make_core(*, vocab_size: int = VOCAB_SIZE, **settings: object) -> EngineCore:

@@ -41,7 +41,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert request.num_tokens + request.num_output_placeholders <= request.max_num_tokens
         num_blocks = -(-request.num_computed_tokens // scheduler.kv.block_size)
         num_blocks *= scheduler.kv.pool.num_groups
-        assert len(request.block_ids) == num_blocks or (request.remote and len(request.block_ids) > num_blocks)
+        has_spare = request.remote is not None or scheduler.drafts is not None  # a rejected draft leaves its block
+        assert len(request.block_ids) == num_blocks or (has_spare and len(request.block_ids) > num_blocks)
     _check_order(scheduler)
     holders = waiting + scheduler.running + away + [request for request in loading if request.is_finished]
     check_pool(scheduler.kv.pool, holders, list(remote._held.values()) if remote is not None else ())

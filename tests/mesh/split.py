@@ -15,7 +15,7 @@ import pytest
 from tests.engine_core.client.inproc import AsyncInprocClient
 from tests.engine_core.invariants import check_idle
 from tests.mesh.harness import SOON, VOCAB_SIZE, Mesh, Part
-from tokenloom.checkpoint import DEMO_MODEL
+from tokenloom.checkpoint import DEMO_MODEL, resolve
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.executor import Executor
@@ -157,7 +157,7 @@ class SplitEngine(Part):
 def _client(settings: EngineSettings) -> AsyncInprocClient:
     is_hash = settings.engine.worker.worker == "hash"
     # Without a checkpoint the hash worker's tokens are any of the vocabulary.
-    config = settings.engine_config("" if is_hash else str(DEMO_MODEL))
+    config = settings.engine_config("" if is_hash else str(resolve(settings.engine.worker.model)))
     config = msgspec.structs.replace(
         config,
         structured_output=structured_output_config(DEMO_MODEL),

@@ -54,7 +54,7 @@ async def read_pages(directory: Path) -> Pages:
         directory,
         certificates=directory / "certificates",
         common={"metrics_listen": "127.0.0.1:0"},
-        engine={"kv_transports": ["shm"], "logits_metrics_interval": 1},
+        engine={"kv_transports": ["shm"], "logits_metrics_interval": 1, "speculative_config": {"method": "ngram"}},
     )
     async with mesh.running(), mesh.http() as http:
         for _ in range(2):
@@ -127,7 +127,8 @@ picker of the Gateway API Inference Extension reads. An engine shows the same na
 docker-compose.yml, whose profile `observability` runs it all; `k8s/monitoring` has the same for the Prometheus
 operator.
 
-The metrics of logits and temperatures exist where `--logits-metrics-interval` is set.
+The metrics of logits and temperatures exist where `--logits-metrics-interval` is set, those of drafts
+(`vllm:spec_decode_…`) where `--speculative-config` is.
 
 This page is written by `make metrics-docs` from a running mesh; a test keeps it current. `make metrics-check` has
 promtool look at every page and at the rules in `observability/`."""

@@ -35,6 +35,7 @@ class Engine:
         model_impl: Literal["auto", "native", "transformers"] = "auto",
         max_model_len: int = MAX_MODEL_LEN,
         kv_cache_dtype: KVCacheDtype = "auto",
+        groups: bool = True,
     ) -> None:
         worker = WorkerConfig(
             model=str(model),
@@ -52,6 +53,7 @@ class Engine:
                 block_size=block_size,
                 enable_prefix_caching=prefix_caching,
                 dtype=kv_cache_dtype,
+                disable_hybrid_kv_cache_manager=not groups,
             ),
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
             max_model_len=max_model_len,
@@ -95,7 +97,7 @@ class Engine:
                 tokens[output.request_id] += output.new_token_ids
             self.stats = outputs.scheduler_stats or self.stats
             self.most_scheduled = max(self.most_scheduled, len(outputs.outputs))
-        assert self.stats.num_free_blocks == self.core.ready.num_kv_blocks, "a block leaked"
+        assert self.stats.kv_usage == 0.0, "a block leaked"
         return list(tokens.values())
 
     def next_logprobs(self, prompt: list[int], accepted: list[int], num_tokens: int = 20) -> dict[int, float]:

@@ -1,6 +1,8 @@
 """The reference: transformers, float32, ``generate(do_sample=False)``, one prompt at a time."""
 
 import functools
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 import transformers
 
 from tests.parity.identical import Case
-from tokenloom import demo_model
+from tokenloom.checkpoint import DEMO_MODEL
 
 NUM_TOKENS = 24
 _FAMILY = [1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 40, 48, 63, 64, 65, 80]
@@ -68,6 +70,12 @@ _MORE_CONFIGS: dict[str, dict[str, Any]] = {
 }
 MORE_MODELS = list(_MORE_CONFIGS)
 """Models that take fewer cases: they share all but their layers with the first."""
+_LIBRARY_CONFIGS: dict[str, dict[str, Any]] = {
+    "granite": {"logits_scaling": 2.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "pad_token_id": 0},
+    "glm4": {"head_dim": 16, "pad_token_id": 0},
+}
+LIBRARY_MODELS = list(_LIBRARY_CONFIGS)
+"""Models that transformers' modules compute."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ class Reference:
 @functools.cache  # the end-to-end tests have the demo model's too
 def demo_reference() -> Reference:
     """Return what transformers makes of the demo model."""
-    return _reference(Path(demo_model.__file__).parent)
+    return _reference(DEMO_MODEL)
 
 
 def make_reference(name: str, directory: Path) -> Reference:
@@ -90,19 +98,20 @@ def make_reference(name: str, directory: Path) -> Reference:
     return demo_reference() if name == "demo" else _reference(save_random(name, directory, **_CONFIGS[name]))
 
 
-def make_small_reference(name: str, directory: Path) -> Reference:
-    """Write a small random checkpoint of ``MORE_MODELS`` and compute the reference's tokens for 11 prompts."""
-    return _reference(save_random(name, directory, **_MORE_CONFIGS[name]), every=3)
+def make_small_reference(name: str, directory: Path, longest: int = 600) -> Reference:
+    """Write a small random checkpoint of ``MORE_MODELS`` or ``LIBRARY_MODELS`` and compute the reference's tokens for
+    a third of the prompts, which have at most ``longest`` tokens."""
+    path = save_random(name, directory, **(_MORE_CONFIGS | _LIBRARY_CONFIGS)[name])
+    return _reference(path, lambda prompts: [prompt for prompt in prompts if len(prompt) <= longest][::3])
 
 
-def _reference(path: Path, every: int = 1) -> Reference:
-    """``every``: take the first of so many prompts."""
+def _reference(path: Path, choose: Callable[[list[list[int]]], list[list[int]]] = list) -> Reference:
+    """``choose``: returns those of the prompts to compute."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     eos = model.generation_config.eos_token_id
     eos_token_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    return Reference(
-        path, eos_token_ids, [compute_case(model, prompt) for prompt in _prompts(model.config.vocab_size)[::every]]
-    )
+    prompts = choose(_prompts(model.config.vocab_size))
+    return Reference(path, eos_token_ids, [compute_case(model, prompt) for prompt in prompts])
 
 
 def save_random(model_type: str, directory: Path, dtype: torch.dtype = torch.float32, **entries: Any) -> Path:
@@ -116,6 +125,13 @@ def save_random(model_type: str, directory: Path, dtype: torch.dtype = torch.flo
             torch.nn.init.normal_(parameter, float("norm" in name or "ln_" in name), 0.1)
     path = directory / model_type
     model.to(dtype).save_pretrained(path)
+    return path
+
+
+def add_demo_tokenizer(path: Path) -> Path:
+    """Copy the demo model's tokenizer and chat template into a checkpoint, whose vocabulary may be smaller."""
+    for file in (*DEMO_MODEL.glob("tokenizer*.json"), *DEMO_MODEL.glob("*.jinja")):
+        shutil.copy(file, path)
     return path
 
 

@@ -5,7 +5,7 @@ import gc
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
@@ -47,14 +47,17 @@ def run_seed(seed: int, kinds: tuple[str, ...] = KINDS) -> Result:
     return run_plan(make_plan(seed, kinds))
 
 
-def run_plan(plan: Plan) -> Result:
-    """Run a plan. The garbage collector waits until the end: it would end the tasks of dead processes. Then it looks
-    only at what the run has made."""
+def run_plan(plan: Plan, on_idle: Callable[[], object] = lambda: None) -> Result:
+    """Run a plan. ``on_idle`` is called when all requests have ended, while the mesh still runs.
+
+    The garbage collector waits until the end: it would end the tasks of dead processes. Then it looks only at what the
+    run has made.
+    """
     result = Result(plan)
     gc.freeze()
     gc.disable()
     with _reported(result):
-        loop = _run_plan(plan, result)
+        loop = _run_plan(plan, result, on_idle)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # what ends in the middle never awaits its last calls
             loop.close()
@@ -80,12 +83,12 @@ def _reported(result: Result) -> Iterator[None]:
         sys.unraisablehook = before
 
 
-def _run_plan(plan: Plan, result: Result) -> VirtualLoop:
+def _run_plan(plan: Plan, result: Result, on_idle: Callable[[], object]) -> VirtualLoop:
     loop = VirtualLoop()
     network = Network(loop, Random(f"network {plan.seed}"), plan.mean_delay)
     began_at = loop.time()
     try:
-        loop.run(_run(network, plan, result))
+        loop.run(_run(network, plan, result, on_idle))
     except Exception as error:
         result.violations.append(f"the run ended with {error!r}")
     result.violations += loop.failures
@@ -94,7 +97,7 @@ def _run_plan(plan: Plan, result: Result) -> VirtualLoop:
     return loop
 
 
-async def _run(network: Network, plan: Plan, result: Result) -> None:
+async def _run(network: Network, plan: Plan, result: Result, on_idle: Callable[[], object]) -> None:
     mesh = Mesh(network, plan)
     await mesh.start()
     clients = [Client(mesh, ask) for ask in plan.asks]
@@ -108,6 +111,7 @@ async def _run(network: Network, plan: Plan, result: Result) -> None:
     result.violations += check_answers(result.answers, mesh, result.happened)
     result.violations += await check_idle_mesh(mesh)
     result.violations += [failure for part in mesh.parts.values() for failure in part.failures]
+    on_idle()
 
 
 async def _send(client: Client, ask: Ask) -> None:

@@ -1,14 +1,18 @@
 """A few seeds of the simulation: nothing is violated, and a seed takes the same course in every process."""
 
+import gc
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.simulation.bugs import reintroduced
-from tests.simulation.runner import run_seed
+from tests.simulation.faults import KINDS
+from tests.simulation.plan import make_plan
+from tests.simulation.runner import run_plan, run_seed
 
 SEEDS = 40
 TRACED = 3
@@ -18,6 +22,23 @@ PROGRAM = "from tests.simulation.runner import run_seed; print(*(run_seed(seed).
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_nothing_is_violated(seed: int) -> None:
     assert not run_seed(seed).violations
+
+
+def test_requests_leave_no_reference_cycles() -> None:
+    """Their memory does not wait for the garbage collector, which services seldom let look at all objects."""
+    found: list[str] = []
+
+    def collect() -> None:
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        gc.set_debug(0)
+        found.extend(str(type(each)) for each in gc.garbage if type(each).__module__.startswith("tokenloom."))
+        gc.garbage.clear()
+
+    result = run_plan(replace(make_plan(0, KINDS), faults=[]), collect)
+    assert not result.violations
+    assert result.outcomes["complete"] > 5
+    assert found == []
 
 
 def test_a_seed_takes_the_same_course_in_every_process() -> None:

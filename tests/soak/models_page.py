@@ -65,11 +65,11 @@ def _served(outcome: Outcome) -> str:
 
 def _reason(outcome: Outcome) -> str:
     """Return the reason without the path of the temporary checkpoint."""
-    if outcome.verdict == "no reference":
-        return "transformers does not compute its tiny random checkpoint"
+    begin = "transformers does not compute its tiny random checkpoint: " if outcome.verdict == "no reference" else ""
     text = re.sub(r"^.*?config\.json: \w+ is not supported: ", "", outcome.reason)
     text = re.sub(r"differ from transformers' own by \S+, more than \S+: ", "differ from transformers' own: ", text)
     text = re.sub(r"\S*/config\.json: ", "", text).replace("|", "/")
+    text = begin + text.strip()
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 

@@ -83,6 +83,9 @@ class Plan:
         seats = random.Random(f"seats of {seed}")
         asks = [replace(ask, tenant=seats.choice(TENANTS)) for ask in asks]
         settings = [shared | engine | {"max_num_seqs": seats.choice((1, 2, 4, 48))} for engine in engines]
+        if not async_scheduling:
+            drafts = random.Random(f"drafts of {seed}")
+            settings = [each | _drafts(drafts) for each in settings]
         return cls(seed, roles, settings, asks, _events(rng, len(roles)))
 
 
@@ -95,6 +98,13 @@ def _engine(rng: random.Random, role: str) -> dict[str, Any]:
         "max_num_batched_tokens": rng.choice((48, 128, 512)),
         "hash_step_seconds": rng.choice((0.0, 0.001, 0.004)),
     }
+
+
+def _drafts(rng: random.Random) -> dict[str, Any]:
+    if rng.random() < 0.5:
+        return {}
+    config = {"method": "ngram", "num_speculative_tokens": rng.choice((1, 3, 6))}
+    return {"speculative_config": config, "hash_draft_accuracy": rng.choice((0.0, 0.3, 0.7, 1.0))}
 
 
 def _ask(rng: random.Random, trunks: list[list[int]]) -> Ask:

@@ -1,6 +1,7 @@
 """Makes a small random checkpoint of any causal language model of transformers."""
 
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-LARGEST = 20_000_000
+LARGEST = 40_000_000
 """Parameters that a tiny configuration may give; more means that its class ignores the small sizes."""
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "dim")
@@ -60,6 +61,15 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 16, "head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "blt": {"encoder_hash_byte_group_vocab": 1000},
+    "reformer": {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 16)},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "longcat_flash": {"head_dim": 8},
 }
 """What other classes demand of their sizes."""
 
@@ -74,10 +84,17 @@ def tiny_config(kind: str) -> Any:
     if "kv_lora_rank" in fields:  # latent attention: as many KV heads as query heads, and sizes of its own
         values |= {"num_key_value_heads": 4} if "num_key_value_heads" in fields else {}
         values.pop("head_dim", None)
-    for name, part in config_class.sub_configs.items():
-        if issubclass(part, PreTrainedConfig) and part is not config_class and part.model_type in CONFIG_MAPPING:
-            values[name] = tiny_config(part.model_type)
+    values |= {name: tiny_config(part) for name, part in _parts(config_class)}
     return config_class(**values | _SPECIAL.get(kind, {}))
+
+
+def _parts(config_class: Any) -> Iterator[tuple[str, str]]:
+    """Yield the entries of a configuration that hold another one, and the model type of each."""
+    for name, part in config_class.sub_configs.items():
+        if not issubclass(part, PreTrainedConfig):  # any type; the default says which
+            part = type(getattr(config_class(), name, None))
+        if part is not config_class and getattr(part, "model_type", None) in CONFIG_MAPPING:
+            yield name, part.model_type
 
 
 def save_tiny(kind: str, directory: Path) -> tuple[Path, Any]:

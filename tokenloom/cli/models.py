@@ -11,6 +11,7 @@ from rich.table import Table
 
 from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.gguf.gguf_file import SUFFIX, read_gguf
+from tokenloom.hub_files import weight_paths
 
 from .failures import reported
 from .server_options import ApiKey, BaseUrl, connect
@@ -25,7 +26,7 @@ class Checkpoint:
     """The argument for ``tokenloom serve``."""
     architecture: str
     bytes: int
-    """Size of its safetensors files, or of the GGUF file."""
+    """Size of its weight files."""
     path: str
 
 
@@ -88,7 +89,7 @@ def _in_hub_cache() -> Iterator[Checkpoint]:
 
 def _read(path: Path, name: str) -> Iterator[Checkpoint]:
     """Yield the checkpoint, unless the directory has no weights or a broken config.json."""
-    weights = list(path.glob("*.safetensors"))
+    weights = weight_paths(path)
     try:
         config = json.loads((path / "config.json").read_text())
         architecture = str((config.get("architectures") or ["?"])[0])

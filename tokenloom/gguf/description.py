@@ -1,13 +1,12 @@
 """Reads what a model's GGUF file says about everything except weights, with the errors that clients are sent."""
 
 import hashlib
-import logging
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ..request.errors import InvalidArgument, NotFound
+from ..saved_tokenizer import save_tokenizer
 from . import tokenizer
 from .gguf_file import GgufFile, read_gguf
 
@@ -15,8 +14,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 T = TypeVar("T")
-
-_log = logging.getLogger(__name__)
 
 
 def load_gguf_tokenizer(path: Path) -> "Tokenizer":
@@ -39,22 +36,9 @@ def load_gguf_description(path: Path) -> tuple[tuple[int, ...], str, dict[str, s
 def save_gguf_tokenizer(path: Path, cache_dir: Path | None = None) -> Path | None:
     """Return a ``tokenizer.json`` with the file's tokenizer, for parts that read only that format.
 
-    It is kept under ``cache_dir`` (default ``~/.cache/tokenloom``) under the hash of its content. Returns None with a
-    warning if it cannot be written; raises the errors of :func:`load_gguf_tokenizer`.
+    See :func:`..saved_tokenizer.save_tokenizer`. Raises the errors of :func:`load_gguf_tokenizer`.
     """
-    content = load_gguf_tokenizer(path).to_str().encode()
-    name = f"{hashlib.sha256(content).hexdigest()}.json"
-    saved = (cache_dir or Path.home() / ".cache" / "tokenloom") / "tokenizers" / name
-    try:
-        if not saved.is_file() or saved.read_bytes() != content:
-            saved.parent.mkdir(parents=True, exist_ok=True)
-            draft = saved.with_suffix(f".{uuid.uuid4().hex}")
-            draft.write_bytes(content)
-            draft.replace(saved)
-    except OSError as error:
-        _log.warning("outputs of %s cannot be constrained: its tokenizer cannot be saved as %s: %s", path, saved, error)
-        return None
-    return saved
+    return save_tokenizer(load_gguf_tokenizer(path), path, cache_dir)
 
 
 def gguf_tokenizer_fingerprint(path: Path) -> bytes:

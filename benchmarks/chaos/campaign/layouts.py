@@ -56,9 +56,12 @@ def layouts_of(options: ChaosOptions) -> list[Layout]:
 
 
 def _engine_flags(options: ChaosOptions) -> tuple[str, ...]:
+    flags: tuple[str, ...] = ()
     if options.worker == "hash":
-        return ("--worker", "hash", "--hash-step-seconds", str(options.step_seconds))
-    return ()
+        flags = ("--worker", "hash", "--hash-step-seconds", str(options.step_seconds))
+    if options.drafts:
+        flags += ("--speculative-config", f'{{"method":"ngram","num_speculative_tokens":{options.drafts}}}')
+    return flags
 
 
 def _mesh(

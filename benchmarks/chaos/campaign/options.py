@@ -24,6 +24,7 @@ class ChaosOptions(Struct, frozen=True):
     worker: Annotated[
         Literal["model", "hash"], "model: the demo model on the CPU; hash: an engine without a model, for long runs."
     ] = "model"
+    drafts: Annotated[_Limit, "Most drafts of a request in a step (--speculative-config, ngram); 0: none."] = 0
     parts: Annotated[
         Annotated[int, Meta(ge=2, le=8)], "Parts of each kind, except for the coordinator, which is one."
     ] = 2

@@ -58,26 +58,51 @@ inline VecInt add_dot(VecInt start, Bytes u, Bytes s) { return (VecInt)_mm256_dp
 inline VecInt add_dot(VecInt start, Bytes u, Bytes s) { return (VecInt)_mm256_dpbusd_avx_epi32((Bytes)start, u, s); }
 #endif
 
-// The dot products of FOURS fours of inputs: of `u`, bytes below 16, with consecutive fours of `x`. Exact: 16 bits hold
-// the sum of 16 products of 15 and 127 or less.
-template <int FOURS>
-inline VecInt dot_halves(const Bytes* u, const int8_t* x, int factor = 1) {
 #ifdef HAS_VNNI
-  VecInt even = {}, odd = {};
-#pragma GCC unroll 4
-  for (int i = 0; i < FOURS; i += 2) {
-    even = add_dot(even, u[i], repeat_four(x + 4 * i));
-    odd = add_dot(odd, u[i + 1], repeat_four(x + 4 * i + 4));
-  }
-  return (even + odd) * factor;
+// How many registers of sums a byte of BITS needs: 32 bits hold every sum.
+template <int BITS>
+constexpr int PARTS = 1;
+inline VecInt zero_sums() { return VecInt{}; }
+inline VecInt first_sums(int32_t start) { return VecInt{} + start; }
+inline VecInt add_four(VecInt sums, Bytes u, Bytes s) { return add_dot(sums, u, s); }
+template <int BITS>
+inline VecInt total(const VecInt* sums) {
+  return sums[0];
+}
+typedef VecInt Sums;
+
+// What the sums of a group start with, so that they become those of numbers that are `least` larger. `sums`: of the
+// group's inputs, those at the first and second place of each four, and the others.
+template <int BITS>
+inline int32_t first_sum(const int32_t* sums, int32_t least) {
+  return (sums[0] + sums[1]) * least;
+}
 #else
-  Bytes even = pairs(u[0], repeat_four(x)), odd = pairs(u[1], repeat_four(x + 4));
-#pragma GCC unroll 3
-  for (int i = 2; i < FOURS; i += 2) {
-    even = add_pairs(even, pairs(u[i], repeat_four(x + 4 * i)));
-    odd = add_pairs(odd, pairs(u[i + 1], repeat_four(x + 4 * i + 4)));
-  }
-  return fours(add_pairs(even, odd), factor);
+// A byte of 8 bits is two halves, each with sums of its own: 16 bits hold the sum of 16 products of 15 and 127.
+template <int BITS>
+constexpr int PARTS = BITS / 4;
+inline Bytes zero_sums() { return Bytes{}; }
+inline Bytes first_sums(int32_t start) { return repeat_four((const int8_t*)&start); }
+inline Bytes add_four(Bytes sums, Bytes u, Bytes s) { return add_pairs(sums, pairs(u, s)); }
+template <int BITS>
+inline VecInt total(const Bytes* sums) {
+  return BITS == 4 ? fours(sums[0], 1) : fours(sums[0], 1) + fours(sums[PARTS<BITS> - 1], 16);
+}
+typedef Bytes Sums;
+
+// As above, for the sums of the upper halves, which count 16 times: two numbers of 16 bits.
+template <int BITS>
+inline int32_t first_sum(const int32_t* sums, int32_t least) {
+  const int32_t factor = BITS == 4 ? least : least / 16;
+  return (sums[0] * factor & 0xffff) | (int32_t)((uint32_t)(sums[1] * factor) << 16);
+}
+#endif
+
+// Keeps the compiler from adding in another order: it would load all factors first, and AVX2 has 16 registers.
+template <class T>
+inline void keep_here(T& sums) {
+#ifndef __AVX512F__
+  asm("" : "+x"(sums));
 #endif
 }
 

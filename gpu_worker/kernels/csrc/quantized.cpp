@@ -12,6 +12,7 @@
 
 #include "dot.h"
 #include "quantized.h"
+#include "quantized_rows.h"
 #include "vec.h"
 
 namespace {
@@ -19,11 +20,11 @@ namespace {
 struct Product {
   const void* rows;         // [num_rows, inputs], bfloat16 or float32
   const uint8_t* matrix;    // [outputs, inputs] of whole panels, packed; the value of an output is a byte plus `least`
-  const uint16_t* scales;   // [panels, groups, 16] float16
+  const uint16_t* scales;   // [panels, groups / groups_per_scale, 16] float16
   const uint16_t* offsets;  // as the scales, or none
   const float* bias;        // [outputs] or none
   void* out;                // [num_rows, outputs], of the rows' dtype
-  int64_t num_rows, inputs, outputs;
+  int64_t num_rows, inputs, outputs, groups_per_scale;
   float factor;   // of all scales and offsets
   int32_t least;  // added to the matrix's numbers
 };
@@ -32,99 +33,31 @@ struct Product {
 constexpr int STRETCH = 128;  // rows that are computed together: of 3,072 inputs they take 400 KB of the cache
 constexpr int AHEAD = 2048;   // bytes fetched before their use
 
-// A stretch of rows as int8, by groups: what a thread needs of all rows for one group of the matrix lies together.
-struct Rounded {
-  std::vector<int8_t> values;  // [groups, rows, 32]
-  std::vector<float> units;    // [groups, rows]: what a one is worth
-  std::vector<int32_t> sums;   // [groups, rows]: of the values, times `least`
-  std::vector<float> totals;   // [groups, rows]: of the values, times the unit
-  int64_t rows;
-};
-
 // A row's group as int8 by its largest number. A number that is not finite makes the unit NaN.
-template <class T>
+template <int BITS, class T>
 void round_group(const T* x, int32_t least, int64_t index, Rounded& to) {
   constexpr int VECS = GROUP / LANES;
-  Vec most = {}, zero = {};
+  Vec parts[VECS];
+  VecInt most = {};  // as integers positive floats compare as they do as floats, and NaN is larger than all
+#pragma GCC unroll 4
   for (int i = 0; i < VECS; ++i) {
-    const Vec part = load(x + i * LANES);
-    most = maximum(most, maximum(part, -part));
-    zero += part * 0.f;
+    parts[i] = load(x + i * LANES);
+    const VecInt size = (VecInt)parts[i] & 0x7fffffff;
+    most = size > most ? size : most;
   }
-  const float top = largest(most) + sum(zero), scale = top > 0 ? 127.f / top : 0.f;
-  VecInt rounded[VECS], total = {};
-  for (int i = 0; i < VECS; ++i) total += rounded[i] = to_int(load(x + i * LANES) * scale);
-  store_bytes(to.values.data() + index * GROUP, rounded);
-  const float values = sum(__builtin_convertvector(total, Vec));  // exact: they are small integers
+  const float largest = as_float(fold(most, [](VecInt a, VecInt b) { return a > b ? a : b; }));
+  const float top = largest - largest + largest, scale = top > 0 ? 127.f / top : 0.f;
+  VecInt rounded[VECS];
+#pragma GCC unroll 4
+  for (int i = 0; i < VECS; ++i) rounded[i] = to_int(parts[i] * scale);
+  int8_t* values = to.values.data() + index * GROUP;
+  store_bytes(values, rounded);
   to.units[index] = top / 127.f;
-  to.sums[index] = (int32_t)values * least;
-  to.totals[index] = values * to.units[index];
+  int32_t sums[2];
+  sum_pairs(values, sums);
+  to.starts[index] = first_sum<BITS>(sums, least);
+  to.totals[index] = (float)(sums[0] + sums[1]) * to.units[index];
 }
-
-// Unpacks LANES outputs of a group, from lane `first` of the panel on; of 4 bits whole numbers, of 8 bits bytes.
-template <int BITS>
-inline void unpack(const uint8_t* group, int first, Bytes* to) {
-#pragma GCC unroll 8
-  for (int i = 0; i < FOURS; ++i)
-    if (BITS == 8) {
-      to[i] = load_bytes(group + i * LINE + first * 4);
-    } else if (i % 2 == 0) {
-      const Bytes both = load_bytes(group + i / 2 * LINE + first * 4);
-      to[i] = low_halves(both);
-      to[i + 1] = high_halves(both);
-    }
-}
-
-// What adds the groups of one panel for all rows of a stretch.
-template <int BITS, bool OFFSETS>
-struct PanelSums {
-  const Rounded& x;
-  alignas(64) float sums[STRETCH][PANEL];
-  alignas(64) int32_t halves[STRETCH][LANES];
-
-  explicit PanelSums(const Rounded& rows) : x(rows) {}
-
-  void add(VecInt dot, int64_t row, int64_t index, int first, Vec scales, Vec offsets) {
-    const Vec product = __builtin_convertvector(dot + x.sums[index], Vec);
-    Vec sum = multiply_add(product, scales * x.units[index], load(sums[row] + first));
-    if (OFFSETS) sum = multiply_add(offsets, splat(x.totals[index]), sum);
-    store(sums[row] + first, sum);
-  }
-
-  void add_group(const uint8_t* group, int first, int64_t start, Vec scales, Vec offsets) {
-    Bytes u[FOURS];
-    unpack<BITS>(group, first, u);
-#ifndef HAS_VNNI
-    if (BITS == 8) return add_bytes(u, first, start, scales, offsets);
-#endif
-    for (int64_t r = 0; r < x.rows; ++r)
-      add(dot_halves<FOURS>(u, x.values.data() + (start + r) * GROUP), r, start + r, first, scales, offsets);
-  }
-
-  // Bytes as two halves, lest 16 bits overflow; first four fours, then the others, because registers hold no more.
-  void add_bytes(const Bytes* u, int first, int64_t start, Vec scales, Vec offsets) {
-    constexpr int SOME = FOURS / 2;
-    Bytes low[FOURS], high[FOURS];
-#pragma GCC unroll 8
-    for (int i = 0; i < FOURS; ++i) {
-      low[i] = low_halves(u[i]);
-      high[i] = high_halves(u[i]);
-    }
-    const int8_t* values = x.values.data() + start * GROUP;
-    for (int64_t r = 0; r < x.rows; ++r) {
-      const int8_t* row = values + r * GROUP;
-      const VecInt dot = dot_halves<SOME>(low, row) + dot_halves<SOME>(high, row, 16);
-      memcpy(halves[r], &dot, sizeof dot);
-    }
-    for (int64_t r = 0; r < x.rows; ++r) {
-      const int8_t* row = values + r * GROUP + SOME * 4;
-      VecInt dot;
-      memcpy(&dot, halves[r], sizeof dot);
-      dot += dot_halves<SOME>(low + SOME, row) + dot_halves<SOME>(high + SOME, row, 16);
-      add(dot, r, start + r, first, scales, offsets);
-    }
-  }
-};
 
 template <class T>
 void finish(const Product& p, const float (*sums)[PANEL], int64_t first_row, int64_t rows, int64_t output) {
@@ -141,20 +74,19 @@ void finish(const Product& p, const float (*sums)[PANEL], int64_t first_row, int
 template <int BITS, bool OFFSETS, class T>
 void multiply(const Product& p, const Rounded& x, int64_t first, int64_t begin, int64_t end) {
   constexpr int BYTES = PANEL * GROUP * BITS / 8;
-  const int64_t groups = p.inputs / GROUP;
-  PanelSums<BITS, OFFSETS> panel(x);
+  const int64_t groups = p.inputs / GROUP, of_scales = groups / p.groups_per_scale;
+  alignas(64) float sums[STRETCH][PANEL];
   for (int64_t b = begin; b < end; ++b) {
-    memset(panel.sums, 0, x.rows * sizeof *panel.sums);
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t place = b * groups + g;
-      const uint8_t* group = p.matrix + place * BYTES;
-      for (int i = 0; i < BYTES; i += 64) _mm_prefetch((const char*)group + AHEAD + i, _MM_HINT_T0);
-      for (int i = 0; i < PANEL; i += LANES) {
-        const Vec offsets = OFFSETS ? load_half(p.offsets + place * PANEL + i) : Vec{};
-        panel.add_group(group, i, g * x.rows, load_half(p.scales + place * PANEL + i), offsets);
+    memset(sums, 0, x.rows * sizeof *sums);
+    const uint8_t* bytes = p.matrix + b * groups * BYTES;
+    int64_t g = 0;
+    for (int64_t s = b * of_scales; s < (b + 1) * of_scales; ++s)
+      for (const int64_t last = g + p.groups_per_scale; g < last; ++g, bytes += BYTES) {
+        for (int i = 0; i < BYTES; i += 64) _mm_prefetch((const char*)bytes + AHEAD + i, _MM_HINT_T0);
+        const PanelGroup group = {bytes, p.scales + s * PANEL, OFFSETS ? p.offsets + s * PANEL : nullptr};
+        add_group<BITS, OFFSETS>(group, x.from(g * x.rows), x.rows, sums);
       }
-    }
-    finish<T>(p, panel.sums, first, x.rows, b * PANEL);
+    finish<T>(p, sums, first, x.rows, b * PANEL);
   }
 }
 
@@ -163,23 +95,16 @@ void run(const Product& p, int threads) {
   static thread_local Rounded scratch;
   Rounded& x = scratch;
   const int64_t groups = p.inputs / GROUP, panels = (p.outputs + PANEL - 1) / PANEL;
-  const size_t most = groups * std::min<int64_t>(STRETCH, p.num_rows);
-  if (x.units.size() < most) {
-    x.values.resize(most * GROUP);
-    x.units.resize(most);
-    x.sums.resize(most);
-    x.totals.resize(most);
-  }
+  x.reserve(groups * std::min<int64_t>(STRETCH, p.num_rows));
   for (int64_t first = 0; first < p.num_rows; first += STRETCH) {
     x.rows = std::min<int64_t>(STRETCH, p.num_rows - first);
 #pragma omp parallel num_threads(threads)
     {
       const int64_t thread = omp_get_thread_num(), count = omp_get_num_threads();
-#pragma omp for schedule(static)
-      for (int64_t r = 0; r < x.rows * groups; ++r) {  // few rows too are shared among all threads
-        const int64_t row = r / groups, g = r % groups;
-        round_group((const T*)p.rows + (first + row) * p.inputs + g * GROUP, p.least, g * x.rows + row, x);
-      }
+#pragma omp for schedule(static) collapse(2)  // few rows too are shared among all threads
+      for (int64_t row = 0; row < x.rows; ++row)
+        for (int64_t g = 0; g < groups; ++g)
+          round_group<BITS>((const T*)p.rows + (first + row) * p.inputs + g * GROUP, p.least, g * x.rows + row, x);
       multiply<BITS, OFFSETS, T>(p, x, first, panels * thread / count, panels * (thread + 1) / count);
     }
   }
@@ -204,9 +129,9 @@ extern "C" int32_t can_multiply() { return USABLE; }
 // out = rows times matrixᵀ, plus bias if there is one. `bits`: 4 or 8; whole 32s of inputs.
 extern "C" void multiply_quantized(int32_t bits, int32_t is_bf16, const void* rows, const uint8_t* matrix,
                                    const uint16_t* scales, const uint16_t* offsets, const float* bias, void* out,
-                                   int64_t num_rows, int64_t inputs, int64_t outputs, float factor, int32_t least,
-                                   int32_t threads) {
-  const Product p = {rows, matrix, scales, offsets, bias, out, num_rows, inputs, outputs, factor, least};
+                                   int64_t num_rows, int64_t inputs, int64_t outputs, int64_t groups_per_scale,
+                                   float factor, int32_t least, int32_t threads) {
+  const Product p = {rows, matrix, scales, offsets, bias, out, num_rows, inputs, outputs, groups_per_scale, factor, least};
   if (bits == 4)
     is_bf16 ? choose<4, BF16>(p, threads) : choose<4, float>(p, threads);
   else

@@ -41,6 +41,16 @@ inline void store_bytes(int8_t* to, const VecInt* x) {
 #endif
 }
 
+// Adds a group's numbers: those at the first and second place of each four, and the others.
+inline void sum_pairs(const int8_t* x, int32_t* sums) {
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_loadu_si256((const __m256i*)x));
+  __m128i sum = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+  sum = _mm_add_epi16(sum, _mm_unpackhi_epi64(sum, sum));
+  const int64_t both = _mm_cvtsi128_si64(_mm_add_epi16(sum, _mm_srli_epi64(sum, 32)));
+  sums[0] = (int16_t)both;
+  sums[1] = (int16_t)(both >> 16);
+}
+
 // Rounds a number by a scale's inverse to the levels of 4 bits.
 inline Vec to_level(Vec x, float inverse) {
   const Vec level = __builtin_convertvector(to_int(x * inverse), Vec);

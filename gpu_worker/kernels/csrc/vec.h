@@ -33,6 +33,12 @@ inline VecInt lane_numbers() {
   return x;
 }
 
+inline float as_float(int32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
 inline Vec splat(float x) { return Vec{} + x; }
 inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 
@@ -99,8 +105,8 @@ inline void store(T* p, Vec x, int64_t n) {
 }
 
 // Of all lanes, by halves: a chain of as many operations is slow.
-template <class F>
-inline float fold(Vec x, F both) {
+template <class V, class F>
+inline auto fold(V x, F both) {
   const VecInt lanes = lane_numbers();
 #pragma GCC unroll 4
   for (int n = LANES / 2; n; n /= 2) x = both(x, __builtin_shuffle(x, lanes ^ n));

@@ -1,6 +1,8 @@
 """Offers the loader what it needs of transformers. Importing this module imports that library."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +13,7 @@ from .declared import declared_config
 from .loading import make_on_meta
 from .transformers_model import TransformersModel
 
-__all__ = ["TransformersModel", "check_checkpoint", "read_declared"]
+__all__ = ["TransformersModel", "check_checkpoint", "read_declared", "reads_entries"]
 
 
 def read_declared(path: Path, dtype: torch.dtype, quantization: str | None) -> ModelConfig:
@@ -20,6 +22,17 @@ def read_declared(path: Path, dtype: torch.dtype, quantization: str | None) -> M
     Raises ``ValueError``.
     """
     return declared_config(find_causal_class(path).config, dtype, quantization)
+
+
+def reads_entries(path: Path, names: Sequence[str]) -> bool:
+    """Return whether transformers reads the checkpoint's configuration, and its class knows these entries of it."""
+    try:
+        config_class: Any = type(find_causal_class(path).config)
+    except ValueError:
+        return False
+    defaults = config_class()
+    rope = getattr(defaults, "rope_parameters", None) or {}
+    return all(hasattr(defaults, name) or name in rope for name in names)
 
 
 def check_checkpoint(path: Path, dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from ...checkpoint.safetensors_files import weight_files
+from ...checkpoint.weight_files import is_pickled, weight_files
 from ...ops.ops import Ops
 from .causal_class import CausalClass
 from .modules import replace_modules
@@ -20,9 +20,9 @@ def load_modules(
 
     Raises ``ValueError`` if tensors are missing, left over or of another shape.
     """
-    weight_files(path)  # raises ValueError for other formats than safetensors
+    files = weight_files(path)  # raises ValueError for other formats
     try:
-        model, report = _load_quietly(found, path, dtype)
+        model, report = _load_quietly(found, path, dtype, use_safetensors=not is_pickled(files[0]))
     except Exception as error:  # classes check their configurations in many ways
         raise ValueError(
             f"{path / 'config.json'}: transformers cannot load {found.architecture}: {type(error).__name__}: {error}"
@@ -34,7 +34,7 @@ def load_modules(
     return model
 
 
-def _load_quietly(found: CausalClass, path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+def _load_quietly(found: CausalClass, path: Path, dtype: torch.dtype, *, use_safetensors: bool) -> tuple[Any, Any]:
     """Return the model with transformers' own attention, and the differences between its tensors and the files'.
 
     Progress bars and warnings about the classes are for those who train models.
@@ -51,7 +51,7 @@ def _load_quietly(found: CausalClass, path: Path, dtype: torch.dtype) -> tuple[A
                 attn_implementation="eager",
                 trust_remote_code=False,
                 local_files_only=True,
-                use_safetensors=True,
+                use_safetensors=use_safetensors,
                 output_loading_info=True,
             )
     finally:

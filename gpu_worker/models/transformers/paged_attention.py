@@ -6,7 +6,7 @@ share no state.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,20 +23,26 @@ PROBING = "tokenloom_probe"
 _OWNER = "tokenloom_attention"
 
 
+class AttentionCall(NamedTuple):
+    """Holds what transformers passes to the attention function for one layer."""
+
+    module: nn.Module
+    query: Tensor
+    """[1, heads, T, size], as the keys and values are."""
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scaling: float | None
+    """The factor on query times key; None: 1 / sqrt(size)."""
+    options: dict[str, Any]
+    """What only some classes pass, by name."""
+
+
 class AttentionOwner(Protocol):
     """Computes the attention of the modules that it was bound to."""
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float | None,
-        options: dict[str, Any],
-    ) -> Tensor:
-        """Compute one layer; [1, heads, T, size] each. Returns [1, T, heads, size of a value]."""
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Compute one layer. Returns [1, T, heads, size of a value]."""
 
 
 class EnoughLayers(Exception):
@@ -62,24 +68,17 @@ class PagedAttention:
         """Forget the plan and the caches."""
         self._plan, self._kv_caches = None, []
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float | None,
-        options: dict[str, Any],
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         layer = self.num_calls
         if layer >= len(self._kv_caches):
             raise EnoughLayers
         rule, plan, kv_cache = self._rules[layer], self._plan, self._kv_caches[layer]
-        if rule.module is not module or plan is None or mask is not None:
-            raise RuntimeError(f"{type(module).__name__} attends in another order or with another mask than at load")
+        if rule.module is not call.module or plan is None or call.mask is not None:
+            raise RuntimeError(
+                f"{type(call.module).__name__} attends in another order or with another mask than at load"
+            )
         self.num_calls += 1
-        queries, keys, values = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+        queries, keys, values = (heads[0].transpose(0, 1) for heads in (call.query, call.key, call.value))
         if rule.head_size == rule.value_size == self._head_size:
             plan.write_kv(keys, values, kv_cache)
             return plan.attend(queries, kv_cache, rule.scores)[None]
@@ -107,7 +106,7 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     owner: AttentionOwner = module.__dict__[_OWNER]
-    return owner.attend(module, query, key, value, attention_mask, scaling, options), None
+    return owner.attend(AttentionCall(module, query, key, value, attention_mask, scaling, options)), None
 
 
 AttentionInterface.register(SERVING, _attend)

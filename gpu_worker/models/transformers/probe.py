@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ...attention.score_rule import ScoreRule
 from .layer_rule import LayerRule
 from .mask_reader import UnreadableMask, window_of
-from .paged_attention import PROBING, bind
+from .paged_attention import PROBING, AttentionCall, bind
 
 _KNOWN = {"softcap", "s_aux", "position_ids", "cache_position"}
 """Tensors and numbers among the options that are used, or that change nothing."""
@@ -27,16 +27,8 @@ class Recorder:
         self.rules: list[LayerRule] = []
         self._max_model_len = max_model_len
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float | None,
-        options: dict[str, Any],
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
+        module, query, key, value, mask, scaling, options = call
         _check_options(module, options)
         if key.shape[2] != query.shape[2]:
             raise Refused(f"attends to {key.shape[2]} keys with {query.shape[2]} queries")

@@ -40,7 +40,7 @@ class EncodeResponse(_message.Message):
     def __init__(self, prompts: _Optional[_Iterable[_Union[TokenizedPrompt, _Mapping]]] = ...) -> None: ...
 
 class EncodeChatRequest(_message.Message):
-    __slots__ = ("messages_json", "tools_json", "template_kwargs_json", "add_generation_prompt", "want_hashes", "cache_salt", "want_token_strings")
+    __slots__ = ("messages_json", "tools_json", "template_kwargs_json", "add_generation_prompt", "want_hashes", "cache_salt", "want_token_strings", "continue_final_message")
     MESSAGES_JSON_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class EncodeChatRequest(_message.Message):
     WANT_HASHES_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     WANT_TOKEN_STRINGS_FIELD_NUMBER: _ClassVar[int]
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     messages_json: bytes
     tools_json: bytes
     template_kwargs_json: bytes
@@ -55,7 +56,8 @@ class EncodeChatRequest(_message.Message):
     want_hashes: bool
     cache_salt: bytes
     want_token_strings: bool
-    def __init__(self, messages_json: _Optional[bytes] = ..., tools_json: _Optional[bytes] = ..., template_kwargs_json: _Optional[bytes] = ..., add_generation_prompt: _Optional[bool] = ..., want_hashes: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., want_token_strings: _Optional[bool] = ...) -> None: ...
+    continue_final_message: bool
+    def __init__(self, messages_json: _Optional[bytes] = ..., tools_json: _Optional[bytes] = ..., template_kwargs_json: _Optional[bytes] = ..., add_generation_prompt: _Optional[bool] = ..., want_hashes: _Optional[bool] = ..., cache_salt: _Optional[bytes] = ..., want_token_strings: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ...) -> None: ...
 
 class EncodeChatResponse(_message.Message):
     __slots__ = ("prompt",)

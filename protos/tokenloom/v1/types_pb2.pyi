@@ -218,8 +218,18 @@ class Logprobs(_message.Message):
     logprob: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, sampled: _Optional[_Iterable[float]] = ..., rank: _Optional[_Iterable[int]] = ..., top: _Optional[int] = ..., token_id: _Optional[_Iterable[int]] = ..., logprob: _Optional[_Iterable[float]] = ...) -> None: ...
 
+class DraftCounts(_message.Message):
+    __slots__ = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    def __init__(self, num_drafts: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
+
 class Timeline(_message.Message):
-    __slots__ = ("placement_ns", "queued_ns", "prefill_ns", "kv_transfer_ns", "decode_ns", "detokenize_ns", "prefill_engine", "decode_engine", "tokenize_ns")
+    __slots__ = ("placement_ns", "queued_ns", "prefill_ns", "kv_transfer_ns", "decode_ns", "detokenize_ns", "prefill_engine", "decode_engine", "tokenize_ns", "drafts")
     PLACEMENT_NS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_NS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +239,7 @@ class Timeline(_message.Message):
     PREFILL_ENGINE_FIELD_NUMBER: _ClassVar[int]
     DECODE_ENGINE_FIELD_NUMBER: _ClassVar[int]
     TOKENIZE_NS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     placement_ns: int
     queued_ns: int
     prefill_ns: int
@@ -238,7 +249,8 @@ class Timeline(_message.Message):
     prefill_engine: str
     decode_engine: str
     tokenize_ns: int
-    def __init__(self, placement_ns: _Optional[int] = ..., queued_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., kv_transfer_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., detokenize_ns: _Optional[int] = ..., prefill_engine: _Optional[str] = ..., decode_engine: _Optional[str] = ..., tokenize_ns: _Optional[int] = ...) -> None: ...
+    drafts: DraftCounts
+    def __init__(self, placement_ns: _Optional[int] = ..., queued_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., kv_transfer_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., detokenize_ns: _Optional[int] = ..., prefill_engine: _Optional[str] = ..., decode_engine: _Optional[str] = ..., tokenize_ns: _Optional[int] = ..., drafts: _Optional[_Union[DraftCounts, _Mapping]] = ...) -> None: ...
 
 class ModelLimits(_message.Message):
     __slots__ = ("max_model_len", "vocab_size", "max_logprobs", "priorities", "hidden_size", "reasoning")

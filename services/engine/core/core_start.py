@@ -41,7 +41,8 @@ async def start_core(
     if isinstance(client, AsyncMPClient):
         process_metrics.observe_process(host.metrics, "tokenloom_engine_core", lambda: client.pid)
     measures_logits = settings.engine.worker.logits_metrics_interval > 0
-    metrics = EngineMetrics(host.metrics, name, settings.instance_id, logits=measures_logits)
+    speculative = settings.engine.speculative
+    metrics = EngineMetrics(host.metrics, name, settings.instance_id, logits=measures_logits, speculative=speculative)
     try:
         ready = await client.start()
     except EngineConfigError as error:

@@ -3,6 +3,9 @@
 from collections.abc import Callable
 from random import Random
 
+import msgspec
+
+from tokenloom.engine_core.wire.draft_counts import DraftCounts
 from tokenloom.engine_core.wire.messages import (
     AcceptTokens,
     EngineCoreOutput,
@@ -149,7 +152,9 @@ class Attempts:
         if output.finish_reason is FinishReason.ERROR:
             self.fail(attempt.slot, _failure(output))
         elif output.finish_reason is not None:
-            self._finish(attempt, output.finish_reason, stop_token_id=output.stop_token_id)
+            self._finish(
+                attempt, output.finish_reason, stop_token_id=output.stop_token_id, drafts=_wire_drafts(output.drafts)
+            )
 
     def stop_at(self, slot: int, num_tokens: int) -> Attempt | None:
         """End an attempt in which the peer found a stop string, with at most ``num_tokens`` tokens. An end that has not
@@ -197,6 +202,7 @@ class Attempts:
         *,
         stop_token_id: int | None = None,
         error: errors.TokenloomError | None = None,
+        drafts: types_pb2.DraftCounts | None = None,
     ) -> Attempt:
         del self.live[attempt.slot]
         attempt.finish_reason = reason
@@ -215,6 +221,7 @@ class Attempts:
                 queued_ns=stats.queued_ns,
                 kv_wait_ns=attempt.kv.wait_ns,
                 prefill_ns=stats.prefill_ns,
+                drafts=drafts,
             )
         )
         return attempt
@@ -234,6 +241,10 @@ class Attempts:
             lease_id=attempt.kv.lease_id,
             num_tokens=num_tokens,
         )
+
+
+def _wire_drafts(drafts: DraftCounts | None) -> types_pb2.DraftCounts | None:
+    return None if drafts is None else types_pb2.DraftCounts(**msgspec.structs.asdict(drafts))
 
 
 def _wire_logprobs(logprobs: Logprobs) -> types_pb2.Logprobs:

@@ -44,4 +44,9 @@ class CountTokens:
         check_model(body.get("model"), self.model)
         fields = self.reader.read(body, CountTokensRequest)
         chat, reasoning = conversation(fields), thinking_of(fields.thinking)
-        return read_chat(chat["messages"], read_tools(chat.get("tools")), reasoning.get("chat_template_kwargs"))
+        return read_chat(
+            chat["messages"],
+            read_tools(chat.get("tools")),
+            reasoning.get("chat_template_kwargs"),
+            continue_final_message=chat.get("continue_final_message"),
+        )

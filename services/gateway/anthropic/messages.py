@@ -1,6 +1,6 @@
 """``/v1/messages``: reads bodies and shapes answers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenloom.request.errors import InvalidArgument
 
@@ -32,10 +32,12 @@ class MessagesApi:
         if body.get("prompt_logprobs") is not None:
             raise InvalidArgument("prompt_logprobs: this API returns no log probabilities", "prompt_logprobs")
         try:
-            return self.chats.read(chat_body(body, fields, reasons=self.chats.plans.reasoning is not None), tenant)
+            chat = chat_body(body, fields, reasons=self.chats.plans.reasoning is not None)
+            job, options = self.chats.read(chat, tenant)
         except InvalidArgument as error:
             error.field = _FIELDS.get(error.field or "", error.field)
             raise
+        return job, replace(options, ignored=self.reader.ignored(body, MessagesRequest))
 
     def answer(self, generation: Generation, options: Options) -> MessageAnswer:
         return MessageAnswer(generation, options, self.model)

@@ -32,10 +32,9 @@ def chat_body(body: Body, fields: MessagesRequest, *, reasons: bool) -> dict[str
 
 def conversation(fields: CountTokensRequest) -> dict[str, Any]:
     """Return what the chat template reads: the turns and the tools."""
-    if fields.messages[-1:] and fields.messages[-1].get("role") == "assistant":
-        message = "messages must end with a turn of the user: continuing a turn of the assistant is not supported yet"
-        raise InvalidArgument(message, f"messages[{len(fields.messages) - 1}]")
     chat: dict[str, Any] = {"messages": read_turns(fields.system, fields.messages)}
+    if chat["messages"][-1]["role"] == "assistant":  # the client has begun the answer
+        chat["continue_final_message"] = True
     if fields.tools:
         chat["tools"] = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(fields.tools)]
     return chat

@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.prompt_embeds import FIELD, Part
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
+from ..tenants.cache_salts import SALT_BYTES
 from ..tenants.tenant import Tenant
 
 
@@ -20,6 +22,8 @@ class Chat:
     tools_json: bytes = b""
     template_kwargs_json: bytes = b""
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """End within the last turn, so that the model continues it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,16 @@ class Job:
     """Tokens that a single prompt continues: the earlier turns of a session."""
     timeout: float | None = None
     """Seconds; None: the gateway's default."""
+    own_salt: str = ""
+    """The client's own salt: cached prefixes are shared only with requests that have it too."""
+
+    @property
+    def cache_salt(self) -> bytes:
+        """The salt of the hashes of its KV blocks. The client's own never reaches beyond its tenant."""
+        if not self.own_salt:
+            return self.tenant.cache_salt
+        salted = hashlib.blake2b(self.own_salt.encode(), key=self.tenant.cache_salt, digest_size=SALT_BYTES)
+        return salted.digest()
 
 
 def read_embeds_prompts(value: object) -> list[EmbedsPrompt]:

@@ -103,7 +103,7 @@ class Preparer:
         keep = None if job.truncate_prompt_tokens is None else _num_kept(job.truncate_prompt_tokens, sampling, limits)
         contexts = 1 if keep is None else _TRUNCATED_CONTEXTS
         _check_sizes(job, contexts * max_token_bytes * limits.max_model_len)
-        salt = job.tenant.cache_salt
+        salt = job.cache_salt
         prompts: list[EncodedPrompt] | Sequence[EncodedPrompt]
         if isinstance(job.prompts, Chat):
             prompts = [(await self._tokenizers.encode_chat(job.prompts, hash_salt=salt)).prompt]
@@ -186,7 +186,7 @@ def _submit(
         num_samples=job.num_samples if job.num_samples > 1 else 0,
         trace_headers=CURRENT.get(),
     )
-    submit.prompt.cache_salt = job.tenant.cache_salt
+    submit.prompt.cache_salt = job.cache_salt
     params = submit.sampling_params
     is_chat = isinstance(job.prompts, Chat)
     validation.fill_max_tokens(

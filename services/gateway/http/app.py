@@ -14,6 +14,7 @@ from .browser_guard import BrowserGuard
 from .error_form import ErrorForm
 from .exchange import Exchange, Headers, MethodNotAllowed, Receive, Send
 from .request_body import ClientDisconnected
+from .response_counts import OTHER, ResponseCounts
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ OPEN_PATHS = frozenset({"/", "/health", "/ping", "/docs", "/openapi.json"})
 
 _MODEL_PATH = "/v1/models/"
 _PREFLIGHT_SECONDS = 600
+_CLIENT_LEFT = 499
+"""Counts as the status of a request whose client left before the response, as in nginx."""
 
 
 class App:
@@ -41,6 +44,8 @@ class App:
         shares: TenantShares,
         cors_origins: Collection[str] = (),
         error_forms: Mapping[str, ErrorForm] | None = None,
+        *,
+        counts: ResponseCounts,
     ) -> None:
         """Args:
         admin_keys: The keys that the admin routes accept, instead of ``keys``.
@@ -48,6 +53,7 @@ class App:
         shares: What each tenant has in work.
         cors_origins: Origins of web pages that may call the API from a browser; ``*``: all.
         error_forms: By path, how errors are reported; in OpenAI's form by default.
+        counts: Counts every response.
         """
         self._routes = routes
         self._keys = keys
@@ -57,6 +63,7 @@ class App:
         self._shares = shares
         self._cors = Cors(cors_origins) if cors_origins else None
         self._error_forms = error_forms or {}
+        self._counts = counts
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "lifespan and websockets are off"
@@ -70,8 +77,11 @@ class App:
                 await self._handler(exchange)(exchange)
         except ClientDisconnected:
             log.debug("%s %s: the client left", exchange.method, exchange.path)
+            self._counts.count(exchange.route, exchange.status or _CLIENT_LEFT, "CANCELLED")
         except Exception as error:
-            await _report(exchange, errors.of_exception(error))
+            await _report(exchange, errors.of_exception(error), self._counts)
+        else:
+            self._counts.count(exchange.route, exchange.status)
 
     def _handler(self, exchange: Exchange) -> Handler:
         """Return what handles the request. Raises for a client without a key before it reveals which paths exist."""
@@ -85,7 +95,12 @@ class App:
                 self._guard.check(exchange.headers)
             if methods is None:  # an operator belongs to no tenant
                 exchange.body.count_for(self._shares.of(exchange.tenant))
-        methods = methods or self._routes.get(exchange.path) or self._routes.get(_pattern(exchange.path))
+        exchange.route = exchange.path
+        if methods is None and (methods := self._routes.get(exchange.path)) is None:
+            exchange.route = _pattern(exchange.path)
+            methods = self._routes.get(exchange.route)
+        if methods is None:
+            exchange.route = OTHER
         if methods is None and exchange.path.startswith(_MODEL_PATH):
             raise errors.ModelNotFound(
                 "this model is not served; GET /v1/models lists the served models", field="model"
@@ -112,9 +127,10 @@ def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
     return authorization
 
 
-async def _report(exchange: Exchange, error: errors.TokenloomError) -> None:
-    """Log an error and send it to the client. A function of its own: a name for the error in the frame that has caught
-    it would keep both alive until the garbage collector runs."""
+async def _report(exchange: Exchange, error: errors.TokenloomError, counts: ResponseCounts) -> None:
+    """Count an error, log it and send it to the client. A function of its own: a name for the error in the frame that
+    has caught it would keep both alive until the garbage collector runs."""
+    counts.count(exchange.route, exchange.status or error.http_status, error.reason)
     # Under overload, a line for each refusal would cost more than the refusal.
     is_fault = error.http_status >= 500 and not isinstance(error, errors.ResourceExhausted)
     level = logging.WARNING if is_fault else logging.DEBUG
@@ -137,7 +153,7 @@ class Cors:
         if origin is not None and (self._any or origin in self._origins):
             exchange.extra_headers = (
                 (b"access-control-allow-origin", b"*" if self._any else origin),
-                (b"access-control-expose-headers", b"x-request-id, retry-after"),
+                (b"access-control-expose-headers", b"x-request-id, retry-after, x-tokenloom-ignored"),
                 (b"vary", b"origin"),
             )
 

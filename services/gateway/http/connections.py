@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Protocol
 
 log = logging.getLogger(__name__)
@@ -35,8 +36,11 @@ class Connections:
     """Counts open connections. At a limit, an idle connection is closed for a new one; if none is idle, the new one is
     not admitted."""
 
-    def __init__(self, limit: int, per_peer: int) -> None:
-        """``limit``: of all connections. ``per_peer``: of those from one address; unix sockets have none."""
+    def __init__(self, limit: int, per_peer: int, on_refused: Callable[[int], None] = lambda status: None) -> None:
+        """``limit``: of all connections. ``per_peer``: of those from one address; unix sockets have none.
+        ``on_refused``: called with the status of a response that no application made, because the connection was not
+        admitted or what arrived on it is no request."""
+        self.on_refused = on_refused
         self._limit = limit
         self._per_peer = per_peer
         # The connection that was looked at longest ago, or not at all, is first. Both are bounded by `limit`.

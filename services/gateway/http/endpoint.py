@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -33,6 +33,12 @@ Asked = tuple[Job, Options, Claim]
 
 VALUES_PER_SLICE = 4096
 """Log probabilities that one request may shape in one turn of the event loop: a few milliseconds."""
+IGNORED_HEADER = b"x-tokenloom-ignored"
+"""Names the fields of the body that had no effect."""
+MAX_IGNORED = 32
+"""Limits the names in that header."""
+MAX_NAME = 64
+"""Limits the length of each."""
 PIECE_BYTES = 256 << 10
 """Bytes of an answer that are shaped or written in one turn of the event loop."""
 
@@ -107,7 +113,7 @@ class Endpoint:
                 if options.stream:
                     deltas = await generation.take()  # an error before the first output still gets its own status
                     await self.answers.wait()
-                    await exchange.start(200, [*sse.HEADERS, *self._load_headers(exchange)])
+                    await exchange.start(200, [*sse.HEADERS, *self._headers(exchange, options)])
                     events = answer.first_events()
                     if options.resumed is not None:
                         delivered = Delivered(options.resumed.positions)
@@ -115,7 +121,7 @@ class Endpoint:
                         deltas = []
                     await _stream(exchange, generation, answer, deltas, events, self.answers)
                 else:
-                    await _whole(exchange, generation, answer, self._load_headers(exchange))
+                    await _whole(exchange, generation, answer, self._headers(exchange, options))
 
     async def read(self, exchange: Exchange) -> Asked:
         """Return what the body asks for, and which request of the mesh it is."""
@@ -130,10 +136,17 @@ class Endpoint:
         check_model(body.get("model"), self.model)
         return self.api.read(body, tenant)
 
-    def _load_headers(self, exchange: Exchange) -> HeaderPairs:
-        """Return the mesh's present load, if the client asks for it."""
+    def _headers(self, exchange: Exchange, options: Options) -> HeaderPairs:
+        """Return the mesh's present load, if the client asks for it, and the fields that had no effect."""
         wanted = exchange.headers.get(orca.REQUEST_HEADER)
-        return () if wanted is None else orca.response_headers(wanted, self.generator.mesh_load)
+        load = () if wanted is None else orca.response_headers(wanted, self.generator.mesh_load)
+        return (*load, (IGNORED_HEADER, _listed(options.ignored))) if options.ignored else load
+
+
+def _listed(names: Sequence[str]) -> bytes:
+    """Return names as a header's value; those that a header cannot hold are left out."""
+    fit = [name for name in names[:MAX_IGNORED] if name.isascii() and name.isprintable() and len(name) <= MAX_NAME]
+    return ", ".join(fit).encode()
 
 
 def check_model(name: object, served: str) -> None:

@@ -14,6 +14,7 @@ from tokenloom.request import errors
 from ..tenants.tenant import Tenant
 from .error_form import OPENAI
 from .request_body import ClientDisconnected, RequestBody, too_large
+from .response_counts import OTHER
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -127,6 +128,8 @@ class Exchange:
         request_id: The client's ``x-request-id``, or a new one; returned to the client, never used inside the mesh.
         extra_headers: Added to the response, whatever it is.
         error_form: How errors are reported.
+        route: The path, with ``*`` for the id of an object; ``other`` until it is known to be served.
+        status: Of the response; 0 before it begins.
         tenant: The tenant of the client's key; not set before the key was checked, nor for paths that need none.
     """
 
@@ -146,6 +149,8 @@ class Exchange:
         self.request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
         self.extra_headers: tuple[tuple[bytes, bytes], ...] = ()
         self.error_form = OPENAI
+        self.route = OTHER
+        self.status = 0
         self.started = False
         self._send = send
 
@@ -199,6 +204,7 @@ class Exchange:
         """Send status and headers. The connection closes after a response that begins before the body has arrived, and
         after the first one that begins while the gateway drains."""
         self.started = True
+        self.status = status
         all_headers = [*headers, *self.extra_headers, (b"x-request-id", self.request_id)]
         is_last = self.body.is_incomplete or self.direct.is_last()
         if is_last:

@@ -69,8 +69,13 @@ def usage_object(usage: inference_pb2.Usage) -> dict[str, object]:
 
 
 def timeline_object(timeline: types_pb2.Timeline, total_ns: int) -> dict[str, object]:
-    """Return the milliseconds spent in each part, and the engines that did the work."""
+    """Return the milliseconds spent in each part, the engines that did the work, and the drafts that they verified."""
     parts = ("tokenize", "placement", "queued", "prefill", "kv_transfer", "decode", "detokenize")
     times: dict[str, object] = {f"{part}_ms": round(getattr(timeline, f"{part}_ns") / 1e6, 3) for part in parts}
     times["total_ms"] = round(total_ns / 1e6, 3)
-    return times | {"prefill_engine": timeline.prefill_engine, "decode_engine": timeline.decode_engine}
+    times |= {"prefill_engine": timeline.prefill_engine, "decode_engine": timeline.decode_engine}
+    if timeline.HasField("drafts"):
+        counts = timeline.drafts
+        names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        times["drafts"] = {name: getattr(counts, name) for name in names}
+    return times

@@ -70,7 +70,13 @@ class TokenizeRoutes:
                     "add_special_tokens is not supported for chats: the template adds its own", "add_special_tokens"
                 )
             tools = read_tools(fields.tools)
-            chat = read_chat(fields.messages, tools, fields.chat_template_kwargs, fields.add_generation_prompt)
+            chat = read_chat(
+                fields.messages,
+                tools,
+                fields.chat_template_kwargs,
+                fields.add_generation_prompt,
+                continue_final_message=fields.continue_final_message,
+            )
             return (await self.tokenizers.encode_chat(chat, want_token_strings=strings)).prompt
         assert fields.prompt is not None
         encoded = await self.tokenizers.encode(

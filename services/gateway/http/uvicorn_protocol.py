@@ -123,6 +123,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if not self._admitted.admit(self, self.client[0] if self.client else ""):
+            self._admitted.on_refused(503)
             transport.write(_FULL)
             self._abandon()  # without lingering: the connection holds a descriptor that is not counted
             return
@@ -300,6 +301,7 @@ class GatewayProtocol(HttpToolsProtocol):
             cycle.message_event.set()
             if self._body is not None:
                 self._body.close()
+        self._admitted.on_refused(int(status[:3]))
         self._ignorable_bytes = LINGER_BYTES_REFUSED
         self.transport.write(
             b"HTTP/1.1 %b\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"

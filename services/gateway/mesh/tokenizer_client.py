@@ -107,6 +107,7 @@ class TokenizerClient:
             tools_json=chat.tools_json,
             template_kwargs_json=chat.template_kwargs_json,
             add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
             want_hashes=hash_salt is not None,
             cache_salt=hash_salt or b"",
             want_token_strings=want_token_strings,

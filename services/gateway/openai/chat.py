@@ -22,6 +22,7 @@ from .event_ids import CONTENT_ENDED, FINISHED
 from .json_blocks import JsonBlocks
 from .openai_logprobs import chat_entry
 from .openai_models import Body, BodyReader, Options, make_job, sampling_params
+from .template_kwargs import template_kwargs
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,17 @@ class ChatApi:
         if fields.tools is not None or fields.tool_choice is not None:
             request = read_tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
         sampling = _sampling(body, fields)
-        chat = read_chat(fields.messages, request.tools, fields.chat_template_kwargs, fields.add_generation_prompt)
+        chat = read_chat(
+            fields.messages,
+            request.tools,
+            template_kwargs(fields),
+            fields.add_generation_prompt,
+            continue_final_message=fields.continue_final_message,
+        )
         job = make_job(fields, chat, "messages", sampling, tenant)
-        plan = self.plans.apply(request, job, include_reasoning=fields.include_reasoning is not False)
-        return job, Options.of(fields, sampling, plan=plan)
+        shows = fields.include_reasoning is not False and not (fields.reasoning or {}).get("exclude")
+        plan = self.plans.apply(request, job, include_reasoning=shows)
+        return job, Options.of(fields, sampling, plan=plan, ignored=self.reader.ignored(body, ChatCompletionRequest))
 
     def answer(self, generation: Generation, options: Options) -> "ChatAnswer":
         return ChatAnswer(AnswerBase(generation, options, "chatcmpl", self.model, "chat.completion.chunk"))

@@ -12,6 +12,8 @@ from ..tools.tool_request import Tool
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXTS = ("name", "tool_call_id")
+_TEXT_PARTS = ("text", "refusal")
+"""Types of parts, whose text is in a member of the same name."""
 
 
 def read_chat(
@@ -20,6 +22,7 @@ def read_chat(
     template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool | None = None,
     *,
+    continue_final_message: bool | None = None,
     where: str = "messages",
 ) -> Chat:
     """Return a conversation for the tokenizer. Raises ``InvalidArgument`` naming the part below ``where``."""
@@ -28,11 +31,15 @@ def read_chat(
     turns = []
     for index, message in enumerate(messages):
         turns.append(_message(f"{where}[{index}]", message))
+    if continue_final_message and add_generation_prompt:
+        conflict = "continue_final_message excludes add_generation_prompt, which begins another turn"
+        raise InvalidArgument(conflict, "continue_final_message")
     return Chat(
         messages_json=sse.encode_json(turns),
         tools_json=sse.encode_json([tool.definition for tool in tools]) if tools else b"",
         template_kwargs_json=sse.encode_json(template_kwargs) if template_kwargs else b"",
-        add_generation_prompt=add_generation_prompt is not False,
+        add_generation_prompt=add_generation_prompt is not False and not continue_final_message,
+        continue_final_message=bool(continue_final_message),
     )
 
 
@@ -73,9 +80,10 @@ def _part(where: str, part: object) -> str:
         return part
     if not isinstance(part, dict):
         raise InvalidArgument(f"{where} must be an object with type and text", where)
-    if part.get("type") != "text":
+    kind = part.get("type")
+    if kind not in _TEXT_PARTS:
         raise InvalidArgument(f"{where}.type: only text is supported", f"{where}.type")
-    return _string(f"{where}.text", part.get("text"))
+    return _string(f"{where}.{kind}", part.get(kind))
 
 
 def _tool_calls(where: str, calls: object) -> list[dict[str, object]]:

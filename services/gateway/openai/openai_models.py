@@ -51,11 +51,8 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "prediction": (None,),
     "prompt_embeds": (None,),
     "extra_args": (None, {}),
-    "continue_final_message": (None, False),
     "chat_template": (None,),
-    "documents": (None, []),
     "add_special_tokens": (None,),
-    "cache_salt": (None,),
     "kv_transfer_params": (None,),
 }
 """Unsupported fields, with the values that are accepted because they have no effect."""
@@ -125,6 +122,8 @@ class Options:
     """Return only the prompt."""
     plan: MessagePlan | None = None
     """How to parse a chat's turns; None: as text."""
+    ignored: tuple[str, ...] = ()
+    """Fields of the body that have no effect."""
     request: object = None
     """What an API keeps of the body for its answer."""
     event_ids: bool = False
@@ -171,6 +170,11 @@ class BodyReader:
             return msgspec.convert(body, model)
         except msgspec.ValidationError as error:
             raise _invalid(error) from None
+
+    def ignored(self, body: Body, model: type[msgspec.Struct]) -> tuple[str, ...]:
+        """Return the names of a body's fields that have no effect."""
+        others = (body.keys() - _effective_fields(model)) - NOT_SUPPORTED_YET.keys() - RENAMED.keys()
+        return tuple(name for name in body if name in others and body[name] is not None) if others else ()
 
     def _check_others(self, body: Body, names: Iterable[str]) -> None:
         """Check fields of other endpoints, obsolete fields and unknown ones."""
@@ -230,6 +234,7 @@ def make_job(
         num_samples=1 if fields.n is None else narrow("n", fields.n),
         beam_search=_beam_search(fields),
         bad_words=fields.bad_words or (),
+        own_salt=fields.cache_salt or "",
         truncate_prompt_tokens=None if keep is None else narrow_int("truncate_prompt_tokens", keep, -1, 2**32 - 1),
         **own,
     )
@@ -253,6 +258,11 @@ def stop_strings(fields: CommonFields) -> list[str]:
     strings = [fields.stop] if isinstance(fields.stop, str) else fields.stop
     check_stop_count(len(strings))
     return strings
+
+
+@functools.cache  # once for each endpoint
+def _effective_fields(model: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(model.__struct_fields__) | SAMPLING_FIELDS | {"response_format"}
 
 
 @functools.cache  # once for each endpoint

@@ -68,6 +68,10 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[float, Meta(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None,
         Meta(description="With use_beam_search: exponent of the length by which scores are divided; default 1."),
     ] = None
+    cache_salt: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=256)] | None,
+        Meta(description="Share cached prefixes only with the same tenant's requests that have this salt too."),
+    ] = None
     # Described in the table of sampling parameters:
     stop: str | list[str] | None = None
     include_stop_str_in_output: bool | None = None
@@ -129,6 +133,19 @@ class ChatCompletionRequest(CommonFields, frozen=True, kw_only=True):
     ] = None
     parallel_tool_calls: Annotated[bool | None, Meta(description="False: one call at most.")] = None
     include_reasoning: Annotated[bool | None, Meta(description="False: leave the model's reasoning out.")] = None
+    reasoning_effort: Annotated[
+        str | None, Meta(description="Variable of the chat template; none also switches its thinking off.")
+    ] = None
+    reasoning: Annotated[
+        dict[str, Any] | None, Meta(description='{"effort": …}, {"enabled": …}, {"exclude": …}: as OpenRouter has it.')
+    ] = None
+    thinking: Annotated[
+        dict[str, Any] | None, Meta(description='{"type": "enabled" | "disabled"}: as enable_thinking of the template.')
+    ] = None
+    documents: Annotated[list[dict[str, Any]] | None, Meta(description="Documents for the chat template.")] = None
+    continue_final_message: Annotated[
+        bool | None, Meta(description="Continue the last message instead of answering it.")
+    ] = None
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,6 +163,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: Annotated[bool | None, Meta(description="For texts; for chats only false.")] = None
     return_token_strs: Annotated[bool | None, Meta(description="Return the tokens' strings.")] = None
     add_generation_prompt: Annotated[bool | None, Meta(description="Open the assistant's turn.")] = None
+    continue_final_message: Annotated[bool | None, Meta(description="End within the last message.")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="Variables of the chat template.")] = None
     tools: Annotated[Tools, Meta(description="Functions for the chat template.")] = None
 

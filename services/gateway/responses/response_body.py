@@ -37,11 +37,7 @@ def chat_body(body: Body, fields: ResponsesRequest, turns: Sequence[Turn]) -> di
 
 def _tools(fields: ResponsesRequest) -> dict[str, Any]:
     tools = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(fields.tools or ())]
-    choice = fields.tool_choice
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        choice, tools = _allowed(choice, tools)
-    elif isinstance(choice, dict) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    choice = _choice(fields.tool_choice)
     if not tools and choice in (None, "auto", "none"):
         return {}
     return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": fields.parallel_tool_calls}
@@ -56,14 +52,15 @@ def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
 
-def _allowed(choice: Mapping[str, Any], tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-    """Return the mode of a choice among some of the tools, and those."""
-    allowed, mode = choice.get("tools"), choice.get("mode")
-    if not isinstance(allowed, list) or mode not in ("auto", "required"):
-        message = 'tool_choice must be {"type": "allowed_tools", "mode": "auto" | "required", "tools": […]}'
-        raise InvalidArgument(message, "tool_choice")
-    names = {tool.get("name") for tool in allowed if isinstance(tool, dict)}
-    return mode, [tool for tool in tools if tool["function"].get("name") in names]
+def _choice(choice: str | Mapping[str, Any] | None) -> Any:
+    """Return a choice in the form of chats, where the name of a function is one level deeper."""
+    if not isinstance(choice, Mapping):
+        return choice
+    if choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        return {"type": "allowed_tools", "allowed_tools": {**choice, "tools": list(map(_choice, choice["tools"]))}}
+    return choice
 
 
 def _reasoning(reasoning: Mapping[str, Any] | None) -> dict[str, Any]:

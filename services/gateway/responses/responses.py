@@ -30,6 +30,7 @@ _DEFAULTS: dict[str, Any] = {
     "truncation": "disabled",
 }
 _ECHOED = (*_DEFAULTS, "instructions", "previous_response_id", "max_output_tokens", "max_tool_calls", "top_logprobs")
+_WITHOUT_EFFECT = ("include", "max_tool_calls", "stream_options")
 _ECHOED_SAMPLING = {"temperature": 1.0, "top_p": 1.0}
 
 
@@ -53,7 +54,7 @@ class ResponsesApi:
         except InvalidArgument as error:
             error.field = _FIELDS.get(error.field or "", error.field)
             raise
-        return job, replace(options, request=request)
+        return job, replace(options, request=request, ignored=self._ignored(body, fields))
 
     def answer(self, generation: Generation, options: Options) -> ResponseAnswer:
         assert isinstance(options.request, ResponseRequest)
@@ -76,6 +77,14 @@ class ResponsesApi:
             is_background=is_background,
             is_stored=is_stored,
         )
+
+    def _ignored(self, body: Body, fields: ResponsesRequest) -> tuple[str, ...]:
+        names = [name for name in _WITHOUT_EFFECT if getattr(fields, name)]
+        if (fields.reasoning or {}).get("summary"):
+            names.append("reasoning.summary")
+        if (fields.text or {}).get("verbosity"):
+            names.append("text.verbosity")
+        return (*names, *self.reader.ignored(body, ResponsesRequest))
 
     def _turns(self, fields: ResponsesRequest, tenant: Tenant) -> list[Turn]:
         new = read_input(fields.input)

@@ -52,6 +52,8 @@ NO_TOOLS = ToolRequest()
 def read_tool_request(tools: object, choice: object, parallel: bool | None) -> ToolRequest:
     """Return the tools and the choice among them. Raises ``InvalidArgument`` naming the field."""
     known = read_tools(tools)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, known = _allowed(choice, known)
     if choice is None:
         choice = "auto" if known else "none"
     if choice == "none" or (choice == "auto" and not known):
@@ -94,6 +96,21 @@ def _tool(where: str, tool: object) -> Tool:
         field = f"{where}.function.description"
         raise InvalidArgument(f"{field} must be a string", field)
     return Tool(name, _NO_ARGUMENTS if parameters is None else parameters, {"type": "function", **tool})
+
+
+def _allowed(choice: Mapping[str, Any], tools: Sequence[Tool]) -> tuple[str, Sequence[Tool]]:
+    """Return the mode of a choice among some of the tools, and those tools."""
+    allowed = choice.get("allowed_tools")
+    named = allowed.get("tools") if isinstance(allowed, dict) else None
+    if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required") or not isinstance(named, list):
+        raise InvalidArgument(
+            'tool_choice must be {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": '
+            "[…]}}",
+            "tool_choice",
+        )
+    choices = {"type": "function"}
+    wanted = [_named(choices | item if isinstance(item, dict) else item, tools) for item in named]
+    return str(allowed["mode"]), [tool for tool in tools if tool in wanted]
 
 
 def _named(choice: object, tools: Sequence[Tool]) -> Tool:

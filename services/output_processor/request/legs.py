@@ -282,6 +282,7 @@ class Legs:
         if self._prefill is not None:
             self._release(self._prefill)
         self._drop_kv()
+        self._prefill = None  # whose owner this is: otherwise only the garbage collector would free the two
         self._on_end(self, end_output(*reason))
 
     def _end_decode(self) -> None:

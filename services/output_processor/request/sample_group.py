@@ -60,7 +60,7 @@ class SampleGroup:
             for output in samples
         ]
         self._num_live = len(samples)
-        self._first = self._samples[0]
+        self._first: Legs | None = None
         self._waiting: list[Legs] = []  # samples that begin when the first one has settled
         self._timer: asyncio.TimerHandle | None = None
         self.slot = submit.slot
@@ -145,8 +145,9 @@ class SampleGroup:
                 sample.replay()  # which may end it
         live = [sample for sample in self._samples if not sample.ended]
         if live:
-            self._first, *self._waiting = live
-            self._first.start(asked, on_settled=self._settled if self._waiting else None)
+            first, *self._waiting = live
+            self._first = first
+            first.start(asked, on_settled=self._settled if self._waiting else None)
 
     def cancel(self) -> None:
         """End all samples, because the gateway wants no more output."""
@@ -195,7 +196,9 @@ class SampleGroup:
             self._trace.end()
         self._on_end(self.slot)
         self.on_over(self)
-        self._samples = []  # a request that is kept needs only its output
+        # A request that is kept needs only its output. The samples hold this group: without references back to them,
+        # they are freed at once.
+        self._samples, self._first = [], None
 
 
 def _ignore(_: object) -> None:

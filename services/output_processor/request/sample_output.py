@@ -142,6 +142,8 @@ class SampleOutput:
         self.timeline.queued_ns = self._prefill.queued_ns
         self.timeline.prefill_ns = self._prefill.prefill_ns
         self.timeline.kv_transfer_ns = finished.kv_wait_ns
+        if finished.HasField("drafts"):
+            self.timeline.drafts.CopyFrom(finished.drafts)
         if self.stop_match is not None:
             return self._end(_STOP, self.stop_match.stop_string)
         if finished.reason == _ERROR:

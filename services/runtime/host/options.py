@@ -64,7 +64,7 @@ class Option:
     text: str
     extra: Mapping[str, Any]
     type: type
-    """``bool``, ``int``, ``float``, ``str``, ``Path`` or ``tuple``."""
+    """``bool``, ``int``, ``float``, ``str``, ``Path``, ``tuple``, or a struct that users write as JSON."""
     is_optional: bool
     """Whether None is a value."""
     choices: tuple[str, ...]
@@ -87,7 +87,8 @@ class Option:
         """What a value must be, in a few words: ``an integer ≥ 1``."""
         if self.choices:
             return ("a list of " if self.type is tuple else "one of ") + ", ".join(self.choices)
-        return f"{_KINDS[self.type]} {', '.join(self.bounds)}".rstrip()
+        kind = "a JSON object" if issubclass(self.type, Struct) else _KINDS[self.type]
+        return f"{kind} {', '.join(self.bounds)}".rstrip()
 
     @property
     def kind(self) -> str:
@@ -105,6 +106,8 @@ class Option:
         ``strict``: numbers and switches must not be written as text, as they are in flags and variables.
         """
         plain = self._converted_text(self._current(value), strict=strict)
+        if issubclass(self.type, Struct):
+            return self._struct(plain)
         try:
             is_strict = strict and self.type is not tuple  # the items of a list were made texts
             parsed = msgspec.convert(plain, self.annotation, strict=is_strict, dec_hook=lambda type, item: type(item))
@@ -116,9 +119,19 @@ class Option:
 
     def text_of(self, value: object) -> str:
         """Write a parsed value in the form that :meth:`parse` reads."""
+        if isinstance(value, Struct):
+            return msgspec.json.encode(value).decode()
         if isinstance(value, tuple):
             return ",".join(map(str, value))
         return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+    def _struct(self, value: object) -> Any:
+        """Return a struct from JSON, from a table of a file, or from itself."""
+        try:
+            return msgspec.convert(msgspec.json.decode(value) if isinstance(value, str) else value, self.annotation)
+        except msgspec.DecodeError as error:
+            known = ", ".join(field.name for field in msgspec.structs.fields(self.type))
+            raise ValueError(f"{error}; expected {self.expected} with keys among {known}") from None
 
     def _current(self, value: object) -> object:
         renamed = self.extra.get("renamed", {})

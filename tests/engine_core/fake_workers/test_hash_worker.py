@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.engine_core.helpers import VOCAB_SIZE, make_config
+from tests.tokenloom.gguf.demo_file import write_demo_file
 from tokenloom.engine_core.config import EngineConfig, WorkerConfig
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
@@ -137,6 +138,21 @@ def test_sizes_come_from_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 11, "max_position_embeddings": 22}))
     model = HashWorker(EngineConfig(worker=WorkerConfig(model=str(tmp_path), worker="hash"))).load_model()
     assert (model.vocab_size, model.max_model_len) == (11, 22)
+
+
+def test_sizes_come_from_a_gguf_file(tmp_path: Path) -> None:
+    path = tmp_path / "demo.gguf"
+    write_demo_file(path)
+    worker = HashWorker(EngineConfig(worker=WorkerConfig(model=str(path), worker="hash")))
+    model = worker.load_model()
+    assert (model.vocab_size, model.max_model_len) == (2048, 2048)
+    worker.reload_weights(str(path))
+
+
+def test_a_checkpoint_without_sizes_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"config\.json must state vocab_size"):
+        HashWorker(EngineConfig(worker=WorkerConfig(model=str(tmp_path), worker="hash"))).load_model()
 
 
 def test_a_step_takes_the_configured_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ class GroupedHashWorker(HashWorker):
         assert np.array_equal(found, self._content(req_id, group, positions)), f"{req_id}: wrong KV in group {group}"
 
     def _content(self, req_id: str, group: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        token_ids = np.array(self._rows[req_id].token_ids)[positions]
+        token_ids = np.array(self._rows[req_id].token_ids + self._drafts.get(req_id, []))[positions]
         return np.column_stack((token_ids, positions + group * _MARK))
 
     def _slots(self, req_id: str, group: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -1,6 +1,7 @@
 import pytest
 
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
+from tokenloom.engine_core.kv_cache.kv_groups import NULL_BLOCK
 
 
 def fill(pool: BlockPool, *hashes: bytes) -> list[int]:
@@ -127,3 +128,13 @@ def test_misuse_is_detected() -> None:
     pool.release(block_ids)
     with pytest.raises(AssertionError, match="released twice"):
         pool.release(block_ids)
+
+
+def test_the_null_block_of_groups_is_never_free() -> None:
+    pool = BlockPool(4, num_groups=2)
+    assert (pool.num_blocks, pool.num_free, pool.usage) == (3, 3, 0.0)
+    assert sorted(pool.allocate(3)) == [1, 2, 3]
+    pool.share([NULL_BLOCK, 1])
+    pool.release([NULL_BLOCK, NULL_BLOCK, 1, 1])
+    assert pool.num_free == 1
+    assert pool.allocate(1) == [1]

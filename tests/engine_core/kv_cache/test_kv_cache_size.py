@@ -4,6 +4,7 @@ import pytest
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.kv_cache.kv_cache_size import size_kv_cache
+from tokenloom.engine_core.kv_cache.kv_groups import KVGroup
 from tokenloom.engine_core.worker import ModelInfo
 
 MODEL = ModelInfo(vocab_size=10, max_model_len=1000, kv_bytes_per_token=100, kv_layout="", numerics="")
@@ -59,3 +60,16 @@ def test_fixed_sizes_need_no_profile_run() -> None:
     assert size_kv_cache(config, MODEL, pytest.fail).num_blocks == 9
     config = EngineConfig(worker=WorkerConfig(model=""), cache=CacheConfig(memory_bytes=16 * 100 * 9))
     assert size_kv_cache(config, MODEL, pytest.fail).num_blocks == 9
+
+
+def test_groups_of_layers_need_fewer_bytes() -> None:
+    groups = [KVGroup(None, [0]), KVGroup(17, [1]), KVGroup(17, [2])]
+    model = msgspec.structs.replace(MODEL, kv_groups=groups, kv_bytes_per_token=300)
+    assert model.block_bytes(16) == 1600
+    scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32)
+    config = EngineConfig(worker=WorkerConfig(model=""), scheduler=scheduler)
+    # 63 blocks of the first group, and 4 of each other one: a window and a chunk of 32 tokens.
+    size = size_kv_cache(config, model, lambda: 10**9)
+    assert size == KVCacheConfig(num_blocks=4 * (63 + 2 * 4) + 1, max_model_len=1000, groups=groups)
+    assert size_kv_cache(config, model, lambda: 1600 * 72).max_model_len == 1000
+    assert size_kv_cache(config, model, lambda: 1600 * 71).max_model_len == 62 * 16

@@ -150,3 +150,26 @@ def test_verdicts_of_unknown_requests_are_not_kept_for_ever(bench: Bench) -> Non
     for number in range(5000):
         bench.loads.verdict(KVVerdict(f"r{number}", valid=False, reason="owner_lost"))
     assert len(bench.loads._early) == 4096
+
+
+def test_of_a_group_only_the_blocks_of_its_window_are_copied(bench: Bench) -> None:
+    """Entries are those of two groups in turns; the second one keeps the last two blocks of tokens."""
+    table = [11, 0, 12, 0, 13, 23, 14, 24]
+    target = KVTarget(b"acquisition", "memory", b"endpoint", table, [1] * 8, 14)
+    bench.loads.start(LoadOrder("a", target, [0, 2, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6], 4, False, num_groups=2))
+    bench.loads.progress("a", 11)
+    assert bench.copied([11, 12]).source_ids == [11, 12]
+    bench.loads.progress("a", 12)
+    assert bench.copied([13, 23]).source_ids == [13, 23]
+    bench.loads.progress("a", 14)
+    task = bench.copied([14, 24])
+    assert (task.source_ids, task.block_ids) == ([14, 24], [5, 6])
+    bench.loads.verdict(KVVerdict("a", valid=True, checksums=table))
+    assert bench.results[0].failure is None
+
+
+def test_a_block_that_the_owner_does_not_keep_is_not_copied(bench: Bench) -> None:
+    target = KVTarget(b"acquisition", "memory", b"endpoint", [11, 0, 12, 22], [1] * 4, 8)
+    bench.loads.start(LoadOrder("a", target, [0, 1, 2, 3], [1, 2, 3, 4], 4, True, num_groups=2))
+    assert bench.results[0].failure == "layout"
+    assert not bench.tasks

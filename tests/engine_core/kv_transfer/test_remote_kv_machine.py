@@ -115,6 +115,8 @@ class RemoteKVMachine(RuleBasedStateMachine):
         self.pair.shutdown()
         for engine in self.pair.engines:
             check_idle(engine.core.scheduler)
+            is_wrong = any("wrong_layout" in failpoint for failpoint in engine.config.kv.failpoints)
+            assert is_wrong or "layout" not in engine.stats.kv_recomputes, "the owner kept too little"
         for request in self.pair.requests.values():
             expected = expected_tokens(request.prompt, request.max_tokens, VOCAB_SIZE)
             assert request.tokens == expected[: len(request.tokens)]

@@ -125,6 +125,10 @@ class CoreMachine(RuleBasedStateMachine):
         long_prefill=st.sampled_from([0, 0, 1, 5]),
         reserve_full_prompt=st.booleans(),
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
+        num_drafts=st.sampled_from([0, 0, 1, 3, 6]),
+        draft_accuracy=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+        draft_model=st.sampled_from(["", "small"]),
+        free_rows=st.sampled_from([None, None, 1, 4, 9]),
     )
     def start(
         self,
@@ -140,7 +144,13 @@ class CoreMachine(RuleBasedStateMachine):
         long_prefill: int,
         reserve_full_prompt: bool,
         watermark: float,
+        num_drafts: int,
+        draft_accuracy: float,
+        draft_model: str,
+        free_rows: int | None,
     ) -> None:
+        if num_drafts:
+            executor = "uniproc"
         config = make_config(
             block_size=block_size,
             num_blocks=None,
@@ -155,6 +165,9 @@ class CoreMachine(RuleBasedStateMachine):
             long_prefill=long_prefill if chunked else 0,
             reserve_full_prompt=reserve_full_prompt,
             watermark=watermark,
+            num_drafts=num_drafts,
+            draft_accuracy=draft_accuracy,
+            draft_model=draft_model,
         )
         num_blocks = self._num_blocks(config) + spare_blocks
         cache = msgspec.structs.replace(config.cache, kv_events=True, num_blocks=num_blocks)
@@ -168,6 +181,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.mortal = Mortal(self._make_worker(config))
         self.worker = self.mortal.worker
         self.core = EngineCore(config, EXECUTORS[executor](self.worker))
+        if self.core.scheduler.drafts is not None:
+            self.core.scheduler.drafts.free_rows = free_rows
         self.live: dict[str, Expected] = {}
         self.num_added = 0
 

@@ -72,6 +72,17 @@ def test_a_line_reports_the_work_and_duration_of_a_step(caplog: pytest.LogCaptur
     assert "2000.00 ms" in second
 
 
+def test_a_request_that_verifies_drafts_decodes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    iterations = IterationLog(iter([1.0, 2.0]).__next__)
+    iterations.begin()
+    cached = CachedRequestData(["a", "b"], [[], []], [9, 9], {})
+    step = SchedulerOutput([], cached, {"a": 4, "b": 7}, 11, [], [], {"a": [1, 2, 3]})
+    iterations.end(1, step)
+    (record,) = caplog.records
+    assert "1 context requests, 7 context tokens, 1 generation requests, 4 generation tokens" in record.getMessage()
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_every_step_of_a_core_is_a_line(overlaps: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tokenloom.engine_core.scheduling.step_reports")

@@ -15,6 +15,7 @@ from tokenloom.engine_core.config import (
     EngineConfig,
     ReasoningConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     StructuredOutputConfig,
     WorkerConfig,
 )
@@ -95,6 +96,7 @@ def make_client(
     max_num_batched_tokens: int = 256,
     async_scheduling: bool = False,
     reasoning: ReasoningConfig = NO_REASONING,
+    num_drafts: int = 0,
 ) -> InprocClient:
     """Return a core with the hash worker, which draws any token that the grammar allows."""
     core_config = EngineConfig(
@@ -107,6 +109,7 @@ def make_client(
         ),
         structured_output=config(),
         reasoning=reasoning,
+        speculative=SpeculativeConfig("ngram", num_drafts) if num_drafts else None,
     )
     worker = HashWorker(core_config, vocab_size=VOCAB_SIZE, max_model_len=2048)
     executor = ThreadedExecutor(worker) if async_scheduling else UniProcExecutor(worker)

@@ -2,13 +2,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine_core.structured_output.helpers import EOS, NUM_WORDS, encode, start
-from tokenloom.engine_core.structured_output.grammar_backend import GrammarError, bitmask_of
+from tokenloom.engine_core.structured_output.grammar_backend import Bitmask, GrammarError, bitmask_of
 from tokenloom.engine_core.structured_output.request_constraint import RequestConstraint
-from tokenloom.engine_core.structured_output.request_grammar import RequestGrammar
+from tokenloom.engine_core.structured_output.request_grammar import GrammarEnd, RequestGrammar
 from tokenloom.engine_core.wire.core_sampling_params import GrammarKind
 from tokenloom.request.reasoning import Reasoning, ReasoningMarks
 
@@ -39,7 +39,7 @@ def after(follower: RequestConstraint, output: Sequence[int]) -> set[int] | None
     row = np.zeros(NUM_WORDS, dtype=np.int32)
     if not follower.fill(row):
         return EVERY
-    return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+    return _tokens(row)
 
 
 def test_a_grammar_begins_after_the_reasoning() -> None:
@@ -124,3 +124,56 @@ def test_a_constraint_that_may_not_bind_does_not(data: st.DataObject) -> None:
         expected = after(eager, output[:cut])
         unseen = output[lazy.num_seen : cut]
         assert (after(lazy, unseen) if lazy.may_bind(len(unseen)) else EVERY) == expected
+
+
+def test_drafts_are_cut_where_the_grammar_forbids_one() -> None:
+    follower = constraint(ONE, [START], "a{2}b{2}")
+    assert follower.num_allowed([], [5, END, A, A, B, A, B]) == 5
+    assert follower.num_allowed([5, END, A], [A, B, B, B]) == 3
+    assert follower.num_allowed([5, END, A], [B]) == 0
+    follower.accept([5, END, A])
+    assert follower.num_allowed([A], [B, A]) == 1
+    assert B in (after(follower, [A]) or ())
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_rows_for_drafts_are_those_after_each_of_them(data: st.DataObject) -> None:
+    """One call for several drafts gives what following them one by one does, and leaves no trace."""
+    marks = data.draw(st.sampled_from([ONE, OPEN, TEXT]))
+    prompt = data.draw(st.sampled_from([[3], [*marks.start], [*marks.start, 4, *marks.end]]))
+    regex = data.draw(st.sampled_from(["(ab|b)+", "a{2,3}", "<[tx]+>", None]))
+    limits = {"budget": data.draw(st.none() | st.integers(0, 4)), "min_tokens": data.draw(st.sampled_from([0, 3]))}
+    choices = st.sampled_from(sorted({*marks.start, *marks.end, AB, A, B, 5, EOS, *encode("<x>")}))
+    output, follower = list[int](), constraint(marks, prompt, regex, **limits)
+    for _ in range(6):
+        drafts = data.draw(st.lists(choices, max_size=5))
+        follower.accept(output[follower.num_seen :])
+        rows = np.zeros((1 + len(drafts), NUM_WORDS), dtype=np.int32)
+        try:
+            num_rows = follower.fill_rows(rows, drafts)
+        except (GrammarEnd, GrammarError):
+            return
+        assert follower.num_seen == len(output)
+        for place in range(num_rows or 1 + len(drafts)):
+            eager = constraint(marks, prompt, regex, **limits)
+            expected = after(eager, output + drafts[:place])
+            if num_rows:
+                assert _tokens(rows[place]) == (_tokens(FREE) if expected is EVERY else expected)
+                assert eager.forced is None or (place == 0 and eager.forced == follower.forced)
+            else:
+                assert expected is EVERY
+        allowed = _tokens(rows[0]) if num_rows else _tokens(FREE)
+        likely = [
+            token_id for token_id in (*drafts[:1], AB, A, B, 5, *marks.end, *encode("<x>")) if token_id in allowed
+        ]
+        if not likely or likely[0] == EOS:
+            return
+        output.append(likely[0])
+
+
+FREE = np.full(NUM_WORDS, -1, dtype=np.int32)
+
+
+def _tokens(row: Bitmask) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())

@@ -38,3 +38,11 @@ def test_the_last_position_of_a_context_that_is_no_multiple_of_the_block_has_a_s
     table = BlockTable(max_num_seqs=1, max_model_len=9, block_size=4)
     table.append(0, [0, 1, 2])
     assert table.slots(rows(0), rows(8)).tolist() == [8]
+
+
+def test_each_group_of_layers_has_slots_of_its_own():
+    table = BlockTable(max_num_seqs=2, max_model_len=8, block_size=4, num_groups=2)
+    table.append(1, [3, 5])
+    table.append(1, [4, 6])
+    assert table.gather(rows(1)).tolist() == [[3, 5, 4, 6]]
+    assert table.slots(rows(1, 1), rows(1, 6)).tolist() == [[13, 18], [21, 26]]

@@ -79,17 +79,17 @@ def test_cached_prefix_is_not_computed_but_attended(batch):
 
 def test_a_drawn_token_is_the_next_input(batch):
     inputs = run(batch, step(new=[new("a", [1, 2, 3, 4], [0])], a=4))
-    assert batch.sampling(inputs)[1].tolist() == [0]
+    assert batch.sampling(inputs.rows[inputs.sampled])[1].tolist() == [0]
     append(batch, inputs, 99)
     inputs = run(batch, step(cached=[("a", [1], 4)], a=1))
     assert inputs.token_ids.tolist() == [99]
     assert inputs.slot_mapping.tolist() == [4]
-    assert batch.sampling(inputs)[1].tolist() == [1]
+    assert batch.sampling(inputs.rows[inputs.sampled])[1].tolist() == [1]
 
 
 def test_accepted_tokens_of_an_earlier_attempt_count(batch):
     inputs = run(batch, step(new=[new("a", [1, 2], [0, 1], output=[3, 4, 5], params=PENALIZED)], a=5))
-    assert batch.sampling(inputs)[1].tolist() == [3]
+    assert batch.sampling(inputs.rows[inputs.sampled])[1].tolist() == [3]
     assert processed(batch, inputs) == [[0, 0, 0, -2, -2, -2, 0, 0]]
 
 
@@ -104,7 +104,7 @@ def test_preempted_and_resumed(batch):
     inputs = run(batch, step(cached=[("a", [5], 0)], resumed={"a": [1, 2, 7]}, a=3))
     assert inputs.token_ids.tolist() == [1, 2, 7]
     assert inputs.slot_mapping.tolist() == [20, 21, 22]
-    assert batch.sampling(inputs)[1].tolist() == [1]
+    assert batch.sampling(inputs.rows[inputs.sampled])[1].tolist() == [1]
     assert processed(batch, inputs) == [[0, 0, 0, 0, 0, 0, 0, -2]]
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tokenloom.gpu_worker.checkpoint.safetensors_files import stored_dtype, weight_files
+from tokenloom.gpu_worker.checkpoint.directory_source import stored_dtype
+from tokenloom.gpu_worker.checkpoint.weight_files import weight_files
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
 from tokenloom.gpu_worker.models.architectures import load_model
 
@@ -71,10 +72,15 @@ def test_stored_dtype(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
     assert stored_dtype(tmp_path) == name
 
 
-def test_no_safetensors(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ValueError, match="only safetensors"):
+def test_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "tf_model.h5").touch()
+    with pytest.raises(ValueError, match=r"neither model\.safetensors\S* nor pytorch_model\.bin"):
         weight_files(tmp_path)
+
+
+def test_safetensors_win(directory: Path) -> None:
+    (directory / "pytorch_model.bin").touch()
+    assert weight_files(directory) == [directory / "model.safetensors"]
 
 
 def test_a_broken_file(tmp_path: Path) -> None:

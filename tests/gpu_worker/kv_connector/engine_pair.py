@@ -58,12 +58,14 @@ class Engine:
         make_executor: MakeExecutor = uni,
         worker: Literal["model", "hash"] = "model",
         kv_cache_dtype: KVCacheDtype = "auto",
+        model: str = MODEL,
+        num_blocks: int = 120,
         **kv: Any,
     ) -> None:
         names = tuple(transport.name for transport in transports)
         config = EngineConfig(
-            worker=WorkerConfig(model=MODEL, dtype="float32", num_threads=1, worker=worker),
-            cache=CacheConfig(num_blocks=120, dtype=kv_cache_dtype),
+            worker=WorkerConfig(model=model, dtype="float32", num_threads=1, worker=worker),
+            cache=CacheConfig(num_blocks=num_blocks, dtype=kv_cache_dtype),
             scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
             kv=KVConfig(
                 transports=names,  # type: ignore[arg-type]

@@ -1,4 +1,3 @@
-import dataclasses
 import gzip
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tokenloom.gpu_worker.layers.rounding import input_rounding
 from tokenloom.gpu_worker.model_runner import ModelRunner
 from tokenloom.gpu_worker.platform import memory
 from tokenloom.gpu_worker.platform.devices import CPUWorker
@@ -47,7 +47,7 @@ def one_thread():
 def test_quantization_is_part_of_the_numerics():
     """Engines that round differently must not share a pool."""
     info = make_worker(dtype="float32", quantization="int8-dynamic", attention_backend="torch").load_model()
-    assert info.numerics.startswith("cpu/float32/int8-dynamic/torch/")
+    assert info.numerics.startswith(f"cpu/float32/int8-dynamic/torch/{input_rounding()}/")
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
@@ -123,18 +123,6 @@ class RunnerThatNotes:
 
     def dummy_run(self, query_lens, block_size, num_layers=None):
         self._notes.append((self._num_blocks, query_lens, num_layers))
-
-
-@pytest.mark.parametrize(
-    ("windows", "expected"),
-    [((None,), 3), ((None,) * 6, 3), ((8, 8, 8, None, 8), 4), ((None, 8, 8), 3), ((8, 4, None), 3)],
-)
-def test_the_profiled_layers_include_every_window(monkeypatch, windows, expected):
-    worker = make_worker()
-    worker.load_model()
-    config = dataclasses.replace(worker._model.config, sliding_windows=windows)
-    monkeypatch.setattr(worker._model, "config", config)
-    assert worker._num_differing_layers() == expected
 
 
 def test_the_first_layers_need_as_much_memory_as_all():

@@ -107,3 +107,25 @@ def test_a_template_that_is_no_jinja_is_named_as_such() -> None:
 def test_a_checkpoint_without_template_has_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({}))
     assert ChatTemplate.from_checkpoint(CheckpointInfo.load(tmp_path)) is None
+
+
+BEGUN = [USER, {"role": "assistant", "content": " The answer\nis "}]
+
+
+@pytest.mark.parametrize("source", [None, FIELD_TEMPLATES[0], FIELD_TEMPLATES[3]])
+def test_a_message_is_continued_as_in_transformers(reference: Any, demo: ChatTemplate, source: str | None) -> None:
+    template = demo if source is None else ChatTemplate(source, demo.special_tokens)
+    expected = reference.apply_chat_template(
+        BEGUN, chat_template=template.source, tokenize=False, continue_final_message=True
+    )
+    ours = template.render(BEGUN, add_generation_prompt=False, continue_final_message=True)
+    assert ours == expected
+    assert ours.rstrip().endswith("The answer\nis")
+
+
+@pytest.mark.parametrize("words", ["", " \n", "lost"])
+def test_a_message_that_the_template_does_not_write_cannot_be_continued(words: str) -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": words}]
+    with pytest.raises(TemplateRefused, match="continue_final_message"):
+        template.render(turns, add_generation_prompt=False, continue_final_message=True)

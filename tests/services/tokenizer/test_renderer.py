@@ -39,7 +39,13 @@ def job(word: str) -> Job:
 
 
 def raw_job(messages_json: str) -> Job:
-    return Job(messages_json=messages_json, tools_json="", template_kwargs_json="", add_generation_prompt=True)
+    return Job(
+        messages_json=messages_json,
+        tools_json="",
+        template_kwargs_json="",
+        add_generation_prompt=True,
+        continue_final_message=False,
+    )
 
 
 async def test_renders_many_at_once() -> None:

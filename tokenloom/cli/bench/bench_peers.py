@@ -39,7 +39,7 @@ def peers(
     plot: Annotated[Path | None, typer.Option(help="Write a bar chart of output tokens/s to this SVG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare engines on one stream, a batch of 32, and 32 prompts that share 512 tokens."""
+    """Compare engines on one stream, a prompt of 512 tokens, a batch of 32, and 32 prompts that share 512 tokens."""
     with failures():
         options = PeerOptions(
             model=model.resolve(),

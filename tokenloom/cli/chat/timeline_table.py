@@ -40,6 +40,8 @@ def timeline_table(answer: Answer) -> Table:
     for service, step, key, text in _STEPS:
         rest -= timeline[key]
         table.add_row(service, step, f"{timeline[key]:.1f}", text.format(**details))
+        if step == "decode" and (drafts := timeline.get("drafts")) is not None:
+            table.add_row(service, "drafts", "", _drafts(drafts))
     table.add_row("gateway", "other", f"{max(rest, 0.0):.1f}", "HTTP, and calls between the services")
     table.add_section()
     first = f"first text after {answer.seconds_to_first_token * 1e3:.0f} ms"
@@ -57,6 +59,12 @@ def _transfer(timeline: Mapping[str, object]) -> str:
     if _is_pair(timeline):
         return f"KV blocks of the prompt, {timeline['prefill_engine']} to {timeline['decode_engine']}"
     return "none: one engine did both"
+
+
+def _drafts(drafts: Mapping[str, int]) -> str:
+    right = drafts["num_accepted_tokens"]
+    share, per_step = right / max(drafts["num_draft_tokens"], 1), 1 + right / max(drafts["num_drafts"], 1)
+    return f"{share:.0%} of {drafts['num_draft_tokens']} drafts right, {per_step:.1f} tokens a step with drafts"
 
 
 def _is_pair(timeline: Mapping[str, object]) -> bool:

@@ -27,6 +27,7 @@ def demo(
     prompt: Annotated[str, typer.Argument(help="Question to ask.")] = PROMPT,
     model: Annotated[str, typer.Option(help="Checkpoint directory, GGUF file or hub id.")] = DEMO_MODEL_NAME,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 400,
+    speculative_config: Annotated[str, typer.Option(help="How the engines draft tokens, as for serve.")] = "",
 ) -> None:
     """Start a whole mesh, chat once through it, show where the time went, and stop it."""
     path, name = model_directory(model, None)
@@ -37,8 +38,9 @@ def demo(
         decode=1,
         port=0,
         flags={
-            "coordinator": ("--pd-threshold", "0")
-        },  # so that the short question also goes through prefill and decode
+            "coordinator": ("--pd-threshold", "0"),  # so that the short question also goes through prefill and decode
+            "engine": ("--speculative-config", speculative_config) if speculative_config else (),
+        },
         drain_timeout=5.0,
     )
     body = {

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from .mesh_sample import MeshSample, Metrics, PartSample
 
+_DRAFTS = "vllm:spec_decode_num_"
+
 
 @dataclass(frozen=True)
 class PartView:
@@ -27,6 +29,10 @@ class PartView:
     """Share of prompt tokens that were in the prefix cache."""
     prompt_tokens_per_second: float | None
     generation_tokens_per_second: float | None
+    draft_acceptance_rate: float | None
+    """Share of draft tokens that were right."""
+    tokens_per_draft: float | None
+    """Tokens that a request got in a step with drafts: those that were right, and the one after them."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,7 @@ def _part(old: Metrics, new: PartSample, seconds: float) -> PartView:
     prompts, generated = (
         _gain(old, now, f"vllm:{name}_tokens_total") if is_engine else None for name in ("prompt", "generation")
     )
+    right = _share(now, f"{_DRAFTS}accepted_tokens_total", f"{_DRAFTS}drafts_total")
     return PartView(
         service=new.part.service,
         index=new.part.index,
@@ -108,6 +115,8 @@ def _part(old: Metrics, new: PartSample, seconds: float) -> PartView:
         prefix_hit_rate=_share(now, "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
         prompt_tokens_per_second=None if prompts is None else prompts / seconds,
         generation_tokens_per_second=None if generated is None else generated / seconds,
+        draft_acceptance_rate=_share(now, f"{_DRAFTS}accepted_tokens_total", f"{_DRAFTS}draft_tokens_total"),
+        tokens_per_draft=None if right is None else 1 + right,
     )
 
 

@@ -22,6 +22,7 @@ from .mesh_rates import Latency, MeshView, PartView, view
 from .mesh_sample import take_sample
 
 _COLUMNS = ("PART", "ROLE", "PID", "HEALTH", "CPU", "MEMORY", "RUN", "WAIT", "KV", "HITS", "PROMPT/S", "TOKENS/S")
+_DRAFT_COLUMNS = ("DRAFTS", "TOK/STEP")
 _LEFT = ("PART", "ROLE", "HEALTH")
 
 
@@ -45,10 +46,11 @@ def top(
 def shown(seen: MeshView) -> RenderableType:
     """Return a line for the whole mesh and a row for each part."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in _COLUMNS:
+    drafts = any(part.draft_acceptance_rate is not None for part in seen.parts)
+    for title in (*_COLUMNS, *(_DRAFT_COLUMNS if drafts else ())):
         table.add_column(title, no_wrap=True, justify="left" if title in _LEFT else "right")
     for part in seen.parts:
-        table.add_row(*_cells(part))
+        table.add_row(*_cells(part), *(_draft_cells(part) if drafts else ()))
     return Group(_summary(seen), Text(), table)
 
 
@@ -104,6 +106,11 @@ def _cells(part: PartView) -> list[Text | str]:
         _number(part.prompt_tokens_per_second, "{:,.0f}"),
         _number(part.generation_tokens_per_second, "{:,.0f}"),
     ]
+
+
+def _draft_cells(part: PartView) -> list[str]:
+    """Return the share of drafts that were right, and the tokens of a step with drafts."""
+    return [_number(part.draft_acceptance_rate, "{:.0f} %", 100.0), _number(part.tokens_per_draft, "{:.1f}")]
 
 
 def _number(value: float | None, form: str, factor: float = 1.0) -> str:

@@ -159,32 +159,32 @@ def test_what_is_not_supported_is_named(name: str, tmp_path: Path) -> None:
         ModelLoader().check(tmp_path / "demo.gguf")
 
 
-def test_a_type_of_blocks_that_is_not_supported_is_named(tmp_path: Path, save_checkpoint: SaveCheckpoint) -> None:
+@pytest.mark.parametrize(("kind", "size"), [(Kind.Q2_K, 84), (Kind.Q3_K, 110), (Kind.IQ2_XXS, 66), (Kind.IQ4_XS, 136)])
+def test_a_type_of_blocks_that_is_not_supported_is_named(tmp_path: Path, kind: Kind, size: int) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     for name, value in {"embedding_length": 256, "attention.head_count": 4, "block_count": 1}.items():
         writer.add_uint32(f"llama.{name}", value)
     writer.add_feed_forward_length(64)
     writer.add_context_length(64)
     writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_tensor("token_embd.weight", np.zeros((4, 84), np.uint8), raw_dtype=Kind.Q2_K)
+    writer.add_tensor("token_embd.weight", np.zeros((4, size), np.uint8), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(
-        ValueError, match=r"token_embd\.weight has the type Q2_K, which is not supported: must be of F32"
+        ValueError, match=rf"token_embd\.weight has the type {kind.name}, which is not supported: must be of F32"
     ):
         load_model(tmp_path / "model.gguf")
 
 
-def test_another_architecture_is_named(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
+@pytest.mark.parametrize("architecture", ["mamba", "gemma3", "phi3", "deepseek2"])
+def test_another_architecture_is_named(tmp_path: Path, architecture: str) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(
-        ValueError, match=r"model\.gguf: general\.architecture 'mamba' is not supported: must be one of"
-    ):
+    with pytest.raises(ValueError, match=r"model\.gguf: general\.architecture '\w+' is not supported: must be one of"):
         load_model_config(tmp_path / "model.gguf")
 
 

@@ -133,11 +133,21 @@ async def test_without_keys_there_is_neither(mesh: FakeMesh) -> None:
     await asking
 
 
-async def test_a_client_cannot_choose_a_salt(guarded: FakeMesh) -> None:
-    body = {"model": MODEL, "prompt": "ab", "cache_salt": "mine"}
-    async with guarded.http(headers={"authorization": f"Bearer {KEYS[0]}"}) as http:
-        response = await http.post("/v1/completions", json=body)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "cache_salt")
+async def test_a_clients_own_salt_counts_within_its_tenant(guarded: FakeMesh) -> None:
+    salts = set[bytes]()
+    for key, own in ((KEYS[0], "mine"), (KEYS[0], "mine"), (KEYS[0], "other"), (KEYS[1], "mine")):
+        asking = asyncio.create_task(post(guarded, key, "/v1/completions", prompt="ab", cache_salt=own))
+        request = await guarded.outputs.next_request()
+        salt = request.submit.prompt.cache_salt
+        assert len(salt) == len(salt_of(key))
+        assert list(request.submit.block_hash_prefixes) == [sum(b"ab") + sum(salt)]
+        salts.add(salt)
+        request.finish()
+        await asking
+    assert len(salts | {salt_of(key) for key in KEYS}) == 3 + len(KEYS)
+
+
+def test_a_client_cannot_name_a_tenant() -> None:
     names = {field.name for field in inference_pb2.GenerateRequest.DESCRIPTOR.fields}
     names |= {field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields}
     assert not names & {"cache_salt", "tenant"}

@@ -1,6 +1,7 @@
 """From annotated fields to options and back."""
 
 import logging
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -96,7 +97,7 @@ def test_a_value_of_other_servers_is_refused_with_the_alternative() -> None:
     assert str(error.value) == (
         "kv_cache_dtype: must be one of auto, int8, not 'fp8'; FP8 is not supported; int8 takes the same memory"
     )
-    with pytest.raises(OptionError, match="kv_cache_dtype: must be one of auto, int8, not 'int3'$"):
+    with pytest.raises(OptionError, match=r"kv_cache_dtype: must be one of auto, int8, not 'int3'$"):
         build(EngineConfig, {"kv_cache_dtype": "int3"})
 
 
@@ -117,3 +118,38 @@ def test_a_former_value_is_replaced_with_one_line_in_the_log(caplog: pytest.LogC
 def test_python_callers_must_use_the_right_type(value: object) -> None:
     with pytest.raises(OptionError, match="size: must be"):
         build(Settings, {"size": value}, strict=True)
+
+
+class Planned(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    method: Literal["one", "two"]
+    count: Annotated[int, Meta(ge=1)] = 3
+
+
+class Planning(Struct, frozen=True):
+    plan: Annotated[Planned | None, "A plan.", Meta(extra={"name": "plan_config"})] = None
+
+
+@pytest.mark.parametrize(
+    "value", ['{"method": "two", "count": 5}', {"method": "two", "count": 5}, Planned("two", 5)], ids=type
+)
+def test_a_struct_is_written_as_json_as_a_table_or_as_itself(value: object) -> None:
+    assert build(Planning, {"plan_config": value}, strict=True) == Planning(Planned("two", 5))
+    option = options_of(Planning)["plan_config"]
+    assert option.text_of(option.parse(value)) == '{"method":"two","count":5}'
+    assert build(Planning, {"plan_config": "none"}).plan is None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ('{"methd": "one"}', "unknown field `methd`; expected a JSON object with keys among method, count"),
+        ('{"method": "three"}', "'three' - at `$.method`"),
+        ('{"method": "one", "count": 0}', "`int` >= 1 - at `$.count`"),
+        ("{method: one}", "malformed"),
+        ([1], "got `array`"),
+    ],
+)
+def test_a_wrong_key_of_a_struct_is_named(value: object, message: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(message)) as caught:
+        build(Planning, {"plan_config": value})
+    assert caught.value.name == "plan_config"

@@ -1,6 +1,7 @@
 """The demo's table."""
 
 import io
+from typing import Any
 
 from rich.console import Console
 
@@ -8,7 +9,7 @@ from tokenloom.cli.chat.chat_client import Answer
 from tokenloom.cli.chat.timeline_table import timeline_table
 
 
-def rows(**engines: str) -> list[list[str]]:
+def rows(**engines: Any) -> list[list[str]]:
     times = {
         "tokenize": 1.0,
         "placement": 0.5,
@@ -38,6 +39,12 @@ def test_every_step_has_its_row_and_the_rest_is_the_gateways() -> None:
         ["gateway", "other", "5.0", "HTTP, and calls between the services"],
         ["all", "total", "222.0", "first text after 12 ms"],
     ]
+
+
+def test_drafts_have_a_row() -> None:
+    drafts = {"num_drafts": 20, "num_draft_tokens": 100, "num_accepted_tokens": 60}
+    table = rows(prefill_engine="engine-0", decode_engine="engine-0", drafts=drafts)
+    assert ["engine", "drafts", "", "60% of 100 drafts right, 4.0 tokens a step with drafts"] in table
 
 
 def test_one_engine_transfers_nothing() -> None:

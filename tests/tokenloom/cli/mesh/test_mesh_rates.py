@@ -1,11 +1,14 @@
 """What happened between two samples."""
 
 import math
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from tokenloom.cli.mesh.mesh_rates import quantile, view
 from tokenloom.cli.mesh.mesh_sample import MeshSample, Metrics, PartSample
+from tokenloom.cli.mesh.top import shown
 from tokenloom.supervisor.state_dir import PartRecord, PartState
 
 INF = math.inf
@@ -36,6 +39,18 @@ def test_an_engine_with_its_core() -> None:
     assert (engine.running, engine.waiting, engine.kv_usage, engine.prefix_hit_rate) == (3, 1, 0.5, 0.75)
     assert engine.generation_tokens_per_second == 10.0
     assert (engine.prompt_tokens_per_second, engine.memory_bytes) == (None, None)
+
+
+def test_an_engine_that_drafts() -> None:
+    counts = {"drafts_total": 10.0, "draft_tokens_total": 40.0, "accepted_tokens_total": 24.0}
+    engine = part("engine", **{f"spec_decode_num_{name}": count for name, count in counts.items()})
+    seen = view(MeshSample(0.0, [engine]), MeshSample(1.0, [engine]))
+    assert (seen.parts[0].draft_acceptance_rate, seen.parts[0].tokens_per_draft) == (0.6, 3.4)
+    text = StringIO()
+    Console(file=text, width=200).print(shown(seen))
+    assert "TOK/STEP" in text.getvalue()
+    assert "60 %" in text.getvalue()
+    assert "3.4" in text.getvalue()
 
 
 def test_a_part_that_restarted_counts_from_its_start_and_a_dead_one_not_at_all() -> None:

@@ -1,0 +1,167 @@
+"""Chooses the drafts that a step verifies, and how many the worker may propose for the next one.
+
+A draft counts only while it equals the token drawn at its position, so nothing here changes a token. Drafts take what a
+step has left over: no other request waits for them, and none is preempted for them.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from ..config import SpeculativeConfig
+from ..kv_cache.kv_manager import KVManager
+from ..structured_output.manager import StructuredOutputManager
+from ..wire.draft_counts import SpecDecodingStats
+from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .draft_history import DraftHistory
+from .request import Request
+
+
+class Drafts:
+    """Belongs to the scheduler of an engine that speculates."""
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        requests: Mapping[str, Request],
+        kv: KVManager,
+        grammars: StructuredOutputManager | None,
+    ) -> None:
+        """``requests``, ``kv`` and ``grammars`` are the scheduler's."""
+        self._max_drafts = config.num_speculative_tokens
+        self._writes_kv = config.method != "ngram"
+        """Whether the worker needs slots for its proposals, whose KV a draft model or head computes."""
+        self._requests = requests
+        self._kv = kv
+        self._grammars = grammars
+        self._proposed: Mapping[str, list[int]] = {}
+        self.free_rows: int | None = None
+        """Rows up to which a step takes hardly longer than one row; None: any number."""
+        self._stats = SpecDecodingStats(num_accepted_tokens_per_pos=[0] * self._max_drafts)
+
+    def propose(self, draft_token_ids: Mapping[str, list[int]]) -> None:
+        """Set the drafts of the tokens that follow the requests' last ones, for the next step. Drafts that a grammar
+        forbids are left out."""
+        if self._grammars is not None and self._grammars.live:
+            draft_token_ids = self._grammars.cut_drafts(draft_token_ids, self._requests)
+        self._proposed = draft_token_ids
+
+    def add_to(self, scheduled: SchedulerOutput, running: list[Request], budget: int) -> None:
+        """Add drafts to a planned step, as far as ``budget`` further tokens, free rows and free blocks reach, and say
+        how many the worker may propose after it."""
+        proposed, self._proposed = self._proposed, {}
+        if proposed:
+            room = min(budget, self._rows_left(scheduled.total_num_scheduled_tokens))
+            self._add_proposed(scheduled, proposed, room, len(running))
+        scheduled.num_drafts_wanted = self._wanted(running)
+        if self._writes_kv:
+            self._reserve(scheduled, len(running))
+
+    def verify(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Take the rejected drafts of a step off the computed tokens of their requests, and count the accepted ones."""
+        stats = self._stats
+        for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
+            drafts = scheduled.draft_token_ids.get(request_id)
+            if drafts is None or (request := self._requests.get(request_id)) is None:
+                continue
+            num_right = max(0, len(token_ids) - 1)
+            request.num_computed_tokens -= len(drafts) - num_right
+            stats.count(len(drafts), num_right)
+            for position in range(num_right):
+                stats.num_accepted_tokens_per_pos[position] += 1
+            if request.draft_history is None:
+                request.draft_history = DraftHistory()
+            request.draft_history.add(len(drafts), num_right, request.num_tokens + len(token_ids))
+
+    def accepted(self, request: Request) -> None:
+        """Let blocks be hit that accepted drafts have filled. The request has all tokens of the step."""
+        self._kv.cache_accepted(request)
+
+    def stats(self) -> SpecDecodingStats:
+        """Return the counters as they are now."""
+        counters = self._stats
+        return SpecDecodingStats(
+            counters.num_drafts,
+            counters.num_draft_tokens,
+            counters.num_accepted_tokens,
+            counters.num_accepted_tokens_per_pos.copy(),
+        )
+
+    def _rows_left(self, num_rows: int) -> int:
+        return 1 << 30 if self.free_rows is None else self.free_rows - num_rows
+
+    def _add_proposed(
+        self, scheduled: SchedulerOutput, proposed: Mapping[str, list[int]], room: int, num_running: int
+    ) -> None:
+        cached = scheduled.scheduled_cached_reqs
+        # Running requests would lose their blocks if drafts took the last free ones.
+        pool = self._kv.pool
+        spare_blocks = pool.num_free // pool.num_groups - num_running
+        for index, request_id in enumerate(cached.req_ids):
+            drafts = proposed.get(request_id)
+            if drafts is None or request_id in cached.resumed_token_ids:
+                continue
+            request = self._requests[request_id]
+            if request.num_computed_tokens != request.num_tokens or not _gets_drafts(request):
+                continue  # it computes tokens that it had before, or its drafts were wrong since it got these
+            most = min(len(drafts), self._max_drafts, room, request.max_num_tokens - request.num_tokens - 1)
+            if most > spare_blocks * self._kv.block_size:
+                most = min(most, -request.num_tokens % self._kv.block_size)  # the rest of the last block
+            if most <= 0:
+                continue
+            new_block_ids = self._extend(request, 1, most)
+            assert new_block_ids is not None, "as many blocks are free"
+            spare_blocks -= len(new_block_ids) // pool.num_groups
+            cached.new_block_ids[index] = cached.new_block_ids[index] + new_block_ids
+            request.num_computed_tokens += most
+            scheduled.draft_token_ids[request_id] = drafts[:most]
+            scheduled.num_scheduled_tokens[request_id] += most
+            scheduled.total_num_scheduled_tokens += most
+            room -= most
+
+    def _reserve(self, scheduled: SchedulerOutput, num_running: int) -> None:
+        """Allocate the blocks in which the worker computes its proposals. Without them it proposes fewer."""
+        pool = self._kv.pool
+        blocks_of = {new.req_id: new.block_ids for new in scheduled.scheduled_new_reqs}
+        cached = scheduled.scheduled_cached_reqs
+        places = {request_id: place for place, request_id in enumerate(cached.req_ids)}
+        for request_id, count in scheduled.num_drafts_wanted.items():
+            num_scheduled = scheduled.num_scheduled_tokens.get(request_id)
+            if num_scheduled is None or pool.num_free // pool.num_groups <= 2 * num_running:
+                continue
+            new_block_ids = self._extend(self._requests[request_id], num_scheduled, count)
+            if not new_block_ids:
+                continue
+            if request_id in blocks_of:
+                blocks_of[request_id] += new_block_ids
+            else:
+                place = places[request_id]
+                cached.new_block_ids[place] = cached.new_block_ids[place] + new_block_ids
+
+    def _extend(self, request: Request, num_scheduled: int, count: int) -> list[int] | None:
+        """Allocate blocks for ``count`` tokens after the step's own. Returns those added; None if too few are free."""
+        # The manager takes back what no token from the first new one on sees; the step's own tokens see more.
+        request.num_computed_tokens -= num_scheduled
+        new_block_ids = self._kv.allocate(request, num_scheduled + count)
+        request.num_computed_tokens += num_scheduled
+        return new_block_ids
+
+    def _wanted(self, running: Iterable[Request]) -> dict[str, int]:
+        """Share the rows that the next step has left over among the requests that draw a token in this one."""
+        num_rows, drawing = 0, []
+        for request in running:
+            missing = request.num_tokens - request.num_computed_tokens
+            num_rows += max(1, missing)
+            if missing <= 0 and _gets_drafts(request):
+                drawing.append(request)
+        if not drawing:
+            return {}
+        share = min(self._max_drafts, self._rows_left(num_rows) // len(drawing))
+        wanted = {}
+        for request in drawing:
+            # Limits end the output after the token of this step, the drafts, and the token after them.
+            if (most := min(share, request.max_num_tokens - request.num_tokens - 2)) > 0:
+                wanted[request.request_id] = most
+        return wanted
+
+
+def _gets_drafts(request: Request) -> bool:
+    return request.draft_history is None or request.draft_history.allows(request.num_tokens)

@@ -1,0 +1,148 @@
+"""Draws the tokens of a step from the model's logits: one for each row that it is asked for."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput
+
+from ..batch.input_batch import InputBatch, StepInputs
+from .device_sampler import DeviceSampler
+from .grammar_mask import allow_only, force
+from .logits_stats import LogitsMeter
+from .logprobs import KeptLogits
+from .sampler import NO_TOKEN, Sampler
+
+Ints = npt.NDArray[np.int64]
+Logits = npt.NDArray[np.float32]
+
+
+class Draw(Protocol):
+    """Draws a token for each row; see :meth:`Sampler.sample`."""
+
+    def __call__(self, logits: Logits, params: Sequence[SamplingParams], output_indices: Ints) -> list[int]: ...
+
+
+class StepSampler:
+    """Applies masks and logits processors, draws, and finds log probabilities."""
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        device_sampler: DeviceSampler | None = None,
+        *,
+        count_nans: bool = False,
+        logits_metrics_interval: int = 0,
+    ) -> None:
+        """See :class:`~tokenloom.gpu_worker.model_runner.ModelRunner`."""
+        self.batch = batch
+        self.draw: Draw = Sampler().sample
+        """Draws on the host."""
+        self.device_sampler = device_sampler
+        self._count_nans = count_nans
+        self._meter = LogitsMeter(logits_metrics_interval) if logits_metrics_interval else None
+
+    def sample(
+        self, inputs: StepInputs, logits: Tensor, grammar: GrammarOutput | None, output: ModelRunnerOutput
+    ) -> None:
+        """Draw a token for each request of ``inputs.sampled`` [S] from its row of ``logits`` [S, vocab]."""
+        indices = inputs.sampled.tolist()
+        self.measure(inputs, logits, output)
+        tokens, kept = self.draw_rows(inputs, inputs.sampled, logits, grammar, output)
+        output.sampled_token_ids = _by_request(tokens, indices, len(inputs.req_ids))
+        if NO_TOKEN in tokens:
+            tokens = drop_undrawn(output, tokens, indices)
+        self.batch.append(inputs.rows[inputs.sampled], np.array(tokens, dtype=np.int64))
+        if kept is not None:
+            by_row = kept.logprobs_of(tokens)
+            output.logprobs = {inputs.req_ids[indices[row]]: logprobs for row, logprobs in by_row.items()}
+
+    def measure(self, inputs: StepInputs, logits: Tensor, output: ModelRunnerOutput) -> None:
+        """Report statistics of ``logits`` [S, vocab] of ``inputs.sampled``, if this step is to be measured."""
+        if self._meter is not None and self._meter.is_due():
+            measured = self._meter.measure(logits, self.batch.sampling(inputs.rows[inputs.sampled])[0])
+            stats_of = zip(inputs.sampled.tolist(), measured, strict=True)
+            output.logits_stats = {inputs.req_ids[index]: stats for index, stats in stats_of if stats is not None}
+
+    def only_draws(self, grammar: GrammarOutput | None) -> bool:
+        """Return whether the tokens follow from logits, parameters and output indices alone."""
+        return grammar is None and not self._count_nans and self.batch.only_draws
+
+    def draw_rows(
+        self,
+        inputs: StepInputs,
+        places: Ints,
+        logits: Tensor,
+        grammar: GrammarOutput | None,
+        output: ModelRunnerOutput,
+        draw: Draw | None = None,
+    ) -> tuple[list[int], KeptLogits | None]:
+        """Draw the next token of the requests ``places`` [n] of the step from ``logits`` [n, vocab].
+
+        Returns the tokens, ``NO_TOKEN`` where no token can be drawn, and what log probabilities need. Adds to
+        ``output`` what only the logits show. ``draw`` replaces :attr:`draw`.
+        """
+        if self.device_sampler is not None and draw is None and self.only_draws(grammar):
+            return self.device_sampler.sample(logits, *self.batch.sampling(inputs.rows[places])), None
+        return self._draw_on_host(inputs, places, logits, grammar, output, draw or self.draw)
+
+    def _draw_on_host(
+        self,
+        inputs: StepInputs,
+        places: Ints,
+        on_device: Tensor,
+        grammar: GrammarOutput | None,
+        output: ModelRunnerOutput,
+        draw: Draw,
+    ) -> tuple[list[int], KeptLogits | None]:
+        logits: Logits = on_device.cpu().numpy()
+        rows, batch = inputs.rows[places], self.batch
+        req_ids = [inputs.req_ids[index] for index in places.tolist()] if self._count_nans or grammar else []
+        if self._count_nans:
+            output.num_nans_in_logits = _count_nans(logits, req_ids)
+        kept = batch.logprobs.keep(logits, rows)
+        if grammar is not None:
+            allow_only(grammar, req_ids, logits)
+        batch.logits_processors.apply(logits, rows)
+        if grammar is not None:
+            force(grammar, req_ids, logits)
+        tokens = draw(logits, *batch.sampling(rows))
+        if batch.logits_processors and NO_TOKEN in tokens:
+            for row, index in enumerate(places.tolist()):
+                if tokens[row] == NO_TOKEN and np.isneginf(logits[row]).all():
+                    output.without_choice.append(inputs.req_ids[index])
+        return tokens, kept
+
+
+def _by_request(tokens: list[int], indices: list[int], num_requests: int) -> list[list[int]]:
+    """Return the tokens [S] of the requests ``indices`` [S] in a list for each request of the step."""
+    if len(tokens) == num_requests:  # every request decodes
+        return [[token_id] for token_id in tokens]
+    by_request: list[list[int]] = [[] for _ in range(num_requests)]
+    for index, token_id in zip(indices, tokens, strict=True):
+        by_request[index] = [token_id]
+    return by_request
+
+
+def drop_undrawn(output: ModelRunnerOutput, tokens: list[int], indices: list[int]) -> list[int]:
+    """List the requests of the rows without a token in ``output``, unless they are listed as without choice.
+
+    Returns the tokens with an arbitrary one for these rows, as the requests may be in the next step already.
+    """
+    for row, token_id in enumerate(tokens):
+        if token_id == NO_TOKEN:
+            output.sampled_token_ids[indices[row]] = []
+            req_id = output.req_ids[indices[row]]
+            if req_id not in output.without_choice:
+                output.without_finite_logit.append(req_id)
+    return [max(token_id, 0) for token_id in tokens]
+
+
+def _count_nans(logits: Logits, req_ids: Sequence[str]) -> dict[str, int]:
+    """Count the NaN logits of the rows, [n, vocab], that have any."""
+    counts = np.isnan(logits).sum(axis=1).tolist()
+    return {req_id: count for req_id, count in zip(req_ids, counts, strict=True) if count}

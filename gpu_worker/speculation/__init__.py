@@ -1,0 +1,1 @@
+"""Speculative decoding: drafts of the next tokens, which one step of the model verifies."""

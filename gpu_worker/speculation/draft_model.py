@@ -1,0 +1,35 @@
+"""Drafts with a smaller model of the same vocabulary."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..attention.attention_backend import AttentionPlan, KVCache
+from ..batch.input_batch import Ints, StepInputs
+from ..models.model import Model
+
+
+class DraftModel:
+    """Fulfils :class:`~.drafter.Drafter`."""
+
+    keeps_drafts = True
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def states(self, step: StepInputs, hidden: Tensor, places: Ints, inputs: StepInputs) -> None:
+        return None
+
+    def keep(self, step: StepInputs, hidden: Tensor, computed: Ints) -> None:
+        pass
+
+    def forget(self, req_ids: Sequence[str]) -> None:
+        pass
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, states: Tensor | None, kv_caches: list[KVCache], plan: AttentionPlan
+    ) -> Tensor:
+        return self._model.forward(input_ids, positions, kv_caches, plan)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return self._model.compute_logits(hidden)

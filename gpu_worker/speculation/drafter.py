@@ -1,0 +1,40 @@
+"""Defines what a small model does to propose tokens."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from ..attention.attention_backend import AttentionPlan, KVCache
+from ..batch.input_batch import Ints, StepInputs
+
+
+class Drafter(Protocol):
+    """Computes one token after the other, with KV caches of its own in the blocks of the request."""
+
+    @property
+    def keeps_drafts(self) -> bool:
+        """Whether the KV of a draft is that of the same token once it is accepted."""
+
+    def states(self, step: StepInputs, hidden: Tensor, places: Ints, inputs: StepInputs) -> Tensor | None:
+        """Return what :meth:`forward` needs of the model for ``inputs``, or None: the states before their tokens.
+
+        ``hidden`` [T, hidden_size] are the model's last hidden states of ``step``; ``inputs`` belong to its requests
+        ``places``.
+        """
+
+    def keep(self, step: StepInputs, hidden: Tensor, computed: Ints) -> None:
+        """Remember what :meth:`states` needs after the next step. ``computed`` [R]: how many tokens of each request of
+        ``step`` the model has computed."""
+
+    def forget(self, req_ids: Sequence[str]) -> None:
+        """Drop what is known of these requests."""
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, states: Tensor | None, kv_caches: list[KVCache], plan: AttentionPlan
+    ) -> Tensor:
+        """Compute T tokens like :meth:`Model.forward`. ``states`` [T, hidden_size]: those of :meth:`states`, and for a
+        token after a draft what this method returned for the token before it."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Turn what :meth:`forward` returned into float32 logits [R, vocab_size]."""

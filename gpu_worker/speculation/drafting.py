@@ -1,0 +1,157 @@
+"""Sets up speculation in a worker: loads what drafts, checks that it fits the model, and makes the proposers."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from tokenloom.engine_core.config import KVCacheDtype, SpeculativeConfig
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory, PoolPart
+from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion
+
+from ..attention.attention_backend import AttentionBackend
+from ..attention.cache import kv_layout, make_kv_pool
+from ..batch.input_batch import InputBatch
+from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.weights import Checkpoint
+from ..models.architectures import ModelLoader
+from ..models.model import Model
+from ..models.self_check import CheckedModel
+from ..ops.torch_ops import TorchOps
+from .draft_model import DraftModel
+from .drafter import Drafter
+from .eagle import EagleHead, EmbedsTokens
+from .interface import Proposer
+from .model_proposer import ModelProposer
+from .ngram import NgramProposer
+from .rejection import RejectionSampler
+
+GetModel = Callable[[], Model]
+"""Returns the model that is drafted for, which sleep and new weights replace."""
+_FIELD = "speculative_config.model"
+
+
+class Drafting:
+    """Holds the draft model or the head of a worker, if the method has one."""
+
+    def __init__(
+        self, config: SpeculativeConfig, loader: ModelLoader, target: GetModel, kv_cache_dtype: KVCacheDtype = "auto"
+    ) -> None:
+        """Load what drafts. Raises ``ValueError`` naming what does not fit the model."""
+        self._kv_cache_dtype = kv_cache_dtype
+        self._config = config
+        self._loader = loader
+        self._target = target
+        self._path = Path(config.model)
+        self._proposers: list[ModelProposer] = []
+        self.kv_config: ModelConfig | None = None
+        """Describes the layers that lie behind the model's in the KV pool; None: there are none."""
+        if config.method != "ngram":
+            self.kv_config = replace(loader.read_config(self._path), kv_cache_dtype=kv_cache_dtype)
+            _check(self.kv_config, target().config)
+            self._drafter: Drafter | None = self._load()
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Return the size of one token's keys and values in the layers of what drafts, in bytes."""
+        return 0 if self.kv_config is None else self.kv_config.kv_bytes_per_token
+
+    def make(
+        self,
+        batch: InputBatch,
+        make_backend: Callable[[ModelConfig], AttentionBackend],
+        num_blocks: int,
+        block_size: int,
+        memory: PoolMemory | None,
+    ) -> tuple[Proposer, RejectionSampler | None]:
+        """Return the proposer for a batch, and how its drafts are accepted (see :class:`ModelRunner`).
+
+        ``memory`` holds the pool, with the model's layers first.
+        """
+        config = self._config
+        rejection = RejectionSampler() if config.rejection_sample_method == "probabilistic" else None
+        if self.kv_config is None:
+            return NgramProposer(batch, config.prompt_lookup_min, config.prompt_lookup_max), rejection
+        assert self._drafter is not None, "the weights are asleep"
+        if memory is not None:
+            memory = PoolPart(memory, self._offset(num_blocks, block_size))
+        backend = make_backend(self.kv_config)
+        make_kv_caches = functools.partial(backend.allocate, num_blocks, memory)
+        device = self._loader.device or torch.device("cpu")
+        proposer = ModelProposer(batch, self._drafter, backend, make_kv_caches, device, rejection)
+        self._proposers = [proposer]  # that of a profile before it is gone
+        return proposer, rejection
+
+    def kv_pool(self, pool: KVPool, num_blocks: int, block_size: int) -> KVPool:
+        """Return the model's ``pool`` with the regions of these layers behind its own."""
+        if self.kv_config is None:
+            return pool
+        own = make_kv_pool(self.kv_config, num_blocks, block_size, pool.memory)
+        offset = self._offset(num_blocks, block_size)
+        behind = tuple(KVRegion(region.offset + offset, region.block_bytes) for region in own.regions)
+        return KVPool(pool.memory, pool.regions + behind, num_blocks, self.kv_layout(pool.layout, block_size))
+
+    def kv_layout(self, layout: str, block_size: int) -> str:
+        """Return the name of the model's ``layout`` with these layers behind it."""
+        return layout if self.kv_config is None else f"{layout}+{kv_layout(self.kv_config, block_size)}"
+
+    def drop(self) -> None:
+        """Drop the weights; :meth:`restore` reads them again."""
+        self._drafter = None
+        for proposer in self._proposers:
+            proposer.drafter = None
+
+    def restore(self) -> None:
+        """Bring back dropped weights. Raises ``ValueError`` as the constructor."""
+        if self.kv_config is not None and self._drafter is None:
+            self._drafter = self._load()
+            for proposer in self._proposers:
+                proposer.drafter = self._drafter
+
+    def _offset(self, num_blocks: int, block_size: int) -> int:
+        ahead = replace(self._target().config, kv_cache_dtype=self._kv_cache_dtype)
+        return num_blocks * block_size * ahead.kv_bytes_per_token
+
+    def _load(self) -> Drafter:
+        assert self.kv_config is not None
+        if self._config.method == "eagle":
+            return self._load_head(self.kv_config)
+        model = self._loader.load(self._path)
+        if isinstance(model, CheckedModel):
+            raise ValueError(f"{_FIELD}: {self._path.name} needs transformers' modules, which do not draft")
+        return DraftModel(model)
+
+    def _load_head(self, config: ModelConfig) -> EagleHead:
+        target = self._target().config
+        if not isinstance(self._target(), EmbedsTokens):
+            raise ValueError(f"{_FIELD}: EAGLE heads do not draft for models of the family {target.family}")
+        if config.hidden_size != target.hidden_size or config.num_layers != 1:
+            raise ValueError(
+                f"{_FIELD}: the head has {config.num_layers} layers of size {config.hidden_size}; it needs one of the "
+                f"model's size, {target.hidden_size}"
+            )
+        loader, device = self._loader, self._loader.device or torch.device("cpu")
+        get_target = cast("Callable[[], EmbedsTokens]", self._target)
+        with Checkpoint(self._path, config.dtype, device, config.scheme) as checkpoint:
+            head = EagleHead(checkpoint, config, loader.ops or TorchOps(), device, get_target)
+            checkpoint.refuse_rest()
+        return head
+
+
+def _check(draft: ModelConfig, target: ModelConfig) -> None:
+    """Raise ``ValueError`` naming what keeps ``draft`` from drafting for ``target``."""
+    if draft.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"{_FIELD}: its vocabulary has {draft.vocab_size} tokens and the model's {target.vocab_size}; they must be "
+            "the same"
+        )
+    if draft.max_model_len < target.max_model_len:
+        raise ValueError(
+            f"{_FIELD}: its context has {draft.max_model_len} tokens and the model's {target.max_model_len}; it must "
+            "not be shorter"
+        )
+    if draft.dtype != target.dtype:
+        raise ValueError(f"{_FIELD}: its dtype is {draft.dtype_name} and the model's {target.dtype_name}; set dtype")

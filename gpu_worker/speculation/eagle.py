@@ -1,0 +1,95 @@
+"""Drafts with an EAGLE head: one layer that predicts the model's next hidden state from the state before a token and
+the token itself (Li et al., "EAGLE: speculative sampling requires rethinking feature uncertainty").
+
+The KV of a token lies in the token's own slot and depends on nothing after it, so cached blocks can be shared.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..attention.attention_backend import AttentionPlan, KVCache
+from ..batch.input_batch import Ints, StepInputs
+from ..batch.transfer import to_device
+from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.weights import Checkpoint
+from ..layers.linear import load_linear
+from ..layers.rotary import RotaryEmbedding
+from ..models.decoder_layers import AddNorm, Attention
+from ..models.mlp import MLP
+from ..ops.ops import Ops
+
+
+@runtime_checkable
+class EmbedsTokens(Protocol):
+    """A model whose embeddings and output layer a head uses."""
+
+    def embed_tokens(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings [T, hidden_size] of tokens [T]."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class EagleHead:
+    """Fulfils :class:`~.drafter.Drafter`."""
+
+    keeps_drafts = False  # it is computed anew from the model's own hidden states
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        ops: Ops,
+        device: torch.device,
+        target: Callable[[], EmbedsTokens],
+    ) -> None:
+        """``target`` returns the model that the head drafts for, which sleep and new weights replace."""
+        size, quantization = config.hidden_size, config.quantization
+        self._target = target
+        self._fc = load_linear(checkpoint, ["fc"], 2 * size, [size], False, quantization)
+        self._attention = Attention(checkpoint, "layers.0.self_attn", config, ops, 0)
+        self._norm = AddNorm(checkpoint, "layers.0.post_attention_layernorm", config, ops)
+        self._mlp = MLP(checkpoint, "layers.0.mlp", config, ops)
+        self._rotary = RotaryEmbedding(config.ropes[0], device)
+        checkpoint.skip(["embed_tokens.weight"])  # the model's own is used
+        self._before: dict[str, Tensor] = {}
+        """[hidden_size]: the state of the last token that the model has computed, by request."""
+
+    def states(self, step: StepInputs, hidden: Tensor, places: Ints, inputs: StepInputs) -> Tensor:
+        """Return for each token of ``inputs`` the model's state of the token before it, [T, hidden_size].
+
+        Zeros stand for a state that the model did not compute here: that before a prompt, or before the rest of a
+        prompt whose beginning was cached.
+        """
+        lengths = np.diff(inputs.cu_query_lens)
+        first_rows = np.repeat(step.cu_query_lens[places], lengths)
+        before = inputs.positions - step.positions[first_rows] + first_rows - 1
+        is_older = before < first_rows
+        states = hidden[to_device(np.where(is_older, 0, before).astype(np.int64), hidden.device)]
+        for row in np.flatnonzero(is_older).tolist():
+            req_id = inputs.req_ids[int(np.searchsorted(inputs.cu_query_lens, row, side="right")) - 1]
+            states[row] = self._before.get(req_id, 0.0)
+        return states
+
+    def keep(self, step: StepInputs, hidden: Tensor, computed: Ints) -> None:
+        rows = step.cu_query_lens[:-1] + computed - 1 - step.positions[step.cu_query_lens[:-1]]
+        self._before.update(zip(step.req_ids, hidden[to_device(rows, hidden.device)], strict=True))
+
+    def forget(self, req_ids: Sequence[str]) -> None:
+        for req_id in req_ids:
+            self._before.pop(req_id, None)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, states: Tensor | None, kv_caches: list[KVCache], plan: AttentionPlan
+    ) -> Tensor:
+        assert states is not None
+        residual = self._fc(torch.cat((self._target().embed_tokens(input_ids), states), dim=1))
+        delta = self._attention(residual, self._rotary(positions), kv_caches[0], plan)
+        normed = self._norm(residual, delta)
+        return residual + self._mlp(normed)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return self._target().compute_logits(hidden)

@@ -1,0 +1,163 @@
+"""Proposes tokens with a small model, whose KV lies next to that of the model that it drafts for."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
+
+from ..attention.attention_backend import AttentionBackend, KVCache
+from ..batch.input_batch import InputBatch, Ints, StepInputs
+from ..batch.transfer import to_device
+from ..sampler import Purpose, Sampler
+from .drafter import Drafter
+from .interface import StepArrays
+from .rejection import RejectionSampler, distribution
+
+
+class _Ranges(NamedTuple):
+    """Says which positions the drafter computes first: those that the model has computed, and the last token."""
+
+    places: Ints
+    """[n]: requests of the step."""
+    starts: Ints
+    """[n]"""
+    lengths: Ints
+    """[n]"""
+    counts: Ints
+    """[n]: drafts to propose."""
+    computed: Ints
+    """[R]: how many tokens of each request of the step the model has computed."""
+
+
+class ModelProposer:
+    """Fulfils :class:`~.interface.Proposer`.
+
+    After each step the drafter computes what the model has computed, prompts included, so that its KV is complete
+    wherever a block can be hit or sent. Drafts are drawn with the parameters of the request and the random number of
+    their output index, which makes them equal to the model's tokens as often as the distributions allow.
+    """
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        drafter: Drafter,
+        backend: AttentionBackend,
+        make_kv_caches: Callable[[], list[KVCache]],
+        device: torch.device,
+        rejection: RejectionSampler | None = None,
+    ) -> None:
+        """``make_kv_caches`` allocates the drafter's caches. With ``rejection`` drafts are drawn with numbers of their
+        own, and it learns what they were drawn from."""
+        self._batch = batch
+        self.drafter: Drafter | None = drafter
+        """None while its weights are asleep."""
+        self._backend = backend
+        self._make_kv_caches = make_kv_caches
+        self._kv_caches = make_kv_caches()
+        self._device = device
+        self._rejection = rejection
+        self._sampler = Sampler(Purpose.SAMPLE if rejection is None else Purpose.DRAFT)
+        self._computed: dict[str, int] = {}
+        """How many tokens of a request have the drafter's KV; a request that is absent: those that the model has."""
+
+    @property
+    def _awake(self) -> Drafter:
+        assert self.drafter is not None, "the weights are asleep"
+        return self.drafter
+
+    def make_kv_caches(self) -> None:
+        """Allocate empty KV caches, if there are none."""
+        if not self._kv_caches:
+            self._kv_caches = self._make_kv_caches()
+
+    def drop_kv_caches(self) -> None:
+        """Drop the KV caches with their content."""
+        self._kv_caches = []
+
+    def update(self, step: SchedulerOutput) -> None:
+        changed = [*step.finished_req_ids, *step.preempted_req_ids, *step.scheduled_cached_reqs.resumed_token_ids]
+        changed += [new.req_id for new in step.scheduled_new_reqs]
+        for req_id in changed:
+            self._computed.pop(req_id, None)
+        self._awake.forget(changed)
+
+    @torch.inference_mode()
+    def propose(self, step: StepInputs, hidden: Tensor, wanted: Mapping[str, int]) -> dict[str, list[int]]:
+        ranges = self._ranges(step, wanted)
+        drafts = self._propose(step, hidden, ranges) if len(ranges.places) else {}
+        self._awake.keep(step, hidden, ranges.computed)
+        return drafts
+
+    def _propose(self, step: StepInputs, hidden: Tensor, ranges: _Ranges) -> dict[str, list[int]]:
+        req_ids = [step.req_ids[place] for place in ranges.places.tolist()]
+        inputs = self._batch.gather(req_ids, step.rows[ranges.places], ranges.starts, ranges.lengths)
+        states = self._awake.states(step, hidden, ranges.places, inputs)
+        output = self._forward(inputs, states)
+        ends = ranges.starts + ranges.lengths
+        reused = np.maximum(ranges.counts - 1, 0) if self._awake.keeps_drafts else 0
+        self._computed.update(zip(req_ids, (ends + reused).tolist(), strict=True))
+        drawing = np.flatnonzero(ranges.counts)
+        if not len(drawing):
+            return {}
+        last = output[to_device(inputs.cu_query_lens[1:][drawing].astype(np.int64) - 1, self._device)]
+        drawing_ids = [req_ids[place] for place in drawing.tolist()]
+        return self._draw(drawing_ids, inputs.rows[drawing], ends[drawing], ranges.counts[drawing], last)
+
+    def _ranges(self, step: StepInputs, wanted: Mapping[str, int]) -> _Ranges:
+        starts = step.positions[step.cu_query_lens[:-1]]
+        known, room = self._batch.num_tokens(step.rows), self._batch.num_slots(step.rows)
+        # The last token was drawn in this step, and the model has not computed it.
+        computed = np.minimum(step.seq_lens, known - 1)
+        counts = np.array([wanted.get(req_id, 0) for req_id in step.req_ids], dtype=np.int64)
+        counts = np.minimum(counts, room - known + 1).clip(0)
+        ends = np.where(counts > 0, known, computed)
+        done = np.array([self._computed.get(req_id, 1 << 60) for req_id in step.req_ids], dtype=np.int64)
+        done = np.where(done == 1 << 60, starts, np.minimum(done, computed))
+        # A draft that was rejected has the KV of another token.
+        self._computed.update(zip(step.req_ids, done.tolist(), strict=True))
+        places = np.flatnonzero(ends > done)
+        return _Ranges(places, done[places], (ends - done)[places], counts[places], computed)
+
+    def _draw(self, req_ids: list[str], rows: Ints, ends: Ints, counts: Ints, last: Tensor) -> dict[str, list[int]]:
+        """Draw ``counts`` [n] drafts of these requests one after the other, the first from the states ``last``."""
+        drafts: dict[str, list[int]] = {req_id: [] for req_id in req_ids}
+        drawn_from: dict[str, list[npt.NDArray[np.float64]]] = {req_id: [] for req_id in req_ids}
+        batch, number = self._batch, 0
+        while True:
+            logits = self._awake.compute_logits(last).cpu().numpy()
+            batch.logits_processors.apply(logits, rows)
+            params, output_indices = batch.sampling(rows)
+            tokens = np.maximum(self._sampler.sample(logits, params, output_indices + number), 0)
+            for row, (req_id, token_id) in enumerate(zip(req_ids, tokens.tolist(), strict=True)):
+                drafts[req_id].append(token_id)
+                if self._rejection is not None and params[row].temperature != 0.0:
+                    drawn_from[req_id].append(distribution(logits[row], params[row]))
+            number += 1
+            going = np.flatnonzero(counts > number)
+            if not len(going):
+                break
+            req_ids = [req_ids[place] for place in going.tolist()]
+            rows, ends, counts = rows[going], ends[going], counts[going]
+            batch.place_drafts(rows, ends + number - 1, tokens[going])
+            inputs = batch.gather(req_ids, rows, ends + number - 1, np.ones_like(rows))
+            last = self._forward(inputs, last[to_device(going, self._device)])
+        if self._rejection is not None:
+            for req_id, each in drawn_from.items():
+                self._rejection.keep(req_id, each)
+        return drafts
+
+    def _forward(self, inputs: StepInputs, states: Tensor | None) -> Tensor:
+        plan = self._backend.plan(inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping)
+        token_ids, positions = (to_device(array, self._device) for array in (inputs.token_ids, inputs.positions))
+        return self._awake.forward(token_ids, positions, states, self._kv_caches, plan)
+
+    def dummy_run(self, positions: Ints, hidden: Tensor, plan: StepArrays) -> None:
+        """Compute tokens at ``positions`` [T] for a profile, after ``hidden`` [T, hidden_size] of the model."""
+        positions_tensor = to_device(positions, self._device)
+        token_ids = torch.zeros_like(positions_tensor)
+        self._awake.forward(token_ids, positions_tensor, hidden, self._kv_caches, self._backend.plan(*plan))

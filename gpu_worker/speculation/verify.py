@@ -1,0 +1,194 @@
+"""Verifies drafts: a draft counts while it equals the token that is drawn at its position.
+
+Sampling runs in passes. The first draws the next token of every request; a request that drew its draft takes part in
+the following pass with the row after it. Each pass draws as a step without drafts does, from the same state of the
+request, so every token is the one that would have been drawn without speculation.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput
+
+from ..batch.input_batch import StepInputs
+from ..batch.transfer import to_device
+from ..sampler import NO_TOKEN
+from ..sampler.logprobs import KeptLogits
+from ..sampler.step_sampler import StepSampler, drop_undrawn
+from .rejection import RejectionSampler
+
+Ints = npt.NDArray[np.int64]
+
+
+def rows_to_verify(inputs: StepInputs, last_rows: npt.NDArray[np.integer]) -> Ints:
+    """Return the rows of the step whose logits are needed: of each request of ``inputs.sampled`` its last row, in
+    ``last_rows`` [S], after those before its drafts. The rows of a request are next to each other."""
+    counts = _num_rows(inputs)
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1]) + np.repeat(last_rows + 1 - ends, counts)
+
+
+def _num_rows(inputs: StepInputs) -> Ints:
+    """Return how many rows of logits each request of ``inputs.sampled`` has, [S]."""
+    drafts, req_ids = inputs.drafts, inputs.req_ids
+    return np.array([1 + len(drafts.get(req_ids[index], ())) for index in inputs.sampled.tolist()], dtype=np.int64)
+
+
+class Verifier:
+    """Draws the tokens of a step with drafts."""
+
+    def __init__(self, sampler: StepSampler, rejection: RejectionSampler | None = None) -> None:
+        """``rejection`` accepts drafts by another rule, which keeps the distribution but not the tokens."""
+        self._sampler = sampler
+        self._rejection = rejection
+
+    def verify(
+        self, inputs: StepInputs, logits: Tensor, grammar: GrammarOutput | None, output: ModelRunnerOutput
+    ) -> None:
+        """Draw the tokens of the requests of ``inputs.sampled`` from ``logits`` [rows_to_verify, vocab]."""
+        counts = _num_rows(inputs)
+        starts = np.cumsum(counts) - counts
+        output.sampled_token_ids = [[] for _ in inputs.req_ids]
+        self._sampler.measure(inputs, _select(logits, starts), output)
+        is_stateless = self._rejection is None and self._sampler.only_draws(grammar)
+        if not (is_stateless and self._draw_at_once(inputs, logits, starts, counts, output)):
+            self._draw_in_passes(inputs, logits, starts, grammar, output)
+
+    def _draw_at_once(
+        self, inputs: StepInputs, logits: Tensor, starts: Ints, counts: Ints, output: ModelRunnerOutput
+    ) -> bool:
+        """Draw from all rows, as if every draft were right, and keep the tokens up to the first that differs.
+
+        Every row gets the token that it would get in its pass, because no request has a state that tokens change.
+        Returns False, with nothing done, if some row has no token.
+        """
+        sampler, batch = self._sampler, self._sampler.batch
+        rows = inputs.rows[inputs.sampled]
+        params, first_indices = batch.sampling(rows)
+        all_params = [each for each, count in zip(params, counts.tolist(), strict=True) for _ in range(count)]
+        output_indices = np.arange(len(logits)) + np.repeat(first_indices - starts, counts)
+        if sampler.device_sampler is not None:
+            tokens = sampler.device_sampler.sample(logits, all_params, output_indices)
+        else:
+            tokens = sampler.draw(logits.numpy(), all_params, output_indices)
+        if NO_TOKEN in tokens:
+            return False
+        for index, start in zip(inputs.sampled.tolist(), starts.tolist(), strict=True):
+            drafts = inputs.drafts.get(inputs.req_ids[index], ())
+            num_right = _num_equal(drafts, tokens[start : start + len(drafts)])
+            output.sampled_token_ids[index] = tokens[start : start + num_right + 1]
+        kept = [output.sampled_token_ids[index] for index in inputs.sampled.tolist()]
+        for number in range(max(map(len, kept))):
+            alive = np.array([len(each) > number for each in kept])
+            drawn = [each[number] for each in kept if len(each) > number]
+            batch.append(rows[alive], np.array(drawn, dtype=np.int64))
+        return True
+
+    def _draw_in_passes(
+        self,
+        inputs: StepInputs,
+        logits: Tensor,
+        starts: Ints,
+        grammar: GrammarOutput | None,
+        output: ModelRunnerOutput,
+    ) -> None:
+        masks = None if grammar is None else _MasksByPass(grammar)
+        places, number, found = inputs.sampled, 0, output
+        while len(places):
+            req_ids = [inputs.req_ids[place] for place in places.tolist()]
+            drafts = [_nth(inputs.drafts.get(req_id, ()), number) for req_id in req_ids]
+            masked = None if masks is None else masks.of_pass(number, req_ids)
+            draw = None if self._rejection is None else self._rejection.bind(req_ids, number, drafts)
+            part = _select(logits, starts + number)
+            tokens, kept = self._sampler.draw_rows(inputs, places, part, masked, found, draw)
+            is_right = self._accept(inputs, places, tokens, kept, output, drafts, is_first=number == 0)
+            if number:
+                _add_counts(output.num_nans_in_logits, found.num_nans_in_logits)
+            number += 1
+            found = ModelRunnerOutput([], [])  # what later rows show, a step without drafts would report later
+            if masks is not None:
+                is_right &= [masks.has_row(req_id, number) for req_id in req_ids]
+            places, starts = places[is_right], starts[is_right]
+
+    def _accept(
+        self,
+        inputs: StepInputs,
+        places: Ints,
+        tokens: list[int],
+        kept: KeptLogits | None,
+        output: ModelRunnerOutput,
+        drafts: Sequence[int | None],
+        is_first: bool,
+    ) -> npt.NDArray[np.bool_]:
+        """Add the tokens of a pass to the batch and ``output``. Returns [n], whether each is the request's draft.
+
+        A request without a token has none in its first pass. In a later one it ends with the tokens so far: the next
+        step then draws this token again, and reports why it cannot.
+        """
+        indices = places.tolist()
+        is_drawn = np.array([token_id != NO_TOKEN for token_id in tokens])
+        is_right = np.array([token_id == draft for token_id, draft in zip(tokens, drafts, strict=True)])
+        for index, token_id in zip(indices, tokens, strict=True):
+            if token_id != NO_TOKEN:
+                output.sampled_token_ids[index].append(token_id)
+        known = np.array(tokens, dtype=np.int64)
+        if is_first and not is_drawn.all():
+            known = np.array(drop_undrawn(output, tokens, indices), dtype=np.int64)
+            is_drawn[:] = True
+        self._sampler.batch.append(inputs.rows[places][is_drawn], known[is_drawn])
+        if kept is not None:
+            for row, logprobs in kept.logprobs_of(np.maximum(known, 0).tolist()).items():
+                if not is_drawn[row]:
+                    continue
+                before = output.logprobs.setdefault(inputs.req_ids[indices[row]], logprobs)
+                if before is not logprobs:
+                    before.extend(logprobs)
+        return is_right
+
+
+class _MasksByPass:
+    """Holds the rows of a step's bitmask by request, a row for each pass."""
+
+    def __init__(self, grammar: GrammarOutput) -> None:
+        self._grammar = grammar
+        self._rows: dict[str, list[int]] = {}
+        for row, req_id in enumerate(grammar.req_ids):
+            self._rows.setdefault(req_id, []).append(row)
+
+    def has_row(self, req_id: str, number: int) -> bool:
+        """Return whether the request may draw in pass ``number``."""
+        return req_id not in self._rows or len(self._rows[req_id]) > number
+
+    def of_pass(self, number: int, req_ids: Sequence[str]) -> GrammarOutput | None:
+        """Return the masks of these requests in pass ``number``; None if none of them has one."""
+        forced = self._grammar.forced if number == 0 else {}
+        masked = [req_id for req_id in req_ids if req_id in self._rows]
+        if not masked and not forced:
+            return None
+        rows = [self._rows[req_id][number] for req_id in masked]
+        return GrammarOutput(masked, self._grammar.bitmask[rows], forced)
+
+
+def _select(logits: Tensor, rows: Ints) -> Tensor:
+    """Return a copy of these rows."""
+    return logits[to_device(rows, logits.device)]
+
+
+def _nth(drafts: Sequence[int], number: int) -> int | None:
+    return drafts[number] if number < len(drafts) else None
+
+
+def _num_equal(drafts: Sequence[int], tokens: Sequence[int]) -> int:
+    """Return how many tokens are equal from the first on."""
+    for number, (draft, token_id) in enumerate(zip(drafts, tokens, strict=True)):
+        if draft != token_id:
+            return number
+    return len(drafts)
+
+
+def _add_counts(counts: dict[str, int], more: dict[str, int]) -> None:
+    for req_id, count in more.items():
+        counts[req_id] = counts.get(req_id, 0) + count

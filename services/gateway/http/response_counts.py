@@ -1,0 +1,42 @@
+"""Counts the responses of the HTTP API for Prometheus, so that no refusal is invisible."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily
+
+OTHER = "other"
+"""Stands for paths that are not served: their number must not depend on clients."""
+MAX_SERIES = 1000
+"""Limits the combinations of labels: a reason may come from a newer part of the mesh."""
+_NAME = "tokenloom_http_responses"
+_TEXT = (
+    "Responses by route, status and reason; the reason is empty for answers. A stream that fails has status 200 and "
+    "the reason of its error. Status 499: the client left before the response began."
+)
+
+
+class ResponseCounts:
+    """Counts in the event loop's thread: an increment is one dictionary access, as it happens for every request."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._counts: dict[tuple[str, str, str], int] = {}
+        registry.register(self)
+
+    def count(self, route: str, status: int, reason: str = "") -> None:
+        """Count a response. ``reason``: of an error."""
+        key = (route, str(status), reason)
+        if key not in self._counts and len(self._counts) >= MAX_SERIES:
+            key = (OTHER, str(status), OTHER)
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def describe(self) -> Iterator[CounterMetricFamily]:
+        """Return the name, so that the registry refuses a second metric with it."""
+        yield CounterMetricFamily(_NAME, _TEXT, labels=["route", "status", "reason"])
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Return the counts now."""
+        (family,) = self.describe()
+        for labels, count in list(self._counts.items()):
+            family.add_metric(labels, count)
+        yield family

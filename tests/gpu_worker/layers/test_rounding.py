@@ -1,0 +1,20 @@
+"""The numerics of an engine name how its processor rounds the inputs of quantized layers."""
+
+import pytest
+
+from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
+from tokenloom.gpu_worker.layers import rounding
+
+
+def refuse():
+    raise KernelsUnavailable("none")
+
+
+@pytest.mark.parametrize(
+    ("has_amx", "has_avx2", "name"),
+    [(True, True, "by-row"), (False, True, "by-group"), (False, False, "no-kernels")],
+)
+def test_processors_that_round_differently_have_different_names(has_amx, has_avx2, name, monkeypatch):
+    monkeypatch.setattr(rounding, "load_int8", object if has_amx else refuse)
+    monkeypatch.setattr(rounding, "load_quantized", object if has_avx2 else refuse)
+    assert rounding.input_rounding() == name

@@ -1,0 +1,60 @@
+"""Packed weights share slabs of memory, which live as long as their last tensor."""
+
+import weakref
+
+import torch
+
+from tokenloom.gpu_worker.layers import weight_memory
+from tokenloom.gpu_worker.layers.weight_memory import WeightMemory
+
+LARGE = 256 << 10
+
+
+def test_tensors_follow_each_other_in_a_slab():
+    memory = WeightMemory(1 << 20)
+    first, second = memory.empty(LARGE + 1, dtype=torch.uint8), memory.empty(LARGE // 8, 2, dtype=torch.float32)
+    assert second.data_ptr() - first.data_ptr() == LARGE + 64
+    assert second.shape == (LARGE // 8, 2)
+    first.fill_(7)
+    second.fill_(1.5)
+    assert first.eq(7).all()
+    assert second.eq(1.5).all()
+
+
+def test_a_tensor_larger_than_a_slab_has_one_of_its_own():
+    memory = WeightMemory(LARGE)
+    first, second = (memory.empty(3 * LARGE, dtype=torch.uint8) for _ in range(2))
+    assert not first.any()
+    assert abs(second.data_ptr() - first.data_ptr()) >= 3 * LARGE
+
+
+def test_a_copy_is_contiguous():
+    matrix = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
+    copy = WeightMemory().copy(matrix.t())
+    assert copy.is_contiguous()
+    assert torch.equal(copy, matrix.t())
+
+
+def test_small_tensors_take_no_slab(monkeypatch):
+    monkeypatch.setattr(weight_memory, "_huge_pages", None)  # calling it fails
+    assert WeightMemory().empty(4, 8, dtype=torch.bfloat16).shape == (4, 8)
+
+
+def test_a_slab_is_freed_with_its_last_tensor(monkeypatch):
+    slabs, make = [], weight_memory._huge_pages
+
+    def remember(nbytes: int):
+        buffer = make(nbytes)
+        slabs.append(weakref.ref(buffer))
+        return buffer
+
+    monkeypatch.setattr(weight_memory, "_huge_pages", remember)
+    memory = WeightMemory(4 * LARGE)
+    first, second = (memory.empty(LARGE, dtype=torch.uint8) for _ in range(2))
+    assert len(slabs) == 1
+    del first
+    assert slabs[0]() is not None
+    del second
+    assert slabs[0]() is None
+    memory.empty(LARGE, dtype=torch.uint8)
+    assert len(slabs) == 2

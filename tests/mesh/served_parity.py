@@ -1,0 +1,59 @@
+"""Compares what a mesh with prefill and decode on two engines answers with transformers' own tokens."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from tests.mesh.asking import ask
+from tests.mesh.harness import MODEL, SOON
+from tests.mesh.split import SplitEngine, SplitMesh
+from tests.parity.identical import Case, assert_identical
+from tests.parity.reference import add_demo_tokenizer, make_small_reference
+
+LONGEST = 80
+"""Tokens of a prompt; windows are shorter."""
+ENGINE = {"worker": "model", "served_model_name": MODEL, "max_model_len": 112, "max_num_batched_tokens": 48}
+FEW_BLOCKS = 9
+"""Enough for one of the longest requests, not for two."""
+FEW_BLOCKS_OF_GROUPS = 17
+"""The same where layers with a window have blocks of their own."""
+
+
+async def check_served_model(name: str, socket_dir: Path, directory: Path) -> None:
+    """Serve a small random model of ``tests.parity.reference`` from ``directory``: prompts in chunks on one engine,
+    decoding in a small pool on another one, with prefix hits and preemptions."""
+    reference = await asyncio.to_thread(make_small_reference, name, directory, LONGEST)
+    # The parts of a mesh must agree on the tokenizer; clients send token ids.
+    engine = {**ENGINE, "model": str(add_demo_tokenizer(reference.path))}
+    num_blocks = FEW_BLOCKS_OF_GROUPS if "gemma" in name else FEW_BLOCKS
+    split = SplitMesh(socket_dir, engine=engine, decode={"num_kv_blocks": num_blocks})
+    async with split.running() as mesh, mesh.http() as http:
+        prefill, decode = mesh.of_role("prefill"), mesh.of_role("decode")
+        await _ask_all(http, reference.cases, decode)
+        assert decode.stats.kv_blocks_received >= len(reference.cases)
+        assert not decode.recomputes()
+        hits = prefill.stats.prefix_cache_hits
+        async with asyncio.timeout(SOON):  # whether two long requests meet depends on how fast they come
+            while True:
+                await _ask_all(http, reference.cases, decode)
+                if decode.stats.num_preemptions:
+                    break
+        assert prefill.stats.prefix_cache_hits > hits
+        await mesh.check_nothing_is_left()
+
+
+async def _ask_all(http: httpx.AsyncClient, cases: Sequence[Case], decode: SplitEngine) -> None:
+    """Ask for all cases at once, each a request of its own, and compare the tokens."""
+    loop = asyncio.get_running_loop()
+
+    async def ask_all(prompts: Sequence[list[int]], limits: Sequence[int]) -> list[list[int]]:
+        answers = await asyncio.gather(*(ask(http, *pair) for pair in zip(prompts, limits, strict=True)))
+        assert {answer.timeline["decode_engine"] for answer in answers if len(answer.token_ids) > 1} <= {decode.name}
+        return [answer.token_ids for answer in answers]
+
+    def generate(prompts: Sequence[list[int]], limits: Sequence[int]) -> list[list[int]]:
+        return asyncio.run_coroutine_threadsafe(ask_all(prompts, limits), loop).result()
+
+    await asyncio.to_thread(assert_identical, cases, generate)

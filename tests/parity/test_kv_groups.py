@@ -1,0 +1,103 @@
+"""Models whose layers see different windows have the tokens that they have with one block table for all layers."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.gpu_worker.kv_connector.engine_pair import MAKE, Pair
+from tests.parity.engine import Engine
+from tests.parity.reference import save_random
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+LAYERS = [FULL, SLIDING, SLIDING, FULL, SLIDING]
+LENGTHS = (1, 16, 33, 49, 50, 51, 120, 270)
+_NUM_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    entries = {"layer_types": LAYERS, "num_hidden_layers": len(LAYERS), "sliding_window": 50, "head_dim": 16}
+    entries |= {"tie_word_embeddings": False}  # otherwise each token repeats itself
+    return save_random("gemma3_text", tmp_path_factory.mktemp("checkpoints"), **entries)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Some begin with each other."""
+    generator = np.random.default_rng(3)
+    longest = generator.integers(3, 503, max(LENGTHS)).tolist()
+    others = [longest[:length] for length in LENGTHS] + [longest[:200] + [5] * 60, longest[:90] + [6] * 100]
+    return [*others, generator.integers(3, 503, 200).tolist()]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """The tokens with one table, each prompt alone."""
+    engine = Engine(checkpoint, groups=False)
+    assert engine.core.ready.num_kv_groups == 1
+    tokens = [engine.generate([prompt], [_NUM_TOKENS])[0] for prompt in prompts]
+    assert len(set(map(tuple, tokens))) > len(tokens) - 2
+    return tokens
+
+
+@pytest.mark.parametrize(("backend", "budget"), [("auto", 24), ("torch", 2048)])
+def test_chunks_batches_and_hits(
+    backend: str, budget: int, checkpoint: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    engine = Engine(
+        checkpoint, num_blocks=500, budget=budget, max_num_seqs=8, prefix_caching=True, attention_backend=backend
+    )
+    assert engine.core.ready.num_kv_groups > 1
+    assert engine.generate(prompts, [_NUM_TOKENS] * len(prompts)) == expected
+    hits = engine.stats.prefix_cache_hits
+    assert hits > 0
+    assert engine.generate(prompts, [_NUM_TOKENS] * len(prompts)) == expected
+    assert engine.stats.prefix_cache_hits > hits
+
+
+def test_preemption(checkpoint: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    engine = Engine(checkpoint, num_blocks=40, budget=64, max_model_len=300, prefix_caching=True)
+    assert engine.generate(prompts, [_NUM_TOKENS] * len(prompts)) == expected
+    assert engine.stats.num_preemptions > 0
+
+
+@pytest.fixture
+def make_pair(checkpoint: Path) -> Callable[[], Pair]:
+    pair = Pair(MAKE["shm"], model=str(checkpoint), num_blocks=300)
+    yield lambda: pair
+    pair.close()
+
+
+def test_prefill_and_decode_on_two_engines(
+    make_pair: Callable[[], Pair], prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    pair = make_pair()
+    num_groups = pair.decode.core.ready.num_kv_groups
+    num_full = pair.decode.core.ready.kv_layout.count("full")
+    assert num_groups > num_full > 0
+    params = SamplingParams(max_tokens=_NUM_TOKENS, seed=0, temperature=0.0)
+    num_blocks = 0
+    for number, prompt, tokens in zip(itertools.count(), prompts, expected, strict=False):
+        pair.prefill.core.reset_prefix_cache()
+        pair.decode.core.reset_prefix_cache()
+        assert pair.ask(f"{number}", prompt, params) == tokens
+        # The first token came with the request, so the next position is the one behind the prompt.
+        total, unseen = -(-len(prompt) // 16), max(0, len(prompt) - 49) // 16
+        num_blocks += total * num_full + (total - unseen) * (num_groups - num_full)
+    stats = pair.decode.core.scheduler.stats()
+    assert (stats.kv_blocks_received, stats.kv_recomputes) == (num_blocks, {})
+
+
+def test_a_decode_engine_loads_after_what_it_hits(
+    make_pair: Callable[[], Pair], prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    pair = make_pair()
+    params = SamplingParams(max_tokens=_NUM_TOKENS, seed=0, temperature=0.0)
+    for number in range(2):
+        for index, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True)):
+            assert pair.ask(f"{number}-{index}", prompt, params) == tokens
+    assert pair.decode.core.scheduler.stats().kv_recomputes == {}

@@ -46,8 +46,9 @@ def load_attention(head_size: int, march: str = "native", softcap: bool = False,
     With ``softcap`` the kernels limit the scores, and only then. With ``int8`` they read and write caches of that
     dtype, and only those. Raises :class:`KernelsUnavailable`.
     """
-    macros = {"SOFTCAP": softcap, "KV_INT8": int8}
-    library = _load(build("attention", march, HEAD_SIZE=head_size, **{name: 1 for name, on in macros.items() if on}))
+    switches = {"SOFTCAP": softcap, "KV_INT8": int8}
+    macros = {"HEAD_SIZE": head_size} | {name: 1 for name, is_on in switches.items() if is_on}
+    library = _load(build("attention", march, None, **macros))
     library.attend.argtypes = [_P]
     library.write_kv.argtypes = [_I32, _P, _P, _P, _P, _P, _I64, _I64, _I64, _I64, _I64]
     library.attend.restype = library.write_kv.restype = None

@@ -10,7 +10,7 @@ import torch
 
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
-from tokenloom.engine_core.kv_cache.kv_groups import KVGroup, describe_groups, layers_per_group, model_groups
+from tokenloom.engine_core.kv_cache.kv_groups import KVGroup, model_groups
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.engine_core.process.process_memory import resident_bytes
@@ -20,8 +20,8 @@ from tokenloom.engine_core.worker import FreedMemory, ModelInfo
 
 from .attention.attention_backend import AttentionBackend
 from .attention.attention_backends import make_attention_backend
-from .attention.cache import kv_layout, make_kv_pool
-from .attention.grouped_backend import GroupedBackend
+from .attention.cache import make_kv_pool
+from .attention.pool_layers import PoolLayers
 from .batch.input_batch import InputBatch
 from .checkpoint.model_config import ModelConfig
 from .layers.rounding import input_rounding
@@ -42,7 +42,6 @@ from .warm_up import (
     free_rows,
     largest_step,
     num_differing_layers,
-    num_tensors_of,
     run_decode_steps,
     within,
 )
@@ -70,8 +69,7 @@ class ModelWorker:
         self._drafting: Drafting | None = None
         self._profiler = Profiler(config.worker.profiler_dir)
         self._max_model_len = 0
-        self._groups: list[KVGroup] = []
-        self._layout = ""
+        self._layers: PoolLayers | None = None
         self._largest: LargestStep | None = None  # set once it was computed
 
     def load_model(self) -> ModelInfo:
@@ -85,7 +83,6 @@ class ModelWorker:
         model_config = self._kv_config
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
-        self._backend = self._make_backend(model_config)
         if self._config.speculative is not None:
             self._drafting = Drafting(self._config.speculative, loader, lambda: self._model, self._config.cache.dtype)
         library = None
@@ -93,12 +90,9 @@ class ModelWorker:
             # Over a KV cache of its own dtype: rounding would hide what its modules do.
             check_model(self._model, self._make_backend(self._model.config), block_size, self._device)
             library = self._model.library
-        self._layout = kv_layout(model_config, block_size)
-        if self._drafting is None or not self._drafting.kv_bytes_per_token:  # what drafts sees every token
-            self._groups = model_groups(model_config.sliding_windows, self._max_model_len, self._config)
-        if self._groups:
-            self._backend = self._make_grouped_backend()
-            self._layout += f"/{describe_groups(self._groups)}"
+        self._layers = PoolLayers(model_config, self._choose_groups(model_config))
+        layout = self._layers.layout(block_size)
+        self._backend = self._layers.make_backend(self._make_backend, block_size)
         dtype, quantization = model_config.dtype_name, model_config.quantization
         scheme = model_config.scheme.name if model_config.scheme else None
         rounding = input_rounding() if self._device.type == "cpu" and (scheme or quantization) else None
@@ -109,20 +103,15 @@ class ModelWorker:
             hidden_size=model_config.embedding_size,
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=self._kv_bytes_per_token,
-            kv_layout=self._drafting.kv_layout(self._layout, block_size) if self._drafting else self._layout,
+            kv_layout=self._drafting.kv_layout(layout, block_size) if self._drafting else layout,
             numerics="/".join(part for part in numerics if part),
-            kv_groups=self._groups,
+            kv_groups=self._layers.groups,
         )
 
-    def _make_grouped_backend(self) -> GroupedBackend:
-        block_size = self._config.cache.block_size
-        return GroupedBackend(self._groups, block_size, lambda: self._make_backend(self._pool_config))
-
-    @property
-    def _pool_config(self) -> ModelConfig:
-        """The model's configuration, with as many layers as the pool has tensors."""
-        config = self._kv_config
-        return replace(config, num_layers=layers_per_group(self._groups)) if self._groups else config
+    def _choose_groups(self, config: ModelConfig) -> list[KVGroup]:
+        if self._drafting is not None and self._drafting.kv_bytes_per_token:
+            return []  # what drafts sees every token
+        return model_groups(config.sliding_windows, self._max_model_len, self._config, config.kv_sources)
 
     def determine_available_memory(self) -> int:
         """Return what memory remains for KV, next to the weights and a step's largest activations, if the engines of
@@ -159,11 +148,12 @@ class ModelWorker:
         return free_rows(lambda count: runner.dummy_run([1] * count, block_size)[:1].cpu(), num_blocks)
 
     def _make_pool(self, num_blocks: int, memory: PoolMemory | None) -> None:
-        model_config, block_size = self._pool_config, self._config.cache.block_size
+        layers, block_size = self._pool_layers, self._config.cache.block_size
         if memory is None and self._platform.pool_is_on_host:
-            memory = PoolMemory.allocate(num_blocks * block_size * self._kv_bytes_per_token, shared=False)
+            pooled = layers.config.kv_bytes_per_token if layers.groups else self._kv_bytes_per_token
+            memory = PoolMemory.allocate(num_blocks * block_size * pooled, shared=False)
         if memory is not None:
-            self._pool = make_kv_pool(model_config, num_blocks, block_size, memory, self._layout)
+            self._pool = make_kv_pool(layers.config, num_blocks, block_size, memory, layers.layout(block_size))
             if self._drafting is not None:
                 self._pool = self._drafting.kv_pool(self._pool, num_blocks, block_size)
         self._runner = self._make_runner(num_blocks, memory)
@@ -186,8 +176,7 @@ class ModelWorker:
 
         started = time.perf_counter()
         peak = self._platform.peak_of(run)
-        num_written = num_tensors_of(self._groups, min(num_layers or model_config.num_layers, model_config.num_layers))
-        kv_bytes = sum(lengths) * model_config.kv_bytes_per_token * num_written // model_config.num_layers
+        kv_bytes = sum(lengths) * self._pool_layers.written_bytes_per_token(num_layers)
         if self._drafting is not None:
             kv_bytes += sum(lengths) * self._drafting.kv_bytes_per_token
         return LargestStep(sum(lengths), max(0, peak - kv_bytes), time.perf_counter() - started)
@@ -277,7 +266,12 @@ class ModelWorker:
     def _kv_bytes_per_token(self) -> int:
         """Return the size of one token's keys and values in all layers, those of what drafts included."""
         behind = self._drafting.kv_bytes_per_token if self._drafting is not None else 0
-        return self._kv_config.kv_bytes_per_token + behind
+        return self._pool_layers.kv_bytes_per_token + behind
+
+    @property
+    def _pool_layers(self) -> PoolLayers:
+        assert self._layers is not None, "load_model comes first"
+        return self._layers
 
     def _take_model(self) -> None:
         self._require_runner().set_model(self._model)
@@ -290,7 +284,7 @@ class ModelWorker:
         assert self._backend is not None, "load_model comes first"
         config = self._config
         max_num_seqs, block_size = config.scheduler.max_num_seqs, config.cache.block_size
-        batch = InputBatch(max_num_seqs, self._max_model_len, block_size, max(1, len(self._groups)))
+        batch = InputBatch(max_num_seqs, self._max_model_len, block_size, self._pool_layers.num_groups)
         sampler = DeviceSampler() if self._platform.draws_on_device else None
         proposer = rejection = None
         if self._drafting is not None:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tokenloom.engine_core.config import SchedulerConfig
-from tokenloom.engine_core.kv_cache.kv_groups import KVGroup
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 
 from .model_runner import ModelRunner
@@ -62,13 +61,6 @@ def num_differing_layers(windows: Sequence[int | None]) -> int:
     """Return how many layers from the first one on include every window, and one that begins as all later ones do: with
     the memory that a whole layer has freed. ``windows`` [num_layers]: those of the layers."""
     return max(3, *(windows.index(window) + 1 for window in set(windows)))
-
-
-def num_tensors_of(groups: Sequence[KVGroup], num_layers: int) -> int:
-    """Return how many of the pool's tensors the first layers write to. ``groups``: empty if each has its own."""
-    if not groups:
-        return num_layers
-    return max(sum(layer < num_layers for layer in group.layers) for group in groups)
 
 
 def run_decode_steps(runner: ModelRunner, batches: list[int], block_size: int) -> None:

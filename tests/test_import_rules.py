@@ -47,6 +47,7 @@ PLAIN_DATA = {
     for name in (
         "config",
         "kv_cache.kv_cache_config",
+        "kv_cache.kv_groups",
         "kv_cache.pool_memory",
         "kv_transfer.kv_connector",
         "kv_transfer.kv_messages",

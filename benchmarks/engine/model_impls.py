@@ -69,7 +69,8 @@ def write_checkpoint(kind: str, directory: Path) -> Path:
     """Write a random bfloat16 checkpoint of this model type."""
     config = transformers.AutoConfig.for_model(kind, **{**_SHAPES, **KINDS[kind]})
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    make: Any = transformers.AutoModelForCausalLM.from_config
+    model = make(config, dtype=torch.bfloat16)
     path = directory / kind
     model.save_pretrained(path)
     return path
@@ -129,8 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=6, help="steps of each measurement [6]")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    library_log: Any = transformers.logging
+    library_log.set_verbosity_error()
+    library_log.disable_progress_bar()
     warnings.simplefilter("ignore")
     turns = Turns(options.pairs, options.steps)
     heads = "".join(f" {count} rows: native, transformers (ratio) |" for count in options.rows)

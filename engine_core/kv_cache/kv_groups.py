@@ -34,29 +34,37 @@ class KVGroup(msgspec.Struct, frozen=True):
     """Their indices in the model; the i-th one uses tensor i of the pool."""
 
 
-def model_groups(windows: Sequence[int | None], max_model_len: int, config: EngineConfig) -> list[KVGroup]:
-    """Return the groups of a model whose layers have these windows; an empty list if they share one block table."""
-    groups = partition_layers(windows, max_model_len)
+def model_groups(
+    windows: Sequence[int | None], max_model_len: int, config: EngineConfig, sources: Sequence[int] = ()
+) -> list[KVGroup]:
+    """Return the groups of a model whose layers have these windows; an empty list if they share one block table.
+
+    ``sources``: for each layer the one whose keys and values it attends to; empty: its own. Only such layers have KV.
+    """
+    groups = partition_layers(windows, max_model_len, sorted(set(sources)) or None)
     if groups and config.kv.offload_path:
         log.warning("layers with a window keep the KV of the whole context, because offloading does not know groups")
         return []
     return [] if config.cache.disable_hybrid_kv_cache_manager else groups
 
 
-def partition_layers(windows: Sequence[int | None], max_model_len: int) -> list[KVGroup]:
+def partition_layers(
+    windows: Sequence[int | None], max_model_len: int, members: Sequence[int] | None = None
+) -> list[KVGroup]:
     """Return the groups of a model whose layers have these windows, those of full attention first.
 
     A window that reaches over ``max_model_len`` counts as full attention. Returns an empty list if all layers are of
-    one kind: such a model needs no groups.
+    one kind: such a model needs no groups. ``members``: the layers to partition; None: all.
     """
+    members = range(len(windows)) if members is None else members
     kinds = [window if window is not None and window < max_model_len else None for window in windows]
-    counts = Counter(kinds)
+    counts = Counter(kinds[layer] for layer in members)
     if not 1 < len(counts) <= MAX_GROUPS:
         return []
     size = _group_size(counts)
     groups = []
     for window in sorted(counts, key=lambda window: (window is not None, -(window or 0))):
-        layers = [layer for layer, kind in enumerate(kinds) if kind == window]
+        layers = [layer for layer in members if kinds[layer] == window]
         groups += [KVGroup(window, layers[first : first + size]) for first in range(0, len(layers), size)]
     return groups
 

@@ -23,10 +23,16 @@ class GroupedBackend:
     """
 
     def __init__(
-        self, groups: Sequence[KVGroup], block_size: int, make_backend: Callable[[], AttentionBackend]
+        self,
+        groups: Sequence[KVGroup],
+        block_size: int,
+        make_backend: Callable[[], AttentionBackend],
+        sources: Sequence[int] = (),
     ) -> None:
-        """``make_backend``: makes a backend for as many layers as a group has."""
+        """``make_backend``: makes a backend for as many layers as a group has. ``sources``: as
+        ``ModelConfig.kv_sources``; a layer that is in no group gets the cache of its source."""
         self._groups = list(groups)
+        self._sources = list(sources)
         self._backends = [make_backend() for _ in groups]
         for group, backend in zip(groups, self._backends, strict=True):
             if group.window is not None and isinstance(backend, CPUBackend):
@@ -51,7 +57,8 @@ class GroupedBackend:
             for tensor, layer in zip(tensors, group.layers, strict=False):
                 caches[layer] = tensor.view(tensor.shape)
                 self._group_of[id(caches[layer])] = index
-        return [caches[layer] for layer in range(len(caches))]
+        sources = self._sources or range(len(caches))
+        return [caches[source] for source in sources]
 
     def plan(
         self,

@@ -109,6 +109,8 @@ class ModelConfig:
     """[num_layers]: the factor on query times key."""
     sliding_windows: tuple[int | None, ...]
     """[num_layers]: how many positions a token sees, itself included; None: all."""
+    kv_sources: tuple[int, ...] = ()
+    """[num_layers]: the layer whose keys and values each one attends to; empty: its own."""
     quantization: str | None = None
     """How matrices are quantized at load: one of ``QUANTIZATIONS`` or None."""
     scheme: Scheme | None = None

@@ -97,6 +97,12 @@ class Checkpoint:
         """
         return_freed()
 
+    def drop_read(self) -> None:
+        """Drop the pages of the files that were read, and freed copies. Pages that are still in use are read again."""
+        forget_mapped(self._source.paths)
+        return_freed()
+        self._copied = 0
+
     def skip(self, names: Iterable[str]) -> None:
         """Accept tensors that may be present and are not needed."""
         self._taken.update(names)
@@ -112,9 +118,7 @@ class Checkpoint:
         """Now and then drop what was read of the files, and freed copies, so that they do not add up to a model."""
         self._copied += nbytes
         if self._copied > FORGET_AT:
-            forget_mapped(self._source.paths)
-            return_freed()
-            self._copied = 0
+            self.drop_read()
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor | PackedWeight:
         if name not in self._source.names:

@@ -38,6 +38,7 @@ class Experts:
             for expert in range(experts.count)
         ]
         self._shared = _Shared(checkpoint, prefix, config, ops, experts.shared_size) if experts.shared_size else None
+        checkpoint.drop_read()  # a layer's experts are most of its bytes, and were copied by packing them
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, chosen = self._route(x)

@@ -41,6 +41,9 @@ class Client:
 CLIENTS = (
     Client("openai (Python)", "openai_client.py", ("openai==3.54.0",)),
     Client("openai (JS)", "openai_client.mjs", ("openai@6.49.0", "zod@4.6.7")),
+    Client("openai (Responses)", "responses_client.py", ("openai==3.54.0",)),
+    Client("anthropic (Python)", "anthropic_client.py", ("anthropic==2.12.0",)),
+    Client("anthropic (JS)", "anthropic_client.mjs", ("@anthropic-ai/sdk@1.12.0",)),
     Client("ai-sdk", "ai_sdk_client.mjs", ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.87", "zod@4.6.7")),
     Client("langchain-openai", "langchain_client.py", ("langchain-openai==1.7.3",)),
     Client("instructor", "instructor_client.py", ("instructor==1.17.0",)),

@@ -8,64 +8,78 @@ from pathlib import Path
 
 import transformers
 
+from tests.parity.reference import MORE_MODELS
 from tests.soak.transformers_models import KINDS, Outcome, quiet, sweep
-from tokenloom.gpu_worker.checkpoint.model_config import ARCHITECTURES
+from tokenloom.gpu_worker.checkpoint.gguf.config import ARCHITECTURES as GGUF_ARCHITECTURES
+from tokenloom.gpu_worker.checkpoint.model_config import ARCHITECTURES, QUANTIZATIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+_MESH_TEST = "tests/e2e/test_more_models.py"
 _SWEEP_MARK = "## Computed by transformers\n"
 
 _BEGINNING = """# Models
 
 `make models-docs` writes this page from the code and from a sweep over every causal language model of transformers.
 `architectures` in a checkpoint's `config.json` names the class. `--model-impl auto` takes the built-in code where it
-exists, and transformers' modules otherwise; `native` and `transformers` choose one of them. A model that cannot be
-served is refused at start-up with the reason.
+exists and has the features that the checkpoint asks for, and transformers' modules otherwise; `native` and
+`transformers` choose one of them. A model that cannot be served is refused at start-up with the reason.
 
 ## Built in
 
-| architecture | quantizations | tests |
-|---|---|---|
+[features.md](features.md) lists what is read of quantized checkpoints, in safetensors and in GGUF files.
+
+| architecture | files | `--quantization` | tests |
+|---|---|---|---|
 """
 
 _SWEEP = """
 The modules of the transformers library compute these models, except attention, which uses the paged KV cache
 (`pip install "tokenloom[transformers]"`). Their code comes from the installed library, never from the checkpoint. At
 load, a self-check compares their logits over the KV cache with those of their own attention. Linear layers and the
-experts of a layer are Tokenloom's, so `--quantization int8-dynamic` applies; quantized checkpoint files are refused.
+experts of a layer are Tokenloom's, so `--quantization` applies; quantized checkpoint files are refused.
 
 `python -m tests.soak.transformers_models` made a tiny random checkpoint of each class. Those with "yes" gave the greedy
-tokens of transformers' own `generate`, in chunks and in batches.
+tokens of transformers' own `generate`, in chunks and in batches. "Built in only": the built-in code serves the model,
+the modules do not.
 """
 
 
 def native_part() -> str:
     """Return the page up to the sweep, which derives from the code alone."""
-    tests = "`tests/gpu_worker/models`, `tests/parity`"
-    quantizations = "int8-dynamic; see [features.md](features.md) for quantized checkpoints"
-    rows = [f"| {name} | {quantizations} | {tests} |" for name in sorted(ARCHITECTURES)]
+    over_mesh = {KINDS[kind] for kind in MORE_MODELS}
+    rows = []
+    for name in sorted(ARCHITECTURES):
+        formats = "safetensors, GGUF" if name in GGUF_ARCHITECTURES.values() else "safetensors"
+        tests = "`tests/gpu_worker/models`, `tests/parity`" + (f", `{_MESH_TEST}`" if name in over_mesh else "")
+        rows.append(f"| {name} | {formats} | {', '.join(QUANTIZATIONS)} | {tests} |")
     return _BEGINNING + "\n".join(rows) + "\n"
 
 
 def sweep_part(outcomes: dict[str, Outcome]) -> str:
     """Return the rest of the page for the outcomes of model types."""
-    counts = [sum(outcome.verdict == verdict for outcome in outcomes.values()) for verdict in ("identical", "refused")]
+    served = {kind: _served(kind, outcome) for kind, outcome in outcomes.items()}
+    counts = [list(served.values()).count(word) for word in ("yes", "refused")]
     lines = [
         _SWEEP_MARK + _SWEEP,
         f"transformers {transformers.__version__}: {counts[0]} types served, {counts[1]} refused.\n",
         "| architecture | model type | served | reason |\n|---|---|---|---|",
     ]
     for kind, outcome in sorted(outcomes.items(), key=lambda item: (KINDS[item[0]], item[0])):
-        lines.append(f"| {KINDS[kind]} | {kind} | {_served(outcome)} | {_reason(outcome)} |")
+        lines.append(f"| {KINDS[kind]} | {kind} | {served[kind]} | {_reason(outcome)} |")
     return "\n".join(lines) + "\n"
 
 
-def _served(outcome: Outcome) -> str:
+def _served(kind: str, outcome: Outcome) -> str:
+    if outcome.verdict == "refused" and KINDS[kind] in ARCHITECTURES:
+        return "built in only"
     return {"identical": "yes", "refused": "refused", "wrong": "WRONG", "no reference": "not tried"}[outcome.verdict]
 
 
 def _reason(outcome: Outcome) -> str:
     """Return the reason without the path of the temporary checkpoint."""
-    begin = "transformers does not compute its tiny random checkpoint: " if outcome.verdict == "no reference" else ""
+    begin = (
+        "transformers does not compute its tiny random checkpoint here: " if outcome.verdict == "no reference" else ""
+    )
     text = re.sub(r"^.*?config\.json: \w+ is not supported: ", "", outcome.reason)
     text = re.sub(r"differ from transformers' own by \S+, more than \S+: ", "differ from transformers' own: ", text)
     text = re.sub(r"\S*/config\.json: ", "", text).replace("|", "/")

@@ -11,14 +11,17 @@ from tokenloom.gguf.gguf_file import GgufFile, read_gguf
 
 from ..config_reader import ConfigReader
 from .blocks import BLOCK_TYPES, PLAIN_TYPES
-from .names import ROPE_FACTORS
+from .experts import read_experts
+from .names import ROPE_FACTORS, has_experts
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
-"""By ``general.architecture``. Mistral's files say llama."""
+"""By ``general.architecture``. Files of Mistral and of Mixtral say llama."""
 
 _LLAMA3_ORIGINAL, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
 """What every Llama from 3.1 on has; its file has only the factors that follow from them."""
@@ -41,7 +44,9 @@ def gguf_config(path: Path) -> dict[str, Any]:
         )
     own = {name: value for name, value in file.metadata.items() if name.startswith(f"{architecture}.")}
     reader = ConfigReader(own, path.name)
-    config = _read(reader, f"{architecture}.", file) | {"architectures": [ARCHITECTURES[architecture]]}
+    prefix = f"{architecture}."
+    name = "MixtralForCausalLM" if architecture == "llama" and has_experts(file) else ARCHITECTURES[architecture]
+    config = _read(reader, prefix, file) | read_experts(reader, prefix, file) | {"architectures": [name]}
     reader.refuse_rest()
     return config
 
@@ -65,10 +70,11 @@ def _read(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": _rope(reader, prefix, file, head_size),
     }
-    # The metadata does not mention biases; Qwen2 always has those of queries, keys and values.
-    if prefix != "qwen2.":
+    # The metadata does not mention biases; Qwen2 always has those of queries, keys and values, and Mixtral has none.
+    is_mixtral = prefix == "llama." and has_experts(file)
+    if prefix not in ("qwen2.", "qwen2moe.") and not is_mixtral:
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    if prefix == "llama.":
+    if prefix == "llama." and not is_mixtral:
         config["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
     return config
 
@@ -78,9 +84,6 @@ def _check(reader: ConfigReader, prefix: str, head_size: int, vocab_size: int) -
     for name in ("attention.value_length", "rope.dimension_count"):
         if reader.take_int(prefix + name, head_size) != head_size:
             raise reader.error(prefix + name, f"must be the size of a head, {head_size}")
-    for name in ("expert_count", "expert_used_count"):
-        if reader.take(prefix + name, 0) != 0:
-            raise reader.error(prefix + name, "must be 0: mixtures of experts in GGUF are not supported")
     if reader.take_int(f"{prefix}vocab_size", vocab_size) != vocab_size:
         raise reader.error(f"{prefix}vocab_size", f"must be the number of embeddings, {vocab_size}")
 
@@ -94,7 +97,7 @@ def _vocab_size(file: GgufFile) -> int:
 
 def _dtype(file: GgufFile) -> str:
     """Return the dtype of the matrices; bfloat16 if any is quantized, as the file then does not say what they were."""
-    kinds = {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) == 2}
+    kinds = {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) >= 2}
     plain = {str(PLAIN_TYPES[kind]).removeprefix("torch.") for kind in kinds if kind in PLAIN_TYPES}
     if kinds & BLOCK_TYPES.keys() or not plain:
         return "bfloat16"

@@ -21,7 +21,15 @@ _OF_A_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_OF_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+"""Tensors [experts, out, in] that hold a matrix of every expert of a layer."""
+_IN_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 ROPE_FACTORS = "rope_freqs.weight"
 """By how much each frequency of a Llama 3.1 is divided; read with the configuration."""
 
@@ -34,6 +42,8 @@ class Place:
     """The tensor's name in the file."""
     heads: int | None
     """Not None: the rows of each of so many heads are stored in pairs, as llama.cpp rotates Llama's."""
+    expert: int | None = None
+    """Not None: the tensor holds the matrices of all experts, and this one is meant."""
 
 
 def places(file: GgufFile) -> dict[str, Place]:
@@ -51,4 +61,23 @@ def places(file: GgufFile) -> dict[str, Place]:
         if name.startswith("blk.") and part in _OF_A_LAYER:
             del found[name]
             found[f"model.layers.{block}.{_OF_A_LAYER[part]}.{kind}"] = Place(name, heads.get(part))
-    return found
+        elif name.startswith("blk.") and part in _OF_EXPERTS and len(shape := file.tensors[name].shape) == 3:
+            del found[name]
+            for expert in range(shape[0]):
+                own = f"model.layers.{block}.mlp.experts.{expert}.{_OF_EXPERTS[part]}.{kind}"
+                found[own] = Place(name, None, expert)
+    is_mixtral = architecture == "llama" and has_experts(file)
+    return {_mixtral_name(name): place for name, place in found.items()} if is_mixtral else found
+
+
+def has_experts(file: GgufFile) -> bool:
+    """Return whether the model's layers choose some of many MLPs for each token."""
+    return bool(file.metadata.get(f"{file.metadata['general.architecture']}.expert_count"))
+
+
+def _mixtral_name(name: str) -> str:
+    """Return the name that Mixtral's class has for what Qwen's classes call ``name``."""
+    before, between, after = name.partition(".mlp.")
+    for own, mixtral in _IN_MIXTRAL.items():
+        after = after.replace(own, mixtral)
+    return f"{before}.block_sparse_moe.{after}" if between else name

@@ -3,7 +3,7 @@
 import math
 import mmap
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,8 @@ from ...layers.quantized_weight import QuantizedWeight
 from ..packed_weight import PackedWeight
 from .blocks import BLOCK_TYPES, PLAIN_TYPES, BlockType, type_error
 from .names import places
+
+_GATE = ".shared_expert_gate.weight"
 
 
 class GgufSource:
@@ -37,8 +39,12 @@ class GgufSource:
     def read(self, name: str) -> Tensor | PackedWeight:
         place = self._places[name]
         tensor = self._tensors[place.stored]
+        if place.expert is not None:
+            tensor = _of_expert(tensor, place.expert)
         if tensor.kind in PLAIN_TYPES:
             plain = self._bytes(tensor, tensor.shape, PLAIN_TYPES[tensor.kind].itemsize).view(PLAIN_TYPES[tensor.kind])
+            if name.endswith(_GATE) and plain.dim() == 1:  # a matrix of one row
+                return plain[None]
             return plain if place.heads is None else plain[_halves_of_heads(name, tensor.shape[0], place.heads)]
         if tensor.kind not in BLOCK_TYPES:
             raise type_error(place.stored, tensor.kind)
@@ -107,6 +113,18 @@ class PackedBlocks:
         inputs, count = self.shape[1], last - first
         by_group = None if offsets is None else offsets.view(count, -1)
         return QuantizedWeight(values.view(count, inputs), scales.view(count, -1), by_group, self.type.group)
+
+
+def _of_expert(tensor: GgufTensor, expert: int) -> GgufTensor:
+    """Return where one expert's matrix lies in a tensor [experts, out, in]."""
+    _, outputs, inputs = tensor.shape
+    if tensor.kind in PLAIN_TYPES:
+        row = inputs * PLAIN_TYPES[tensor.kind].itemsize
+    elif tensor.kind in BLOCK_TYPES:
+        row = inputs // BLOCK_TYPES[tensor.kind].size * BLOCK_TYPES[tensor.kind].bytes
+    else:
+        raise type_error(tensor.name, tensor.kind)
+    return replace(tensor, shape=(outputs, inputs), offset=tensor.offset + expert * outputs * row)
 
 
 def _halves_of_heads(name: str, rows: int, heads: int) -> Tensor:

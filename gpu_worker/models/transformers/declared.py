@@ -79,6 +79,7 @@ def complete(declared: ModelConfig, text: Any, rules: list[LayerRule]) -> ModelC
         head_size=max(max(rule.head_size, rule.value_size) for rule in rules),
         attention_scales=tuple(rule.scores.scale for rule in rules),
         sliding_windows=tuple(rule.scores.sliding_window for rule in rules),
+        kv_sources=tuple(layer if rule.source is None else rule.source for layer, rule in enumerate(rules)),
     )
 
 

@@ -18,3 +18,5 @@ class LayerRule:
     """The size of a query and a key."""
     value_size: int
     scores: ScoreRule
+    source: int | None = None
+    """The earlier layer whose keys and values the call passes, with the same window; None: they are its own."""

@@ -79,10 +79,14 @@ class PagedAttention:
             )
         self.num_calls += 1
         queries, keys, values = (heads[0].transpose(0, 1) for heads in (call.query, call.key, call.value))
+        # A layer that shares the cache of an earlier one finds its keys and values there.
+        is_written = rule.source is not None and kv_cache is self._kv_caches[rule.source]
         if rule.head_size == rule.value_size == self._head_size:
-            plan.write_kv(keys, values, kv_cache)
+            if not is_written:
+                plan.write_kv(keys, values, kv_cache)
             return plan.attend(queries, kv_cache, rule.scores)[None]
-        plan.write_kv(self._pad(keys), self._pad(values), kv_cache)
+        if not is_written:
+            plan.write_kv(self._pad(keys), self._pad(values), kv_cache)
         return plan.attend(self._pad(queries), kv_cache, rule.scores)[None, :, :, : rule.value_size]
 
     def _pad(self, heads: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ class Recorder:
     def __init__(self, max_model_len: int) -> None:
         self.rules: list[LayerRule] = []
         self._max_model_len = max_model_len
+        self._keys: list[Tensor] = []
 
     def attend(self, call: AttentionCall) -> Tensor:
         module, query, key, value, mask, scaling, options = call
@@ -38,8 +39,17 @@ class Recorder:
             raise Refused("changes its attention mask (as ALiBi, chunks or documents do)") from None
         scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
         scores = ScoreRule(scale, window, options.get("softcap"), _sinks(options))
-        self.rules.append(LayerRule(module, query.shape[1], key.shape[1], query.shape[3], value.shape[3], scores))
+        sizes = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+        self.rules.append(LayerRule(module, *sizes, scores, self._source_of(key, window)))
+        self._keys.append(key)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+    def _source_of(self, key: Tensor, window: int | None) -> int | None:
+        """Return the first layer that passed this very tensor, if it has the same window."""
+        for layer, earlier in enumerate(self._keys):
+            if earlier is key and self.rules[layer].scores.sliding_window == window:
+                return layer
+        return None
 
 
 def _check_options(module: nn.Module, options: dict[str, Any]) -> None:

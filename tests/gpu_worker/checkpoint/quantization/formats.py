@@ -20,24 +20,27 @@ Quantize = Callable[[Tensor], tuple[Parts, Tensor]]
 _LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def write(directory: Path, quantize: Quantize, config: dict[str, Any], **entries: Any) -> tuple[Path, Path]:
-    """Write the demo model quantized and, in another directory, with the weights that it then has; return both."""
+def write(
+    directory: Path, quantize: Quantize, config: dict[str, Any], source: Path = DEMO_MODEL, **entries: Any
+) -> tuple[Path, Path]:
+    """Write a model quantized and, in another directory, with the weights that it then has; return both."""
     stored, plain = {}, {}
-    for name, tensor in load_file(DEMO_MODEL / "model.safetensors").items():
+    for name, tensor in load_file(source / "model.safetensors").items():
         layer = name.removesuffix(".weight")
         if layer.endswith(_LAYERS):
             parts, plain[name] = quantize(tensor.float())
             stored |= {f"{layer}.{part}": value.contiguous() for part, value in parts.items()}
         else:
             stored[name] = plain[name] = tensor.float()
-    declared = json.loads((DEMO_MODEL / "config.json").read_text()) | {"dtype": "bfloat16"} | entries
+    declared = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"} | entries
     paths = directory / "quantized", directory / "plain"
     for path, tensors, more in zip(paths, (stored, plain), ({"quantization_config": config}, {}), strict=True):
-        path.mkdir()
+        path.mkdir(parents=True)
         (path / "config.json").write_text(json.dumps(declared | more))
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
         for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            shutil.copy(DEMO_MODEL / file, path)
+            if (source / file).exists():
+                shutil.copy(source / file, path)
     return paths
 
 

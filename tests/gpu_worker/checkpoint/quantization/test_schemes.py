@@ -107,6 +107,29 @@ def test_logits_are_those_of_the_dequantized_weights(name: str, tmp_path: Path, 
     ModelLoader().check(quantized)  # reads no tensors' content
 
 
+EXPERTS: dict[str, tuple[Quantize, dict[str, Any]]] = {
+    "gptq, zero points": FORMATS["gptq, zero points"],
+    "awq": (formats.awq(32), AWQ | {"group_size": 32}),
+    "w4a16": FORMATS["w4a16"],
+    "w8a8": FORMATS["w8a8"],
+    "fp8, by block": (formats.fp8("block", "scale_inv", block=32), FP8 | {"weight_block_size": [32, 32]}),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@torch.inference_mode()
+def test_experts_are_read_one_by_one(
+    name: str, tmp_path: Path, save_checkpoint: Callable[..., Path], run_model: RunModel
+) -> None:
+    source = save_checkpoint("qwen3_moe", norm_topk_prob=True)
+    quantized, plain = formats.write(tmp_path / "written", *EXPERTS[name], source=source)
+    prompt = torch.arange(100, 130)
+    found, expected = (run_model(load_model(path, "float32"), [prompt], [[30]])[0] for path in (quantized, plain))
+    assert (found - expected).abs().max() <= 1e-4
+    as_stored = run_model(load_model(quantized, "bfloat16"), [prompt], [[30]])[0]
+    assert torch.isfinite(as_stored).all()
+
+
 def test_w8a8_is_computed_in_int8(tmp_path: Path, run_model: RunModel) -> None:
     """The layers keep the stored integers, so a model in bfloat16 rounds only its inputs."""
     quantized, plain = formats.write(tmp_path, *FORMATS["w8a8"])

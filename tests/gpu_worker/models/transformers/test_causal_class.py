@@ -34,7 +34,10 @@ def write(path: Path, **entries: Any) -> Path:
             {"architectures": ["PhiForCausalLM"], "model_type": "phi", "quantization_config": {"quant_method": "awq"}},
             "quantization_config is not supported for PhiForCausalLM",
         ),
-        ({"architectures": ["PhiForCausalLM"], "model_type": "phi", "dtype": "float32"}, "only safetensors weights"),
+        (
+            {"architectures": ["PhiForCausalLM"], "model_type": "phi", "dtype": "float32"},
+            "no weights in a format",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_way_out(

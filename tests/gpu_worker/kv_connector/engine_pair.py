@@ -9,6 +9,7 @@ from tokenloom import demo_model
 from tokenloom.engine_core.config import (
     CacheConfig,
     EngineConfig,
+    KVCacheDtype,
     KVConfig,
     SchedulerConfig,
     SpeculativeConfig,
@@ -57,6 +58,7 @@ class Engine:
         transports: list[KVTransport],
         make_executor: MakeExecutor = uni,
         worker: Literal["model", "hash"] = "model",
+        kv_cache_dtype: KVCacheDtype = "auto",
         model: str = MODEL,
         num_blocks: int = 120,
         speculative: SpeculativeConfig | None = None,
@@ -65,7 +67,7 @@ class Engine:
         names = tuple(transport.name for transport in transports)
         config = EngineConfig(
             worker=WorkerConfig(model=model, dtype="float32", num_threads=1, worker=worker),
-            cache=CacheConfig(num_blocks=num_blocks),
+            cache=CacheConfig(num_blocks=num_blocks, dtype=kv_cache_dtype),
             scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
             kv=KVConfig(
                 transports=names,  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from tokenloom.request.reasoning import ReasoningMarks, ReasoningParserName
 from .speculative_config import SpeculativeConfig as SpeculativeConfig
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+KVCacheDtype = Literal["auto", "int8"]
 ModelImpl = Literal["auto", "native", "transformers"]
 AttentionBackendName = Literal["auto", "cpu", "torch", "reference"]
 Count = Annotated[int, Meta(ge=1)]
@@ -83,6 +84,19 @@ class CacheConfig(Struct, frozen=True):
     """The paged KV cache."""
 
     block_size: Annotated[Count, "Tokens in a KV block."] = 16
+    dtype: Annotated[
+        KVCacheDtype,
+        "Number format of keys and values; auto: that of the activations; int8: 8 bits, with a scale for each head of "
+        "each token, in half the memory of bfloat16.",
+        Meta(
+            extra={
+                "name": "kv_cache_dtype",
+                "unsupported": dict.fromkeys(
+                    ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"), "FP8 is not supported; int8 takes the same memory"
+                ),
+            }
+        ),
+    ] = "auto"
     enable_prefix_caching: Annotated[bool, "Reuse the KV blocks of equal prefixes."] = True
     num_blocks: Annotated[
         Count | None,

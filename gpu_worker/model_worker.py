@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -57,6 +58,8 @@ class ModelWorker:
             raise ValueError(
                 f"quantization: {config.worker.quantization} is not supported on {platform.device.type} yet"
             )
+        if config.cache.dtype != "auto" and not platform.pool_is_on_host:
+            raise ValueError(f"kv_cache_dtype: {config.cache.dtype} is not supported on {platform.device.type} yet")
         self._config = config
         self._platform = platform
         self._device = platform.device
@@ -78,14 +81,15 @@ class ModelWorker:
         ops = make_ops(config.attention_backend, self._device)
         loader = ModelLoader(config.dtype, self._device, ops, config.quantization, config.model_impl)
         self._slot = ModelSlot(Path(config.model), loader)
-        model_config = self._model.config
+        model_config = self._kv_config
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
         if self._config.speculative is not None:
-            self._drafting = Drafting(self._config.speculative, loader, lambda: self._model)
+            self._drafting = Drafting(self._config.speculative, loader, lambda: self._model, self._config.cache.dtype)
         library, routes = None, routes_of(self._model)
         if isinstance(self._model, CheckedModel):
-            check_model(self._model, self._make_backend(model_config), block_size, self._device)
+            # Over a KV cache of its own dtype: rounding would hide what its modules do.
+            check_model(self._model, self._make_backend(self._model.config), block_size, self._device)
             library = self._model.library
         self._layers = PoolLayers(model_config, self._choose_groups(model_config))
         layout = self._layers.layout(block_size)
@@ -162,7 +166,7 @@ class ModelWorker:
         On a CPU it computes one token in all layers, which reads every weight, and the whole step in as many layers
         as differ: each frees its activations before the next one, so the peak is the same in much less time.
         """
-        block_size, model_config = self._config.cache.block_size, self._model.config
+        block_size, model_config = self._config.cache.block_size, self._kv_config
         num_blocks = sum(-(-length // block_size) for length in lengths)
         num_layers = num_differing_layers(model_config.sliding_windows) if self._platform.pool_is_on_host else None
 
@@ -254,6 +258,11 @@ class ModelWorker:
     def _model(self) -> Model:
         assert self._slot is not None, "load_model comes first"
         return self._slot.model
+
+    @property
+    def _kv_config(self) -> ModelConfig:
+        """The model's configuration, with the dtype of the KV cache that the engine's options choose."""
+        return replace(self._model.config, kv_cache_dtype=self._config.cache.dtype)
 
     @property
     def _kv_bytes_per_token(self) -> int:

@@ -1,15 +1,26 @@
-"""Compares our decode attention with vLLM's CPU operation: one layer, all requests at one context, in turns."""
+"""Measures decode attention: one layer, all requests at one context. Compares it with vLLM's CPU operation, in turns.
 
+    python -m tokenloom.bench.engine.attention_decode MODEL --context 8192
+
+compares a KV cache of 8 bits with one of the model's dtype, in turns, by the CPU seconds of one thread. It prints a
+line for each number of requests. MODEL is a directory with a ``config.json``.
+"""
+
+import argparse
 import json
+import statistics
 import subprocess
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from tokenloom.engine_core.config import KVCacheDtype
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
@@ -18,6 +29,7 @@ from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, load_model
 _BLOCK = 16
 _WARM = 3
 _SECONDS = 1.5
+KV_DTYPES: tuple[KVCacheDtype, ...] = ("auto", "int8")
 _SCRIPT = Path(__file__).resolve().parents[1] / "peers" / "vllm_attention.py"
 
 
@@ -67,24 +79,69 @@ def run_attention(options: AttentionOptions) -> list[dict[str, Any]]:
 
 def ours_us(config: ModelConfig, requests: int, context: int, seconds: float) -> float:
     """Return the least µs of a call, with keys and values in huge pages if the system has any."""
-    backend = CPUBackend(config, _BLOCK, torch.device("cpu"))
-    width = -(-context // _BLOCK)
-    shape = (2, requests * width, config.num_kv_heads, _BLOCK, config.cache_head_size)
-    memory = PoolMemory.allocate(int(np.prod(shape)) * config.dtype.itemsize, shared=False)
-    cache = torch.frombuffer(memory.buffer, dtype=config.dtype)[: int(np.prod(shape))].view(shape)
-    cache.copy_(torch.randn(shape))
-    query = torch.randn(requests, config.num_heads, config.head_size).to(config.dtype)
-    tables = np.arange(requests * width).reshape(requests, width)
-    lengths = np.full(requests, context)
-    plan = backend.plan(np.arange(requests + 1), lengths, tables, tables[:, -1] * _BLOCK)
+    attend = decode_call(config, requests, context)
     taken: list[float] = []
-    rule = ScoreRule(config.head_size**-0.5)
     end = time.perf_counter() + seconds
     while len(taken) < _WARM or time.perf_counter() < end:
         started = time.perf_counter()
-        plan.attend(query, cache, rule)
+        attend()
         taken.append(time.perf_counter() - started)
     return min(taken) * 1e6
+
+
+def decode_call(config: ModelConfig, requests: int, context: int) -> Callable[[], torch.Tensor]:
+    """Return what attends with one token of each request, over random keys and values of one layer."""
+    config = replace(config, num_layers=1)
+    backend = CPUBackend(config, _BLOCK, torch.device("cpu"))
+    width = -(-context // _BLOCK)
+    memory = PoolMemory.allocate(requests * width * _BLOCK * config.kv_bytes_per_token, shared=False)
+    (cache,) = backend.allocate(requests * width, memory)
+    tables = np.arange(requests * width).reshape(requests, width)
+    positions = np.arange(requests * width * _BLOCK)
+    starts, lengths = np.arange(requests + 1), np.full(requests, width * _BLOCK)
+    rows = torch.randn(2, len(positions), config.num_kv_heads, config.head_size).to(config.dtype)
+    backend.plan(starts * width * _BLOCK, lengths, tables, positions).write_kv(rows[0], rows[1], cache)
+    query = torch.randn(requests, config.num_heads, config.head_size).to(config.dtype)
+    plan = backend.plan(starts, np.full(requests, context), tables, tables[:, -1] * _BLOCK)
+    return partial(plan.attend, query, cache, ScoreRule(config.head_size**-0.5))
+
+
+def compare_kv_dtypes(config: ModelConfig, requests: int, context: int, pairs: int) -> dict[str, Any]:
+    """Return the CPU milliseconds of a call, median and least, with each dtype of the KV cache, and how often faster
+    int8 is. The calls take turns, so that what slows the machine for a while slows both."""
+    configs = {dtype: replace(config, kv_cache_dtype=dtype) for dtype in KV_DTYPES}
+    calls = {dtype: decode_call(each, requests, context) for dtype, each in configs.items()}
+    taken: dict[str, list[float]] = {dtype: [] for dtype in calls}
+    for _ in range(pairs + 1):  # the first one warms up
+        for dtype, call in calls.items():
+            started = time.process_time()
+            call()
+            taken[dtype].append((time.process_time() - started) * 1e3)
+    medians = {dtype: statistics.median(values[1:]) for dtype, values in taken.items()}
+    return {
+        "requests": requests,
+        "context": context,
+        "bytes_per_token_and_layer": {d: each.kv_bytes_per_token // each.num_layers for d, each in configs.items()},
+        "median_ms": {dtype: round(value, 3) for dtype, value in medians.items()},
+        "least_ms": {dtype: round(min(values), 3) for dtype, values in taken.items()},
+        "speedup": round(medians["auto"] / medians["int8"], 3),
+        "speedup_of_least": round(min(taken["auto"]) / min(taken["int8"]), 3),
+    }
+
+
+def main() -> None:
+    """Compare the dtypes of the KV cache."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--pairs", type=int, default=31, help="calls with each dtype")
+    parser.add_argument("--dtype", default="auto", help="of the model")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    config = load_model_config(arguments.model, arguments.dtype)
+    for requests in arguments.requests:
+        print(json.dumps(compare_kv_dtypes(config, requests, arguments.context, arguments.pairs)))
 
 
 class _Theirs:
@@ -124,3 +181,7 @@ class _Theirs:
         if not answer:
             raise ValueError("vllm: its process ended; its output is above")
         return float(answer)
+
+
+if __name__ == "__main__":
+    main()

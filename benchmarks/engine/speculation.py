@@ -114,11 +114,13 @@ class _Bench:
         self._scripts: list[Script] = []
         sampler, draw = self._runner._sampler, self._runner._sampler.draw
 
-        def draw_script(logits: Any, params: Sequence[SamplingParams], indices: npt.NDArray[np.int64]) -> list[int]:
-            draw(logits, params, indices)
+        def draw_script(
+            logits: Any, params: Sequence[SamplingParams], output_indices: npt.NDArray[np.int64]
+        ) -> list[int]:
+            draw(logits, params, output_indices)
             return [
                 self._scripts[each.seed][min(index, len(self._scripts[each.seed]) - 1)]
-                for each, index in zip(params, indices.tolist(), strict=True)
+                for each, index in zip(params, output_indices.tolist(), strict=True)
             ]
 
         sampler.draw = draw_script

@@ -9,6 +9,7 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion
 
 from ..checkpoint.model_config import ModelConfig
 from .attention_backend import KVCache
+from .int8_cache import dequantize, write_int8_slots
 
 
 def allocate_kv_caches(
@@ -21,11 +22,12 @@ def allocate_kv_caches(
     Args:
         memory: Fresh memory of the host to lay them in; None: torch's own.
     """
-    shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.cache_head_size)
+    row_size = config.kv_row_bytes // config.kv_dtype.itemsize
+    shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, row_size)
     if memory is None:
-        return list(torch.zeros(shape, dtype=config.dtype, device=device).unbind())
+        return list(torch.zeros(shape, dtype=config.kv_dtype, device=device).unbind())
     nbytes = num_blocks * block_size * config.kv_bytes_per_token
-    return list(torch.frombuffer(memory.buffer[:nbytes], dtype=config.dtype).view(shape).unbind())
+    return list(torch.frombuffer(memory.buffer[:nbytes], dtype=config.kv_dtype).view(shape).unbind())
 
 
 def make_kv_pool(config: ModelConfig, num_blocks: int, block_size: int, memory: PoolMemory, layout: str = "") -> KVPool:
@@ -39,11 +41,11 @@ def make_kv_pool(config: ModelConfig, num_blocks: int, block_size: int, memory: 
 
 
 def kv_layout(config: ModelConfig, block_size: int) -> str:
-    """Name order, dtype, layers x heads x head size in the cache, and block size.
+    """Name order, dtype (``int8+fp32``: numbers and scales), layers x heads x head size in the cache, and block size.
 
     Caches with equal names can exchange blocks.
     """
-    dtype = {"bfloat16": "bf16", "float32": "fp32"}[config.dtype_name]
+    dtype = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "int8+fp32"}[config.kv_dtype]
     return f"HND/{dtype}/{config.num_layers}x{config.num_kv_heads}x{config.cache_head_size}/{block_size}"
 
 
@@ -61,6 +63,15 @@ def padded(heads: Tensor, size: int) -> Tensor:
 
 def write_slots(key: Tensor, value: Tensor, kv_cache: KVCache, blocks: Tensor, offsets: Tensor) -> None:
     """Store [T, num_kv_heads, head_size] keys and values at block ``blocks`` [T], position ``offsets`` [T] in it."""
+    if kv_cache.dtype == torch.int8:
+        write_int8_slots(key, kv_cache[0], blocks, offsets)
+        write_int8_slots(value, kv_cache[1], blocks, offsets)
+        return
     by_token = kv_cache.transpose(2, 3)[..., : key.shape[2]]
     by_token[0][blocks, offsets] = key
     by_token[1][blocks, offsets] = value
+
+
+def elements(blocks: Tensor) -> Tensor:
+    """Return [..., block_size, cache_head_size] elements of blocks of a cache: a copy in float32 if they are int8."""
+    return dequantize(blocks) if blocks.dtype == torch.int8 else blocks

@@ -44,12 +44,13 @@ class CPUBackend:
         self._block_size = block_size
         self._device = device
         self._march = march
-        self._kernels = load_attention(config.cache_head_size, march)
+        self._is_int8 = config.kv_dtype == torch.int8
+        self._kernels = load_attention(config.cache_head_size, march, int8=self._is_int8)
         self.prefixes = SharedPrefixFinder(block_size, max(2, _FEWEST_ROWS * config.num_kv_heads // config.num_heads))
 
     def limiting_kernels(self) -> CDLL:
         """Return the kernels that limit scores. The first call compiles them; warming up the model makes it."""
-        return load_attention(self._config.cache_head_size, self._march, softcap=True)
+        return load_attention(self._config.cache_head_size, self._march, softcap=True, int8=self._is_int8)
 
     def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
         return allocate_kv_caches(self._config, num_blocks, self._block_size, self._device, memory)

@@ -10,7 +10,7 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
 from ..checkpoint.model_config import ModelConfig
 from .attention_backend import IntArray, KVCache
-from .cache import allocate_kv_caches
+from .cache import allocate_kv_caches, elements, write_slots
 from .score_rule import ScoreRule
 
 
@@ -54,14 +54,11 @@ class ReferencePlan:
         return self.slots
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
-        for token, slot in enumerate(self.slots.tolist()):
-            block, offset = divmod(slot, self.block_size)
-            kv_cache[0, block, :, offset, : key.shape[2]] = key[token]
-            kv_cache[1, block, :, offset, : key.shape[2]] = value[token]
+        write_slots(key, value, kv_cache, self.slots // self.block_size, self.slots % self.block_size)
 
     def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
         out = torch.empty_like(query)
-        cached = kv_cache[..., : query.shape[2]]
+        cached = elements(kv_cache)[..., : query.shape[2]]
         for request, (seq_len, table) in enumerate(zip(self.seq_lens, self.block_tables, strict=True)):
             rows = slice(self.cu_query_lens[request], self.cu_query_lens[request + 1])
             start = seq_len - (rows.stop - rows.start)

@@ -15,8 +15,9 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
 from ..checkpoint.model_config import ModelConfig
 from .attention_backend import IntArray, KVCache
-from .cache import allocate_kv_caches, padded, write_slots
+from .cache import allocate_kv_caches, elements, padded, write_slots
 from .dense import attend_dense
+from .int8_cache import zero_scales
 from .score_rule import ScoreRule
 
 _GATHER_BYTES = 1 << 20
@@ -105,6 +106,7 @@ class TorchPlan:
         self._tail_rows: Tensor | None = None
         self._block_size = block_size
         self._num_kv_heads = config.num_kv_heads
+        self._cache_head_size = config.cache_head_size
         self._block_bytes = config.kv_bytes_per_token * block_size // config.num_layers
         self._device = device
         blocks, offsets = np.divmod(slot_mapping, block_size)
@@ -127,7 +129,7 @@ class TorchPlan:
             self._zero_tails(kv_cache)
         flat_cache = kv_cache.flatten(1, 2).flatten(2)
         head_size = query.shape[2]
-        query = padded(query, kv_cache.shape[-1])
+        query = padded(query, self._cache_head_size)
         out = torch.empty_like(query)
         for segment in segments:
             out[segment.rows] = _attend_segment(query[segment.rows], kv_cache, flat_cache, segment, rule)
@@ -138,6 +140,8 @@ class TorchPlan:
     def _zero_tails(self, kv_cache: KVCache) -> None:
         """Zero the slots that :func:`_tails` chose, in one layer's cache."""
         _, num_blocks, num_heads, size, head_size = kv_cache.shape
+        if kv_cache.dtype == torch.int8:
+            return zero_scales(kv_cache, *map(self._index, np.divmod(self._tails, size)))
         if self._tail_rows is None:
             blocks, offsets = np.divmod(self._tails, size)
             planes = np.arange(2)[:, None, None] * num_blocks + blocks
@@ -227,15 +231,18 @@ def _tails(batch: Batch, block_size: int, requests: IntArray | None) -> IntArray
     return slots
 
 
-def _gather(kv_cache: KVCache, flat_cache: Tensor, cache_rows: Tensor, num_requests: int) -> tuple[Tensor, Tensor]:
-    """Gather keys and values, each [n, num_kv_heads, keys, head_size], in one copy of whole blocks."""
-    _, _, num_kv_heads, _, head_size = kv_cache.shape
-    gathered = flat_cache.index_select(1, cache_rows).view(2, num_requests, num_kv_heads, -1, head_size)
+def _gather(
+    kv_cache: KVCache, flat_cache: Tensor, cache_rows: Tensor, num_requests: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Gather keys and values, each [n, num_kv_heads, keys, head_size] of ``dtype``, in one copy of whole blocks."""
+    _, _, num_kv_heads, size, row_size = kv_cache.shape
+    blocks = elements(flat_cache.index_select(1, cache_rows).view(2, -1, size, row_size)).to(dtype)
+    gathered = blocks.view(2, num_requests, num_kv_heads, -1, blocks.shape[-1])
     return gathered[0], gathered[1]
 
 
 def _attend_segment(query: Tensor, kv_cache: KVCache, flat_cache: Tensor, segment: Segment, rule: ScoreRule) -> Tensor:
-    key, value = _gather(kv_cache, flat_cache, segment.cache_rows, 1)
+    key, value = _gather(kv_cache, flat_cache, segment.cache_rows, 1, query.dtype)
     query, key, value = query.transpose(0, 1)[None], key[:, :, : segment.num_keys], value[:, :, : segment.num_keys]
     if not rule.is_plain:
         return attend_dense(query, key, value, _mask_of(segment), rule)[0].transpose(0, 1)
@@ -262,7 +269,7 @@ def _mask_of(segment: Segment) -> Tensor:
 def _attend_group(query: Tensor, kv_cache: KVCache, flat_cache: Tensor, group: DecodeGroup, rule: ScoreRule) -> Tensor:
     """Place the query heads of one KV head where a prefill has its queries, so that no key is repeated for them."""
     num_requests, num_heads, head_size = query.shape
-    key, value = _gather(kv_cache, flat_cache, group.cache_rows, num_requests)
+    key, value = _gather(kv_cache, flat_cache, group.cache_rows, num_requests, query.dtype)
     if not rule.is_plain:
         return attend_dense(query[:, :, None], key, value, group.mask, rule)[:, :, 0]
     grouped = query.view(num_requests, key.shape[1], -1, head_size)

@@ -7,8 +7,10 @@ from typing import Literal
 
 import torch
 
+from tokenloom.engine_core.config import KVCacheDtype
 from tokenloom.gguf.gguf_file import is_gguf
 
+from ..attention.int8_cache import SCALE_BYTES
 from ..layers.rotary import RopeConfig
 from .config_reader import ConfigReader
 from .directory_source import stored_dtype
@@ -76,7 +78,7 @@ class ModelConfig:
 
     family: Family
     dtype: torch.dtype
-    """The dtype of weights, activations and the KV cache."""
+    """The dtype of weights, activations and, unless ``kv_cache_dtype`` says otherwise, the KV cache."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -114,6 +116,9 @@ class ModelConfig:
     scheme: Scheme | None = None
     """How the checkpoint stores quantized matrices, from ``quantization_config``; None: it stores plain tensors."""
 
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """``auto``: the KV cache has ``dtype``; ``int8``: 8 bits, with a scale for each head of each token."""
+
     @property
     def traits(self) -> DecoderTraits:
         """Return what the family's classes fix, for a family of ``families.DECODERS``."""
@@ -133,9 +138,20 @@ class ModelConfig:
         return -(-self.head_size // _HEAD_STEP) * _HEAD_STEP
 
     @property
+    def kv_dtype(self) -> torch.dtype:
+        """Return the dtype of the KV cache."""
+        return torch.int8 if self.kv_cache_dtype == "int8" else self.dtype
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Return the size of one token's keys, or values, in one KV head, with their scale if they have one."""
+        scale_bytes = SCALE_BYTES if self.kv_cache_dtype == "int8" else 0
+        return self.cache_head_size * self.kv_dtype.itemsize + scale_bytes
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Return the size of one token's keys and values in all layers, in bytes."""
-        return 2 * self.num_layers * self.num_kv_heads * self.cache_head_size * self.dtype.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.kv_row_bytes
 
     @property
     def dtype_name(self) -> str:

@@ -35,20 +35,20 @@ class HeadsArgs(Structure):
         *_fields(_P, "heads weights cos sin slots keys values"),
         *_fields(_I64, "num_tokens num_heads num_kv_heads head_size cache_head_size block_size"),
         *_fields(_F, "eps shift"),
-        *_fields(_I32, "is_bf16 num_threads"),
+        *_fields(_I32, "is_bf16 is_int8 num_threads"),
     ]
 
 
 @functools.cache
-def load_attention(head_size: int, march: str = "native", softcap: bool = False) -> CDLL:
-    """Load attention for one head size, a multiple of 16. With ``softcap`` the kernels limit the scores, and only then.
+def load_attention(head_size: int, march: str = "native", softcap: bool = False, int8: bool = False) -> CDLL:
+    """Load attention for one head size, a multiple of 16.
 
-    Raises :class:`KernelsUnavailable`.
+    With ``softcap`` the kernels limit the scores, and only then. With ``int8`` they read and write caches of that
+    dtype, and only those. Raises :class:`KernelsUnavailable`.
     """
-    if softcap:
-        library = _load(build("attention", march, HEAD_SIZE=head_size, SOFTCAP=1))
-    else:
-        library = _load(build("attention", march, HEAD_SIZE=head_size))
+    switches = {"SOFTCAP": softcap, "KV_INT8": int8}
+    macros = {"HEAD_SIZE": head_size} | {name: 1 for name, is_on in switches.items() if is_on}
+    library = _load(build("attention", march, None, **macros))
     library.attend.argtypes = [_P]
     library.write_kv.argtypes = [_I32, _P, _P, _P, _P, _P, _I64, _I64, _I64, _I64, _I64]
     library.attend.restype = library.write_kv.restype = None

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..attention.cache import pointers
+from ..attention.int8_cache import SCALE_BYTES
 from ..kernels.library import HeadsArgs, load_fused
 from .ops import HeadNorm, Rotation
 from .torch_ops import TorchOps
@@ -63,6 +64,7 @@ class CPUOps:
     ) -> Tensor:
         assert heads.is_contiguous()
         _, _, num_kv_heads, block_size, cache_head_size = kv_cache.shape
+        is_int8 = kv_cache.dtype is torch.int8
         num_heads = heads.shape[1] - 2 * num_kv_heads
         keys, values = pointers(kv_cache)
         weights, eps, shift = norm if norm is not None else (None, 0.0, 0.0)
@@ -78,11 +80,12 @@ class CPUOps:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=heads.shape[2],
-            cache_head_size=cache_head_size,
+            cache_head_size=cache_head_size - SCALE_BYTES if is_int8 else cache_head_size,
             block_size=block_size,
             eps=eps,
             shift=shift,
             is_bf16=_is_bf16(heads),
+            is_int8=is_int8,
             num_threads=torch.get_num_threads(),
         )
         self._kernels.rotate_and_write(byref(args))

@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import torch
 
-from tokenloom.engine_core.config import SpeculativeConfig
+from tokenloom.engine_core.config import KVCacheDtype, SpeculativeConfig
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory, PoolPart
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion
 
@@ -36,8 +37,11 @@ _FIELD = "speculative_config.model"
 class Drafting:
     """Holds the draft model or the head of a worker, if the method has one."""
 
-    def __init__(self, config: SpeculativeConfig, loader: ModelLoader, target: GetModel) -> None:
+    def __init__(
+        self, config: SpeculativeConfig, loader: ModelLoader, target: GetModel, kv_cache_dtype: KVCacheDtype = "auto"
+    ) -> None:
         """Load what drafts. Raises ``ValueError`` naming what does not fit the model."""
+        self._kv_cache_dtype = kv_cache_dtype
         self._config = config
         self._loader = loader
         self._target = target
@@ -46,7 +50,7 @@ class Drafting:
         self.kv_config: ModelConfig | None = None
         """Describes the layers that lie behind the model's in the KV pool; None: there are none."""
         if config.method != "ngram":
-            self.kv_config = loader.read_config(self._path)
+            self.kv_config = replace(loader.read_config(self._path), kv_cache_dtype=kv_cache_dtype)
             _check(self.kv_config, target().config)
             self._drafter: Drafter | None = self._load()
 
@@ -108,7 +112,8 @@ class Drafting:
                 proposer.drafter = self._drafter
 
     def _offset(self, num_blocks: int, block_size: int) -> int:
-        return num_blocks * block_size * self._target().config.kv_bytes_per_token
+        ahead = replace(self._target().config, kv_cache_dtype=self._kv_cache_dtype)
+        return num_blocks * block_size * ahead.kv_bytes_per_token
 
     def _load(self) -> Drafter:
         assert self.kv_config is not None

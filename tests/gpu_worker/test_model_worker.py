@@ -106,6 +106,9 @@ def test_what_only_the_cpu_computes_is_refused_by_name():
     config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, quantization="int8-dynamic"))
     with pytest.raises(ValueError, match="quantization: int8-dynamic"):
         ModelWorker(config, ApartPlatform())
+    config = msgspec.structs.replace(make_config(), cache=CacheConfig(dtype="int8"))
+    with pytest.raises(ValueError, match="kv_cache_dtype: int8 is not supported on"):
+        ModelWorker(config, ApartPlatform())
 
 
 def test_its_kv_does_not_move_between_engines():

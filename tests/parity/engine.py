@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, KVCacheDtype, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
@@ -34,6 +34,7 @@ class Engine:
         block_size: int = 16,
         model_impl: Literal["auto", "native", "transformers"] = "auto",
         max_model_len: int = MAX_MODEL_LEN,
+        kv_cache_dtype: KVCacheDtype = "auto",
         groups: bool = True,
     ) -> None:
         worker = WorkerConfig(
@@ -51,6 +52,7 @@ class Engine:
                 num_blocks=num_blocks,
                 block_size=block_size,
                 enable_prefix_caching=prefix_caching,
+                dtype=kv_cache_dtype,
                 disable_hybrid_kv_cache_manager=not groups,
             ),
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),

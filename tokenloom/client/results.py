@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from tokenloom.offline.outputs import CompletionOutput, Logprob
 from tokenloom.request.routed_experts import to_array
 from tokenloom.v1 import inference_pb2, types_pb2
@@ -61,6 +64,8 @@ class Chunk:
     """In chats: the model's reasoning, which is not part of the text."""
     tool_calls: Sequence[ToolCallDelta] = ()
     """In chats: new parts of the calls that the model makes."""
+    routed_experts: npt.NDArray[np.unsignedinteger] | None = None
+    """In the last chunk of the sample, with ``return_routed_experts``: as in ``CompletionOutput``."""
 
 
 @dataclass
@@ -142,6 +147,7 @@ class ChunkReader:
             usage=_usage(response.usage) if response.HasField("usage") else None,
             reasoning=response.reasoning,
             tool_calls=list(map(read_delta, response.tool_calls)),
+            routed_experts=to_array(response.routed_experts) if response.HasField("routed_experts") else None,
         )
 
     def _stop_reason(self, reason: str) -> int | str | None:
@@ -177,8 +183,8 @@ class Collector:
             add_delta(output.tool_calls, delta)
         if chunk.logprobs:
             self._add_logprobs(output, chunk)
-        if response.HasField("routed_experts"):
-            output.routed_experts = to_array(response.routed_experts)
+        if chunk.routed_experts is not None:
+            output.routed_experts = chunk.routed_experts
         self._add_prompt(response)
         self._last = response
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention_decode_amx.h"
+#include "attention_decode_int8.h"
 #include "attention_decode_pairs.h"
 #include "attention_tile.h"
 
@@ -208,12 +209,16 @@ class Call {
 
   template <int G>
   static auto decode_kernel() {
-#ifdef DECODE_IN_PAIRS
+#ifdef KV_INT8
+    return decode_int8<T, G>;
+#elif defined(DECODE_IN_PAIRS)
     if constexpr (std::is_same_v<T, BF16>)
       return decode_pairs<G>;
     else
-#endif
       return decode<T, G>;
+#else
+    return decode<T, G>;
+#endif
   }
 
   void merge(int r, int head) {
@@ -233,14 +238,19 @@ class Call {
 };
 
 template <class T>
-void copy_rows(const T* key, const T* value, T* keys, T* values, const int64_t* slots, int64_t num_tokens,
-               int64_t num_kv_heads, int64_t block_size, int64_t key_stride, int64_t value_stride) {
+void write_rows(const void* key, const void* value, void* keys, void* values, const int64_t* slots, int64_t num_tokens,
+                int64_t num_kv_heads, int64_t block_size, int64_t key_stride, int64_t value_stride) {
   for (int64_t t = 0; t < num_tokens; ++t) {
-    T* to = keys + (slots[t] / block_size * num_kv_heads * block_size + slots[t] % block_size) * D;
-    const int64_t shift = values - keys;
-    for (int64_t h = 0; h < num_kv_heads; ++h, to += block_size * D) {
-      memcpy(to, key + t * key_stride + h * D, D * sizeof(T));
-      memcpy(to + shift, value + t * value_stride + h * D, D * sizeof(T));
+    const int64_t place = slots[t] / block_size * num_kv_heads * block_size + slots[t] % block_size;
+    for (int64_t h = 0; h < num_kv_heads; ++h) {
+      const T *k = (const T*)key + t * key_stride + h * D, *v = (const T*)value + t * value_stride + h * D;
+      if constexpr (READS_INT8) {
+        store_int8_row(k, D, (int8_t*)keys, slots[t], num_kv_heads, h, block_size, D);
+        store_int8_row(v, D, (int8_t*)values, slots[t], num_kv_heads, h, block_size, D);
+      } else {
+        memcpy((T*)keys + (place + h * block_size) * D, k, D * sizeof(T));
+        memcpy((T*)values + (place + h * block_size) * D, v, D * sizeof(T));
+      }
     }
   }
 }
@@ -255,10 +265,6 @@ extern "C" void attend(const AttentionArgs* args) {
 extern "C" void write_kv(int32_t is_bf16, const void* key, const void* value, void* keys, void* values,
                          const int64_t* slots, int64_t num_tokens, int64_t num_kv_heads, int64_t block_size,
                          int64_t key_stride, int64_t value_stride) {
-  if (is_bf16)
-    copy_rows((const BF16*)key, (const BF16*)value, (BF16*)keys, (BF16*)values, slots, num_tokens, num_kv_heads,
-              block_size, key_stride, value_stride);
-  else
-    copy_rows((const float*)key, (const float*)value, (float*)keys, (float*)values, slots, num_tokens, num_kv_heads,
-              block_size, key_stride, value_stride);
+  const auto write = is_bf16 ? write_rows<BF16> : write_rows<float>;
+  write(key, value, keys, values, slots, num_tokens, num_kv_heads, block_size, key_stride, value_stride);
 }

@@ -1,8 +1,9 @@
-// What the kinds of attention have in common. Build with -DHEAD_SIZE=n, a multiple of 16, and with -DSOFTCAP=1 for
-// models that limit their scores: other models run code without it.
+// What the kinds of attention have in common. Build with -DHEAD_SIZE=n, a multiple of 16, with -DSOFTCAP=1 for models
+// that limit their scores, and with -DKV_INT8=1 for keys and values as in kv_int8.h: others run code without it.
 #pragma once
 #include <cmath>
 
+#include "kv_int8.h"
 #include "vec.h"
 
 namespace {
@@ -17,6 +18,11 @@ constexpr bool LIMITS_SCORES = true;
 #else
 constexpr bool LIMITS_SCORES = false;
 #endif
+#ifdef KV_INT8
+constexpr bool READS_INT8 = true;
+#else
+constexpr bool READS_INT8 = false;
+#endif
 constexpr int PARTIAL = D + 2;  // output, largest score, sum of weights
 
 }  // namespace
@@ -25,7 +31,7 @@ extern "C" {
 
 struct AttentionArgs {
   const void* query;            // [T, num_heads, D], rows query_stride apart
-  const void* key;              // [num_blocks, num_kv_heads, block_size, D]
+  const void* key;              // [num_blocks, num_kv_heads, block_size, D], or as in kv_int8.h
   const void* value;            // likewise
   void* out;                    // [T, num_heads, D]
   const int32_t* block_tables;  // [num_requests, table_stride]
@@ -51,6 +57,18 @@ template <class T>
 const T* kv_row(const Args& a, const void* cache, const int32_t* table, int head, int position) {
   const int64_t block = table[position / a.block_size], offset = position % a.block_size;
   return (const T*)cache + ((block * a.num_kv_heads + head) * a.block_size + offset) * D;
+}
+
+// From a position on to the end of its block.
+struct Int8Rows {
+  const int8_t* numbers;  // [rows, D]
+  const float* scales;    // [rows]
+};
+
+inline Int8Rows int8_rows(const Args& a, const void* cache, const int32_t* table, int head, int position) {
+  const int64_t block = table[position / a.block_size], offset = position % a.block_size;
+  const int8_t* first = (const int8_t*)cache + int8_offset(block, a.num_kv_heads, head, a.block_size, D);
+  return {first + offset * D, (const float*)(first + a.block_size * D) + offset};
 }
 
 inline void prefetch(const void* row, int bytes) {

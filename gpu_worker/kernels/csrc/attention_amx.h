@@ -6,7 +6,7 @@
 #include "amx.h"
 #include "attention.h"
 
-#if defined(HAS_AMX) && HEAD_SIZE % 32 == 0
+#if defined(HAS_AMX) && HEAD_SIZE % 32 == 0 && !defined(KV_INT8)
 #define ATTEND_WITH_AMX 1
 #include <algorithm>
 

@@ -7,7 +7,7 @@
 
 #include "attention_decode.h"
 
-#if defined(__AVX512BF16__) && HEAD_SIZE % 32 == 0
+#if defined(__AVX512BF16__) && HEAD_SIZE % 32 == 0 && !defined(KV_INT8)
 #define DECODE_IN_PAIRS 1
 #include <immintrin.h>
 

@@ -61,10 +61,20 @@ class Tile {
   // Positions from `first` on, where they lie or, if they are no float32 or not all before `end`, a copy with zeros.
   const float* run_of(const void* cache, const int32_t* table, int head, int first, int end, float* copy) const {
     const int count = std::min(RUN, end - first);
+    if constexpr (READS_INT8) return int8_run_of(cache, table, head, first, count, copy);
     const T* from = count > 0 ? kv_row<T>(a, cache, table, head, first) : nullptr;
     if constexpr (std::is_same_v<T, float>)
       if (count == RUN) return from;
     for (int i = 0; i < RUN * D; i += LANES) store(copy + i, i < count * D ? load(from + i) : Vec{});
+    return copy;
+  }
+
+  const float* int8_run_of(const void* cache, const int32_t* table, int head, int first, int count, float* copy) const {
+    if (count > 0) {
+      const Int8Rows rows = int8_rows(a, cache, table, head, first);
+      for (int t = 0; t < count; ++t) load_int8_row(rows.numbers + t * D, rows.scales[t], D, copy + t * D);
+    }
+    for (int t = std::max(count, 0); t < RUN; ++t) memset(copy + t * D, 0, D * sizeof(float));
     return copy;
   }
 

@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "kv_int8.h"
 #include "vec.h"
 
 extern "C" {
@@ -13,10 +14,10 @@ struct HeadsArgs {
   const void* weights;     // [num_heads + num_kv_heads, D] of the heads' RMSNorms; null: none
   const float *cos, *sin;  // [T, D / 2]
   const int64_t* slots;    // [T]
-  void *keys, *values;     // [num_blocks, num_kv_heads, block_size, cache_head_size], zeros behind D
+  void *keys, *values;     // [num_blocks, num_kv_heads, block_size, cache_head_size], zeros behind D; or as kv_int8.h
   int64_t num_tokens, num_heads, num_kv_heads, head_size, cache_head_size, block_size;
   float eps, shift;        // shift: added to each weight
-  int32_t is_bf16, num_threads;
+  int32_t is_bf16, is_int8, num_threads;  // is_int8: keys and values
 };
 
 }  // extern "C"
@@ -67,7 +68,7 @@ void norm_rotate(const T* x, const T* weight, const float* cos, const float* sin
   }
 }
 
-template <class T>
+template <class T, bool INT8>
 void rotate_rows(const HeadsArgs& a) {
   const int64_t D = a.head_size, H = a.num_heads, K = a.num_kv_heads;
 #pragma omp parallel for num_threads(a.num_threads) if (a.num_tokens > 1 && a.num_tokens * (H + K) * D > SMALL)
@@ -77,9 +78,15 @@ void rotate_rows(const HeadsArgs& a) {
     const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
     for (int64_t h = 0; h < H + K; ++h) {
       const int64_t place = ((block * K + h - H) * a.block_size + offset) * a.cache_head_size;
-      T *x = row + h * D, *out = h < H ? x : (T*)a.keys + place;
+      T *x = row + h * D, *out = h < H || INT8 ? x : (T*)a.keys + place;
       norm_rotate(x, a.weights ? (const T*)a.weights + h * D : nullptr, cos, sin, out, D, a.eps, a.shift);
-      if (h >= H) memcpy((T*)a.values + place, x + K * D, D * sizeof(T));
+      if (h < H) continue;
+      if constexpr (INT8) {
+        store_int8_row(x, D, (int8_t*)a.keys, a.slots[t], K, h - H, a.block_size, a.cache_head_size);
+        store_int8_row(x + K * D, D, (int8_t*)a.values, a.slots[t], K, h - H, a.block_size, a.cache_head_size);
+      } else {
+        memcpy((T*)a.values + place, x + K * D, D * sizeof(T));
+      }
     }
   }
 }
@@ -120,7 +127,10 @@ extern "C" void add_norm(int32_t is_bf16, void* residual, const void* delta, con
 
 // Norm (if there is one) and rotation of queries and keys; keys and values into their slots.
 extern "C" void rotate_and_write(const HeadsArgs* args) {
-  args->is_bf16 ? rotate_rows<BF16>(*args) : rotate_rows<float>(*args);
+  if (args->is_int8)
+    args->is_bf16 ? rotate_rows<BF16, true>(*args) : rotate_rows<float, true>(*args);
+  else
+    args->is_bf16 ? rotate_rows<BF16, false>(*args) : rotate_rows<float, false>(*args);
 }
 
 template <class Activation>

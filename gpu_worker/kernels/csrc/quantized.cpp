@@ -18,20 +18,16 @@
 namespace {
 
 struct Product {
-  const void* rows;         // [num_rows, inputs], bfloat16 or float32
-  const uint8_t* matrix;    // [outputs, inputs] of whole panels, packed; the value of an output is a byte plus `least`
-  const uint16_t* scales;   // [panels, groups / groups_per_scale, 16] float16
-  const uint16_t* offsets;  // as the scales, or none
-  const float* bias;        // [outputs] or none
-  void* out;                // [num_rows, outputs], of the rows' dtype
-  int64_t num_rows, inputs, outputs, groups_per_scale;
-  float factor;   // of all scales and offsets
-  int32_t least;  // added to the matrix's numbers
+  const void* rows;   // [num_rows, inputs], bfloat16 or float32
+  Matrix matrix;      // [outputs, inputs]
+  const float* bias;  // [outputs] or none
+  void* out;          // [num_rows, outputs], of the rows' dtype
+  int64_t num_rows, inputs, outputs;
+  float factor;  // of all scales and offsets
 };
 
 #ifdef HAS_DOT
 constexpr int STRETCH = 128;  // rows that are computed together: of 3,072 inputs they take 400 KB of the cache
-constexpr int AHEAD = 2048;   // bytes fetched before their use
 
 // A row's group as int8 by its largest number. A number that is not finite makes the unit NaN.
 template <int BITS, class T>
@@ -73,19 +69,12 @@ void finish(const Product& p, const float (*sums)[PANEL], int64_t first_row, int
 // A stretch of rows, from `first` on, and the panels [begin, end).
 template <int BITS, bool OFFSETS, class T>
 void multiply(const Product& p, const Rounded& x, int64_t first, int64_t begin, int64_t end) {
-  constexpr int BYTES = PANEL * GROUP * BITS / 8;
-  const int64_t groups = p.inputs / GROUP, of_scales = groups / p.groups_per_scale;
   alignas(64) float sums[STRETCH][PANEL];
   for (int64_t b = begin; b < end; ++b) {
-    memset(sums, 0, x.rows * sizeof *sums);
-    const uint8_t* bytes = p.matrix + b * groups * BYTES;
-    int64_t g = 0;
-    for (int64_t s = b * of_scales; s < (b + 1) * of_scales; ++s)
-      for (const int64_t last = g + p.groups_per_scale; g < last; ++g, bytes += BYTES) {
-        for (int i = 0; i < BYTES; i += 64) _mm_prefetch((const char*)bytes + AHEAD + i, _MM_HINT_T0);
-        const PanelGroup group = {bytes, p.scales + s * PANEL, OFFSETS ? p.offsets + s * PANEL : nullptr};
-        add_group<BITS, OFFSETS>(group, x.from(g * x.rows), x.rows, sums);
-      }
+    if (x.rows <= FEW<BITS>)
+      multiply_few<BITS, OFFSETS, FEW<BITS>>(p.matrix, x, b, sums);
+    else
+      multiply_many<BITS, OFFSETS>(p.matrix, x, b, sums);
     finish<T>(p, sums, first, x.rows, b * PANEL);
   }
 }
@@ -104,7 +93,7 @@ void run(const Product& p, int threads) {
 #pragma omp for schedule(static) collapse(2)  // few rows too are shared among all threads
       for (int64_t row = 0; row < x.rows; ++row)
         for (int64_t g = 0; g < groups; ++g)
-          round_group<BITS>((const T*)p.rows + (first + row) * p.inputs + g * GROUP, p.least, g * x.rows + row, x);
+          round_group<BITS>((const T*)p.rows + (first + row) * p.inputs + g * GROUP, p.matrix.least, g * x.rows + row, x);
       multiply<BITS, OFFSETS, T>(p, x, first, panels * thread / count, panels * (thread + 1) / count);
     }
   }
@@ -112,7 +101,7 @@ void run(const Product& p, int threads) {
 
 template <int BITS, class T>
 void choose(const Product& p, int threads) {
-  p.offsets ? run<BITS, true, T>(p, threads) : run<BITS, false, T>(p, threads);
+  p.matrix.offsets ? run<BITS, true, T>(p, threads) : run<BITS, false, T>(p, threads);
 }
 constexpr bool USABLE = true;
 #else
@@ -131,7 +120,8 @@ extern "C" void multiply_quantized(int32_t bits, int32_t is_bf16, const void* ro
                                    const uint16_t* scales, const uint16_t* offsets, const float* bias, void* out,
                                    int64_t num_rows, int64_t inputs, int64_t outputs, int64_t groups_per_scale,
                                    float factor, int32_t least, int32_t threads) {
-  const Product p = {rows, matrix, scales, offsets, bias, out, num_rows, inputs, outputs, groups_per_scale, factor, least};
+  const Matrix packed = {matrix, scales, offsets, inputs / GROUP, groups_per_scale, least};
+  const Product p = {rows, packed, bias, out, num_rows, inputs, outputs, factor};
   if (bits == 4)
     is_bf16 ? choose<4, BF16>(p, threads) : choose<4, float>(p, threads);
   else

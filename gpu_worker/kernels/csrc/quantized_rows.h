@@ -7,10 +7,20 @@
 #include "quantized.h"
 #include "vec.h"
 
-#ifdef HAS_DOT
 namespace {
 
+// A matrix of whole panels. The value of an output is (byte + `least`) times its scale, plus its offset.
+struct Matrix {
+  const uint8_t* bytes;
+  const uint16_t* scales;   // [panels, groups / groups_per_scale, 16] float16
+  const uint16_t* offsets;  // as the scales, or none
+  int64_t groups, groups_per_scale;
+  int32_t least;
+};
+
+#ifdef HAS_DOT
 constexpr int VECS = PANEL / LANES;  // registers of a panel's outputs
+constexpr int AHEAD = 2048;          // bytes fetched before their use
 
 // Rows' part in a group, one after the other; see Rounded.
 struct RowsGroup {
@@ -78,9 +88,24 @@ void unpack_group(const uint8_t* group, uint8_t* to) {
 template <int BITS>
 constexpr int AT_ONCE = 8 / (VECS * PARTS<BITS>);
 
-// R rows. `unpacked`: what unpack_group wrote, or none: then the group is unpacked on the way.
-template <int BITS, bool OFFSETS, int R, bool UNPACKED>
-inline void add_rows(const PanelGroup& group, const uint8_t* unpacked, const RowsGroup& x, float (*sums)[PANEL]) {
+// The sums of rows, in memory or in registers.
+struct SumsInMemory {
+  float (*rows)[PANEL];
+  Vec get(int r, int v) const { return load(rows[r] + v * LANES); }
+  void set(int r, int v, Vec x) const { store(rows[r] + v * LANES, x); }
+};
+
+template <int R>
+struct SumsInRegisters {
+  Vec rows[R][VECS] = {};
+  Vec get(int r, int v) const { return rows[r][v]; }
+  void set(int r, int v, Vec x) { rows[r][v] = x; }
+};
+
+// Adds a group to the sums of R rows. `unpacked`: what unpack_group wrote, or none: then the group is unpacked on the
+// way.
+template <int BITS, bool OFFSETS, int R, bool UNPACKED, class S>
+inline void add_rows(const PanelGroup& group, const uint8_t* unpacked, const RowsGroup& x, S& sums) {
   constexpr int N = PARTS<BITS>;
   Sums dots[R][VECS][N];
 #pragma GCC unroll 16
@@ -118,32 +143,73 @@ inline void add_rows(const PanelGroup& group, const uint8_t* unpacked, const Row
     const Vec offsets = OFFSETS ? load_half(group.offsets + v * LANES) : Vec{};
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      float* to = sums[r] + v * LANES;
       const Vec product = __builtin_convertvector(total<BITS>(dots[r][v]), Vec);
-      Vec sum = multiply_add(product, scales * x.units[r], load(to));
+      Vec sum = multiply_add(product, scales * x.units[r], sums.get(r, v));
       if (OFFSETS) sum = multiply_add(offsets, splat(x.totals[r]), sum);
-      store(to, sum);
+      sums.set(r, v, sum);
     }
   }
 }
 
-template <int BITS, bool OFFSETS, int R, bool UNPACKED>
-inline void add_last_rows(int64_t count, const PanelGroup& group, const uint8_t* unpacked,
-                          const RowsGroup& x, float (*sums)[PANEL]) {
-  if (count == R) return add_rows<BITS, OFFSETS, R, UNPACKED>(group, unpacked, x, sums);
-  if constexpr (R > 1) add_last_rows<BITS, OFFSETS, R - 1, UNPACKED>(count, group, unpacked, x, sums);
+// Calls `each` with the groups of panel `b`, one after the other.
+template <int BITS, bool OFFSETS, class F>
+inline void for_groups(const Matrix& matrix, int64_t b, F each) {
+  constexpr int BYTES = PANEL * GROUP * BITS / 8;
+  const int64_t of_scales = matrix.groups / matrix.groups_per_scale;
+  PanelGroup group = {matrix.bytes + b * matrix.groups * BYTES, matrix.scales + b * of_scales * PANEL, nullptr};
+  if (OFFSETS) group.offsets = matrix.offsets + b * of_scales * PANEL;
+  for (int64_t s = 0; s < of_scales; ++s) {
+    for (int64_t g = 0; g < matrix.groups_per_scale; ++g) {
+      for (int i = 0; i < BYTES; i += 64) _mm_prefetch((const char*)group.bytes + AHEAD + i, _MM_HINT_T0);
+      each(group);
+      group.bytes += BYTES;
+    }
+    group.scales += PANEL;
+    if (OFFSETS) group.offsets += PANEL;
+  }
 }
 
-// Adds a group to the sums of `rows` rows.
-template <int BITS, bool OFFSETS>
-inline void add_group(const PanelGroup& group, RowsGroup x, int64_t rows, float (*sums)[PANEL]) {
-  constexpr int R = AT_ONCE<BITS>;
-  if (rows <= R) return add_last_rows<BITS, OFFSETS, R, false>(rows, group, nullptr, x, sums);
-  alignas(64) uint8_t unpacked[PARTS<BITS> * FOURS * LINE];
-  unpack_group<BITS>(group.bytes, unpacked);
-  for (; rows >= R; rows -= R, sums += R, x = x.after(R)) add_rows<BITS, OFFSETS, R, true>(group, unpacked, x, sums);
-  add_last_rows<BITS, OFFSETS, R, true>(rows, group, unpacked, x, sums);
+// So few rows that a group is unpacked on the way to their sums, and the sums of all groups stay in registers.
+template <int BITS>
+constexpr int FEW = AT_ONCE<BITS> < 4 ? AT_ONCE<BITS> : 4;
+
+// One panel for few rows.
+template <int BITS, bool OFFSETS, int R>
+void multiply_few(const Matrix& matrix, const Rounded& x, int64_t b, float (*to)[PANEL]) {
+  if constexpr (R > 1)
+    if (R > x.rows) return multiply_few<BITS, OFFSETS, R - 1>(matrix, x, b, to);
+  SumsInRegisters<R> sums;
+  RowsGroup rows = x.from(0);
+  for_groups<BITS, OFFSETS>(matrix, b, [&](const PanelGroup& group) {
+    add_rows<BITS, OFFSETS, R, false>(group, nullptr, rows, sums);
+    rows = rows.after(R);
+  });
+  memcpy(to, sums.rows, sizeof sums.rows);
 }
+
+template <int BITS, bool OFFSETS, int R>
+inline void add_unpacked(int64_t count, const PanelGroup& group, const uint8_t* unpacked, RowsGroup x,
+                         float (*sums)[PANEL]) {
+  for (; count >= R; count -= R, sums += R, x = x.after(R)) {
+    const SumsInMemory some = {sums};
+    add_rows<BITS, OFFSETS, R, true>(group, unpacked, x, some);
+  }
+  if constexpr (R > 1) add_unpacked<BITS, OFFSETS, R / 2>(count, group, unpacked, x, sums);
+}
+
+// One panel for many rows: each group is unpacked once.
+template <int BITS, bool OFFSETS>
+void multiply_many(const Matrix& matrix, const Rounded& x, int64_t b, float (*sums)[PANEL]) {
+  memset(sums, 0, x.rows * sizeof *sums);
+  RowsGroup rows = x.from(0);
+  for_groups<BITS, OFFSETS>(matrix, b, [&](const PanelGroup& group) {
+    alignas(64) uint8_t unpacked[PARTS<BITS> * FOURS * LINE];
+    unpack_group<BITS>(group.bytes, unpacked);
+    add_unpacked<BITS, OFFSETS, AT_ONCE<BITS>>(x.rows, group, unpacked, rows, sums);
+    rows = rows.after(x.rows);
+  });
+}
+
+#endif
 
 }  // namespace
-#endif

@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -19,6 +19,7 @@ typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t VecInt __attribute__((vector_size(4 * LANES)));
 typedef uint32_t VecBits __attribute__((vector_size(4 * LANES)));
 typedef uint16_t VecHalf __attribute__((vector_size(2 * LANES)));
+typedef int8_t VecByte __attribute__((vector_size(LANES)));
 
 struct BF16 {
   uint16_t bits;
@@ -53,7 +54,26 @@ inline Vec load(const BF16* p) {
   return (Vec)(__builtin_convertvector(x, VecBits) << 16);
 }
 
+// GCC builds the conversion of so few bytes element by element, so it is spelled out.
+inline Vec load(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  VecByte x;
+  memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(__builtin_convertvector(x, VecInt), Vec);
+#endif
+}
+
 inline void store(float* p, Vec x) { memcpy(p, &x, sizeof x); }
+
+// Cuts what is behind the point.
+inline void store(int8_t* p, Vec x) {
+  const VecByte bytes = __builtin_convertvector(__builtin_convertvector(x, VecInt), VecByte);
+  memcpy(p, &bytes, sizeof bytes);
+}
 
 // Rounds to nearest even. A NaN stays one: its payload is cut, not rounded.
 inline void store(BF16* p, Vec x) {

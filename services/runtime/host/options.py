@@ -7,6 +7,7 @@ of a ``msgspec.Meta``. A field that holds another struct is a group: the options
 - ``name``: the option's name, where the field's name is too short outside of its struct;
 - ``aliases``: further names that are accepted (vLLM's, or former ones);
 - ``renamed``: former values, each with the value that replaces it;
+- ``unsupported``: values that users of other servers know, each with a text that names the alternative;
 - ``check``: a function that returns the value to use, or raises ``ValueError`` for a wrong one;
 - ``secret``: True if the value must not appear in a list of processes or in an error.
 """
@@ -112,7 +113,7 @@ class Option:
             parsed = msgspec.convert(plain, self.annotation, strict=is_strict, dec_hook=lambda type, item: type(item))
         except msgspec.ValidationError:
             shown = "" if self.extra.get("secret") else f", not {value!r:.80}"
-            raise ValueError(f"must be {self.expected}{shown}") from None
+            raise ValueError(f"must be {self.expected}{shown}{self._alternative(value)}") from None
         check = self.extra.get("check")
         return parsed if check is None else check(parsed)
 
@@ -138,6 +139,10 @@ class Option:
             return value
         log.warning("%s: %s is deprecated; use %s", self.name, value, renamed[value])
         return renamed[value]
+
+    def _alternative(self, value: object) -> str:
+        texts = self.extra.get("unsupported", {})
+        return f"; {texts[value]}" if isinstance(value, str) and value in texts else ""
 
     def _converted_text(self, value: object, *, strict: bool) -> object:
         if self.type is tuple and isinstance(value, (str, list, tuple)):

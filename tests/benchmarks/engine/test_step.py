@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.bench.engine.attention_decode import AttentionOptions, run_attention
+from tokenloom.bench.engine.attention_decode import AttentionOptions, compare_kv_dtypes, run_attention
 from tokenloom.bench.engine.bandwidth import read_bandwidth
 from tokenloom.bench.engine.checkpoint_bytes import weight_bytes
 from tokenloom.bench.engine.decode_step import DecodeOptions, run_decode
@@ -78,6 +78,13 @@ def test_attention_is_compared_with_what_the_other_environment_answers(tmp_path:
     assert [row["requests"] for row in rows] == [2]
     assert rows[0]["ratio"] == pytest.approx(1e6 / rows[0]["ours_us"], rel=0.01)
     assert attention_table(rows).row_count == 1
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
+def test_attention_is_compared_by_the_dtype_of_the_kv_cache() -> None:
+    row = compare_kv_dtypes(load_model_config(DEMO_MODEL), requests=2, context=40, pairs=2)
+    assert row["bytes_per_token_and_layer"] == {"auto": 2 * 2 * 64 * 2, "int8": 2 * 2 * (64 + 4)}
+    assert row["speedup"] == pytest.approx(row["median_ms"]["auto"] / row["median_ms"]["int8"], rel=0.2)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenloom.gpu_worker.attention.attention_backend import AttentionBackend
+from tokenloom.gpu_worker.attention.int8_cache import SCALE_BYTES, quantize
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 
 BLOCK_SIZE = 16
@@ -27,8 +28,16 @@ class Step:
     cache: Tensor
 
 
-def shape(num_kv_heads: int, dtype: torch.dtype = torch.float32, num_heads: int = 4, head_size: int = HEAD_SIZE) -> Any:
+def shape(
+    num_kv_heads: int,
+    dtype: torch.dtype = torch.float32,
+    num_heads: int = 4,
+    head_size: int = HEAD_SIZE,
+    kv_dtype: torch.dtype | None = None,
+) -> Any:
+    """``kv_dtype``: None or int8."""
     cache_size = -(-head_size // 16) * 16
+    row_bytes = cache_size * dtype.itemsize if kv_dtype is None else cache_size + SCALE_BYTES
     return SimpleNamespace(
         num_layers=1,
         num_heads=num_heads,
@@ -36,7 +45,9 @@ def shape(num_kv_heads: int, dtype: torch.dtype = torch.float32, num_heads: int 
         head_size=head_size,
         cache_head_size=cache_size,
         dtype=dtype,
-        kv_bytes_per_token=2 * num_kv_heads * cache_size * dtype.itemsize,
+        kv_dtype=kv_dtype or dtype,
+        kv_row_bytes=row_bytes,
+        kv_bytes_per_token=2 * num_kv_heads * row_bytes,
     )
 
 
@@ -61,6 +72,8 @@ def make_step(query_lens: list[int], seq_lens: list[int], num_heads: int, config
     total = sum(query_lens)
     cache = normal(2, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.cache_head_size)
     cache[..., config.head_size :] = 0
+    if config.kv_dtype == torch.int8:
+        cache = rounded(cache)
     return Step(
         arrays,
         query=normal(total, num_heads, config.head_size),
@@ -68,6 +81,13 @@ def make_step(query_lens: list[int], seq_lens: list[int], num_heads: int, config
         value=normal(total, config.num_kv_heads, config.head_size),
         cache=cache,
     )
+
+
+def rounded(cache: Tensor) -> Tensor:
+    """An int8 cache of these elements, whatever their size."""
+    numbers, scales = quantize(cache)
+    parts = numbers.flatten(-2), scales.view(torch.int8)
+    return torch.cat(parts, dim=-1).unflatten(-1, (BLOCK_SIZE, -1))
 
 
 def owned_slots(step: Step) -> Tensor:

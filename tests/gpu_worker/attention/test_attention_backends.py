@@ -38,7 +38,7 @@ def test_auto_beside_a_cpu() -> None:
 def test_torch_takes_the_place_of_missing_kernels_with_one_warning(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(head_size: int, march: str) -> None:
+    def fail(head_size: int, march: str, int8: bool) -> None:
         raise KernelsUnavailable("there is no C++ compiler (g++)")
 
     monkeypatch.setattr(cpu_backend, "load_attention", fail)

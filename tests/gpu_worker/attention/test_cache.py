@@ -15,7 +15,8 @@ CONFIG: Any = SimpleNamespace(
     head_size=4,
     cache_head_size=4,
     dtype=torch.bfloat16,
-    dtype_name="bfloat16",
+    kv_dtype=torch.bfloat16,
+    kv_row_bytes=4 * 2,
     kv_bytes_per_token=2 * 3 * 2 * 4 * 2,
 )
 

@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tokenloom import demo_model
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, KVConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.config import (
+    CacheConfig,
+    EngineConfig,
+    KVCacheDtype,
+    KVConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
@@ -50,20 +58,23 @@ class Engine:
         transports: list[KVTransport],
         make_executor: MakeExecutor = uni,
         worker: Literal["model", "hash"] = "model",
+        kv_cache_dtype: KVCacheDtype = "auto",
         model: str = MODEL,
         num_blocks: int = 120,
+        speculative: SpeculativeConfig | None = None,
         **kv: Any,
     ) -> None:
         names = tuple(transport.name for transport in transports)
         config = EngineConfig(
             worker=WorkerConfig(model=model, dtype="float32", num_threads=1, worker=worker),
-            cache=CacheConfig(num_blocks=num_blocks),
+            cache=CacheConfig(num_blocks=num_blocks, dtype=kv_cache_dtype),
             scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
             kv=KVConfig(
                 transports=names,  # type: ignore[arg-type]
                 checksum=True,
                 **kv,
             ),
+            speculative=speculative,
         )
         self.transport = names[0] if names else ""
         kv_parts = make_core_kv(config, transports)

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu_worker.kv_connector.engine_pair import MAKE, Engine, MakeExecutor, Pair, mp, uni
+from tests.gpu_worker.kv_connector.engine_pair import MAKE, MODEL, Engine, MakeExecutor, Pair, mp, uni
+from tokenloom.engine_core.config import SpeculativeConfig
+from tokenloom.engine_core.kv_transfer.kv_messages import KVAcquire
+from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.kv_connector import nixl
 
@@ -130,9 +133,50 @@ def test_pulling_and_offloading_go_together(
     assert prefill.kv_recomputes == decode.kv_recomputes == {}
 
 
+def test_keys_and_values_in_8_bits_move_as_they_are(tmp_path: Path, make_pair: MakePair) -> None:
+    alone = Engine([], kv_cache_dtype="int8")
+    pair = make_pair("shm", kv_cache_dtype="int8", offload_path=str(tmp_path), offload_bytes=64 << 20)
+    for number, length in enumerate((15, 17, 400, 1500, 701, 400, 1500)):
+        alone.add(str(number), prompt_of(length), GREEDY)
+        expected = [token for output in alone.run(str(number)) for token in output.new_token_ids]
+        assert pair.ask(str(number), prompt_of(length), GREEDY) == expected
+    prefill, decode = (engine.core.scheduler.stats() for engine in (pair.prefill, pair.decode))
+    assert prefill.kv_bytes_received["offload"] > 0
+    assert decode.kv_bytes_received["shm"] > 0
+    assert prefill.kv_recomputes == decode.kv_recomputes == {}
+    alone.core.shutdown()
+
+
+def test_pools_of_different_dtypes_exchange_no_blocks() -> None:
+    rounded, whole = (Engine(MAKE["shm"](), kv_cache_dtype=dtype) for dtype in ("int8", "auto"))
+    whole.add("a", prompt_of(20), GREEDY, lease_id=b"a")
+    whole.run("a")
+    layout, digest = rounded.core.ready.kv_layout, prompt_digest(prompt_of(20), b"")
+    answer = whole.answer(KVAcquire(1, b"a", layout, digest, ["shm"]))
+    assert answer.target is None
+    assert (answer.failure, "HND/int8+fp32/4x2x64/16" in answer.detail) == ("layout", True)
+    rounded.core.shutdown()
+    whole.core.shutdown()
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("method", "folder"), [("draft_model", "draft"), ("eagle", "eagle")])
+def test_what_drafts_gets_its_kv_from_the_other_engine_too(
+    method: Any, folder: str, make_pair: MakePair, expected: Callable[[int, SamplingParams], list[int]]
+) -> None:
+    pair = make_pair("shm", speculative=SpeculativeConfig(method, 3, f"{MODEL}/{folder}"))
+    assert "+" in pair.decode.core.ready.kv_layout
+    drafts = pair.decode.core.scheduler.drafts
+    assert drafts is not None
+    drafts.free_rows = None
+    for length in (17, 100):
+        for params in (GREEDY, SAMPLED):
+            assert pair.ask(f"{length}-{params.temperature}", prompt_of(length), params) == expected(length, params)
+    assert drafts.stats().num_accepted_tokens

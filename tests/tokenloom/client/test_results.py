@@ -50,3 +50,14 @@ def test_calls_and_reasoning() -> None:
     assert answer.outputs[0].finish_reason == "tool_calls"
     assert (answer.text, answer.tool_calls) == ("Yes.", calls)
     assert answer.message == {"role": "assistant", "content": "Yes.", "tool_calls": calls, "reasoning": "012"}
+
+
+def test_experts_come_with_the_end() -> None:
+    collector = Collector(prompt_request("x", {"return_routed_experts": True}))
+    response = inference_pb2.GenerateResponse
+    collector.add(response(text="a", token_ids=[4]))
+    part = types_pb2.RoutedExperts(num_layers=1, top_k=2, id_bytes=1, expert_ids=b"\x01\x02\x03\x04")
+    collector.add(response(finish_reason=types_pb2.FINISH_REASON_LENGTH, routed_experts=part))
+    experts = collector.result().outputs[0].routed_experts
+    assert experts is not None
+    assert experts.tolist() == [[[1, 2]], [[3, 4]]]

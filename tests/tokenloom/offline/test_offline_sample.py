@@ -4,7 +4,13 @@ import pytest
 
 from tokenloom.checkpoint import DEMO_MODEL, load_tokenizer
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
+from tokenloom.engine_core.wire.messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    Logprobs,
+    RoutedExperts,
+)
 from tokenloom.offline.offline_sample import OfflineSample, TextSettings
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, Vocabulary
 
@@ -86,3 +92,15 @@ def test_news_are_the_whole_or_what_is_new(make, tokenizer):
 def test_a_failed_request_raises(make):
     with pytest.raises(RuntimeError, match="request r failed: out of luck"):
         make().accept(step([], FinishReason.ERROR, error="out of luck"))
+
+
+def test_experts_are_those_of_the_tokens_that_count(make, tokenizer):
+    ids = tokenizer.encode("Once upon a time").ids
+    sample = make(stop=["upon"], return_routed_experts=True, routed_experts_prompt_start=1)
+    output = step(ids)
+    output.routed_experts = RoutedExperts(0, 1, 1, 1, bytes(range(len(ids) + 1)))
+    assert sample.accept(output)
+    num_tokens = 2 + len(sample.completion.token_ids)
+    assert num_tokens < 2 + len(ids)
+    assert sample.completion.routed_experts.ravel().tolist() == list(range(1, num_tokens - 1))
+    assert make().completion.routed_experts is None

@@ -93,7 +93,8 @@ void run(const Product& p, int threads) {
 #pragma omp for schedule(static) collapse(2)  // few rows too are shared among all threads
       for (int64_t row = 0; row < x.rows; ++row)
         for (int64_t g = 0; g < groups; ++g)
-          round_group<BITS>((const T*)p.rows + (first + row) * p.inputs + g * GROUP, p.matrix.least, g * x.rows + row, x);
+          round_group<BITS>((const T*)p.rows + (first + row) * p.inputs + g * GROUP, p.matrix.least,
+                            g * x.rows + row, x);
       multiply<BITS, OFFSETS, T>(p, x, first, panels * thread / count, panels * (thread + 1) / count);
     }
   }

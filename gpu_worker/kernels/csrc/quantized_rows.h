@@ -102,6 +102,24 @@ struct SumsInRegisters {
   void set(int r, int v, Vec x) { rows[r][v] = x; }
 };
 
+// Adds the products of a group, whose integers are known, to the sums of R rows.
+template <int BITS, bool OFFSETS, int R, class S>
+inline void add_products(const Sums (&dots)[R][VECS][PARTS<BITS>], const PanelGroup& group, const RowsGroup& x,
+                         S& sums) {
+#pragma GCC unroll 2
+  for (int v = 0; v < VECS; ++v) {
+    const Vec scales = load_half(group.scales + v * LANES);
+    const Vec offsets = OFFSETS ? load_half(group.offsets + v * LANES) : Vec{};
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const Vec product = __builtin_convertvector(total<BITS>(dots[r][v]), Vec);
+      Vec sum = multiply_add(product, scales * x.units[r], sums.get(r, v));
+      if (OFFSETS) sum = multiply_add(offsets, splat(x.totals[r]), sum);
+      sums.set(r, v, sum);
+    }
+  }
+}
+
 // Adds a group to the sums of R rows. `unpacked`: what unpack_group wrote, or none: then the group is unpacked on the
 // way.
 template <int BITS, bool OFFSETS, int R, bool UNPACKED, class S>
@@ -137,18 +155,7 @@ inline void add_rows(const PanelGroup& group, const uint8_t* unpacked, const Row
         }
     }
   }
-#pragma GCC unroll 2
-  for (int v = 0; v < VECS; ++v) {
-    const Vec scales = load_half(group.scales + v * LANES);
-    const Vec offsets = OFFSETS ? load_half(group.offsets + v * LANES) : Vec{};
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const Vec product = __builtin_convertvector(total<BITS>(dots[r][v]), Vec);
-      Vec sum = multiply_add(product, scales * x.units[r], sums.get(r, v));
-      if (OFFSETS) sum = multiply_add(offsets, splat(x.totals[r]), sum);
-      sums.set(r, v, sum);
-    }
-  }
+  add_products<BITS, OFFSETS>(dots, group, x, sums);
 }
 
 // Calls `each` with the groups of panel `b`, one after the other.

@@ -31,6 +31,8 @@ VALUES: dict[str, Any] = {
     "repetition_detection": {"max_pattern_size": 4, "min_count": 3},
     "skip_reading_prefix_cache": True,
     "thinking_token_budget": 0,
+    "return_routed_experts": True,
+    "routed_experts_prompt_start": 3,
     "structured_outputs": StructuredOutputsParams(regex="a+"),
 }
 OF_THE_REQUEST: dict[str, Any] = {

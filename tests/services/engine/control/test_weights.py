@@ -115,7 +115,7 @@ async def test_a_reload_that_fails_halfway_leaves_the_engine_asleep_until_anothe
     admin: EngineAdminStub, host: Host, checkpoint: Path
 ) -> None:
     whole = (checkpoint / "config.json").read_text()
-    (checkpoint / "config.json").write_text("{}")  # the worker fails with an error that is no refusal
+    (checkpoint / "config.json").write_text('{"text_config": 5}')  # the worker fails with an error that is no refusal
     with pytest.raises(grpc.aio.AioRpcError, match="reload_weights") as failure:
         await admin.ReloadWeights(ReloadWeightsRequest(path=str(checkpoint)))
     assert failure.value.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -16,8 +16,10 @@ LOCKS := service engine-cpu engine-cuda
 TOOLS := build/tools
 # The version that the figures use too.
 PYRIGHT_VERSION = $(shell sed -n 's/^VERSION = "\(.*\)"/\1/p' tools/figures/editor.py)
-# Whole meshes of processes, campaigns of faults, measurements: a command of their own.
-LONG_TESTS := tests/e2e tests/chaos tests/soak tests/attack tests/benchmarks
+# Whole meshes of processes, killed parts, campaigns of faults, measurements, comparisons with transformers, kernels
+# built for other processors: a command of their own.
+LONG_TESTS := tests/e2e tests/chaos tests/soak tests/attack tests/benchmarks tests/parity tests/mesh/faults \
+	tests/gpu_worker/kernels/test_quantized_paths.py
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
 export HF_HUB_OFFLINE ?= 1
 # The tests start hundreds of processes that import the same modules: let Python keep their bytecode.
@@ -132,7 +134,7 @@ COMPILE = $(TOOLS)/bin/uv pip compile --quiet --generate-hashes --no-emit-index-
 
 ##@ Longer tests
 
-test-long: install ## run the tests of whole meshes of processes, and the short forms of soak, attack and bench
+test-long: install ## run the tests of whole meshes, of lost parts and of parity, and short forms of soak, attack, bench
 	$(PYTEST) $(LONG_TESTS)
 
 compat: install ## serve requests with meshes whose parts are of this and of the last release (2 minutes)

@@ -100,12 +100,12 @@ class Session:
         self.half_close()
 
     async def _receive(self, message: ProcessInput) -> None:
+        self._take_slots(message)
         for start in range(0, len(message.submit), SUBMITS_PER_TURN):
             if start:
                 await asyncio.sleep(0)
             await self._submit_some(message.submit[start : start + SUBMITS_PER_TURN])
         for resume in message.resume:
-            self._take_slot(resume.slot)
             self._resume(resume)
         for slot in message.cancel_slots:
             if (group := self._live.get(slot)) is not None:
@@ -127,7 +127,6 @@ class Session:
                 await asyncio.sleep(0)  # replaying many tokens must not hold up the requests that run
 
     def _submit(self, submit: Submit, asked: Asked | None) -> None:
-        self._take_slot(submit.slot)
         try:
             if submit.take_over and (known := self._requests.kept.find(submit)) is not None:
                 self._attach(known, submit.slot)
@@ -166,10 +165,16 @@ class Session:
         if self._live.pop(slot, None) is not None:
             self._refuse(slot, errors.Aborted("The answer continues in another call, which has resumed it."))
 
-    def _take_slot(self, slot: int) -> None:
-        if slot <= self._last_slot:
-            raise errors.InvalidArgument(f"slot {slot} is not greater than the last one, {self._last_slot}", "slot")
-        self._last_slot = slot
+    def _take_slots(self, message: ProcessInput) -> None:
+        """Check that the slots of a message are new. Requests that begin and that resume share the numbers, and the
+        message does not say in which order the gateway gave them out."""
+        slots = [each.slot for each in message.submit]
+        if message.resume:
+            slots = sorted(slots + [each.slot for each in message.resume])
+        for slot in slots:
+            if slot <= self._last_slot:
+                raise errors.InvalidArgument(f"slot {slot} is not greater than the last one, {self._last_slot}", "slot")
+            self._last_slot = slot
 
     def _refuse(self, slot: int, error: BaseException) -> None:
         reason = FinishReason.FINISH_REASON_ERROR

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from tests.services.output_processor.fakes import LENGTH, EngineStream, Gateway, submit
@@ -215,6 +216,28 @@ async def test_another_body_or_number_of_samples_is_refused(mesh: Mesh) -> None:
     assert await refusal(other, slot=3, positions=[SamplePosition(num_tokens=2)]) == "INVALID_ARGUMENT"
     await other.send(resume=[resume(4)])
     assert list((await other.next_frame()).text) == ["a"]
+
+
+async def test_requests_that_begin_and_that_resume_share_a_message(mesh: Mesh) -> None:
+    stream, _ = await lost(mesh, kept(), mesh.ids("a"))
+    other = await mesh.gateway(peer_id="other")
+    await other.send(resume=[resume(1), resume(3, of=9)], submit=[submit(2)])
+    slots, ends = list[int](), list[RequestFinished]()
+    while not slots or not ends:
+        frame = await other.next_frame()
+        slots += frame.slot
+        ends += frame.finished
+    assert (slots, [each.slot for each in ends]) == ([1], [3])
+    assert len((await stream.next_input()).add) == 1
+
+
+@pytest.mark.parametrize("slots", [(1, 1), (2, 2)])
+async def test_a_slot_is_used_once(mesh: Mesh, slots: tuple[int, int]) -> None:
+    other = await mesh.gateway(peer_id="other")
+    await other.send(resume=[resume(slots[0])], submit=[submit(slots[1])])
+    with pytest.raises(grpc.aio.AioRpcError, match="is not greater than the last one"):
+        while True:
+            await other.next_frame()
 
 
 async def test_cancelled_requests_cannot_be_resumed(mesh: Mesh) -> None:

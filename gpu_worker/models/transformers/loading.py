@@ -1,5 +1,6 @@
 """Loads checkpoints into transformers' modules."""
 
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ from ...checkpoint.weight_files import is_pickled, weight_files
 from ...ops.ops import Ops
 from .causal_class import CausalClass
 from .modules import replace_modules
+
+_LOADING = threading.Lock()
+"""Held while transformers loads. It replaces methods of its classes meanwhile and puts them back from a variable of the
+load: two loads at the same time would leave weights untied for the rest of the process."""
 
 
 def load_modules(
@@ -42,7 +47,7 @@ def _load_quietly(found: CausalClass, path: Path, dtype: torch.dtype, *, use_saf
     shows_progress = transformers.logging.is_progress_bar_enabled()
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        with warnings.catch_warnings():
+        with _LOADING, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             loaded: tuple[Any, Any] = found.model.from_pretrained(
                 path,
@@ -62,7 +67,7 @@ def _load_quietly(found: CausalClass, path: Path, dtype: torch.dtype, *, use_saf
 
 def make_on_meta(found: CausalClass, dtype: torch.dtype) -> Any:
     """Return the model without memory for its tensors. Raises ``ValueError`` if its configuration is impossible."""
-    with torch.device("meta"):
+    with _LOADING, torch.device("meta"):
         return found.model._from_config(found.config, dtype=dtype, attn_implementation="eager")
 
 

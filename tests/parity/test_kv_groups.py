@@ -1,7 +1,7 @@
 """Models whose layers see different windows have the tokens that they have with one block table for all layers."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -66,16 +66,13 @@ def test_preemption(checkpoint: Path, prompts: list[list[int]], expected: list[l
 
 
 @pytest.fixture
-def make_pair(checkpoint: Path) -> Callable[[], Pair]:
+def pair(checkpoint: Path) -> Iterator[Pair]:
     pair = Pair(MAKE["shm"], model=str(checkpoint), num_blocks=300)
-    yield lambda: pair
+    yield pair
     pair.close()
 
 
-def test_prefill_and_decode_on_two_engines(
-    make_pair: Callable[[], Pair], prompts: list[list[int]], expected: list[list[int]]
-) -> None:
-    pair = make_pair()
+def test_prefill_and_decode_on_two_engines(pair: Pair, prompts: list[list[int]], expected: list[list[int]]) -> None:
     num_groups = pair.decode.core.ready.num_kv_groups
     num_full = pair.decode.core.ready.kv_layout.count("full")
     assert num_groups > num_full > 0
@@ -93,9 +90,8 @@ def test_prefill_and_decode_on_two_engines(
 
 
 def test_a_decode_engine_loads_after_what_it_hits(
-    make_pair: Callable[[], Pair], prompts: list[list[int]], expected: list[list[int]]
+    pair: Pair, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    pair = make_pair()
     params = SamplingParams(max_tokens=_NUM_TOKENS, seed=0, temperature=0.0)
     for number in range(2):
         for index, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True)):

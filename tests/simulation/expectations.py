@@ -36,10 +36,13 @@ def must_complete(plan: Plan, happened: Sequence[Fault], answer: Answer) -> bool
 
 def is_allowed(error: TokenloomError, happened: Sequence[Fault], answer: Answer) -> bool:
     """Return whether a client may get this error of a fault: it says that another try may succeed. An answer whose
-    gateway and output processor were both lost is lost; a request may be blamed for two deaths of engines."""
+    gateway and output processor were both lost is lost, and so is one whose deadline passed while its client was away;
+    a request may be blamed for two deaths of engines."""
     if isinstance(error, EngineKiller):
         return sum(fault.kind in _ENGINE_DEATHS and _concerns(fault, "engine") for fault in happened) > 1
     if isinstance(error, RequestLost):
+        if answer.was_cut and answer.seconds >= answer.ask.timeout:
+            return True
         return len(answer.gateways) > 1 and any(_concerns(fault, "output_processor") for fault in happened)
     return error.code in _RETRYABLE
 

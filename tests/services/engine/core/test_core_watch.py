@@ -1,5 +1,6 @@
 """Tests that a core is killed when it hangs, and not while it only takes its time."""
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,6 +67,22 @@ def test_the_limit_is_the_step_s_own() -> None:
     core.shown = Pulse(2, 3.0)
     assert not watch.look(), "the long step has ended"
     assert looks_until_hung(watch) is not None
+
+
+@pytest.mark.parametrize(("waited", "share"), [(0.0, 1.0), (0.5, 0.5), (0.75, 0.25), (3.0, 0.2)])
+def test_time_without_a_processor_does_not_count(monkeypatch: pytest.MonkeyPatch, waited: float, share: float) -> None:
+    """``waited``: by how many times the interval of the looks all threads have waited together."""
+    seconds = itertools.count(0.0, waited * TICK_SECONDS)
+    monkeypatch.setattr(core_watch, "waited_seconds", lambda pid: next(seconds))
+    core = FakeCore()
+    core.shown = Pulse(1, 3.0)
+    looks = looks_until_hung(CoreWatch(core))
+    assert looks == pytest.approx(3.0 / TICK_SECONDS / share, abs=3)
+
+
+def test_how_long_threads_waited_for_a_processor(process: psutil.Process) -> None:
+    assert 0 <= core_watch.waited_seconds(process.pid) < 600
+    assert core_watch.waited_seconds(None) == 0
 
 
 def test_a_stopped_process(process: psutil.Process) -> None:

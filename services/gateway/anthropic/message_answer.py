@@ -7,7 +7,7 @@ import msgspec
 
 from tokenloom.v1 import output_processor_pb2
 
-from ..assistant.parsed_message import CallDelta, MessageDelta, ParsedMessage
+from ..assistant.parsed_message import CallDelta, MessageDelta, OutputReader
 from ..generation.generation import Generation
 from ..http.sse import encode_json
 from ..mesh.collector import Delta
@@ -26,10 +26,8 @@ class MessageAnswer:
         self._id = f"msg_{generation.request_id}"
         self._model = model
         self._blocks = ContentBlocks()
-        self._parser: ParsedMessage | None = None
-        if options.plan is not None:
-            is_open, may_reason = generation.opens_reasoning, generation.may_reason
-            self._parser = ParsedMessage(options.plan, reasoning_is_open=is_open, may_reason=may_reason)
+        is_open, may_reason = generation.opens_reasoning, generation.may_reason
+        self._reader = OutputReader(options.plan, reasoning_is_open=is_open, may_reason=may_reason)
 
     def first_events(self) -> bytes:
         """Return the events before any output."""
@@ -39,7 +37,7 @@ class MessageAnswer:
 
     def events(self, delta: Delta) -> bytes:
         """Return the events of some output; empty while nothing is certain."""
-        return self._blocks.add(self._parse(delta))
+        return self._blocks.add(self._reader.feed(delta.text, ends=delta.finished is not None))
 
     def last_events(self) -> bytes:
         """Return the events after all output."""
@@ -61,17 +59,12 @@ class MessageAnswer:
 
     def add(self, delta: Delta) -> None:
         """Keep some output for :meth:`body`."""
-        self._blocks.add(self._parse(delta))
+        self._blocks.add(self._reader.feed(delta.text, ends=delta.finished is not None))
 
     def body(self) -> Iterator[bytes]:
         """Return the whole JSON response."""
         message = self._message(self._blocks.blocks(), *self._stop_reason())
         yield encode_json(message | {"usage": self._usage()})
-
-    def _parse(self, delta: Delta) -> MessageDelta:
-        if self._parser is None:
-            return MessageDelta(delta.text)
-        return self._parser.feed(delta.text, ends=delta.finished is not None)
 
     def _message(
         self, content: list[dict[str, Any]], stop_reason: str | None, stop_sequence: str | None

@@ -45,6 +45,25 @@ class MessageDelta:
     calls: list[CallDelta] = field(default_factory=list)
 
 
+class OutputReader:
+    """Reads one output by a plan; without a plan all of it is content.
+
+    Attributes:
+        is_plain: Whether there is no plan.
+    """
+
+    def __init__(self, plan: MessagePlan | None, *, reasoning_is_open: bool, may_reason: bool) -> None:
+        """The arguments are those of :class:`ParsedMessage`."""
+        self._parser: ParsedMessage | None = None
+        if plan is not None:
+            self._parser = ParsedMessage(plan, reasoning_is_open=reasoning_is_open, may_reason=may_reason)
+        self.is_plain = plan is None
+
+    def feed(self, text: str, *, ends: bool) -> MessageDelta:
+        """Return what more text adds. ``ends``: it is the last text."""
+        return MessageDelta(text) if self._parser is None else self._parser.feed(text, ends=ends)
+
+
 class ParsedMessage:
     """Reads one output.
 

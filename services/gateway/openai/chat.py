@@ -8,7 +8,7 @@ from tokenloom.request import errors
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..assistant.message_plans import MessagePlans
-from ..assistant.parsed_message import CallDelta, MessageDelta, ParsedMessage
+from ..assistant.parsed_message import CallDelta, OutputReader
 from ..generation.generation import Generation
 from ..generation.job import Job
 from ..http import sse
@@ -223,10 +223,8 @@ class _Turn:
         self.token_ids: list[int] = []
         self.logprobs = JsonBlocks()
         self.calls: list[dict[str, Any]] = []
-        self._parser = None
-        if plan is not None:
-            is_open, may_reason = generation.opens_reasoning, generation.may_reason
-            self._parser = ParsedMessage(plan, reasoning_is_open=is_open, may_reason=may_reason)
+        is_open, may_reason = generation.opens_reasoning, generation.may_reason
+        self._reader = OutputReader(plan, reasoning_is_open=is_open, may_reason=may_reason)
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._arguments: list[list[str]] = []
@@ -236,12 +234,12 @@ class _Turn:
 
         ``ends``: it is the last text.
         """
-        delta = MessageDelta(text) if self._parser is None else self._parser.feed(text, ends=ends)
+        delta = self._reader.feed(text, ends=ends)
         if delta.content:
             self._content.append(delta.content)
         if delta.reasoning:
             self._reasoning.append(delta.reasoning)
-        added: dict[str, object] = {"content": delta.content} if delta.content or self._parser is None else {}
+        added: dict[str, object] = {"content": delta.content} if delta.content or self._reader.is_plain else {}
         added |= _reasoning(delta.reasoning)
         if delta.calls:
             added["tool_calls"] = [self._add_call(call) for call in delta.calls]

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..assistant.parsed_message import MessageDelta, ParsedMessage
+from ..assistant.parsed_message import OutputReader
 from ..generation.generation import Generation
 from ..http.sse import encode_json
 from ..mesh.collector import Delta
@@ -49,10 +49,8 @@ class ResponseAnswer:
         self._store = store
         self._items = OutputItems(generation.request_id)
         self._head = head_of(request)
-        self._parser: ParsedMessage | None = None
-        if options.plan is not None:
-            is_open, may_reason = generation.opens_reasoning, generation.may_reason
-            self._parser = ParsedMessage(options.plan, reasoning_is_open=is_open, may_reason=may_reason)
+        is_open, may_reason = generation.opens_reasoning, generation.may_reason
+        self._reader = OutputReader(options.plan, reasoning_is_open=is_open, may_reason=may_reason)
 
     def first_events(self) -> bytes:
         """Return the events before any output."""
@@ -62,7 +60,7 @@ class ResponseAnswer:
 
     def events(self, delta: Delta) -> bytes:
         """Return the events of some output; empty while nothing is certain."""
-        return self._items.add(self._parse(delta))
+        return self._items.add(self._reader.feed(delta.text, ends=delta.finished is not None))
 
     def last_events(self) -> bytes:
         """Return the events after all output."""
@@ -84,7 +82,7 @@ class ResponseAnswer:
 
     def add(self, delta: Delta) -> None:
         """Keep some output for :meth:`body`."""
-        self._items.add(self._parse(delta))
+        self._items.add(self._reader.feed(delta.text, ends=delta.finished is not None))
 
     def body(self) -> Iterator[bytes]:
         """Return the whole JSON response."""
@@ -101,11 +99,6 @@ class ResponseAnswer:
             turns = [*self._request.turns, self._items.turn()]
             self._store.put(StoredResponse(self._request.tenant, response, turns))
         return response
-
-    def _parse(self, delta: Delta) -> MessageDelta:
-        if self._parser is None:
-            return MessageDelta(delta.text)
-        return self._parser.feed(delta.text, ends=delta.finished is not None)
 
     def _status(self) -> str:
         is_cut = finish_reason(self._generation.finished[0]) == "length"

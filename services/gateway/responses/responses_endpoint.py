@@ -37,7 +37,7 @@ class ResponsesEndpoint:
         response = response_of(head_of(request), "queued")
         stored = StoredResponse(request.tenant, response, request.turns)
         self.store.begin(stored)
-        task = self.host.spawn(self._run(asked, request), name=f"response {request.response_id}")
+        task = self.host.spawn(self._run(asked, request, stored), name=f"response {request.response_id}")
         stored.cancel = task.cancel
         await exchange.respond(200, encode_json(response))
 
@@ -63,12 +63,13 @@ class ResponsesEndpoint:
     def _stored(self, exchange: Exchange) -> StoredResponse:
         return self.store.get(_id_of(exchange), exchange.tenant.name)
 
-    async def _run(self, asked: list[Asked], request: ResponseRequest) -> None:
+    async def _run(self, asked: list[Asked], request: ResponseRequest, stored: StoredResponse) -> None:
         """Generate a response in the background; store how it ended."""
         job, options, claim = asked.pop()
         try:
             async with self.generator.open(job, claim=claim) as generation:
                 del job
+                stored.response = response_of(head_of(request), "in_progress")
                 answer = self.api.answer(generation, options)
                 while not generation.done:
                     for delta in await generation.take():

@@ -1,15 +1,13 @@
 """``/v1/messages/count_tokens``."""
 
-import asyncio
 from dataclasses import dataclass
-
-from tokenloom.request import errors
 
 from ..generation.job import Chat
 from ..http.endpoint import check_model
 from ..http.exchange import Exchange
 from ..http.json_body import BodyParser
 from ..http.sse import encode_json
+from ..http.time_limit import limited
 from ..mesh.tokenizer_client import TokenizerClient
 from ..openai.chat_messages import read_chat
 from ..openai.openai_models import Body, BodyReader
@@ -33,11 +31,8 @@ class CountTokens:
     async def __call__(self, exchange: Exchange) -> None:
         with await exchange.read_body(self.max_body_bytes) as received:
             chat = await self.parser.read(received.data, self._chat)
-        try:
-            async with asyncio.timeout(self.timeout):
-                encoded = await self.tokenizers.encode_chat(chat)
-        except TimeoutError:
-            raise errors.DeadlineExceeded(f"the request took longer than {self.timeout:g} s") from None
+        async with limited(self.timeout):
+            encoded = await self.tokenizers.encode_chat(chat)
         await exchange.respond(200, encode_json({"input_tokens": len(encoded.prompt.token_ids)}))
 
     def _chat(self, body: Body) -> Chat:

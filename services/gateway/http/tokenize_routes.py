@@ -1,8 +1,6 @@
 """``/tokenize`` and ``/detokenize``, in vLLM's form."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,6 +19,7 @@ from .endpoint import check_model
 from .exchange import Exchange
 from .json_body import BodyParser
 from .sse import encode_json
+from .time_limit import limited
 
 T = TypeVar("T")
 
@@ -43,7 +42,7 @@ class TokenizeRoutes:
 
     async def tokenize(self, exchange: Exchange) -> None:
         fields = await self._read(exchange, self._tokenize_request)
-        async with self._limited():
+        async with limited(self.timeout):
             prompt = await self._encode(fields)
         limits = self.health.limits()
         answer = {
@@ -56,7 +55,7 @@ class TokenizeRoutes:
 
     async def detokenize(self, exchange: Exchange) -> None:
         token_ids = await self._read(exchange, self._token_ids)
-        async with self._limited():
+        async with limited(self.timeout):
             text = (await self.tokenizers.decode(token_ids, skip_special_tokens=False)).text
         await exchange.respond(200, encode_json({"prompt": text}))
 
@@ -97,11 +96,3 @@ class TokenizeRoutes:
     def _token_ids(self, body: Body) -> list[int]:
         check_model(body.get("model"), self.model)
         return narrow_token_ids("tokens", self.reader.read(body, DetokenizeRequest).tokens)
-
-    @asynccontextmanager
-    async def _limited(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(self.timeout):
-                yield
-        except TimeoutError:
-            raise errors.DeadlineExceeded(f"the request took longer than {self.timeout:g} s") from None

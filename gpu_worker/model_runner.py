@@ -120,7 +120,8 @@ class ModelRunner:
             hidden = self._forward(inputs)
             routed = self._routed_experts(inputs) if self._routes is not None else {}
             prompt_logprobs = self._prompt_logprobs(inputs, hidden)
-            self._executed = _Executed(inputs, hidden, self._logits(inputs, hidden), prompt_logprobs, routed)
+            kept = hidden if self._speculation is not None else None
+            self._executed = _Executed(inputs, kept, self._logits(inputs, hidden), prompt_logprobs, routed)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         tails = self._batch.take_foreign_tails(inputs) if self._backend.reads_tails else None
@@ -139,11 +140,11 @@ class ModelRunner:
         """Return the logits [S, vocab] of the rows that draw a token, on the device."""
         if not len(inputs.sampled):
             return torch.empty(0, 0)
+        if len(inputs.sampled) == len(hidden):  # every request decodes, without drafts
+            return self._model.compute_logits(hidden)
         last_rows: IntArray = inputs.cu_query_lens[1:][inputs.sampled] - 1
         if inputs.drafts:
             last_rows = rows_to_verify(inputs, last_rows)
-        if len(last_rows) == len(hidden):  # every request decodes
-            return self._model.compute_logits(hidden)
         return self._model.compute_logits(hidden[self._to_device(last_rows)])
 
     def _routed_experts(self, inputs: StepInputs) -> dict[str, RoutedExperts]:
@@ -179,6 +180,7 @@ class ModelRunner:
         else:
             self._sampler.sample(inputs, logits, grammar, output)
         if self._speculation is not None:
+            assert executed.hidden is not None, "it is kept for what drafts"
             self._speculation.propose(inputs, executed.hidden, output)
         return output
 
@@ -221,8 +223,8 @@ class _Executed:
     """Holds a step whose tokens are not drawn yet."""
 
     inputs: StepInputs
-    hidden: torch.Tensor
-    """[T, hidden_size]: the last hidden states."""
+    hidden: torch.Tensor | None
+    """[T, hidden_size]: the last hidden states; None unless drafts are proposed from them."""
     logits: torch.Tensor
     """[S, vocab]: logits of the rows that draw, on the device. A request with drafts has a row more for each."""
     prompt_logprobs: dict[str, Logprobs]

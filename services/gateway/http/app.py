@@ -27,6 +27,8 @@ Routes = Mapping[str, Mapping[str, Handler]]
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/docs", "/openapi.json"})
 """Paths that need no key, for load balancers and browsers, which have none."""
 
+PAGE_FILES = "/page/"
+"""Paths of the page's files begin with it; they need no key either, and hold nothing of the mesh."""
 _MODEL_PATH = "/v1/models/"
 _PREFLIGHT_SECONDS = 600
 _CLIENT_LEFT = 499
@@ -129,7 +131,7 @@ class App:
             exchange.route, methods = self._find(exchange.path)
         else:
             exchange.route = exchange.path
-        if exchange.path not in OPEN_PATHS:
+        if exchange.path not in OPEN_PATHS and not exchange.path.startswith(PAGE_FILES):
             self._authorize(exchange, is_admin=is_admin)
         if methods is None and exchange.path.startswith(_MODEL_PATH):
             raise errors.ModelNotFound(

@@ -177,6 +177,9 @@ metrics-check: install ## check /metrics of a running mesh, the alert rules and 
 	promtool test rules observability/prometheus/alerts_test.yml
 	promtool check config --syntax-only observability/prometheus/prometheus.yml
 
+dashboards: install ## run every query of dashboard, alerts and on-call.md against a real Prometheus (Debian: prometheus)
+	$(BIN)/python -m tests.observability.live
+
 gpu-check: install ## compare with transformers on a GPU and print throughput; without a GPU it prints one line
 	$(BIN)/python -m tests.gpu_check
 
@@ -193,4 +196,4 @@ house: install ## print figures about the source tree: sizes, hops of a request,
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test test-again lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check gpu-check bench house help
+.PHONY: install demo test test-again lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check dashboards gpu-check bench house help

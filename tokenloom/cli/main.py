@@ -14,6 +14,7 @@ from .certs import certs
 from .chat.chat import chat
 from .chat.complete import complete
 from .completion import completion
+from .fetch import fetch
 from .mesh.chaos import chaos
 from .mesh.demo import demo
 from .mesh.ps import ps
@@ -22,7 +23,7 @@ from .mesh.top import top
 from .models import models
 
 _GROUPS = {
-    "Serve": (serve, demo),
+    "Serve": (serve, demo, fetch),
     "Ask a server": (chat, complete, run_batch, models),
     "Run without a server": (generate,),
     "Manage a mesh": (ps, top, certs),

@@ -9,11 +9,13 @@ ARG BASE=python:3.11.16-slim-bookworm@sha256:528257d48c1da0dcecc2e725d1ae34498d6
 FROM ${BASE} AS runtime
 RUN echo 'tokenloom:x:10001:10001::/home/tokenloom:/usr/sbin/nologin' >> /etc/passwd \
     && echo 'tokenloom:x:10001:' >> /etc/group \
-    && mkdir -p /home/tokenloom/.cache /etc/tokenloom/tls \
+    && mkdir -p /home/tokenloom/.cache /etc/tokenloom/tls /models /hub \
     && for part in gateway tokenizer output-processor coordinator engine operator prometheus; \
        do mkdir -p "/etc/tokenloom/mesh/$part"; done \
-    && chown -R 10001:10001 /home/tokenloom /etc/tokenloom
-ENV PATH=/opt/tokenloom/bin:$PATH HOME=/home/tokenloom PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1
+    && chown -R 10001:10001 /home/tokenloom /etc/tokenloom /hub
+ENV PATH=/opt/tokenloom/bin:$PATH HOME=/home/tokenloom PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+# Parts find the model of a hub id in a volume at /hub, and download nothing: `tokenloom fetch` fills the volume.
+ENV HF_HUB_CACHE=/hub HF_HUB_OFFLINE=1
 WORKDIR /home/tokenloom
 ENTRYPOINT ["python", "-m"]
 

@@ -23,14 +23,15 @@ FROM ${BASE} AS service-venv
 WORKDIR /src
 # The second source is optional: it is a pattern, so a missing folder is not an error.
 COPY locks/service.txt build/wheels/servic[e]/ /wheels/
-COPY . .
+COPY locks locks
 RUN python3 -m venv /opt/tokenloom \
     && if ls /wheels/*.whl > /dev/null 2>&1; then set -- --no-index --find-links /wheels; fi \
     && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --require-hashes "$@" \
        -r locks/build.txt -r locks/service.txt \
-    && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index --no-deps --no-build-isolation . \
-    && /opt/tokenloom/bin/python -m pip uninstall --yes pip setuptools > /dev/null \
     && find /opt/tokenloom -depth -type d \( -name tests -o -name test \) -path '*/site-packages/numpy/*' -exec rm -rf {} +
+COPY . .
+RUN /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index --no-deps --no-build-isolation . \
+    && /opt/tokenloom/bin/python -m pip uninstall --yes pip setuptools > /dev/null
 
 FROM runtime AS service
 LABEL org.opencontainers.image.title="Tokenloom service" \
@@ -45,13 +46,14 @@ FROM ${BASE} AS engine-cpu-venv
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
 COPY locks/engine-cpu.txt build/wheels/engin[e]/ /wheels/
-COPY . .
+COPY locks locks
 RUN python3 -m venv /opt/tokenloom \
     && if ls /wheels/*.whl > /dev/null 2>&1; then set -- --no-index --find-links /wheels; \
        else set -- --extra-index-url "$TORCH_INDEX"; fi \
     && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --require-hashes "$@" \
-       -r locks/build.txt -r locks/engine-cpu.txt \
-    && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index --no-deps --no-build-isolation . \
+       -r locks/build.txt -r locks/engine-cpu.txt
+COPY . .
+RUN /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index --no-deps --no-build-isolation . \
     && /opt/tokenloom/bin/python -m pip uninstall --yes pip > /dev/null
 
 FROM runtime AS engine-cpu
@@ -68,11 +70,12 @@ CMD ["tokenloom.services.engine", "--help"]
 
 FROM ${BASE} AS engine-cuda-venv
 WORKDIR /src
-COPY . .
+COPY locks locks
 RUN python3 -m venv /opt/tokenloom \
     && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --require-hashes \
-       -r locks/build.txt -r locks/engine-cuda.txt \
-    && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index --no-deps --no-build-isolation . \
+       -r locks/build.txt -r locks/engine-cuda.txt
+COPY . .
+RUN /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index --no-deps --no-build-isolation . \
     && /opt/tokenloom/bin/python -m pip uninstall --yes pip > /dev/null
 
 FROM runtime AS engine-cuda

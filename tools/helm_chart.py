@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ Objects = dict[str, dict[str, Any]]
 """By kind and name."""
 
 
+@cache
 def build(overlay: str, *components: str) -> Objects:
     """Return the objects of an overlay with components, but for the Namespace. Raises ``CalledProcessError``."""
     with tempfile.TemporaryDirectory() as folder:

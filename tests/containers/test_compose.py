@@ -69,9 +69,8 @@ def test_a_part_is_closed_in_and_checked(name: str) -> None:
     assert part["security_opt"] == ["no-new-privileges:true"]
     assert part["restart"] == "unless-stopped"
     assert part["healthcheck"]["test"] == ["CMD", "python", "-m", "tokenloom.services.runtime.host.probe"]
-    # Parts wait for each other by themselves; only the model's files are there before a part starts.
-    wait = {"model": {"condition": "service_completed_successfully"}}
-    assert part.get("depends_on") == (wait if name in READERS else None)
+    assert "depends_on" not in part  # parts wait for each other, and for the model's files, by themselves
+    assert ("entrypoint" in part) == (name in READERS)
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -126,6 +125,7 @@ def test_one_job_downloads_the_model_where_the_parts_look_for_it() -> None:
     for part in (job, *(PARTS[name] for name in READERS)):
         assert part["working_dir"] == mounts(part)["${MODEL_DIR:-.}"] == "/models"
     for name in READERS:
+        assert 'fetch "$$TOKENLOOM_MODEL" --wait' in PARTS[name]["entrypoint"][2]
         assert PARTS[name]["environment"]["TOKENLOOM_MODEL"] == "${MODEL:-tokenloom-demo}"
         assert "hub:/hub:ro" in PARTS[name]["volumes"]
 

@@ -179,8 +179,9 @@ soak-memory: install ## run four engines of one host under full load for five mi
 clients: install ## run unmodified client libraries against one mesh, each in its own environment
 	$(BIN)/python -m tests.clients.run
 
-browser: install ## open the page /docs in a real browser (Debian: chromium)
+browser: install ## use the pages / and /docs in a real browser, and take pictures of / (Debian: chromium, fonts-inter)
 	$(BIN)/python -m tests.services.gateway.openapi.check_docs_page
+	$(BIN)/python -m tests.services.gateway.page.check_page
 
 containers: install ## build the images, run docker-compose.yml with podman, kill parts of it (root, Debian)
 	$(BIN)/python -m tests.containers.run

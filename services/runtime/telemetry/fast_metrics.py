@@ -64,6 +64,16 @@ class Histogram:
         self._sum = 0.0
         registry.register(self)
 
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """The ascending upper bounds of the buckets, without infinity."""
+        return self._bounds
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The observations in each bucket so far; the last one is that of infinity."""
+        return tuple(self._counts)
+
     def observe(self, value: float) -> None:
         """Count a value in the first bucket whose bound is not below it."""
         self._counts[bisect_left(self._bounds, value)] += 1

@@ -25,12 +25,14 @@ class Passage:
 
 
 def passages(folder: Path) -> Iterator[Passage]:
-    """Yield the sections of all Markdown files below a folder; long ones in several pieces."""
+    """Yield the paragraphs of all Markdown files below a folder, with their headings; long ones are cut."""
     for path in sorted(folder.rglob("*.md")):
-        for section in re.split(r"^(?=#+ )", path.read_text(), flags=re.MULTILINE):
-            title = section.partition("\n")[0].strip("# ")
-            for start in range(0, len(section), _LONGEST):
-                yield Passage(f"{path.relative_to(folder)}: {title}", section[start : start + _LONGEST].strip())
+        title = ""
+        for paragraph in re.split(r"\n{2,}", path.read_text().strip()):
+            if paragraph.startswith("#"):
+                title = paragraph.partition("\n")[0].strip("# ")
+            else:
+                yield Passage(f"{path.relative_to(folder)}: {title}", paragraph[:_LONGEST])
 
 
 def index(found: Iterable[Passage]) -> sqlite3.Connection:

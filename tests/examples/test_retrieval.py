@@ -11,12 +11,12 @@ _LEASE = Passage("kv.md: Lease", "A lease names KV blocks and their generations.
 _STEP = Passage("engine.md: Step", "A step computes tokens within the token budget.")
 
 
-def test_sections_of_files_become_passages(tmp_path: Path) -> None:
+def test_paragraphs_of_files_become_passages(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "b.md").write_text("# First\nOne.\n\n## Second\n" + "x" * 1500)
+    (tmp_path / "a" / "b.md").write_text("# First\n\nOne.\n\nTwo.\n\n## Second\n\n" + "x" * 1500)
     found = list(passages(tmp_path))
-    assert [each.source for each in found] == ["a/b.md: First", "a/b.md: Second", "a/b.md: Second"]
-    assert found[0].text == "# First\nOne."
+    assert [each.source for each in found] == ["a/b.md: First", "a/b.md: First", "a/b.md: Second"]
+    assert [len(each.text) for each in found] == [4, 4, 1200]
 
 
 def test_the_best_passage_is_found_by_its_words() -> None:

@@ -15,7 +15,7 @@ _GROUPS = {
     "Run without a server": ("batch.generate",),
     "Manage a mesh": ("mesh.ps", "mesh.top", "certs"),
     "Measure": ("mesh.chaos", "bench.bench"),
-    "Shell": ("completion",),
+    "Install": ("build_kernels", "completion"),
 }
 
 app = typer.Typer(

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from . import grpc_reference
+from .from_vllm import from_vllm
 from .http_reference import http_api
 from .proto_files import read_protos
 from .service_pages import callers, configuration
@@ -11,6 +12,7 @@ PAGES = {
     "reference/configuration.md": configuration,
     "reference/callers.md": callers,
     "reference/http.md": http_api,
+    "start/from-vllm.md": from_vllm,
 }
 """What returns the text of a page."""
 

@@ -14,6 +14,8 @@ LOCK_FLAGS ?=
 # The images' dependencies; locks/tools.txt and locks/build.txt are not for images.
 LOCKS := service engine-cpu engine-cuda
 TOOLS := build/tools
+# The environment of `make site`; pyproject.toml's group `docs` lists its packages.
+DOCS := build/docs
 # The version that the figures use too.
 PYRIGHT_VERSION = $(shell sed -n 's/^VERSION = "\(.*\)"/\1/p' tools/figures/editor.py)
 # Whole meshes of processes, killed parts, campaigns of faults, measurements, comparisons with transformers, kernels
@@ -91,6 +93,19 @@ models-docs: install ## write docs/reference/models.md after trying every causal
 
 metrics-docs: install ## write docs/reference/metrics.md from a running mesh
 	$(BIN)/python -m tests.observability.catalogue
+
+pictures: install ## draw the pictures of docs/pictures
+	$(BIN)/python -m tools.pictures
+
+site: $(DOCS)/.installed ## build the documentation into build/site; it is read without a network and without a server
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	$(DOCS)/bin/python tools/offline_site.py build/site
+
+$(DOCS)/.installed: pyproject.toml
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --upgrade pip
+	@$(DOCS)/bin/python -m pip install --quiet --group docs
+	@touch $@
 
 kernels: install ## build the C++ kernels ahead, for every level of processors that a compiler here can build
 	$(BIN)/tokenloom build-kernels
@@ -211,4 +226,4 @@ house: install ## print figures about the source tree: sizes, hops of a request,
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test test-again lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs kernels wheel wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check dashboards gpu-check bench house chart chart-check help
+.PHONY: install demo test test-again lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs kernels wheel wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check dashboards gpu-check bench house chart chart-check pictures site help

@@ -15,7 +15,7 @@ from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 
-from .anthropic.message_routes import ERROR_FORMS
+from .anthropic.message_routes import ERROR_FORMS as MESSAGE_ERRORS
 from .api_routes import api_routes
 from .gateway_settings import NUM_EDGES, GatewaySettings
 from .generation.generator import Generator
@@ -31,6 +31,7 @@ from .http.http_server import HttpServer
 from .http.json_body import BodyParser
 from .http.response_counts import OTHER, ResponseCounts
 from .kserve.kserve_servicer import KServeServicer
+from .ollama.ollama import ERROR_FORMS as OLLAMA_ERRORS
 from .openai.completions import CompletionsApi
 from .openai.openai_models import READ_FIELDS, WITHOUT_EFFECT, BodyReader
 from .served_mesh import ServedMesh, connect
@@ -168,8 +169,8 @@ async def _open_edges(
     routes = api_routes(settings, host, mesh, parser, reader, completions)
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
     admin_routes = await _admin_routes(settings, host, mesh)
-    origins = settings.cors_origins
-    return App(routes, keys, admin_routes, admin_keys, guard, shares, origins, ERROR_FORMS, counts=counts)
+    origins, forms = settings.cors_origins, {**MESSAGE_ERRORS, **OLLAMA_ERRORS}
+    return App(routes, keys, admin_routes, admin_keys, guard, shares, origins, forms, counts=counts)
 
 
 async def _admin_routes(settings: GatewaySettings, host: Host, mesh: ServedMesh) -> Routes:

@@ -86,10 +86,10 @@ release-protos: ## keep the protos as those of a release, for breaking-protos (N
 docs: install ## write the pages of docs/ that come from the code
 	$(BIN)/python -m tokenloom.reference docs
 
-models-docs: install ## write docs/models.md after trying every causal language model of transformers (5 minutes)
+models-docs: install ## write docs/reference/models.md after trying every causal language model of transformers (5 minutes)
 	$(BIN)/python -m tests.soak.models_page
 
-metrics-docs: install ## write docs/metrics.md from a running mesh
+metrics-docs: install ## write docs/reference/metrics.md from a running mesh
 	$(BIN)/python -m tests.observability.catalogue
 
 wheels: install ## download the locked dependencies as wheels, for image builds without an index
@@ -164,8 +164,9 @@ soak-memory: install ## run four engines of one host under full load for five mi
 clients: install ## run unmodified client libraries against one mesh, each in its own environment
 	$(BIN)/python -m tests.clients.run
 
-browser: install ## open the page /docs in a real browser (Debian: chromium)
+browser: install ## use the pages / and /docs in a real browser, and take pictures of / (Debian: chromium, fonts-inter)
 	$(BIN)/python -m tests.services.gateway.openapi.check_docs_page
+	$(BIN)/python -m tests.services.gateway.page.check_page
 
 containers: install ## build the images, run docker-compose.yml with podman, kill parts of it (root, Debian)
 	$(BIN)/python -m tests.containers.run

@@ -9,6 +9,7 @@ from .gateway_settings import GatewaySettings
 from .http.app import Routes
 from .http.endpoint import Api, Endpoint
 from .http.json_body import BodyParser
+from .http.response_counts import ResponseCounts
 from .http.status_routes import StatusRoutes
 from .http.tokenize_routes import TokenizeRoutes
 from .http.turn_share import ANSWERS_PER_TURN, TurnShare
@@ -17,6 +18,7 @@ from .openai.chat import ChatApi
 from .openai.completions import CompletionsApi
 from .openai.openai_models import BodyReader
 from .openapi.openapi_routes import document_routes
+from .page.page_routes import page_routes
 from .responses.response_routes import response_routes
 from .responses.response_store import ResponseStore
 from .responses.responses import ResponsesApi
@@ -31,6 +33,7 @@ def api_routes(
     parser: BodyParser,
     reader: BodyReader,
     completions: CompletionsApi,
+    counts: ResponseCounts,
 ) -> Routes:
     limit, timeout, answers = settings.max_body_bytes, settings.request_timeout, TurnShare(ANSWERS_PER_TURN)
     chats = ChatApi(reader, mesh.model, mesh.plans)
@@ -40,11 +43,14 @@ def api_routes(
     store = ResponseStore(settings.max_stored_response_bytes)
     responses = ResponsesApi(reader, chats, mesh.model, store)
 
+    status = StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.model)
+
     def endpoint(api: Api) -> Endpoint:
         return Endpoint(api, mesh.generator, mesh.model, parser, limit, answers)
 
     return {
-        **StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.model).routes(),
+        **status.routes(),
+        **(page_routes(mesh, host, counts, status.root) if settings.page else {}),
         **document_routes(mesh.health, admin=settings.has_admin),
         "/v1/chat/completions": {"POST": endpoint(chats)},
         "/v1/completions": {"POST": endpoint(completions)},

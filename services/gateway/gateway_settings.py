@@ -98,6 +98,9 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     ] = ()
     public_tls_cert: Annotated[Path | None, "Certificate chain to present to clients over HTTP and gRPC, PEM."] = None
     public_tls_key: Annotated[Path | None, "Private key of that certificate."] = None
+    page: Annotated[
+        bool, "Serve a page for browsers at /: the mesh, a playground and the last ten minutes of traffic."
+    ] = True
     strict: Annotated[bool, "Refuse unknown request fields instead of ignoring them."] = False
     tool_call_parser: Annotated[
         Literal["auto", "none", "hermes", "llama3_json", "mistral"],

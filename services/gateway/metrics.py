@@ -15,6 +15,7 @@ from tokenloom.v1 import types_pb2
 from .generation.backlog import Backlog
 from .health import PARTS, MeshHealth
 from .mesh.collector import Delta
+from .mesh.kv_flow import KvFlow
 from .mesh.mesh_view import MeshView
 
 FINISH_REASONS = {
@@ -28,7 +29,7 @@ FINISH_REASONS = {
 
 
 class GatewayMetrics:
-    """Holds the gateway's counters and histograms."""
+    """Holds the gateway's counters and histograms, and what its page shows besides."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         labels = {"model_name": model_name}
@@ -55,6 +56,7 @@ class GatewayMetrics:
         success = process_metrics.counter(
             registry, "request_success", "Prompts whose output has ended.", ["model_name", "finished_reason"]
         )
+        self.kv_flow = KvFlow()
         self.success = {reason: success.labels(model_name, name) for reason, name in FINISH_REASONS.items()}
 
 
@@ -100,6 +102,7 @@ class RequestWatch:
         if delta.finished is not None:
             self._gateway.e2e_latency.observe((now - self._started) / 1e9)
             self._gateway.success[delta.finished.reason].inc()
+            self._gateway.kv_flow.add(delta.finished)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,10 @@ class ServedMesh:
     plans: MessagePlans
     generator: Generator
     tokenizers: TokenizerClient
+    outputs: OutputPool
     view: MeshView
     health: MeshHealth
+    metrics: GatewayMetrics
 
 
 async def connect(settings: GatewaySettings, host: Host, shares: TenantShares) -> ServedMesh:
@@ -55,11 +57,12 @@ async def connect(settings: GatewaySettings, host: Host, shares: TenantShares) -
     model = settings.served_model_name or info.fingerprint.model
     host.metrics.register(MeshGauges(view, health, backlog, model))
     plans = MessagePlans.choose(settings.tool_call_parser, settings.reasoning_parser, info)
+    metrics = GatewayMetrics(host.metrics, model)
     generator = Generator(
         tokenizers,
         view,
         outputs,
-        GatewayMetrics(host.metrics, model),
+        metrics,
         Admission(shares, backlog, settings.most_urgent_priority),
         ResumableRequests(settings.keep_disconnected_requests, UnattendedMetrics(host.metrics), host.failed),
         default_timeout=settings.request_timeout,
@@ -71,7 +74,7 @@ async def connect(settings: GatewaySettings, host: Host, shares: TenantShares) -
         random=host.random,
         clock=host.clock.nanoseconds,
     )
-    return ServedMesh(model, plans, generator, tokenizers, view, health)
+    return ServedMesh(model, plans, generator, tokenizers, outputs, view, health, metrics)
 
 
 async def _marks(reasoning: ReasoningFormat, tokenizers: TokenizerClient) -> ReasoningMarks | None:

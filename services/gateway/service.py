@@ -166,7 +166,7 @@ async def _open_edges(
     kserve = KServeServicer(completions, mesh.generator, mesh.health, mesh.model, shares)
     infers = dict.fromkeys(("ModelInfer", "ModelStreamInfer"), grpc_service_pb2.ModelInferRequest)
     host.add_servicer(bounded(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, infers), kserve)
-    routes = api_routes(settings, host, mesh, parser, reader, completions)
+    routes = api_routes(settings, host, mesh, parser, reader, completions, counts)
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
     admin_routes = await _admin_routes(settings, host, mesh)
     origins, forms = settings.cors_origins, {**MESSAGE_ERRORS, **OLLAMA_ERRORS}

@@ -25,6 +25,8 @@ Routes = Mapping[str, Mapping[str, Handler]]
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/docs", "/openapi.json"})
 """Paths that need no key, for load balancers and browsers, which have none."""
 
+PAGE_FILES = "/page/"
+"""Paths of the page's files begin with it; they need no key either, and hold nothing of the mesh."""
 _MODEL_PATH = "/v1/models/"
 _PREFLIGHT_SECONDS = 600
 _CLIENT_LEFT = 499
@@ -89,7 +91,7 @@ class App:
             return self._cors.answer
         methods = self._admin_routes.get(exchange.path)
         keys = self._keys if methods is None else self._admin_keys
-        if exchange.path not in OPEN_PATHS:
+        if exchange.path not in OPEN_PATHS and not exchange.path.startswith(PAGE_FILES):
             exchange.tenant = keys.authorize(_authorization(exchange.headers))
             if not keys.required:
                 self._guard.check(exchange.headers)

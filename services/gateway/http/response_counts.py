@@ -9,6 +9,8 @@ OTHER = "other"
 """Stands for paths that are not served: their number must not depend on clients."""
 MAX_SERIES = 1000
 """Limits the combinations of labels: a reason may come from a newer part of the mesh."""
+_API = "/v1/"
+_LEFT = "499"
 _NAME = "tokenloom_http_responses"
 _TEXT = (
     "Responses by route, status and reason; the reason is empty for answers. A stream that fails has status 200 and "
@@ -29,6 +31,14 @@ class ResponseCounts:
         if key not in self._counts and len(self._counts) >= MAX_SERIES:
             key = (OTHER, str(status), OTHER)
         self._counts[key] = self._counts.get(key, 0) + 1
+
+    def refused(self) -> dict[str, int]:
+        """Return how many requests of the API ended in an error, by its reason. Clients that left are not counted."""
+        refused: dict[str, int] = {}
+        for (route, status, reason), count in self._counts.items():
+            if reason and status != _LEFT and route.startswith(_API):
+                refused[reason] = refused.get(reason, 0) + count
+        return refused
 
     def describe(self) -> Iterator[CounterMetricFamily]:
         """Return the name, so that the registry refuses a second metric with it."""

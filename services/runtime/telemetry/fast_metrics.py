@@ -1,7 +1,7 @@
 """Prometheus metrics for what happens once per token: one thread observes, without locks; another may scrape.
 
-They cost 0.02 and 0.2 µs a call, prometheus_client's own 0.6 and 1.5 µs; ``docs/decisions.md`` says what that is of a
-token.
+They cost 0.02 and 0.2 µs a call, prometheus_client's own 0.6 and 1.5 µs; ``docs/understand/decisions.md`` gives the
+share of a token's cost.
 """
 
 from bisect import bisect_left
@@ -63,6 +63,16 @@ class Histogram:
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
         registry.register(self)
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """The ascending upper bounds of the buckets, without infinity."""
+        return self._bounds
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The observations in each bucket so far; the last one is that of infinity."""
+        return tuple(self._counts)
 
     def observe(self, value: float) -> None:
         """Count a value in the first bucket whose bound is not below it."""

@@ -18,6 +18,7 @@ from tokenloom.supervisor.run import run_mesh
 from ..failures import reported
 from ..options import built, given, offers
 from .model_directory import model_directory
+from .prechecks import check_host, check_model
 from .serve_config import as_defaults, service_flags
 from .serve_options import OFFERS, service_arguments
 
@@ -37,10 +38,14 @@ def serve(
 ) -> None:
     """Serve MODEL (by default the demo model) on this machine until Ctrl-C; a second Ctrl-C kills."""
     values = given(**chosen)
-    options = _mesh_options(*model_directory(model, served_model_name), values, service_flags(config))
+    path, name = model_directory(model, served_model_name)
+    with reported():
+        check_model(path, values)
+    options = _mesh_options(path, name, values, service_flags(config))
     write_line = bare(sys.stderr) if values.get("log_format") == "json" else prefixed(sys.stderr)
     scheme = "https" if "public_tls_cert" in values else "http"
     with reported():
+        check_host(options, values)
         outcome = asyncio.run(
             run_mesh(
                 options,

@@ -16,7 +16,7 @@ from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 
-from .anthropic.message_routes import ERROR_FORMS
+from .anthropic.message_routes import ERROR_FORMS as MESSAGE_ERRORS
 from .api_routes import api_routes
 from .gateway_settings import NUM_EDGES, GatewaySettings
 from .generation.generator import Generator
@@ -33,6 +33,7 @@ from .http.http_server import HttpServer
 from .http.json_body import BodyParser
 from .http.response_counts import GRPC, OTHER, ResponseCounts
 from .kserve.kserve_servicer import KServeServicer
+from .ollama.ollama import ERROR_FORMS as OLLAMA_ERRORS
 from .openai.completions import CompletionsApi
 from .openai.openai_models import READ_FIELDS, WITHOUT_EFFECT, BodyReader
 from .request_log.access_log import AccessLog
@@ -176,10 +177,8 @@ async def _open_edges(
     routes = api_routes(settings, host, mesh, parser, reader, completions, counts)
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
     admin_routes = await _admin_routes(settings, host, mesh, finished.recent)
-    origins = settings.cors_origins
-    return App(
-        routes, keys, admin_routes, admin_keys, guard, shares, origins, ERROR_FORMS, counts=counts, finished=finished
-    )
+    origins, forms = settings.cors_origins, {**MESSAGE_ERRORS, **OLLAMA_ERRORS}
+    return App(routes, keys, admin_routes, admin_keys, guard, shares, origins, forms, counts=counts, finished=finished)
 
 
 async def _admin_routes(settings: GatewaySettings, host: Host, mesh: ServedMesh, recent: RecentRequests) -> Routes:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from tokenloom.engine_core.config import SpeculativeConfig
 from tokenloom.engine_core.wire.handshake import CoreReady
@@ -85,6 +85,8 @@ class EngineMetrics:
         )
         text = "Tokens per step: generated tokens, and tokens of the prompts that it completed."
         self._iteration = self._histogram("iteration_tokens_total", text, _ITERATION_TOKENS)
+        text = "Prompt tokens that a request computed itself: neither cached nor loaded."
+        self._prefilled = self._histogram("request_prefill_kv_computed_tokens", text, process_metrics.TOKENS)
         self._e2e, self._queue, self._prefill, self._decode, self._inference = (
             self._histogram(name, text, process_metrics.REQUEST_SECONDS)
             for name, text in (
@@ -161,7 +163,9 @@ class EngineMetrics:
             self._inference.observe(decode + stats.prefill_ns / 1e9)
 
     def _observe_sources(self, stats: PrefillStats) -> None:
-        self._computed.inc(stats.num_prompt_tokens - stats.num_cached_tokens)
+        num_computed = stats.num_prompt_tokens - stats.num_cached_tokens
+        self._computed.inc(num_computed)
+        self._prefilled.observe(num_computed)
         self._cached.inc(stats.num_cached_tokens - stats.num_external_cached_tokens)
         self._loaded.inc(stats.num_external_cached_tokens)
 
@@ -170,6 +174,9 @@ class EngineMetrics:
         self._gauge("num_requests_running", "Requests that are running.", lambda: self._seen.num_running)
         self._gauge("num_requests_waiting", "Requests that wait to run.", lambda: self._seen.num_waiting)
         self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1.", lambda: self._seen.kv_usage)
+        text = "Prompt tokens of the requests that wait to run."
+        waiting = Gauge("tokenloom_prompt_tokens_waiting", text, _LABELS, registry=self._registry)
+        waiting.labels(*self._labels).set_function(lambda: self._seen.num_waiting_tokens)
         labels = dict(zip(_LABELS, self._labels, strict=True))
         for name, text in _COUNTERS_OF_CORE.items():
             read = functools.partial(self._read, name)

@@ -13,6 +13,7 @@ from .http.response_counts import ResponseCounts
 from .http.status_routes import StatusRoutes
 from .http.tokenize_routes import TokenizeRoutes
 from .http.turn_share import ANSWERS_PER_TURN, TurnShare
+from .ollama.ollama import ollama_routes
 from .openai.chat import ChatApi
 from .openai.completions import CompletionsApi
 from .openai.openai_models import BodyReader
@@ -54,6 +55,7 @@ def api_routes(
         "/v1/chat/completions": {"POST": endpoint(chats)},
         "/v1/completions": {"POST": endpoint(completions)},
         **message_routes(endpoint(messages), count_tokens),
+        **ollama_routes(chats, endpoint, mesh.health),
         **response_routes(ResponsesEndpoint(endpoint(responses), responses, mesh.generator, store, host)),
         **tokenize.routes(),
     }

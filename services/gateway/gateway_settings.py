@@ -110,6 +110,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         ReasoningParserName,
         "How the model writes reasoning; auto: as its chat template indicates.",
     ] = "auto"
+    access_log: Annotated[
+        bool,
+        "Log a line for each request that has ended: ids, status, sizes and times, without prompts and keys. "
+        "Successful probes and scrapes have none.",
+    ] = True
     max_body_bytes: Annotated[Count, "Largest request, over HTTP and gRPC."] = 8 << 20
     max_body_bytes_in_flight: Annotated[
         Count, "Bytes of HTTP request bodies held at the same time; further ones are refused with a retryable error."

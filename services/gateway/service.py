@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import time
 from functools import partial
 
 from google.protobuf.message import Message
@@ -15,12 +16,13 @@ from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 
-from .anthropic.message_routes import ERROR_FORMS
+from .anthropic.message_routes import ERROR_FORMS as MESSAGE_ERRORS
 from .api_routes import api_routes
 from .gateway_settings import NUM_EDGES, GatewaySettings
 from .generation.generator import Generator
 from .grpc.inference_servicer import InferenceServicer
 from .grpc.message_bounds import bounded
+from .grpc.observed_calls import observe_calls
 from .health import MeshHealth
 from .http.admin_routes import AdminRoutes
 from .http.app import App, Routes
@@ -29,10 +31,15 @@ from .http.byte_budget import ByteBudget
 from .http.connections import Connections
 from .http.http_server import HttpServer
 from .http.json_body import BodyParser
-from .http.response_counts import OTHER, ResponseCounts
+from .http.response_counts import GRPC, OTHER, ResponseCounts
 from .kserve.kserve_servicer import KServeServicer
+from .ollama.ollama import ERROR_FORMS as OLLAMA_ERRORS
 from .openai.completions import CompletionsApi
 from .openai.openai_models import READ_FIELDS, WITHOUT_EFFECT, BodyReader
+from .request_log.access_log import AccessLog
+from .request_log.finished_requests import FinishedRequests
+from .request_log.recent_requests import RecentRequests
+from .request_log.request_routes import request_routes
 from .served_mesh import ServedMesh, connect
 from .tenants.api_keys import ApiKeys
 from .tenants.cache_salts import CacheSalts
@@ -75,7 +82,7 @@ class GatewayService:
             connections=Connections(
                 for_clients(settings.max_connections, NUM_EDGES),
                 settings.max_connections_per_peer,
-                on_refused=partial(counts.count, OTHER, reason="CONNECTION"),
+                on_refused=partial(counts.count, OTHER),
             ),
             insecure=settings.is_open,
             tls=host.public_tls,
@@ -156,7 +163,9 @@ async def _open_edges(
     admin_keys = ApiKeys.load_admin(settings.admin_api_key, settings.admin_api_key_file)
     reader = BodyReader(strict=settings.strict)
     completions = CompletionsApi(reader, mesh.model)
+    finished = FinishedRequests(RecentRequests(), AccessLog(time.monotonic) if settings.access_log else None)
     host.authorize_calls(admit_calls(keys))
+    host.observe_calls(observe_calls(ResponseCounts(host.metrics, GRPC), finished))
     inference = InferenceServicer(mesh.generator, mesh.health, mesh.model, mesh.plans, shares, settings.request_timeout)
     generates: dict[str, type[Message]] = dict.fromkeys(("Generate", "GenerateSession"), inference_pb2.GenerateRequest)
     generates["Resume"] = inference_pb2.InferenceResumeRequest
@@ -167,12 +176,12 @@ async def _open_edges(
     host.add_servicer(bounded(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, infers), kserve)
     routes = api_routes(settings, host, mesh, parser, reader, completions, counts)
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
-    admin_routes = await _admin_routes(settings, host, mesh)
-    origins = settings.cors_origins
-    return App(routes, keys, admin_routes, admin_keys, guard, shares, origins, ERROR_FORMS, counts=counts)
+    admin_routes = await _admin_routes(settings, host, mesh, finished.recent)
+    origins, forms = settings.cors_origins, {**MESSAGE_ERRORS, **OLLAMA_ERRORS}
+    return App(routes, keys, admin_routes, admin_keys, guard, shares, origins, forms, counts=counts, finished=finished)
 
 
-async def _admin_routes(settings: GatewaySettings, host: Host, mesh: ServedMesh) -> Routes:
+async def _admin_routes(settings: GatewaySettings, host: Host, mesh: ServedMesh, recent: RecentRequests) -> Routes:
     if not settings.has_admin:
         return {}
     channels = host.channels
@@ -181,7 +190,7 @@ async def _admin_routes(settings: GatewaySettings, host: Host, mesh: ServedMesh)
         tls = MeshTLS(files)
         channels = Channels(tls)
         host.certificates.show("operator", tls.expiry)
-    return AdminRoutes(mesh.view, channels, settings.request_timeout).routes()
+    return {**AdminRoutes(mesh.view, channels, settings.request_timeout).routes(), **request_routes(recent)}
 
 
 async def _wait_whole(health: MeshHealth, seconds: float = math.inf) -> None:

@@ -58,7 +58,7 @@ class TokenizerService:
 
 
 def _load(settings: TokenizerSettings) -> tuple[CheckpointInfo, Tokenizer, GetTokenizerInfoResponse]:
-    path = resolve(settings.model)
+    path = resolve(settings.model, weights=False)
     info, tokenizer = CheckpointInfo.load(path), load_tokenizer(path)
     name = settings.served_model_name or served_name(path, settings.model)
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)

@@ -21,6 +21,7 @@ from ..generation.job import Job
 from ..health import MeshHealth
 from ..http.endpoint import check_model
 from ..mesh.collector import Delta
+from ..request_log.request_record import CURRENT_RECORD
 from ..tenants.call_tenant import call_tenant
 from ..tenants.tenant_share import TenantShare
 from ..tenants.tenant_shares import TenantShares
@@ -184,9 +185,11 @@ def _turn(plan: MessagePlan, generation: Generation) -> ParsedMessage:
 
 
 async def _echo_id(request: inference_pb2.GenerateRequest, context: Context) -> None:
-    """Return the client's id for the request, in a form that fits metadata."""
+    """Return the client's id for the request, in a form that fits metadata, and record it."""
     if request.user_request_id:
         printable = "".join(char for char in request.user_request_id[:128] if " " <= char <= "~")
+        if (record := CURRENT_RECORD.get()) is not None:
+            record.request_id = printable
         await context.send_initial_metadata((("x-request-id", printable),))
 
 

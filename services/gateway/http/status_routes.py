@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from tokenloom.services.runtime.telemetry.metrics_page import metrics_page
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
 from ..generation.generator import Generator
@@ -32,17 +32,17 @@ class StatusRoutes:
 
     def routes(self) -> Routes:
         return {
-            "/v1/models": _get(lambda: {"object": "list", "data": [self._model_object()]}),
-            f"/v1/models/{self._model}": _get(self._model_object),
+            "/v1/models": get(lambda: {"object": "list", "data": [self._model_object()]}),
+            f"/v1/models/{self._model}": get(self._model_object),
             "/": {"GET": self.root},  # clients ask for HEAD / to learn whether a server is there
             "/health": {"GET": self.health},
             "/ping": {"GET": self.health, "POST": self.health},
-            "/version": _get(lambda: {"version": version("tokenloom")}),
+            "/version": get(lambda: {"version": version("tokenloom")}),
             # Under vLLM's name: how many outputs clients wait for at this gateway.
-            "/load": _get(lambda: {"server_load": self._generator.num_live}),
-            "/server_info": _get(self._server_info),
+            "/load": get(lambda: {"server_load": self._generator.num_live}),
+            "/server_info": get(self._server_info),
             # What routers ask SGLang's servers for.
-            "/model_info": _get(
+            "/model_info": get(
                 lambda: {"model_path": self._model, "tokenizer_path": self._model, "is_generation": True}
             ),
             "/metrics": {"GET": self.metrics},
@@ -71,7 +71,8 @@ class StatusRoutes:
         await exchange.respond(200, text.encode(), b"text/plain; charset=utf-8")
 
     async def metrics(self, exchange: Exchange) -> None:
-        await exchange.respond(200, generate_latest(self._registry), CONTENT_TYPE_LATEST.encode())
+        page, content_type = metrics_page(self._registry, exchange.headers.get(b"accept", b"").decode("latin-1"))
+        await exchange.respond(200, page, content_type.encode())
 
     def _server_info(self) -> dict[str, object]:
         limits = self._health.limits()
@@ -97,7 +98,7 @@ class StatusRoutes:
         }
 
 
-def _get(describe: Callable[[], object]) -> Mapping[str, Handler]:
+def get(describe: Callable[[], object]) -> Mapping[str, Handler]:
     """Return the methods of a path that answers GET with what ``describe`` returns."""
 
     async def handler(exchange: Exchange) -> None:

@@ -8,6 +8,7 @@ import msgspec
 
 from tokenloom.request.sampling_params import SamplingFields
 
+from ..request_log.finished_request import LastRequests
 from . import request_schemas as bodies
 from . import response_schemas as answers
 from .message_schemas import CountTokensRequest, MessagesRequest
@@ -166,6 +167,7 @@ ADMIN_OPERATIONS = (
         },
         is_admin=True,
     ),
+    Operation("get", "/requests", "The last requests of this gateway", LastRequests, is_admin=True),
     Operation("post", "/start_profile", "Start recording steps", answers.EnginesDone, is_admin=True),
     Operation("post", "/stop_profile", "Write the recorded steps", answers.EnginesDone, is_admin=True),
 )

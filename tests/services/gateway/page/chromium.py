@@ -153,7 +153,7 @@ async def page(profile: Path) -> AsyncIterator[Page]:
     (commands, to_browser), (from_browser, answers) = os.pipe(), os.pipe()
     shell = f'exec chromium "$@" 3<&{commands} 4>&{answers}'
     process = await asyncio.create_subprocess_exec(
-        *("sh", "-c", shell, "sh", *_FLAGS, f"--user-data-dir={profile}", "about:blank"),
+        *("bash", "-c", shell, "bash", *_FLAGS, f"--user-data-dir={profile}", "about:blank"),
         pass_fds=(commands, answers),
         stdout=DEVNULL,
         stderr=DEVNULL,
@@ -168,7 +168,8 @@ async def page(profile: Path) -> AsyncIterator[Page]:
         yield Page(browser, attached["sessionId"])
         reading.cancel()
     finally:
-        process.kill()
+        if process.returncode is None:
+            process.kill()
         await process.wait()
 
 

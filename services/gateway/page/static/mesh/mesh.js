@@ -35,7 +35,8 @@ const summary = ({ engines, max_model_len }) => {
 };
 
 const showLinks = (links) => {
-  byId("kv-links").replaceChildren(...links.map((link) => html("li", {},
+  const sorted = links.toSorted((a, b) => `${a.source} ${a.target}`.localeCompare(`${b.source} ${b.target}`));
+  byId("kv-links").replaceChildren(...sorted.map((link) => html("li", {},
     html("b", {}, link.source), " sends KV to ", html("b", {}, link.target), ": ",
     `${several(link.prompts, "prompt")}, ${several(link.tokens, "token")}, waited ${
       milliseconds(link.wait_ms / Math.max(link.prompts, 1))} each`)));

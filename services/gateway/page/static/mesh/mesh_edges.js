@@ -4,23 +4,28 @@ import { svg } from "../dom.js";
 import { isBad } from "./part_states.js";
 
 const HOT_MILLISECONDS = 2500;
-const ARC = 30; // pixels by which the line of a KV link bends to the right
+const ARC = 0.12; // pixels by which the line of a KV link bends to the right, for each pixel of its height
+const MIN_ARC = 18;
+const MAX_ARC = 42;
 
 const across = (from, to) => {
   const bend = Math.max(18, (to.x - from.x) / 2);
   return `M${from.x} ${from.y}C${from.x + bend} ${from.y} ${to.x - bend} ${to.y} ${to.x} ${to.y}`;
 };
 
-const around = (from, to) =>
-  `M${from.x} ${from.y}C${from.x + ARC} ${from.y} ${to.x + ARC} ${to.y} ${to.x + 3} ${to.y}`;
+const around = (from, to) => {
+  const bend = Math.min(MIN_ARC + ARC * Math.abs(to.y - from.y), MAX_ARC);
+  const start = from.y + (to.y > from.y ? 6 : -6); // next to where requests of the other direction arrive
+  return `M${from.x} ${start}C${from.x + bend} ${start} ${to.x + bend} ${to.y} ${to.x + 2} ${to.y}`;
+};
 
 export class MeshEdges {
   constructor(map) {
     this.map = map;
     this.links = new Map(); // pair of engines to the number of prompts, and when it last grew
     const tip = svg("path", { d: "M0 0L7 3.500L0 7z", class: "tip" });
-    this.tips = svg("defs", {}, svg("marker", { id: "tip", viewBox: "0 0 7 7", refX: 6, refY: 3.5, markerWidth: 7,
-      markerHeight: 7, orient: "auto-start-reverse" }, tip));
+    this.tips = svg("defs", {}, svg("marker", { id: "tip", viewBox: "0 0 7 7", refX: 6, refY: 3.5, markerWidth: 9,
+      markerHeight: 9, markerUnits: "userSpaceOnUse", orient: "auto-start-reverse" }, tip));
     this.root = svg("svg", { class: "edges", "aria-hidden": "true" }, this.tips);
   }
 

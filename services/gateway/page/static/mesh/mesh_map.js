@@ -19,8 +19,8 @@ const stateText = (part) => {
 class Card {
   constructor(kind, name) {
     this.state = html("span", { class: "part-state" });
-    this.root = html("li", { class: `part ${kind}` },
-      html("span", { class: "part-head" }, html("b", {}, name), this.state));
+    this.name = html("b", {}, name);
+    this.root = html("li", { class: `part ${kind}` }, html("span", { class: "part-head" }, this.name, this.state));
     this.level = null;
     if (kind === "engine") this.addLoad();
   }
@@ -36,8 +36,10 @@ class Card {
       html("span", { class: "part-body kv" }, html("span", {}, "KV"), this.meter, this.usage));
   }
 
-  show(part) {
+  /** `label`: the name to show. */
+  show(part, label = part.name) {
     const level = levelOf(part.state);
+    setText(this.name, label);
     if (this.level === "bad" && level === "ok") this.flash();
     if (level !== this.level) {
       this.root.classList.remove("ok", "warn", "bad");
@@ -80,13 +82,16 @@ export class MeshMap {
     const parts = [...mesh.parts, ...mesh.engines.map((engine) => ({ kind: "engine", ...engine }))];
     this.root.classList.toggle("dense", mesh.engines.length > MANY_ENGINES);
     this.arrange(parts);
-    for (const part of parts) this.cards.get(part.name).show(part);
+    for (const part of parts) {
+      const isOnly = parts.filter(({ kind }) => kind === part.kind).length === 1;
+      this.cards.get(part.name).show(part, isOnly && part.kind !== "engine" ? part.name.replace(/ \d+$/, "") : part.name);
+    }
     this.mesh = { ...mesh, all: parts };
     this.draw();
   }
 
   showGateway(state) {
-    this.cards.get("gateway")?.show({ state });
+    this.cards.get("gateway")?.show({ name: "gateway", state });
   }
 
   /** Put a card for each part into its column, in order, and drop those of parts that are gone. */

@@ -52,12 +52,13 @@ class Playground {
     this.draft.focus();
   }
 
-  /** Return the body of the request that the next message would be sent with. Raises SyntaxError. */
+  /** Return the body of the request that the draft would make, or without one that of the last answer. Raises SyntaxError. */
   body() {
     const draft = this.draft.value.trim();
     const messages = this.conversation.forApi();
-    const more = draft || !messages.length ? [{ role: "user", content: draft || "Hello!" }] : [];
-    return requestBody(this.settings.read(), [...messages, ...more], this.model);
+    if (draft || !messages.length) messages.push({ role: "user", content: draft || "Hello!" });
+    else if (messages.at(-1).role === "assistant") messages.pop();
+    return requestBody(this.settings.read(), messages, this.model);
   }
 
   async answer() {

@@ -32,17 +32,18 @@ const bar = (timeline) => {
 
 const engines = ({ prefill_engine: prefill, decode_engine: decode }) => {
   if (!prefill || prefill === decode) return decode;
-  return `${prefill} → ${decode}`;
+  return `${prefill} → ${decode}`.replaceAll(" ", "\u00a0").replaceAll("-", "\u2011");
 };
 
 /** Return a line about the answer as the page measured it. */
 const measured = (message) => {
   const facts = [];
   const numTokens = message.usage?.completion_tokens ?? 0;
-  if (message.firstAt) facts.push(`first token ${milliseconds(message.firstAt - message.startedAt)}`);
+  if (message.firstAt) facts.push(`first output ${milliseconds(message.firstAt - message.startedAt)}`);
   if (numTokens) {
     facts.push(several(numTokens, "token"));
-    const seconds = (message.endedAt - message.firstAt) / 1000;
+    const decoding = message.timeline?.decode_ms ?? message.endedAt - message.firstAt;
+    const seconds = decoding / 1000;
     if (numTokens > 1 && seconds > 0) facts.push(`${((numTokens - 1) / seconds).toFixed(0)} tokens/s`);
     const cached = message.usage.prompt_tokens_details?.cached_tokens;
     facts.push(`prompt of ${several(message.usage.prompt_tokens, "token")}${cached ? `, ${cached} cached` : ""}`);

@@ -61,7 +61,7 @@ export class TokenView {
     const others = token.alternatives.filter((each) => each.logprob !== token.logprob);
     const rows = [alternative(token, true), ...others.map((each) => alternative(each, false))];
     const title = html("p", { class: "note" }, `Token ${at + 1} of ${this.tokens.length}, log probability ${
-      token.logprob.toFixed(3)}`);
+      token.logprob.toFixed(3).replace("-0.000", "0.000")}`);
     this.inspector.replaceChildren(title, html("ul", {}, ...rows));
   }
 

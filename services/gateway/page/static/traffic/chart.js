@@ -4,7 +4,7 @@ import { html, setText, svg } from "../dom.js";
 import { timeOfDay } from "../numbers.js";
 
 const WIDTH = 300;
-const HEIGHT = 46;
+const HEIGHT = 38;
 const TOP = 3;
 
 /** Return 1, 2 or 5 times a power of ten that is not below `value`. */
@@ -62,13 +62,15 @@ export class Chart {
       const d = values.map((value, at) => (value ? `M${x(at)} ${HEIGHT}V${y(value)}` : "")).join("");
       return [svg("path", { class: "bars", d })];
     }
+    const isKnown = (at) => typeof values[at] === "number";
     let d = "";
+    let dots = "";
     values.forEach((value, at) => {
-      if (value === null) return;
-      const follows = at > 0 && values[at - 1] !== null;
-      d += follows ? `L${x(at)} ${y(value)}` : `M${x(at)} ${y(value)}h0.1`;
+      if (!isKnown(at)) return;
+      if (!isKnown(at - 1) && !isKnown(at + 1)) dots += `M${x(at)} ${y(value)}h0.01`;
+      else d += `${isKnown(at - 1) ? "L" : "M"}${x(at)} ${y(value)}`;
     });
-    const paths = [svg("path", { class: `s${index}`, d })];
+    const paths = [svg("path", { class: `s${index}`, d }), svg("path", { class: `s${index} dots`, d: dots })];
     if (index === 0 && values.length > 1 && values.every((value) => value !== null)) {
       paths.unshift(svg("path", { class: "area", d: `${d}V${HEIGHT}H${left.toFixed(1)}z` }));
     }

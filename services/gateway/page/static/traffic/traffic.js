@@ -5,7 +5,7 @@ import { byId } from "../dom.js";
 import { count, milliseconds, percent } from "../numbers.js";
 import { Poll } from "../poll.js";
 
-const SLOTS = 120;
+const MIN_SLOTS = 12; // a young gateway shows its first minute
 const total = (reasons) => Object.values(reasons).reduce((sum, number) => sum + number, 0);
 const named = (reasons) =>
   Object.entries(reasons).map(([reason, number]) => `${number} ${reason.toLowerCase().replaceAll("_", " ")}`).join(", ");
@@ -28,7 +28,7 @@ export const startTraffic = () => {
     const columns = { ...traffic, refused: refused.map(total) };
     const newest = refused.length - 1;
     const times = refused.map((_, at) => new Date(1000 * (traffic.ended_at - (newest - at) * traffic.interval_seconds)));
-    for (const { names, chart } of charts) chart.show(names.map((name) => columns[name]), times, SLOTS);
+    for (const { names, chart } of charts) chart.show(names.map((name) => columns[name]), times, Math.max(times.length, MIN_SLOTS));
   };
   const seconds = 5;
   new Poll("traffic", seconds, show, () => {}).now(); // the mesh reports why nothing comes

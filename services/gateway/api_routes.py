@@ -29,24 +29,24 @@ def api_routes(
     mesh: ServedMesh,
     parser: BodyParser,
     reader: BodyReader,
-    completions: CompletionsApi,
+    store: ResponseStore,
 ) -> Routes:
+    """Return the routes of a gateway with one mesh. ``store``: keeps the responses of all models."""
     limit, timeout, answers = settings.max_body_bytes, settings.request_timeout, TurnShare(ANSWERS_PER_TURN)
     chats = ChatApi(reader, mesh.model, mesh.plans)
     messages = MessagesApi(reader, chats, mesh.model)
-    tokenize = TokenizeRoutes(parser, reader, mesh.tokenizers, mesh.health, mesh.model, limit, timeout)
-    count_tokens = CountTokens(parser, reader, mesh.tokenizers, mesh.model, limit, timeout)
-    store = ResponseStore(settings.max_stored_response_bytes)
+    tokenize = TokenizeRoutes(parser, reader, mesh.tokenizers, mesh.health, mesh.names, limit, timeout)
+    count_tokens = CountTokens(parser, reader, mesh.tokenizers, mesh.names, limit, timeout)
     responses = ResponsesApi(reader, chats, mesh.model, store)
 
     def endpoint(api: Api) -> Endpoint:
-        return Endpoint(api, mesh.generator, mesh.model, parser, limit, answers)
+        return Endpoint(api, mesh.generator, mesh.names, parser, limit, answers)
 
     return {
-        **StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.model).routes(),
+        **StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.names).routes(),
         **document_routes(mesh.health, admin=settings.has_admin),
         "/v1/chat/completions": {"POST": endpoint(chats)},
-        "/v1/completions": {"POST": endpoint(completions)},
+        "/v1/completions": {"POST": endpoint(CompletionsApi(reader, mesh.model))},
         **message_routes(endpoint(messages), count_tokens),
         **response_routes(ResponsesEndpoint(endpoint(responses), responses, mesh.generator, store, host)),
         **tokenize.routes(),

@@ -68,7 +68,16 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     ]
     output_processors: Annotated[_Members, "Addresses of output processors, in the form of --tokenizers."]
     coordinator: Annotated[Address, "Address of the coordinator."]
-    served_model_name: Annotated[str, "Model name for clients; by default the name that the tokenizer serves."] = ""
+    served_model_name: Annotated[
+        tuple[str, ...],
+        "Model names for clients, separated by commas; the first one stands in answers and metrics. By default the "
+        "name that the tokenizer serves.",
+    ] = ()
+    meshes: Annotated[
+        Path | None,
+        "File (.toml, .json or .yaml) with a table [[mesh]] for each further mesh behind this gateway: "
+        "served_model_name, tokenizers, output_processors and coordinator. Requests go by their model.",
+    ] = None
     api_key: Annotated[
         _Keys, "Accepted API keys, separated by commas; without this and --api-key-file no key is needed."
     ] = ()
@@ -191,6 +200,8 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.meshes is not None and not self.served_model_name:
+            raise ValueError("--meshes needs --served-model-name: requests name the model")
         if (self.public_tls_cert is None) != (self.public_tls_key is None):
             raise ValueError("--public-tls-cert and --public-tls-key must be set together")
         if self.max_body_bytes_in_flight < self.max_body_bytes:

@@ -9,11 +9,9 @@ from prometheus_client.core import GaugeMetricFamily
 
 from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
-from tokenloom.services.runtime.telemetry.process_metrics import show_token_cost
 from tokenloom.v1 import types_pb2
 
 from .generation.backlog import Backlog
-from .health import PARTS, MeshHealth
 from .mesh.collector import Delta
 from .mesh.mesh_view import MeshView
 
@@ -42,7 +40,6 @@ class GatewayMetrics:
         self.generation_tokens = process_metrics.fast_counter(
             registry, "generation_tokens", "Output tokens sent to clients.", labels
         )
-        show_token_cost(registry, lambda: self.generation_tokens.value)
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "Time from a request's arrival to its first token."
         )
@@ -104,14 +101,13 @@ class RequestWatch:
 
 @dataclass(frozen=True, slots=True)
 class MeshGauges:
-    """Collects gauges for Prometheus: the engines' load as last reported, and which parts are missing.
+    """Collects gauges for Prometheus: the engines' load as last reported.
 
     The gauges under vLLM's names cover the whole mesh and have no label ``engine``: balancers that treat gateways as
     model servers (the Gateway API Inference Extension) read one number of each.
     """
 
     mesh: MeshView
-    health: MeshHealth
     backlog: Backlog
     model_name: str
 
@@ -132,12 +128,6 @@ class MeshGauges:
             yield self._gauge("tokenloom_engine_" + name, text, values, "engine")
         text = "Estimated seconds that a request which arrives now would wait for its first token."
         yield self._gauge("tokenloom_queue_wait_seconds", text, {"": self.backlog.wait_seconds()})
-        parts = self.health.parts()
-        text = "1 while no replica of the part answers; requests continue without the coordinator only."
-        part_missing = GaugeMetricFamily("tokenloom_part_missing", text, labels=["part"])
-        for part in PARTS:
-            part_missing.add_metric([part], not parts[part].num_serving)
-        yield part_missing
 
     describe = collect  # the names, so that a second metric of one of them is refused
 

@@ -91,7 +91,7 @@ class Admission:
                 self._old_ended.set()
         share.remove_outputs(num_outputs, self._shares.outputs)
         self._backlog.end(num_outputs)
-        if not self.num_live:
+        if not self._num_places:  # other meshes of this gateway may have outputs in work
             self._idle.set()
 
     def _check_wait(self, job: Job, share: TenantShare, timeout: float) -> None:

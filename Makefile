@@ -86,10 +86,10 @@ release-protos: ## keep the protos as those of a release, for breaking-protos (N
 docs: install ## write the pages of docs/ that come from the code
 	$(BIN)/python -m tokenloom.reference docs
 
-models-docs: install ## write docs/models.md after trying every causal language model of transformers (5 minutes)
+models-docs: install ## write docs/reference/models.md after trying every causal language model of transformers (5 minutes)
 	$(BIN)/python -m tests.soak.models_page
 
-metrics-docs: install ## write docs/metrics.md from a running mesh
+metrics-docs: install ## write docs/reference/metrics.md from a running mesh
 	$(BIN)/python -m tests.observability.catalogue
 
 wheels: install ## download the locked dependencies as wheels, for image builds without an index

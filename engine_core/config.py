@@ -290,7 +290,7 @@ class EngineConfig(Struct, frozen=True):
     speculative: Annotated[
         SpeculativeConfig | None,
         "Draft tokens that one step verifies: a JSON object with method (ngram, draft_model or eagle), "
-        "num_speculative_tokens and what the method needs (docs/speculation.md). No token changes.",
+        "num_speculative_tokens and what the method needs (docs/use/speculation.md). No token changes.",
         Meta(extra={"name": "speculative_config"}),
     ] = None
     max_model_len: Annotated[

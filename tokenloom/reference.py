@@ -49,7 +49,7 @@ keys identify their clients.
 
 
 def configuration() -> str:
-    """Return ``docs/configuration.md``."""
+    """Return ``docs/reference/configuration.md``."""
     common = options_of(ServiceSettings)
     parts = [_CONFIGURATION, "\n## Every service\n\n", *_table(common.values())]
     for service in SERVICES:
@@ -63,12 +63,12 @@ def configuration() -> str:
 
 
 def callers() -> str:
-    """Return ``docs/callers.md``."""
+    """Return ``docs/reference/callers.md``."""
     rows = (f"| `{method}` | {', '.join(sorted(who))} |\n" for method, who in CALLERS.items())
     return _CALLERS + "".join(rows)
 
 
-PAGES = {"configuration.md": configuration, "callers.md": callers}
+PAGES = {"reference/configuration.md": configuration, "reference/callers.md": callers}
 
 
 def _by_group(options: Sequence[Option]) -> Callable[[Option], int]:

@@ -1,7 +1,7 @@
 """``python -m tests.compat [COMMIT]``: serves requests with meshes whose parts are of two releases.
 
 Each kind of part in turn is of the old release; then the parts are upgraded one kind after the other, in the order of
-``docs/operations.md``. The answers must be those of a mesh of one release.
+``docs/operate/operations.md``. The answers must be those of a mesh of one release.
 """
 
 import argparse

@@ -11,7 +11,7 @@ from tokenloom.cli.main import app
 from tokenloom.reference import PAGES
 
 ROOT = Path(__file__).parents[2]
-MARKDOWN = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARKDOWN = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 IMAGES = {"tokenloom/service", "tokenloom/engine-cpu", "tokenloom/engine-cuda"}
 PAGE_IDS = [str(path.relative_to(ROOT)) for path in MARKDOWN]
 

@@ -31,7 +31,7 @@ CUSTOM = {
 }
 """Kinds that a cluster gets from elsewhere: no schema of theirs is at hand."""
 MADE_BY_HAND = {f"tokenloom-{part.replace('_', '-')}-tls" for part in PARTS} | {"tokenloom-api-keys"}
-"""Secrets: `tokenloom certs --kubernetes` and docs/kubernetes.md make them."""
+"""Secrets: `tokenloom certs --kubernetes` and docs/operate/kubernetes.md make them."""
 
 
 MORE_SECRETS = {"gateway": {"tokenloom-api-keys"}}

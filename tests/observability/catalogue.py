@@ -1,5 +1,5 @@
 """Every metric of every part, read off the ``/metrics`` of a running mesh: ``python -m tests.observability.catalogue``
-writes docs/metrics.md, ``--check`` has promtool look at each page."""
+writes docs/reference/metrics.md, ``--check`` has promtool look at each page."""
 
 import argparse
 import asyncio
@@ -20,7 +20,7 @@ from tests.mesh.harness import Mesh
 from tokenloom.certificates import make_certificates
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "metrics.md"
+DOCUMENT = ROOT / "docs" / "reference" / "metrics.md"
 ALLOWED = re.compile(r"^vllm:\S+ metric names should not contain ':'$|^vllm:iteration_tokens_total non-counter ")
 """What promtool says of names that are vLLM's, and have to stay."""
 _BY_PYTHON = ("process_", "python_", "tokenloom_engine_core_process_")
@@ -80,7 +80,7 @@ def entries(pages: Pages) -> list[Entry]:
 
 
 def markdown(pages: Pages) -> str:
-    """docs/metrics.md."""
+    """docs/reference/metrics.md."""
     lines = [_HEAD]
     for service in pages:
         lines += [f"\n## {service.replace('_', ' ').capitalize()}\n", "| metric | kind | labels | what it is |"]

@@ -1,4 +1,4 @@
-"""docs/metrics.md, and promtool over what a running mesh shows."""
+"""docs/reference/metrics.md, and promtool over what a running mesh shows."""
 
 import shutil
 

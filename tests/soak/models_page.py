@@ -1,4 +1,4 @@
-"""Writes ``docs/models.md``: which code computes which architecture, from the code and from a sweep."""
+"""Writes ``docs/reference/models.md``: which code computes which architecture, from the code and from a sweep."""
 
 import argparse
 import re
@@ -13,7 +13,7 @@ from tests.soak.transformers_models import KINDS, Outcome, quiet, sweep
 from tokenloom.gpu_worker.checkpoint.gguf.config import ARCHITECTURES as GGUF_ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.model_config import ARCHITECTURES, QUANTIZATIONS
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 _MESH_TEST = "tests/e2e/test_more_models.py"
 _SWEEP_MARK = "## Computed by transformers\n"
 

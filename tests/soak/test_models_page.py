@@ -1,4 +1,4 @@
-"""``docs/models.md`` is current."""
+"""``docs/reference/models.md`` is current."""
 
 import re
 

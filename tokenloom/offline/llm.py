@@ -62,9 +62,10 @@ class LLM:
             served_model_name: The ``model_name`` of outputs; by default the directory's name.
             max_logprobs: Limit for ``logprobs`` and ``prompt_logprobs``; -1: no limit.
             enable_prompt_embeds: Whether prompts may hold embeddings.
-            **engine: Options of the engine by their names in ``docs/configuration.md`` or vLLM's, such as ``dtype``,
-                ``max_model_len``, ``max_num_seqs``, ``enable_prefix_caching`` or ``kv_cache_memory_bytes``. None stands
-                for the default. ``dtype`` may be torch's; ``max_num_seqs`` is by default at most the token budget.
+            **engine: Options of the engine by their names in ``docs/reference/configuration.md`` or vLLM's, such as
+                ``dtype``, ``max_model_len``, ``max_num_seqs``, ``enable_prefix_caching`` or ``kv_cache_memory_bytes``.
+                None stands for the default. ``dtype`` may be torch's; ``max_num_seqs`` is by default at most the token
+                budget.
         """
         config = engine_config(engine)
         if gpu_memory_utilization is not None:

@@ -50,11 +50,11 @@ def _unknown(path: Path, name: str, values: dict[str, Any], version: str) -> Val
     if values.get("auto_map"):
         return ValueError(
             f"{file}: architectures names {name}, whose code is in the checkpoint (auto_map); code of checkpoints is "
-            "never run: use a model whose class is part of transformers, see docs/models.md"
+            "never run: use a model whose class is part of transformers, see docs/reference/models.md"
         )
     return ValueError(
         f"{file}: architectures names {name}, which neither Tokenloom nor transformers {version} has: use a model of "
-        "docs/models.md, or a newer transformers if it has that class"
+        "docs/reference/models.md, or a newer transformers if it has that class"
     )
 
 

@@ -1,4 +1,4 @@
-"""Checks, by the name in the caller's certificate, which service may call which (``docs/architecture.md``)."""
+"""Checks, by the name in the caller's certificate, which service may call which (``docs/reference/callers.md``)."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,7 @@
 """Prometheus metrics for what happens once per token: one thread observes, without locks; another may scrape.
 
-They cost 0.02 and 0.2 µs a call, prometheus_client's own 0.6 and 1.5 µs; ``docs/decisions.md`` says what that is of a
-token.
+They cost 0.02 and 0.2 µs a call, prometheus_client's own 0.6 and 1.5 µs; ``docs/understand/decisions.md`` gives the
+share of a token's cost.
 """
 
 from bisect import bisect_left

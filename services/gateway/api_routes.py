@@ -44,7 +44,7 @@ def api_routes(
 
     return {
         **StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.names).routes(),
-        **document_routes(mesh.health, admin=settings.has_admin),
+        **document_routes(mesh.health, admin=settings.has_admin, batches=settings.batch_dir is not None),
         "/v1/chat/completions": {"POST": endpoint(chats)},
         "/v1/completions": {"POST": endpoint(CompletionsApi(reader, mesh.model))},
         **message_routes(endpoint(messages), count_tokens),

@@ -125,6 +125,18 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "Bytes of responses of /v1/responses that this gateway keeps for previous_response_id; the oldest ones are "
         "dropped. 0: it keeps none, and none runs in the background.",
     ] = 64 << 20
+    batch_dir: Annotated[
+        Path | None,
+        "Directory for the files and results of /v1/files and /v1/batches, used by this gateway alone; without it the "
+        "routes are not served.",
+    ] = None
+    max_file_bytes: Annotated[Count, "Largest file of /v1/files."] = 256 << 20
+    tenant_file_bytes: Annotated[Count, "Bytes of the files that one tenant may store, results included."] = 4 << 30
+    tenant_files: Annotated[Count, "Files that one tenant may store."] = 1000
+    max_batch_lines: Annotated[Count, "Requests of one batch."] = 50_000
+    batch_concurrency: Annotated[
+        Count, "Lines of all batches that are answered at the same time, while no other request needs the capacity."
+    ] = 16
     max_connections: Annotated[
         Count,
         "Connections of clients over HTTP, and as many over gRPC; fewer if the limit of open descriptors is too low.",

@@ -18,6 +18,7 @@ from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 
 from .anthropic.message_routes import ERROR_FORMS
 from .api_routes import api_routes
+from .batches.open_batches import Batches, absent_routes, open_batches
 from .gateway_settings import NUM_EDGES, GatewaySettings
 from .generation.resumable import UnattendedMetrics
 from .grpc.inference_servicer import InferenceServicer
@@ -28,6 +29,7 @@ from .http.browser_guard import BrowserGuard
 from .http.byte_budget import ByteBudget
 from .http.connections import Connections
 from .http.http_server import HttpServer
+from .http.internal_call import InternalCalls
 from .http.json_body import BodyParser
 from .http.models_routes import ModelsRoutes
 from .http.response_counts import OTHER, ResponseCounts
@@ -65,6 +67,7 @@ class GatewayService:
         self._settings = settings
         self._started: tuple[ServedMeshes, HttpServer, Host] | None = None
         self._parser = BodyParser(READ_FIELDS, WITHOUT_EFFECT)
+        self._batches: Batches | None = None
         self.http_address = ""
 
     async def start(self, host: Host) -> None:
@@ -75,11 +78,14 @@ class GatewayService:
         host.metrics.register(TenantMetrics(shares))
         meshes = ServedMeshes(mesh_specs(settings))
         await _connect(meshes, settings, host, shares)
-        counts = ResponseCounts(host.metrics)
+        counts, budget = ResponseCounts(host.metrics), ByteBudget(settings.max_body_bytes_in_flight)
+        self._batches = await open_batches(settings, host, keys)
+        batch_routes = absent_routes() if self._batches is None else self._batches.routes
+        app = await _open_edges(settings, host, meshes, keys, shares, self._parser, counts, batch_routes)
         http = HttpServer(
-            await _open_edges(settings, host, meshes, keys, shares, self._parser, counts),
+            app,
             settings.http_listen,
-            budget=ByteBudget(settings.max_body_bytes_in_flight),
+            budget=budget,
             connections=Connections(
                 for_clients(settings.max_connections, NUM_EDGES),
                 settings.max_connections_per_peer,
@@ -97,6 +103,8 @@ class GatewayService:
         host.spawn(http.serve(), name="http server")
         host.publish(http=self.http_address, model=meshes.names[0])
         await _wait_whole(meshes)
+        if self._batches is not None:
+            self._batches.start(InternalCalls(app, budget))
         host.spawn(meshes.publish(host.health), name="health of the meshes")
         scheme = "http" if settings.public_tls_cert is None else "https"
         log.info("serving %s on %s://%s", ", ".join(meshes.names), scheme, self.http_address)
@@ -106,6 +114,8 @@ class GatewayService:
         assert self._started is not None
         meshes, http, host = self._started
         meshes.begin_drain()
+        if self._batches is not None:  # first: the next gateway waits for the directory
+            await self._batches.close()
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._send_away(host, meshes))
@@ -122,6 +132,8 @@ class GatewayService:
             meshes.leave_resumable()
 
     async def stop(self) -> None:
+        if self._batches is not None:
+            await self._batches.close()
         if self._started is not None:
             meshes, http, _ = self._started
             await meshes.close()
@@ -177,6 +189,7 @@ async def _open_edges(
     shares: TenantShares,
     parser: BodyParser,
     counts: ResponseCounts,
+    batch_routes: Routes,
 ) -> App:
     """Add the gRPC services to the host's server and return the HTTP application. Waits for the operator's certificate
     where the admin routes need one."""
@@ -201,6 +214,7 @@ async def _open_edges(
     else:
         door = ModelDoor(meshes, routes_of, max_body_bytes=settings.max_body_bytes)
         routes = {**door.routes(), **ModelsRoutes(meshes).routes()}
+    routes = {**routes, **batch_routes}
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
     admin_routes = await _admin_routes(settings, host, meshes)
     origins = settings.cors_origins

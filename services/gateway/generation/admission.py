@@ -97,8 +97,10 @@ class Admission:
     def _check_wait(self, job: Job, share: TenantShare, timeout: float) -> None:
         priority = max(job.priority, self._most_urgent_priority)
         try:
-            self._backlog.check(Claim(priority, timeout, self._queue_share(share)))
+            self._backlog.check(Claim(priority, timeout, self._queue_share(share), job.is_sheddable))
         except errors.ResourceExhausted as error:
+            if job.is_sheddable:  # it is tried again until there is capacity: no client was refused
+                raise
             share.refused[MAX_QUEUE_SECONDS] += 1
             self._refusals.add(error.message)
             raise

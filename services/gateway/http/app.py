@@ -25,6 +25,8 @@ Routes = Mapping[str, Mapping[str, Handler]]
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/docs", "/openapi.json"})
 """Paths that need no key, for load balancers and browsers, which have none."""
 
+INTERNAL = "/v1/batches/*/line"
+"""Stands for the route of a line of a batch, so that the counts of routes are those of clients' requests."""
 _MODEL_PATH = "/v1/models/"
 _PREFLIGHT_SECONDS = 600
 _CLIENT_LEFT = 499
@@ -90,8 +92,8 @@ class App:
         methods = self._admin_routes.get(exchange.path)
         keys = self._keys if methods is None else self._admin_keys
         if exchange.path not in OPEN_PATHS:
-            exchange.tenant = keys.authorize(_authorization(exchange.headers))
-            if not keys.required:
+            exchange.tenant = exchange.internal_tenant or keys.authorize(_authorization(exchange.headers))
+            if not keys.required and exchange.internal_tenant is None:
                 self._guard.check(exchange.headers)
             if methods is None:  # an operator belongs to no tenant
                 exchange.body.count_for(self._shares.of(exchange.tenant))
@@ -101,6 +103,8 @@ class App:
             methods = self._routes.get(exchange.route)
         if methods is None:
             exchange.route = OTHER
+        if exchange.internal_tenant is not None:
+            exchange.route = INTERNAL
         if methods is None and exchange.path.startswith(_MODEL_PATH):
             raise errors.ModelNotFound(
                 "this model is not served; GET /v1/models lists the served models", field="model"

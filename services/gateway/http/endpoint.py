@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -130,6 +130,8 @@ class Endpoint:
             job, options = await self.parser.read(received.data, partial(self._job, exchange.tenant))
             if not self.api.is_resumable and b"last-event-id" in exchange.headers:
                 raise errors.InvalidArgument("streams of this API cannot be resumed", "Last-Event-ID")
+            if exchange.internal_tenant is not None:
+                job = replace(job, is_sheddable=True)
             options, claim = read_claim(exchange, received.data, job, options)
             return job, options, claim
 

@@ -102,6 +102,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
     def __init__(self) -> None:
         self.state = coordinator_pb2.ENGINE_STATE_SERVING
         self.engines: Sequence[str] = ["engine-0"]
+        self.limits = LIMITS
         self.is_away = False
         self.report = coordinator_pb2.EngineReport(running=3, waiting=2, kv_usage=0.25)
         self._changed = asyncio.Condition()
@@ -132,7 +133,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def _entry(self, name: str) -> coordinator_pb2.EngineEntry:
         identity = coordinator_pb2.EngineIdentity(
-            engine_id=name, fingerprint=FINGERPRINT, limits=LIMITS, num_kv_blocks=64
+            engine_id=name, fingerprint=FINGERPRINT, limits=self.limits, num_kv_blocks=64
         )
         entry = coordinator_pb2.EngineEntry(identity=identity, report=self.report)
         entry.report.state = self.state

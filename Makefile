@@ -19,7 +19,7 @@ PYRIGHT_VERSION = $(shell sed -n 's/^VERSION = "\(.*\)"/\1/p' tools/figures/edit
 # Whole meshes of processes, killed parts, campaigns of faults, measurements, comparisons with transformers, kernels
 # built for other processors: a command of their own.
 LONG_TESTS := tests/e2e tests/chaos tests/soak tests/attack tests/benchmarks tests/parity tests/mesh/faults \
-	tests/gpu_worker/kernels/test_quantized_paths.py
+	tests/gpu_worker/kernels/test_quantized_paths.py tests/gpu_worker/kernels/test_prebuilt_results.py
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
 export HF_HUB_OFFLINE ?= 1
 # The tests start hundreds of processes that import the same modules: let Python keep their bytecode.
@@ -91,6 +91,13 @@ models-docs: install ## write docs/reference/models.md after trying every causal
 
 metrics-docs: install ## write docs/reference/metrics.md from a running mesh
 	$(BIN)/python -m tests.observability.catalogue
+
+kernels: install ## build the C++ kernels ahead, for every level of processors that a compiler here can build
+	$(BIN)/tokenloom build-kernels
+
+wheel: kernels ## build dist/: the wheel, with the kernels that were built ahead
+	@rm -rf build/lib build/bdist.*
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 
 wheels: install ## download the locked dependencies as wheels, for image builds without an index
 	@rm -rf build/wheels && mkdir -p build/wheels
@@ -164,8 +171,9 @@ soak-memory: install ## run four engines of one host under full load for five mi
 clients: install ## run unmodified client libraries against one mesh, each in its own environment
 	$(BIN)/python -m tests.clients.run
 
-browser: install ## open the page /docs in a real browser (Debian: chromium)
+browser: install ## use the pages / and /docs in a real browser, and take pictures of / (Debian: chromium, fonts-inter)
 	$(BIN)/python -m tests.services.gateway.openapi.check_docs_page
+	$(BIN)/python -m tests.services.gateway.page.check_page
 
 containers: install ## build the images, run docker-compose.yml with podman, kill parts of it (root, Debian)
 	$(BIN)/python -m tests.containers.run
@@ -192,4 +200,4 @@ house: install ## print figures about the source tree: sizes, hops of a request,
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test test-again lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check gpu-check bench house help
+.PHONY: install demo test test-again lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs kernels wheel wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check gpu-check bench house help

@@ -3,7 +3,6 @@
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -20,43 +19,8 @@ from .gguf.config import gguf_config
 from .opt_switches import OPTSwitches
 from .quantization.scheme import Scheme
 from .quantization.schemes import read_scheme
-
-Family = Literal[
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "phi3",
-    "olmo2",
-    "smollm3",
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "gpt2",
-    "opt",
-    "transformers",
-]
-"""``transformers``: any class of that library; its modules hold what the switches of :class:`ModelConfig` hold."""
-
-ARCHITECTURES: dict[str, Family] = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3",
-    "Phi3ForCausalLM": "phi3",
-    "Olmo2ForCausalLM": "olmo2",
-    "SmolLM3ForCausalLM": "smollm3",
-    "MixtralForCausalLM": "mixtral",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "GPT2LMHeadModel": "gpt2",
-    "OPTForCausalLM": "opt",
-}
-"""Names every architecture that is built in."""
+from .supported import ARCHITECTURES as ARCHITECTURES
+from .supported import Family as Family
 
 log = logging.getLogger(__name__)
 

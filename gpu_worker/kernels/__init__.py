@@ -1,1 +1,1 @@
-"""C++ kernels of the CPU worker: compiled where they run, called through ctypes."""
+"""C++ kernels of the CPU worker: built ahead or where they run, called through ctypes."""

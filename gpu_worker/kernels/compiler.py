@@ -1,4 +1,4 @@
-"""Compiles kernels for this machine's CPU and caches the libraries."""
+"""Finds the libraries of kernels for this machine's CPU: built ahead, in the cache, or compiled now."""
 
 import contextlib
 import fcntl
@@ -9,13 +9,15 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from importlib import resources
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from .levels import available_levels
+from .openmp import openmp_runtime
+from .prebuilt import FLAGS, SOURCES, find_prebuilt
 
 log = logging.getLogger(__name__)
 
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 _TIMEOUT = 180.0
 """In seconds. A build takes 1 to 25 s."""
 
@@ -25,25 +27,38 @@ class KernelsUnavailable(Exception):
 
 
 def build(source: str, march: str = "native", cache_dir: Path | None = None, **macros: int) -> Path:
-    """Return the shared library of ``csrc/<source>.cpp`` with these macros; compile it unless it is in the cache.
+    """Return the shared library of ``csrc/<source>.cpp`` with these macros.
 
-    ``cache_dir`` is ``~/.cache/tokenloom/kernels`` by default. Sources, compiler, command and CPU identify a library.
-    Raises :class:`KernelsUnavailable` without a compiler or if it fails.
+    For the native CPU it is the one that was built ahead for the CPU's level; otherwise it is compiled, unless it is in
+    the cache; without a compiler, one that was built ahead for a lower level. ``cache_dir`` is
+    ``~/.cache/tokenloom/kernels`` by default; if it is given, nothing that was built ahead is used. Sources, compiler,
+    command and CPU identify a library in the cache. Raises :class:`KernelsUnavailable`.
     """
+    levels = available_levels() if march == "native" and cache_dir is None else []
+    if (ahead := find_prebuilt(source, macros, levels[:1])) is not None:
+        return ahead
+    try:
+        return _build_here(source, march, cache_dir, macros)
+    except KernelsUnavailable:
+        if (ahead := find_prebuilt(source, macros, levels[1:])) is not None:
+            return ahead
+        raise
+
+
+def _build_here(source: str, march: str, cache_dir: Path | None, macros: Mapping[str, int]) -> Path:
     compiler = _compiler_version()
-    flags = [*_FLAGS, f"-march={march}", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
-    runtime = _openmp_runtime()
-    with resources.as_file(resources.files(__package__) / "csrc") as sources:
-        contents = [path.read_text(encoding="utf-8") for path in (sources / f"{source}.cpp", *sources.glob("*.h"))]
-        # The name of the OpenMP library, not its path: the loader finds the one that torch has loaded by its name, so
-        # every environment with the same torch shares the build.
-        runtime_name = runtime.name if runtime is not None else ""
-        identity = "\0".join([compiler, _cpu(), runtime_name, *flags, *contents])
-        library = _writable(cache_dir) / f"{source}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
-        if not library.exists():
-            with _locked(library):
-                if not library.exists():
-                    _compile(sources / f"{source}.cpp", flags, runtime, library)
+    flags = [*FLAGS, f"-march={march}", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
+    runtime = openmp_runtime()
+    contents = [path.read_text(encoding="utf-8") for path in (SOURCES / f"{source}.cpp", *SOURCES.glob("*.h"))]
+    # The name of the OpenMP library, not its path: the loader finds the one that torch has loaded by its name, so
+    # every environment with the same torch shares the build.
+    runtime_name = runtime.name if runtime is not None else ""
+    identity = "\0".join([compiler, _cpu(), runtime_name, *flags, *contents])
+    library = _writable(cache_dir) / f"{source}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
+    if not library.exists():
+        with _locked(library):
+            if not library.exists():
+                _compile(SOURCES / f"{source}.cpp", flags, runtime, library)
     return library
 
 
@@ -94,13 +109,6 @@ def _cpu() -> str:
         return platform.processor()
     names = ("flags", "Features", "model name")
     return platform.machine() + "\n".join(sorted({line for line in lines if line.startswith(names)}))
-
-
-def _openmp_runtime() -> Path | None:
-    """Return the OpenMP library that torch has loaded; a second one would start threads of its own."""
-    maps = Path("/proc/self/maps")
-    paths = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line} if maps.exists() else ()
-    return next((Path(path) for path in sorted(paths)), None)
 
 
 def _writable(cache_dir: Path | None) -> Path:

@@ -85,6 +85,8 @@ class EngineMetrics:
         )
         text = "Tokens per step: generated tokens, and tokens of the prompts that it completed."
         self._iteration = self._histogram("iteration_tokens_total", text, _ITERATION_TOKENS)
+        text = "Prompt tokens that a request computed itself: neither cached nor loaded."
+        self._prefilled = self._histogram("request_prefill_kv_computed_tokens", text, process_metrics.TOKENS)
         self._e2e, self._queue, self._prefill, self._decode, self._inference = (
             self._histogram(name, text, process_metrics.REQUEST_SECONDS)
             for name, text in (
@@ -161,7 +163,9 @@ class EngineMetrics:
             self._inference.observe(decode + stats.prefill_ns / 1e9)
 
     def _observe_sources(self, stats: PrefillStats) -> None:
-        self._computed.inc(stats.num_prompt_tokens - stats.num_cached_tokens)
+        num_computed = stats.num_prompt_tokens - stats.num_cached_tokens
+        self._computed.inc(num_computed)
+        self._prefilled.observe(num_computed)
         self._cached.inc(stats.num_cached_tokens - stats.num_external_cached_tokens)
         self._loaded.inc(stats.num_external_cached_tokens)
 

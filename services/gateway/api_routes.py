@@ -9,6 +9,7 @@ from .gateway_settings import GatewaySettings
 from .http.app import Routes
 from .http.endpoint import Api, Endpoint
 from .http.json_body import BodyParser
+from .http.response_counts import ResponseCounts
 from .http.status_routes import StatusRoutes
 from .http.tokenize_routes import TokenizeRoutes
 from .http.turn_share import ANSWERS_PER_TURN, TurnShare
@@ -16,11 +17,22 @@ from .openai.chat import ChatApi
 from .openai.completions import CompletionsApi
 from .openai.openai_models import BodyReader
 from .openapi.openapi_routes import document_routes
+from .page.page_routes import page_routes
 from .responses.response_routes import response_routes
 from .responses.response_store import ResponseStore
 from .responses.responses import ResponsesApi
 from .responses.responses_endpoint import ResponsesEndpoint
 from .served_mesh import ServedMesh
+
+
+def status_routes(settings: GatewaySettings, host: Host, mesh: ServedMesh, counts: ResponseCounts) -> Routes:
+    """Return the routes that describe the gateway and its mesh."""
+    status = StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.names)
+    return {
+        **status.routes(),
+        **(page_routes(mesh, host, counts, status.root) if settings.page else {}),
+        **document_routes(mesh.health, admin=settings.has_admin, batches=settings.batch_dir is not None),
+    }
 
 
 def api_routes(
@@ -31,7 +43,7 @@ def api_routes(
     reader: BodyReader,
     store: ResponseStore,
 ) -> Routes:
-    """Return the routes of a gateway with one mesh. ``store``: keeps the responses of all models."""
+    """Return the routes whose requests name a model. ``store``: keeps the responses of all models."""
     limit, timeout, answers = settings.max_body_bytes, settings.request_timeout, TurnShare(ANSWERS_PER_TURN)
     chats = ChatApi(reader, mesh.model, mesh.plans)
     messages = MessagesApi(reader, chats, mesh.model)
@@ -43,8 +55,6 @@ def api_routes(
         return Endpoint(api, mesh.generator, mesh.names, parser, limit, answers)
 
     return {
-        **StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.names).routes(),
-        **document_routes(mesh.health, admin=settings.has_admin, batches=settings.batch_dir is not None),
         "/v1/chat/completions": {"POST": endpoint(chats)},
         "/v1/completions": {"POST": endpoint(CompletionsApi(reader, mesh.model))},
         **message_routes(endpoint(messages), count_tokens),

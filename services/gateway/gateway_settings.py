@@ -107,6 +107,9 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     ] = ()
     public_tls_cert: Annotated[Path | None, "Certificate chain to present to clients over HTTP and gRPC, PEM."] = None
     public_tls_key: Annotated[Path | None, "Private key of that certificate."] = None
+    page: Annotated[
+        bool, "Serve a page for browsers at /: the mesh, a playground and the last ten minutes of traffic."
+    ] = True
     strict: Annotated[bool, "Refuse unknown request fields instead of ignoring them."] = False
     tool_call_parser: Annotated[
         Literal["auto", "none", "hermes", "llama3_json", "mistral"],
@@ -116,6 +119,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         ReasoningParserName,
         "How the model writes reasoning; auto: as its chat template indicates.",
     ] = "auto"
+    access_log: Annotated[
+        bool,
+        "Log a line for each request that has ended: ids, status, sizes and times, without prompts and keys. "
+        "Successful probes and scrapes have none.",
+    ] = True
     max_body_bytes: Annotated[Count, "Largest request, over HTTP and gRPC."] = 8 << 20
     max_body_bytes_in_flight: Annotated[
         Count, "Bytes of HTTP request bodies held at the same time; further ones are refused with a retryable error."

@@ -3,17 +3,23 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
 
 from tokenloom.services.runtime.telemetry import process_metrics
-from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
-from tokenloom.v1 import types_pb2
+from tokenloom.services.runtime.telemetry.fast_metrics import TracedHistogram
+from tokenloom.services.runtime.telemetry.tracing import CURRENT, trace_id_of
+from tokenloom.v1 import inference_pb2, types_pb2
 
 from .generation.backlog import Backlog
 from .mesh.collector import Delta
+from .mesh.kv_flow import KvFlow
 from .mesh.mesh_view import MeshView
+from .request_sizes import RequestSizes, Sized
+from .tenants.key_usage import KeyUsage
+from .tenants.tenant import Tenant
 
 FINISH_REASONS = {
     types_pb2.FINISH_REASON_STOP: "stop",
@@ -26,13 +32,14 @@ FINISH_REASONS = {
 
 
 class GatewayMetrics:
-    """Holds the gateway's counters and histograms."""
+    """Holds the gateway's counters and histograms, and what its page shows besides."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str, key_usage: KeyUsage) -> None:
+        """``key_usage``: counts what is generated with each key, for all models of the gateway."""
         labels = {"model_name": model_name}
 
-        def histogram(name: str, text: str, buckets: Sequence[float] = process_metrics.LATENCY_SECONDS) -> Histogram:
-            return process_metrics.histogram(registry, name, text, labels, buckets)
+        def traced(name: str, text: str, buckets: Sequence[float]) -> TracedHistogram:
+            return TracedHistogram(registry, process_metrics.VLLM + name, text, labels, buckets)
 
         self.prompt_tokens = process_metrics.fast_counter(
             registry, "prompt_tokens", "Prompt tokens of accepted requests.", labels
@@ -40,11 +47,15 @@ class GatewayMetrics:
         self.generation_tokens = process_metrics.fast_counter(
             registry, "generation_tokens", "Output tokens sent to clients.", labels
         )
-        self.time_to_first_token = histogram(
-            "time_to_first_token_seconds", "Time from a request's arrival to its first token."
+        self.time_to_first_token = traced(
+            "time_to_first_token_seconds",
+            "Time from a request's arrival to its first token.",
+            process_metrics.LATENCY_SECONDS,
         )
-        self.inter_token_latency = histogram("inter_token_latency_seconds", "Time between two outputs of one prompt.")
-        self.e2e_latency = histogram(
+        self.inter_token_latency = process_metrics.histogram(
+            registry, "inter_token_latency_seconds", "Time between two outputs of one prompt.", labels
+        )
+        self.e2e_latency = traced(
             "e2e_request_latency_seconds",
             "Time from a request's arrival to the end of one prompt's output.",
             process_metrics.REQUEST_SECONDS,
@@ -52,7 +63,23 @@ class GatewayMetrics:
         success = process_metrics.counter(
             registry, "request_success", "Prompts whose output has ended.", ["model_name", "finished_reason"]
         )
+        self.kv_flow = KvFlow()
         self.success = {reason: success.labels(model_name, name) for reason, name in FINISH_REASONS.items()}
+        self._sizes = RequestSizes(registry, labels)
+        self._key_usage = key_usage
+
+    def observe_end(self, generation: "EndedGeneration", tenant: Tenant) -> None:
+        """Observe a request that has ended, whatever ended it."""
+        self._sizes.observe(generation)
+        self._key_usage.add(tenant, generation.usage)
+
+
+class EndedGeneration(Sized, Protocol):
+    """Describes what is read of a generation at its end."""
+
+    @property
+    def usage(self) -> inference_pb2.Usage:
+        """Its tokens."""
 
 
 def count_moved(registry: CollectorRegistry) -> Counter:
@@ -65,7 +92,12 @@ def count_moved(registry: CollectorRegistry) -> Counter:
 
 
 class RequestWatch:
-    """Measures one request: counts its tokens and observes its times."""
+    """Measures one request: counts its tokens and observes its times. In a request that is traced, the times carry the
+    id of its trace.
+
+    Attributes:
+        ttft_seconds: From the arrival to the first token; None: the request has none yet.
+    """
 
     def __init__(
         self,
@@ -80,6 +112,8 @@ class RequestWatch:
         self._on_first_token = on_first_token
         self._gateway = gateway
         self._started = started_ns
+        self._trace_id = trace_id_of(CURRENT.get())
+        self.ttft_seconds: float | None = None
         self._last = [0] * num_outputs  # when each output had its last tokens; 0: none yet
 
     def output(self, delta: Delta) -> None:
@@ -89,14 +123,18 @@ class RequestWatch:
             if last := self._last[delta.index]:
                 self._gateway.inter_token_latency.observe((now - last) / 1e9)
             else:
-                self._gateway.time_to_first_token.observe((now - self._started) / 1e9)
+                ttft = (now - self._started) / 1e9
+                self._gateway.time_to_first_token.observe_traced(ttft, self._trace_id)
+                if self.ttft_seconds is None:
+                    self.ttft_seconds = ttft
                 if self._on_first_token is not None:
                     self._on_first_token()
             self._last[delta.index] = now
             self._gateway.generation_tokens.inc(len(delta.token_ids))
         if delta.finished is not None:
-            self._gateway.e2e_latency.observe((now - self._started) / 1e9)
+            self._gateway.e2e_latency.observe_traced((now - self._started) / 1e9, self._trace_id)
             self._gateway.success[delta.finished.reason].inc()
+            self._gateway.kv_flow.add(delta.finished)
 
 
 @dataclass(frozen=True, slots=True)

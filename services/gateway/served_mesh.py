@@ -20,6 +20,7 @@ from .mesh.output_pool import OutputPool
 from .mesh.tokenizer_client import TokenizerClient
 from .mesh_spec import MeshSpec
 from .metrics import GatewayMetrics, MeshGauges
+from .tenants.key_usage import KeyUsage
 from .tenants.tenant_shares import TenantShares
 
 
@@ -32,6 +33,7 @@ class ServedMesh:
     plans: MessagePlans
     generator: Generator
     tokenizers: TokenizerClient
+    outputs: OutputPool
     view: MeshView
     health: MeshHealth
     metrics: GatewayMetrics
@@ -48,12 +50,13 @@ class MeshMetrics:
 
     Attributes:
         registry: Of the metrics with the label ``model_name``.
-        moved, unattended: Counted for all meshes of the gateway together.
+        moved, unattended, key_usage: Counted for all meshes of the gateway together.
     """
 
     registry: CollectorRegistry
     moved: Counter
     unattended: UnattendedMetrics
+    key_usage: KeyUsage
 
 
 async def connect(
@@ -81,7 +84,7 @@ async def connect(
     model = names[0]
     metrics.registry.register(MeshGauges(view, backlog, model))
     plans = MessagePlans.choose(settings.tool_call_parser, settings.reasoning_parser, info)
-    counts = GatewayMetrics(metrics.registry, model)
+    counts = GatewayMetrics(metrics.registry, model, metrics.key_usage)
     generator = Generator(
         tokenizers,
         view,
@@ -98,7 +101,7 @@ async def connect(
         random=host.random,
         clock=host.clock.nanoseconds,
     )
-    return ServedMesh(names, plans, generator, tokenizers, view, health, counts)
+    return ServedMesh(names, plans, generator, tokenizers, outputs, view, health, counts)
 
 
 async def _marks(reasoning: ReasoningFormat, tokenizers: TokenizerClient) -> ReasoningMarks | None:

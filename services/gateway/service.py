@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import time
 from functools import partial
 
 from google.protobuf.message import Message
@@ -17,12 +18,13 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 
 from .anthropic.message_routes import ERROR_FORMS
-from .api_routes import api_routes
+from .api_routes import api_routes, status_routes
 from .batches.open_batches import Batches, absent_routes, open_batches
 from .gateway_settings import NUM_EDGES, GatewaySettings
 from .generation.resumable import UnattendedMetrics
 from .grpc.inference_servicer import InferenceServicer
 from .grpc.message_bounds import bounded
+from .grpc.observed_calls import observe_calls
 from .http.admin_routes import AdminRoutes
 from .http.app import App, Routes
 from .http.browser_guard import BrowserGuard
@@ -32,7 +34,7 @@ from .http.http_server import HttpServer
 from .http.internal_call import InternalCalls
 from .http.json_body import BodyParser
 from .http.models_routes import ModelsRoutes
-from .http.response_counts import OTHER, ResponseCounts
+from .http.response_counts import GRPC, OTHER, ResponseCounts
 from .kserve.kserve_servicer import KServeServicer
 from .mesh_spec import MeshSpec, mesh_specs
 from .metrics import count_moved
@@ -40,12 +42,17 @@ from .model_door import ModelDoor
 from .model_metrics import ModelRegistries
 from .openai.openai_models import READ_FIELDS, WITHOUT_EFFECT, BodyReader
 from .part_gauges import PartGauges
+from .request_log.access_log import AccessLog
+from .request_log.finished_requests import FinishedRequests
+from .request_log.recent_requests import RecentRequests
+from .request_log.request_routes import request_routes
 from .responses.response_store import ResponseStore
 from .served_mesh import MeshMetrics, ServedMesh, connect
 from .served_meshes import ServedMeshes
 from .tenants.api_keys import ApiKeys
 from .tenants.cache_salts import CacheSalts
 from .tenants.call_tenant import admit_calls
+from .tenants.key_usage import KeyUsage
 from .tenants.tenant_limits import MAX_SESSIONS, gateway_limits
 from .tenants.tenant_metrics import TenantMetrics
 from .tenants.tenant_shares import TenantShares
@@ -89,7 +96,7 @@ class GatewayService:
             connections=Connections(
                 for_clients(settings.max_connections, NUM_EDGES),
                 settings.max_connections_per_peer,
-                on_refused=partial(counts.count, OTHER, reason="CONNECTION"),
+                on_refused=partial(counts.count, OTHER),
             ),
             insecure=settings.is_open,
             tls=host.public_tls,
@@ -164,11 +171,11 @@ def _divide(settings: GatewaySettings, keys: ApiKeys) -> TenantShares:
 
 async def _connect(meshes: ServedMeshes, settings: GatewaySettings, host: Host, shares: TenantShares) -> None:
     """Connect to the meshes. Returns once one of them is connected; the others follow whenever they are there."""
-    moved, unattended = count_moved(host.metrics), UnattendedMetrics(host.metrics)
+    shared = count_moved(host.metrics), UnattendedMetrics(host.metrics), KeyUsage(host.metrics)
     registries = None if meshes.is_one else ModelRegistries(host.metrics)
 
     async def join(spec: MeshSpec) -> None:
-        metrics = MeshMetrics(host.metrics if registries is None else registries.add(), moved, unattended)
+        metrics = MeshMetrics(host.metrics if registries is None else registries.add(), *shared)
         meshes.add(spec, await connect(spec, settings, host, shares, metrics))
 
     if meshes.is_one:
@@ -195,7 +202,9 @@ async def _open_edges(
     where the admin routes need one."""
     admin_keys = ApiKeys.load_admin(settings.admin_api_key, settings.admin_api_key_file)
     reader = BodyReader(strict=settings.strict)
+    finished = FinishedRequests(RecentRequests(), AccessLog(time.monotonic) if settings.access_log else None)
     host.authorize_calls(admit_calls(keys))
+    host.observe_calls(observe_calls(ResponseCounts(host.metrics, GRPC), finished))
     inference = InferenceServicer(meshes, shares, settings.request_timeout)
     generates: dict[str, type[Message]] = dict.fromkeys(("Generate", "GenerateSession"), inference_pb2.GenerateRequest)
     generates["Resume"] = inference_pb2.InferenceResumeRequest
@@ -214,14 +223,16 @@ async def _open_edges(
     else:
         door = ModelDoor(meshes, routes_of, max_body_bytes=settings.max_body_bytes)
         routes = {**door.routes(), **ModelsRoutes(meshes).routes()}
-    routes = {**routes, **batch_routes}
+    routes = {**status_routes(settings, host, meshes.first, counts), **routes, **batch_routes}
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
-    admin_routes = await _admin_routes(settings, host, meshes)
+    admin_routes = await _admin_routes(settings, host, meshes, finished.recent)
     origins = settings.cors_origins
-    return App(routes, keys, admin_routes, admin_keys, guard, shares, origins, ERROR_FORMS, counts=counts)
+    return App(
+        routes, keys, admin_routes, admin_keys, guard, shares, origins, ERROR_FORMS, counts=counts, finished=finished
+    )
 
 
-async def _admin_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes) -> Routes:
+async def _admin_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes, recent: RecentRequests) -> Routes:
     if not settings.has_admin:
         return {}
     channels = host.channels
@@ -230,7 +241,7 @@ async def _admin_routes(settings: GatewaySettings, host: Host, meshes: ServedMes
         tls = MeshTLS(files)
         channels = Channels(tls)
         host.certificates.show("operator", tls.expiry)
-    return AdminRoutes(meshes, channels, settings.request_timeout).routes()
+    return {**AdminRoutes(meshes, channels, settings.request_timeout).routes(), **request_routes(recent)}
 
 
 async def _wait_whole(meshes: ServedMeshes, seconds: float = math.inf) -> None:

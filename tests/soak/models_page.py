@@ -10,8 +10,8 @@ import transformers
 
 from tests.parity.reference import MORE_MODELS
 from tests.soak.transformers_models import KINDS, Outcome, quiet, sweep
-from tokenloom.gpu_worker.checkpoint.gguf.config import ARCHITECTURES as GGUF_ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.model_config import ARCHITECTURES, QUANTIZATIONS
+from tokenloom.gpu_worker.checkpoint.supported import GGUF_ARCHITECTURES
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 _MESH_TEST = "tests/e2e/test_more_models.py"

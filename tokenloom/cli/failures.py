@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import typer
 
+from tokenloom.preflight.refusal import Refused
 from tokenloom.supervisor.part import PartFailed
 from tokenloom.supervisor.ports import PortTaken
 from tokenloom.supervisor.state_dir import StateDirError
@@ -12,7 +13,9 @@ from tokenloom.supervisor.state_dir import StateDirError
 from .server import RequestFailed
 
 FAILED = 1
-"""Exit status of a failed command; 2 stands for wrong arguments."""
+"""Exit status of a failed command."""
+REFUSED = 2
+"""Exit status for wrong arguments, also for a model or a port that cannot be served."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
 
@@ -29,5 +32,8 @@ def reported() -> Iterator[None]:
     except (PartFailed, PortTaken, StateDirError, RequestFailed, CommandFailed) as error:
         typer.secho(f"Error: {error}", fg="red", err=True)
         raise typer.Exit(FAILED) from None
+    except Refused as error:
+        typer.secho(f"Error: {error}.", fg="red", err=True)
+        raise typer.Exit(REFUSED) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None

@@ -7,39 +7,24 @@ import typer
 
 from tokenloom import __version__
 
-from .batch.generate import generate
-from .batch.run_batch import run_batch
-from .bench.bench import bench
-from .certs import certs
-from .chat.chat import chat
-from .chat.complete import complete
-from .completion import completion
-from .mesh.chaos import chaos
-from .mesh.demo import demo
-from .mesh.ps import ps
-from .mesh.serve import serve
-from .mesh.top import top
-from .models import models
+from .commands import lazy_group
 
 _GROUPS = {
-    "Serve": (serve, demo),
-    "Ask a server": (chat, complete, run_batch, models),
-    "Run without a server": (generate,),
-    "Manage a mesh": (ps, top, certs),
-    "Measure": (chaos,),
-    "Shell": (completion,),
+    "Serve": ("mesh.serve", "mesh.demo"),
+    "Ask a server": ("chat.chat", "chat.complete", "batch.run_batch", "models"),
+    "Run without a server": ("batch.generate",),
+    "Manage a mesh": ("mesh.ps", "mesh.top", "certs"),
+    "Measure": ("mesh.chaos", "bench.bench"),
+    "Install": ("build_kernels", "completion"),
 }
 
 app = typer.Typer(
+    cls=lazy_group(__package__, _GROUPS),
     help="Serve large language models as a mesh of small gRPC services.",
     epilog="Exit status: 0 success, 1 failure, 2 wrong arguments, 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for group, commands in _GROUPS.items():
-    for command in commands:
-        app.command(rich_help_panel=group)(command)
-app.add_typer(bench, name="bench", rich_help_panel="Measure")
 
 
 def _print_version(wanted: bool) -> None:

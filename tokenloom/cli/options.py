@@ -70,7 +70,7 @@ def warn_if_exposed(context: typer.Context, parameter: typer.CallbackParam, valu
 
 
 def _parameter(option: Option, *, variables: bool) -> inspect.Parameter:
-    default = f" [dim]\\[default: {option.default_text}][/]" if option.default_text else ""
+    default = f" [default: {option.default_text}]" if option.default_text else ""
     arguments: dict[str, Any] = {
         "help": option.text + default,
         "rich_help_panel": option.group,

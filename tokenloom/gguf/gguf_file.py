@@ -11,20 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 SUFFIX = ".gguf"
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 4
 _STRING, _ARRAY = 8, 9
-_NUMBERS: dict[int, np.dtype[Any]] = {
-    kind: np.dtype(code)
-    for kind, code in enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", "", "", "<u8", "<i8", "<f8"))
-    if code
-}
-"""The format's types of numbers by their id."""
+_NUMBERS = {kind: code for kind, code in enumerate("BbHhIif?  Qqd") if code != " "}
+"""The format's types of numbers by their id, as codes of ``struct``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +124,8 @@ class _Head:
     def _numbers(self, kind: int, count: int) -> list[Any]:
         if kind not in _NUMBERS:
             raise ValueError(f"{self._path}: a value of the unknown type {kind} at byte {self._at}")
-        dtype = _NUMBERS[kind]
-        size = self._room(count * dtype.itemsize)
-        values: list[Any] = np.frombuffer(self._content[self._at : self._at + size], dtype).tolist()
-        self._at += size
-        return values
+        self._room(count * struct.calcsize(_NUMBERS[kind]))  # before a number of values that no memory could hold
+        return list(self._unpack(f"<{count}{_NUMBERS[kind]}"))
 
     def _string(self) -> str:
         size = self._room(self._unpack("<Q")[0])
@@ -142,7 +133,7 @@ class _Head:
         self._at += size
         return text
 
-    def _unpack(self, form: str) -> tuple[int, ...]:
+    def _unpack(self, form: str) -> tuple[Any, ...]:
         values = struct.unpack_from(form, self._content, self._at)
         self._at += struct.calcsize(form)
         return values

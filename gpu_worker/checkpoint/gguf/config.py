@@ -10,18 +10,10 @@ import numpy as np
 from tokenloom.gguf.gguf_file import GgufFile, read_gguf
 
 from ..config_reader import ConfigReader
+from ..supported import GGUF_ARCHITECTURES
 from .blocks import BLOCK_TYPES, PLAIN_TYPES
 from .experts import read_experts
 from .names import ROPE_FACTORS, has_experts
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen2moe": "Qwen2MoeForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-}
-"""By ``general.architecture``. Files of Mistral and of Mixtral say llama."""
 
 _LLAMA3_ORIGINAL, _LLAMA3_LOW, _LLAMA3_HIGH = 8192, 1.0, 4.0
 """What every Llama from 3.1 on has; its file has only the factors that follow from them."""
@@ -36,8 +28,8 @@ def gguf_config(path: Path) -> dict[str, Any]:
     architecture = file.metadata.get("general.architecture")
     if file.metadata.get("general.type", "model") != "model":
         raise ValueError(f"{path} holds no model but {file.metadata['general.type']!r}")
-    if architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+    if architecture not in GGUF_ARCHITECTURES:
+        known = ", ".join(GGUF_ARCHITECTURES)
         raise ValueError(
             f"{path.name}: general.architecture {architecture!r} is not supported: must be one of {known}; "
             "the model's safetensors checkpoint may load"
@@ -45,7 +37,7 @@ def gguf_config(path: Path) -> dict[str, Any]:
     own = {name: value for name, value in file.metadata.items() if name.startswith(f"{architecture}.")}
     reader = ConfigReader(own, path.name)
     prefix = f"{architecture}."
-    name = "MixtralForCausalLM" if architecture == "llama" and has_experts(file) else ARCHITECTURES[architecture]
+    name = "MixtralForCausalLM" if architecture == "llama" and has_experts(file) else GGUF_ARCHITECTURES[architecture]
     config = _read(reader, prefix, file) | read_experts(reader, prefix, file) | {"architectures": [name]}
     reader.refuse_rest()
     return config

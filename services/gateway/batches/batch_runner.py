@@ -140,6 +140,10 @@ class BatchRunner:
             log.warning("%s cannot continue: %s", batch.id, error)
             batch.problems.append(BatchProblem("storage", f"the storage of batches fails: {error.strerror}"))
             await self._end(batch, "failed")
+        except Exception:  # a bug: the batch must not stay as if it ran
+            log.exception("%s failed", batch.id)
+            batch.problems.append(BatchProblem("internal_error", "the gateway has failed to run the batch"))
+            await self._end(batch, "failed")
 
     async def _answer(self, batch: Batch) -> bool:
         """Give every line a result. Returns whether the time was over for some of them."""

@@ -62,6 +62,7 @@ class Generation:
         self.finished: dict[int, output_processor_pb2.RequestFinished] = {}
         self.completion_tokens = [0] * self.num_outputs
         self._submits, self._beams = submits, prepared.beams
+        self._max_tokens = [submit.sampling_params.max_tokens for submit in submits]
         self._clock = prepared.clock
         self._started_ns, self._tokenize_ns = prepared.started_ns, prepared.tokenize_ns
         self._collector: Collector | BeamRun = Collector(self.num_outputs)
@@ -94,6 +95,11 @@ class Generation:
         return run.num_steps * self.num_outputs if isinstance(run, BeamRun) else sum(self.completion_tokens)
 
     @property
+    def ttft_seconds(self) -> float | None:
+        """From the arrival of the request to its first token; None: it has none yet."""
+        return self._watch.ttft_seconds
+
+    @property
     def timeline(self) -> types_pb2.Timeline:
         """The times of the prompt that ended last, with the tokenizer's time."""
         timeline = types_pb2.Timeline(tokenize_ns=self._tokenize_ns)
@@ -105,6 +111,10 @@ class Generation:
     def total_ns(self) -> int:
         """Nanoseconds since the gateway received the request."""
         return self._clock() - self._started_ns
+
+    def max_tokens_of(self, index: int) -> int:
+        """Return the limit of an output's tokens."""
+        return self._max_tokens[index // self.num_samples]
 
     def prompt_of(self, index: int) -> Sequence[int]:
         """Return the prompt that an output continues."""

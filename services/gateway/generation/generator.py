@@ -15,6 +15,8 @@ from ..mesh.mesh_view import MeshLoad, MeshView
 from ..mesh.output_pool import OutputPool
 from ..mesh.tokenizer_client import TokenizerClient
 from ..metrics import GatewayMetrics
+from ..request_log.request_record import record_generation
+from ..tenants.tenant import Tenant
 from .admission import Admission, Place
 from .beam_outputs import BeamTexts
 from .claim import NEW, Claim
@@ -103,10 +105,10 @@ class Generator:
             place = held.enter_context(self._admission.admit(job, timeout))
             try:
                 async with asyncio.timeout(timeout) as limit:
-                    is_search, tenant = job.beam_search is not None, job.tenant.name
+                    is_search, tenant = job.beam_search is not None, job.tenant
                     generation = await self._begin(job, place, claim)
                     del job  # the client's texts, which may be large, must not live as long as its answer
-                    held.callback(_settle, place, generation)
+                    held.callback(self._settle, place, generation, tenant)
                     if trace is not None:
                         trace.outcome = generation
                     is_kept = False
@@ -116,13 +118,14 @@ class Generator:
                         else:
                             generation.search(self._outputs, self._texts, timeout=timeout)
                         if claim.fingerprint:
-                            self._resumable.add(generation, tenant)
+                            self._resumable.add(generation, tenant.name)
                         await asyncio.sleep(0)  # send it now: the answer is prepared while it is on its way
                         yield generation
                     except _CONNECTION_ENDED:
                         is_kept = not limit.expired() and self._resumable.abandon(generation, held)
                         raise
                     finally:
+                        record_generation(self._model, generation)
                         if not is_kept:
                             self._resumable.remove(generation)
                             generation.close()
@@ -157,6 +160,7 @@ class Generator:
         request_id = self._random.randbytes(16).hex()
         return Generation(prepared, request_id, self._metrics, self._reasoning_marks, place.begin_output, claim)
 
-
-def _settle(place: Place, generation: Generation) -> None:
-    place.num_output_tokens = generation.num_computed_tokens
+    def _settle(self, place: Place, generation: Generation, tenant: Tenant) -> None:
+        """Report what a request has used, at its end."""
+        place.num_output_tokens = generation.num_computed_tokens
+        self._metrics.observe_end(generation, tenant)

@@ -17,6 +17,7 @@ from ..generation.delivered import Delivered
 from ..generation.generation import Generation
 from ..generation.job import Job
 from ..mesh.collector import Delta
+from ..request_log.request_record import CURRENT_RECORD
 from ..served_mesh import ServedMesh
 from ..served_meshes import ServedMeshes
 from ..tenants.call_tenant import call_tenant
@@ -185,9 +186,11 @@ def _turn(plan: MessagePlan, generation: Generation) -> ParsedMessage:
 
 
 async def _echo_id(request: inference_pb2.GenerateRequest, context: Context) -> None:
-    """Return the client's id for the request, in a form that fits metadata."""
+    """Return the client's id for the request, in a form that fits metadata, and record it."""
     if request.user_request_id:
         printable = "".join(char for char in request.user_request_id[:128] if " " <= char <= "~")
+        if (record := CURRENT_RECORD.get()) is not None:
+            record.request_id = printable
         await context.send_initial_metadata((("x-request-id", printable),))
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 
+from ..request_log.finished_requests import FinishedRequests
+from ..request_log.request_record import CURRENT_RECORD
 from ..tenants.api_keys import ApiKeys
 from ..tenants.tenant_shares import TenantShares
 from .browser_guard import BrowserGuard
@@ -27,10 +29,14 @@ OPEN_PATHS = frozenset({"/", "/health", "/ping", "/docs", "/openapi.json"})
 
 INTERNAL = "/v1/batches/*/line"
 """Stands for the route of a line of a batch, so that the counts of routes are those of clients' requests."""
+PAGE_FILES = "/page/"
+"""Paths of the page's files begin with it; they need no key either, and hold nothing of the mesh."""
 _MODEL_PATH = "/v1/models/"
 _PREFLIGHT_SECONDS = 600
 _CLIENT_LEFT = 499
 """Counts as the status of a request whose client left before the response, as in nginx."""
+_READING = ("GET", "HEAD", "OPTIONS")
+"""Methods of probes, scrapes and pages: what answers them is counted but not recorded."""
 
 
 class App:
@@ -48,6 +54,7 @@ class App:
         error_forms: Mapping[str, ErrorForm] | None = None,
         *,
         counts: ResponseCounts,
+        finished: FinishedRequests,
     ) -> None:
         """Args:
         admin_keys: The keys that the admin routes accept, instead of ``keys``.
@@ -56,6 +63,7 @@ class App:
         cors_origins: Origins of web pages that may call the API from a browser; ``*``: all.
         error_forms: By path, how errors are reported; in OpenAI's form by default.
         counts: Counts every response.
+        finished: Receives every request that has ended, except successful ones that only read.
         """
         self._routes = routes
         self._keys = keys
@@ -66,10 +74,12 @@ class App:
         self._cors = Cors(cors_origins) if cors_origins else None
         self._error_forms = error_forms or {}
         self._counts = counts
+        self._finished = finished
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "lifespan and websockets are off"
         exchange = Exchange(scope, send)
+        CURRENT_RECORD.set(exchange.record)
         if (form := self._error_forms.get(exchange.path)) is not None:
             exchange.error_form = form
         if self._cors is not None:
@@ -79,32 +89,54 @@ class App:
                 await self._handler(exchange)(exchange)
         except ClientDisconnected:
             log.debug("%s %s: the client left", exchange.method, exchange.path)
-            self._counts.count(exchange.route, exchange.status or _CLIENT_LEFT, "CANCELLED")
+            self._end(exchange, exchange.status or _CLIENT_LEFT, "CANCELLED")
         except Exception as error:
-            await _report(exchange, errors.of_exception(error), self._counts)
+            await self._report(exchange, errors.of_exception(error))
         else:
-            self._counts.count(exchange.route, exchange.status)
+            self._end(exchange, exchange.status)
+
+    def _end(self, exchange: Exchange, status: int, reason: str = "") -> None:
+        """Count and record how a request has ended. ``reason``: of an error."""
+        if (refused := exchange.body.refused_by_protocol) is not None:
+            status, reason = refused
+        self._counts.count(exchange.route, status, reason)
+        if reason or exchange.method not in _READING:
+            self._finished.add(
+                exchange.record,
+                request_id=exchange.request_id.decode(),
+                route=exchange.route,
+                key=exchange.key,
+                began=exchange.began,
+                status=status,
+                reason=reason,
+            )
+
+    async def _report(self, exchange: Exchange, error: errors.TokenloomError) -> None:
+        """Count an error, log it and send it to the client. A function of its own: a name for the error in the frame
+        that has caught it would keep both alive until the garbage collector runs."""
+        self._end(exchange, exchange.status or error.http_status, error.reason)
+        # Under overload, a line for each refusal would cost more than the refusal.
+        is_fault = error.http_status >= 500 and not isinstance(error, errors.ResourceExhausted)
+        level = logging.WARNING if is_fault else logging.DEBUG
+        request_log = RequestLog(log, exchange.request_id.decode())
+        request_log.log(level, "%s %s: %s", exchange.method, exchange.path, error.message)
+        with contextlib.suppress(TimeoutError):
+            await exchange.fail(error)
 
     def _handler(self, exchange: Exchange) -> Handler:
         """Return what handles the request. Raises for a client without a key before it reveals which paths exist."""
         if self._cors is not None and self._cors.is_preflight(exchange):
             return self._cors.answer
         methods = self._admin_routes.get(exchange.path)
-        keys = self._keys if methods is None else self._admin_keys
-        if exchange.path not in OPEN_PATHS:
-            exchange.tenant = exchange.internal_tenant or keys.authorize(_authorization(exchange.headers))
-            if not keys.required and exchange.internal_tenant is None:
-                self._guard.check(exchange.headers)
-            if methods is None:  # an operator belongs to no tenant
-                exchange.body.count_for(self._shares.of(exchange.tenant))
-        exchange.route = exchange.path
-        if methods is None and (methods := self._routes.get(exchange.path)) is None:
-            exchange.route = _pattern(exchange.path)
-            methods = self._routes.get(exchange.route)
+        is_admin = methods is not None
         if methods is None:
-            exchange.route = OTHER
+            exchange.route, methods = self._find(exchange.path)
+        else:
+            exchange.route = exchange.path
         if exchange.internal_tenant is not None:
             exchange.route = INTERNAL
+        if exchange.path not in OPEN_PATHS and not exchange.path.startswith(PAGE_FILES):
+            self._authorize(exchange, is_admin=is_admin)
         if methods is None and exchange.path.startswith(_MODEL_PATH):
             raise errors.ModelNotFound(
                 "this model is not served; GET /v1/models lists the served models", field="model"
@@ -116,6 +148,24 @@ class App:
         if handler is None:
             raise MethodNotAllowed(exchange.method, methods)
         return handler
+
+    def _find(self, path: str) -> tuple[str, Mapping[str, Handler] | None]:
+        """Return the route of a path for the metrics, and its methods; None: it is not served."""
+        for route in (path, _pattern(path)):
+            if (methods := self._routes.get(route)) is not None:
+                return route, methods
+        return OTHER, None
+
+    def _authorize(self, exchange: Exchange, *, is_admin: bool) -> None:
+        """Check the client's key; where none is needed, check that the request may come from its page."""
+        keys = self._admin_keys if is_admin else self._keys
+        is_internal = exchange.internal_tenant is not None
+        exchange.tenant = exchange.internal_tenant or keys.authorize(_authorization(exchange.headers))
+        exchange.key = exchange.tenant.key
+        if not keys.required and not is_internal:
+            self._guard.check(exchange.headers)
+        if not is_admin:  # an operator belongs to no tenant
+            exchange.body.count_for(self._shares.of(exchange.tenant))
 
 
 def _pattern(path: str) -> str:
@@ -129,19 +179,6 @@ def _authorization(headers: Mapping[bytes, bytes]) -> bytes | None:
     if (authorization := headers.get(b"authorization")) is None and (key := headers.get(b"x-api-key")) is not None:
         return b"Bearer " + key
     return authorization
-
-
-async def _report(exchange: Exchange, error: errors.TokenloomError, counts: ResponseCounts) -> None:
-    """Count an error, log it and send it to the client. A function of its own: a name for the error in the frame that
-    has caught it would keep both alive until the garbage collector runs."""
-    counts.count(exchange.route, exchange.status or error.http_status, error.reason)
-    # Under overload, a line for each refusal would cost more than the refusal.
-    is_fault = error.http_status >= 500 and not isinstance(error, errors.ResourceExhausted)
-    level = logging.WARNING if is_fault else logging.DEBUG
-    request_log = RequestLog(log, exchange.request_id.decode())
-    request_log.log(level, "%s %s: %s", exchange.method, exchange.path, error.message)
-    with contextlib.suppress(TimeoutError):
-        await exchange.fail(error)
 
 
 class Cors:

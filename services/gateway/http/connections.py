@@ -13,8 +13,14 @@ MIN_IDLE_SECONDS = 1.0
 """A connection that is idle for less is probably about to be used again."""
 LOG_SECONDS = 60.0
 """Minimum time between two log lines."""
+CONNECTION_LIMIT = "CONNECTION_LIMIT"
+"""Reason of a connection that was not admitted."""
+NO_RESPONSE = 0
+"""Stands for the status of a refusal without a response: the connection was closed."""
 _MAX_LOOKS = 32
 """Connections that are looked at to find an idle one: accepting one must not take longer the more there are."""
+
+OnRefused = Callable[[int, str], None]
 
 
 class Connection(Protocol):
@@ -36,10 +42,10 @@ class Connections:
     """Counts open connections. At a limit, an idle connection is closed for a new one; if none is idle, the new one is
     not admitted."""
 
-    def __init__(self, limit: int, per_peer: int, on_refused: Callable[[int], None] = lambda status: None) -> None:
+    def __init__(self, limit: int, per_peer: int, on_refused: OnRefused = lambda status, reason: None) -> None:
         """``limit``: of all connections. ``per_peer``: of those from one address; unix sockets have none.
-        ``on_refused``: called with the status of a response that no application made, because the connection was not
-        admitted or what arrived on it is no request."""
+        ``on_refused``: called with the status and the reason of a response that no application made, because the
+        connection was not admitted or what arrived on it is no request."""
         self.on_refused = on_refused
         self._limit = limit
         self._per_peer = per_peer

@@ -4,6 +4,7 @@ import asyncio
 import math
 import re
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tokenloom.request import errors
 
+from ..request_log.request_record import RequestRecord
 from ..tenants.tenant import Tenant
 from .error_form import OPENAI
 from .request_body import ClientDisconnected, RequestBody, too_large
@@ -133,6 +135,9 @@ class Exchange:
         error_form: How errors are reported.
         route: The path, with ``*`` for the id of an object; ``other`` until it is known to be served.
         status: Of the response; 0 before it begins.
+        began: When the head had arrived, in monotonic seconds.
+        record: What the request has generated.
+        key: The start of the digest of the client's key; empty before it was checked, and where no key is needed.
         tenant: The tenant of the client's key; not set before the key was checked, nor for paths that need none.
     """
 
@@ -155,6 +160,9 @@ class Exchange:
         self.error_form = OPENAI
         self.route = OTHER
         self.status = 0
+        self.began = time.monotonic()
+        self.record = RequestRecord()
+        self.key = ""
         self.started = False
         self._send = send
 

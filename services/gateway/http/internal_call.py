@@ -96,6 +96,7 @@ class _WholeBody:
     """Holds a body that has arrived; it counts for the gateway and for the tenant, as any body does."""
 
     is_incomplete = False
+    refused_by_protocol = None
 
     def __init__(self, data: bytes, budget: ByteBudget) -> None:
         self.data = data

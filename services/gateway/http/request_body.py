@@ -39,13 +39,27 @@ class RequestBody:
 
     Attributes:
         data: The bytes that have arrived; empty after :meth:`close`.
+        refused_by_protocol: Status and reason of the response by which the connection has refused the request, in place
+            of the application; None: it has not.
     """
 
-    __slots__ = ("_budget", "_cycle", "_is_closed", "_is_streamed", "_limit", "_refusal", "_reserved", "_share", "data")
+    __slots__ = (
+        "_budget",
+        "_cycle",
+        "_is_closed",
+        "_is_streamed",
+        "_limit",
+        "_refusal",
+        "_reserved",
+        "_share",
+        "data",
+        "refused_by_protocol",
+    )
 
     def __init__(self, cycle: "RequestResponseCycle", budget: ByteBudget) -> None:
         """``cycle``: uvicorn's state of the request, a private part."""
         self.data = bytearray()
+        self.refused_by_protocol: tuple[int, str] | None = None
         self._cycle = cycle
         self._budget = budget
         self._share: TenantShare | None = None

@@ -6,8 +6,8 @@ from functools import partial
 from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from tokenloom.services.runtime.telemetry.metrics_page import metrics_page
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
 from ..generation.generator import Generator
@@ -65,7 +65,8 @@ class StatusRoutes:
         await exchange.respond(200, text.encode(), b"text/plain; charset=utf-8")
 
     async def metrics(self, exchange: Exchange) -> None:
-        await exchange.respond(200, generate_latest(self._registry), CONTENT_TYPE_LATEST.encode())
+        page, content_type = metrics_page(self._registry, exchange.headers.get(b"accept", b"").decode("latin-1"))
+        await exchange.respond(200, page, content_type.encode())
 
     def _server_info(self) -> dict[str, object]:
         limits = self._health.limits()

@@ -12,7 +12,7 @@ from typing import Any, cast
 from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.accepted_socket import take_socket
 
-from .connections import Connections
+from .connections import CONNECTION_LIMIT, NO_RESPONSE, Connections
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class TlsFront(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         peer = transport.get_extra_info("peername")
         if not self._connections.admit(self, str(peer[0]) if isinstance(peer, tuple) else ""):
+            self._connections.on_refused(NO_RESPONSE, CONNECTION_LIMIT)
             cast(asyncio.Transport, transport).abort()
             return
         accepted = take_socket(transport)
@@ -96,6 +97,7 @@ class TlsFront(asyncio.Protocol):
         """Close the connection of a handshake that failed, or was cancelled at any time."""
         if self._is_open:
             return
+        self._connections.on_refused(NO_RESPONSE, "TLS_HANDSHAKE")
         self._connections.remove(self)
         if not self._is_begun:
             accepted.close()

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .byte_budget import ByteBudget
-from .connections import Connections
+from .connections import CONNECTION_LIMIT, NO_RESPONSE, Connections
 from .exchange import DIRECT_WRITER, REQUEST_BODY, DirectWriter, Watchers
 from .request_body import RequestBody
 from .turn_share import TurnShare
@@ -123,7 +123,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if not self._admitted.admit(self, self.client[0] if self.client else ""):
-            self._admitted.on_refused(503)
+            self._admitted.on_refused(503, CONNECTION_LIMIT)
             transport.write(_FULL)
             self._abandon()  # without lingering: the connection holds a descriptor that is not counted
             return
@@ -208,6 +208,7 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._framing_bytes > EXACT_BYTES or len(self.headers) > MAX_FIELDS:
             self._check_fields()
         if len(self.pipeline) >= MAX_PIPELINED:
+            self._admitted.on_refused(NO_RESPONSE, "PIPELINE_LIMIT")
             self._abandon()
             raise _Refused
         self._in_head = False
@@ -246,12 +247,12 @@ class GatewayProtocol(HttpToolsProtocol):
             self._is_leaving = True
             self.cycle.keep_alive = False
         except httptools.HttpParserError:
-            self._refuse(b"400 Bad Request", b"Invalid HTTP request received.")
+            self._refuse(b"400 Bad Request", b"Invalid HTTP request received.", "MALFORMED")
         else:
             if self._framing_bytes > MAX_HEAD_BYTES or len(self.headers or ()) > MAX_FIELDS:
                 self._refuse_fields()
             elif self._overhead_bytes > MAX_CHUNK_OVERHEAD:
-                self._refuse(b"400 Bad Request", b"the chunks of the body are too small")
+                self._refuse(b"400 Bad Request", b"the chunks of the body are too small", "SMALL_CHUNKS")
 
     def _check_fields(self) -> None:
         """Refuse a complete head, or complete trailers, above the limits."""
@@ -263,7 +264,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def _refuse_fields(self) -> None:
         limits = b"headers and trailers may have %d bytes and %d fields each" % (MAX_HEAD_BYTES, MAX_FIELDS)
-        self._refuse(b"431 Request Header Fields Too Large", limits)
+        self._refuse(b"431 Request Header Fields Too Large", limits, "FIELDS_TOO_LARGE")
 
     def _start_framing_timer(self) -> None:
         self._framing_timer = self.loop.call_later(HEAD_SECONDS, self._on_framing_timeout)
@@ -283,29 +284,33 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._held or self.pipeline or (is_live and not cycle.more_body):
             self._start_framing_timer()
         elif self._in_head or is_live:
-            self._refuse(b"408 Request Timeout", b"the head or the trailers of the request did not arrive in time")
+            text = b"the head or the trailers of the request did not arrive in time"
+            self._refuse(b"408 Request Timeout", text, "HEAD_TIMEOUT")
         else:
             self._abandon()
 
-    def _refuse(self, status: bytes, reason: bytes) -> None:
-        """Close the connection, with a response if none has begun."""
+    def _refuse(self, status: bytes, text: bytes, reason: str) -> None:
+        """Close the connection, with a response if none has begun. ``reason``: for the metric."""
         if self._is_leaving:
             return
         cycle = self.cycle
         is_live = cycle is not None and not cycle.response_complete
         if self.pipeline or (is_live and (cycle.response_started or not cycle.more_body)):
+            self._admitted.on_refused(NO_RESPONSE, reason)
             self._abandon()
             return
-        if is_live:  # the application must not respond any more
+        if is_live:  # the application must not respond any more; it counts the refusal, under its route
+            assert self._body is not None
             cycle.disconnected = True
             cycle.message_event.set()
-            if self._body is not None:
-                self._body.close()
-        self._admitted.on_refused(int(status[:3]))
+            self._body.refused_by_protocol = int(status[:3]), reason
+            self._body.close()
+        else:
+            self._admitted.on_refused(int(status[:3]), reason)
         self._ignorable_bytes = LINGER_BYTES_REFUSED
         self.transport.write(
             b"HTTP/1.1 %b\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-            % (status, len(reason), reason)
+            % (status, len(text), text)
         )
         self._leave()
 

@@ -99,6 +99,12 @@ class MeshView:
         self._lost = {name: lost_at for name, lost_at in self._lost.items() if now - lost_at < LOST_SECONDS}
         return num_serving, len(ours) - num_draining + len(self._lost)
 
+    def lost_engines(self) -> dict[str, float]:
+        """Return the engines that left without draining within the last ``LOST_SECONDS`` and have not returned, each
+        with the seconds since then."""
+        now = asyncio.get_running_loop().time()
+        return {name: now - lost_at for name, lost_at in self._lost.items() if now - lost_at < LOST_SECONDS}
+
     def limits(self, fingerprint: types_pb2.Fingerprint) -> types_pb2.ModelLimits | None:
         """Return what every serving engine accepts, or accepted when the last one served; None before the first."""
         if self._limits_of != fingerprint:

@@ -78,6 +78,16 @@ class OutputPool:
         leaving = sum(link.stream is not None and link.stream.leaving for link in self._links)
         return sum(link.address in self._members for link in self._links) - leaving
 
+    def replicas(self) -> list[str]:
+        """Return whether each output processor is ``serving``, ``draining`` or ``lost``, in the order of their
+        addresses."""
+        links = sorted(self._links, key=lambda link: link.address)
+        return [
+            "lost" if link.stream is None else "draining" if link.stream.leaving else "serving"
+            for link in links
+            if link.address in self._members or link.stream is not None
+        ]
+
     def start(self, host: Host, fingerprint: types_pb2.Fingerprint) -> None:
         """Connect to all of them, and keep them connected for as long as the host lives."""
         ours = hello.make_hello(self._peer_id, self._epoch, fingerprint=fingerprint, initial_credit=INITIAL_CREDIT)

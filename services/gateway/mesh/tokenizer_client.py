@@ -64,6 +64,10 @@ class TokenizerClient:
         """Return how many replicas should answer."""
         return len(self._stubs)
 
+    def replicas(self) -> list[bool]:
+        """Return whether each replica answers, in the order of their addresses."""
+        return [address in self._alive for address in sorted(self._stubs)]
+
     async def wait_known(self) -> tokenizer_pb2.GetTokenizerInfoResponse:
         """Return what the replicas serve, once the first one has answered."""
         await self._known.wait()

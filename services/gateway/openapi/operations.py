@@ -8,6 +8,7 @@ import msgspec
 
 from tokenloom.request.sampling_params import SamplingFields
 
+from ..request_log.finished_request import LastRequests
 from . import batch_schemas as batches
 from . import request_schemas as bodies
 from . import response_schemas as answers
@@ -125,11 +126,11 @@ OPERATIONS = (
     Operation("get", "/model_info", "The model, as SGLang reports it to routers", answers.ModelInfo),
     Operation("get", "/metrics", "Prometheus metrics"),
 )
-_PAGE = {
+_PAGE: Mapping[str, Mapping[str, Any]] = {
     "after": {"type": "string", "description": "Id of the last object of the page before."},
     "limit": {"type": "integer", "minimum": 1, "description": "How many objects to return."},
 }
-_FILES = {
+_FILES: Mapping[str, Mapping[str, Any]] = {
     **_PAGE,
     "order": {"enum": ["asc", "desc"], "description": "desc: the newest first (default)."},
     "purpose": {"type": "string", "description": "Only files of this purpose."},
@@ -211,6 +212,7 @@ ADMIN_OPERATIONS = (
         },
         is_admin=True,
     ),
+    Operation("get", "/requests", "The last requests of this gateway", LastRequests, is_admin=True),
     Operation("post", "/start_profile", "Start recording steps", answers.EnginesDone, is_admin=True),
     Operation("post", "/stop_profile", "Write the recorded steps", answers.EnginesDone, is_admin=True),
 )

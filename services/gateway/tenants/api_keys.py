@@ -14,7 +14,7 @@ from .key_file import TenantEntry, read_digests, read_key_file
 from .tenant import NO_TENANT, Tenant
 
 _NAME_DIGITS = 16
-"""Hex digits of a key's digest in the name of its tenant."""
+"""Hex digits of a key's digest by which metrics and logs name it."""
 
 
 class ApiKeys:
@@ -101,10 +101,11 @@ def _add(entries: dict[bytes, TenantEntry | None], item: TenantEntry | bytes) ->
 
 
 def _tenant(digest: bytes, entry: TenantEntry | None, salts: CacheSalts) -> Tenant:
+    key = digest.hex()[:_NAME_DIGITS]
     if entry is not None:
-        return Tenant(name=entry.name, cache_salt=salts.of(entry.cache or entry.name), limits=entry.limits)
+        return Tenant(name=entry.name, cache_salt=salts.of(entry.cache or entry.name), limits=entry.limits, key=key)
     # No name in a file contains a colon, so neither this name nor this cache can be one of a file.
-    return Tenant(name=f"key:{digest.hex()[:_NAME_DIGITS]}", cache_salt=salts.of(f"key:{digest.hex()}"))
+    return Tenant(name=f"key:{key}", cache_salt=salts.of(f"key:{digest.hex()}"), key=key)
 
 
 def _digest(key: bytes) -> bytes:

@@ -25,6 +25,12 @@ def admit_calls(keys: ApiKeys) -> Authorize:
     return admit
 
 
+def call_key() -> str:
+    """Return the start of the digest of the key of the call that runs this code; empty if no key was accepted."""
+    tenant = _TENANT.get(None)
+    return "" if tenant is None else tenant.key
+
+
 def call_tenant() -> Tenant:
     """Return the tenant of the call that runs this code. Raises ``LookupError`` outside an admitted call."""
     return _TENANT.get()

@@ -31,11 +31,14 @@ class Tenant(Struct, frozen=True, kw_only=True):
         name: Identifies the tenant in the mesh, in metrics and in logs; empty where clients need no key.
         cache_salt: Part of the hashes of the tenant's KV blocks, 16 bytes; empty where clients need no key. Secret.
         limits: What the tenant may use.
+        key: The start of the SHA-256 of the client's key, in hex: a tenant with several keys has several of these
+            objects, which differ in this only. Empty where clients need no key.
     """
 
     name: str
     cache_salt: bytes
     limits: TenantLimits = TenantLimits()
+    key: str = ""
 
     def __repr__(self) -> str:
         """Leave out the salt, which must not reach a log."""

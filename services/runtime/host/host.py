@@ -16,7 +16,7 @@ from ..telemetry import metrics_server, process_metrics
 from ..telemetry.tracing import Tracer
 from .health import Health
 from .service_settings import ServiceSettings
-from .servicer_edge import Authorize, Edge
+from .servicer_edge import Authorize, Edge, ObserveCall
 from .state_file import StateFile
 from .surroundings import Surroundings
 from .tasks import Failure, Tasks
@@ -81,6 +81,10 @@ class Host:
     def authorize_calls(self, authorize: Authorize) -> None:
         """Call ``authorize`` before every call except health checks; it raises for one that is not admitted."""
         self._edge.authorize = authorize
+
+    def observe_calls(self, observe: ObserveCall) -> None:
+        """Observe the calls of the servicers that are added from now on, and refused ones, except health checks."""
+        self._edge.observe = observe
 
     def spawn(self, coro: Coroutine[Any, Any, Any], *, name: str) -> "asyncio.Task[Any]":
         """Start a task that lives at most as long as the host; when it fails, the service fails."""

@@ -15,12 +15,12 @@ from tokenloom.request.errors import InvalidArgument
 from ..peers import addresses
 from ..peers.certificate import CertificateFiles
 from ..peers.channels import MAX_MESSAGE_BYTES
+from .foreign_flags import answer_unknown
 from .grpc_limits import GrpcLimits
 from .options import (
     Option,
     OptionError,
     build,
-    did_you_mean,
     exposed,
     file_flag,
     find_option,
@@ -201,8 +201,7 @@ def _parser(prog: str, options: Mapping[str, Option]) -> argparse.ArgumentParser
 def _flags(parser: argparse.ArgumentParser, options: Mapping[str, Option], argv: Sequence[str]) -> dict[str, object]:
     known, unknown = parser.parse_known_args(argv)
     for argument in unknown:
-        name = argument.partition("=")[0]
-        parser.error(f"{name}: no such option{did_you_mean(name, [flag(each) for each in options])}")
+        parser.error(answer_unknown(argument, [flag(each) for each in options]))
     return vars(known)
 
 

@@ -26,6 +26,15 @@ _Admit: TypeAlias = Callable[[_Context], None]
 Authorize: TypeAlias = Callable[[grpc.HandlerCallDetails], None]
 """Raises ``TokenloomError`` for a call that is not admitted."""
 
+ObserveEnd: TypeAlias = Callable[[errors.TokenloomError | None], None]
+"""Called once at the end of a call, with the error that ended it."""
+
+ObserveCall: TypeAlias = Callable[[str], ObserveEnd]
+"""Called in the task of each call, with the method's full name, or ``OTHER`` if no servicer has the method."""
+
+OTHER = "other"
+"""Stands for methods that no servicer has: their number must not depend on clients."""
+
 CheckCaller: TypeAlias = Callable[[str, _Context], None]
 """Raises ``TokenloomError`` when the peer of this context may not call the method of this full name."""
 
@@ -48,6 +57,7 @@ class Edge(grpc.GenericRpcHandler):
     Attributes:
         services: Full names of the services added so far.
         authorize: Called before every call except health checks; None admits all calls.
+        observe: Observes every call except health checks; set before servicers are added. None: calls are not observed.
         is_ready: While false, calls to services that have not been added yet fail with UNAVAILABLE.
         ends: Holds back the ends of calls for a moment before the server stops.
     """
@@ -57,6 +67,7 @@ class Edge(grpc.GenericRpcHandler):
         None: no tracing."""
         self.services: list[str] = []
         self.authorize: Authorize | None = None
+        self.observe: ObserveCall | None = None
         self.is_ready = False
         self.ends = CallEnds()
         self._check_caller = check_caller
@@ -83,11 +94,24 @@ class Edge(grpc.GenericRpcHandler):
             try:
                 self.authorize(call)
             except errors.TokenloomError as error:
-                return _refusing(error)
+                return self._refusing(call.method, error)
         handler = self._handlers.get(call.method)
         if handler is None and not self.is_ready:
-            return _refusing(errors.Unavailable("The service is still starting; retry."))
+            return self._refusing(call.method, errors.Unavailable("The service is still starting; retry."))
+        if handler is None and self.observe is not None:
+            self.observe(OTHER)(errors.Unimplemented(""))
         return handler
+
+    def _refusing(self, method: str, error: errors.TokenloomError) -> _Handler:
+        """Return a handler for every kind of call: it ends before a message is read or written."""
+        observe, name = self.observe, method if method in self._handlers else OTHER
+
+        async def refuse(_: object, context: _Context) -> None:
+            if observe is not None:
+                observe(name)(error)
+            await errors.abort(context, error)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _guard(self, method: str, handler: _Handler) -> _Handler:
         checks_caller = self._check_caller is not None and not method.startswith(OPEN_SERVICE)
@@ -102,20 +126,19 @@ class Edge(grpc.GenericRpcHandler):
         if handler.request_streaming:
             decode = partial(_Messages, decode)
         make = _MAKERS[handler.request_streaming, handler.response_streaming]
-        return make(_guarded(behaviour, decode, admit, self.ends), None, handler.response_serializer)
+        observe = None if self.observe is None or method.startswith(OPEN_SERVICE) else partial(self.observe, method)
+        return make(_guarded(behaviour, decode, admit, observe, self.ends), None, handler.response_serializer)
 
 
-def _refusing(error: errors.TokenloomError) -> _Handler:
-    """Return a handler for every kind of call: it ends before a message is read or written."""
-
-    async def refuse(_: object, context: _Context) -> None:
-        await errors.abort(context, error)
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-def _guarded(behaviour: Any, decode: Callable[[Any], Any], admit: _Admit | None, ends: "CallEnds") -> Any:
+def _guarded(
+    behaviour: Any,
+    decode: Callable[[Any], Any],
+    admit: _Admit | None,
+    observe: Callable[[], ObserveEnd] | None,
+    ends: "CallEnds",
+) -> Any:
     async def call(request: Any, context: _Context) -> object:
+        observe_end = _ignore if observe is None else observe()
         try:
             if admit is not None:
                 admit(context)
@@ -124,17 +147,32 @@ def _guarded(behaviour: Any, decode: Callable[[Any], Any], admit: _Admit | None,
             except DecodeError:
                 raise _damaged() from None
             response = await behaviour(request, context)
+            observe_end(None)
             if ends.are_held:
                 await ends.wait()
             return response
         except grpc.aio.AbortError:
             raise
+        except asyncio.CancelledError:
+            observe_end(errors.Cancelled(""))
+            raise
         except Exception as error:
-            if ends.are_held:
-                await ends.wait()
-            await errors.abort(context, error)
+            await _abort(context, errors.of_exception(error), observe_end, ends)
 
     return call
+
+
+async def _abort(context: _Context, error: errors.TokenloomError, observe_end: ObserveEnd, ends: "CallEnds") -> None:
+    """End a call with an error. A function of its own: a name for the error in the frame that has caught it would keep
+    both alive until the garbage collector runs."""
+    observe_end(error)
+    if ends.are_held:
+        await ends.wait()
+    await errors.abort(context, error)
+
+
+def _ignore(_: errors.TokenloomError | None) -> None:
+    """Observe nothing."""
 
 
 class CallEnds:

@@ -4,12 +4,13 @@ They cost 0.02 and 0.2 µs a call, prometheus_client's own 0.6 and 1.5 µs; ``do
 share of a token's cost.
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, Exemplar, HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
 
 
@@ -64,6 +65,16 @@ class Histogram:
         self._sum = 0.0
         registry.register(self)
 
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """The ascending upper bounds of the buckets, without infinity."""
+        return self._bounds
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The observations in each bucket so far; the last one is that of infinity."""
+        return tuple(self._counts)
+
     def observe(self, value: float) -> None:
         """Count a value in the first bucket whose bound is not below it."""
         self._counts[bisect_left(self._bounds, value)] += 1
@@ -77,6 +88,32 @@ class Histogram:
         """Return the buckets now; a value observed meanwhile may be in the sum and not yet in a bucket."""
         [family] = self.describe()
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        buckets = list(zip(bounds, accumulate(self._counts), self._exemplars(), strict=True))
         family.add_metric(list(self._labels.values()), buckets, self._sum)
         return [family]
+
+    def _exemplars(self) -> Sequence[Exemplar | None]:
+        """Return the exemplar of each bucket; None: it has none."""
+        return [None] * len(self._counts)
+
+
+class TracedHistogram(Histogram):
+    """A histogram whose buckets show the trace of their last value in OpenMetrics, for what happens once per request.
+
+    Values without a trace cost no more than in a :class:`Histogram`."""
+
+    def __init__(
+        self, registry: CollectorRegistry, name: str, text: str, labels: Mapping[str, str], buckets: Sequence[float]
+    ) -> None:
+        """Take the arguments of :class:`Histogram`."""
+        self._traced: list[Exemplar | None] = [None] * (len(buckets) + 1)
+        super().__init__(registry, name, text, labels, buckets)
+
+    def observe_traced(self, value: float, trace_id: str) -> None:
+        """Count a value. ``trace_id``: 32 hex digits; empty: the value has no trace."""
+        self.observe(value)
+        if trace_id:
+            self._traced[bisect_left(self._bounds, value)] = Exemplar({"trace_id": trace_id}, value, time.time())
+
+    def _exemplars(self) -> Sequence[Exemplar | None]:
+        return self._traced

@@ -29,8 +29,14 @@ class RequestLog(logging.LoggerAdapter[logging.Logger]):
         return msg, kwargs
 
 
+def with_fields(request_id: str, fields: Mapping[str, object]) -> dict[str, object]:
+    """Return the ``extra`` of a log call: the id of its line, and fields that follow the message, or that are members
+    of the JSON object."""
+    return {"request_id": request_id, "fields": fields}
+
+
 class HumanFormatter(logging.Formatter):
-    """Formats a line as ``12:00:00.123 INFO engine-0 services.engine [request] message``."""
+    """Formats a line as ``12:00:00.123 INFO engine-0 services.engine [request] message name=value``."""
 
     def __init__(self, instance_id: str) -> None:
         super().__init__()
@@ -40,7 +46,8 @@ class HumanFormatter(logging.Formatter):
         clock = f"{time.strftime('%H:%M:%S', time.localtime(record.created))}.{int(record.msecs):03d}"
         name = record.name.removeprefix("tokenloom.")
         request = f" [{request_id}]" if (request_id := getattr(record, "request_id", "")) else ""
-        line = escape(f"{clock} {record.levelname} {self._instance_id} {name}{request} {record.getMessage()}")
+        text = record.getMessage() + _pairs(record)
+        line = escape(f"{clock} {record.levelname} {self._instance_id} {name}{request} {text}")
         if record.exc_info:
             line += "\n" + "\n".join(map(escape, self.formatException(record.exc_info).split("\n")))
         return line
@@ -62,10 +69,21 @@ class JsonFormatter(logging.Formatter):
         fields |= {"logger": record.name, "message": record.getMessage()}
         if request_id := getattr(record, "request_id", ""):
             fields["request_id"] = request_id
+        fields |= getattr(record, "fields", {})
         fields |= _trace_ids(getattr(record, "trace_headers", None) or CURRENT.get())
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, default=str)  # escapes control characters and all that is not ASCII
+
+
+def _pairs(record: logging.LogRecord) -> str:
+    """Return the fields of a record as text, with a leading space; a value with spaces or quotes is quoted."""
+    fields: Mapping[str, object] = getattr(record, "fields", {})
+    return "".join(f" {name}={_quoted(str(value))}" for name, value in fields.items())
+
+
+def _quoted(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False) if not value or set(value) & set(' "=') else value
 
 
 def _trace_ids(headers: Headers) -> Mapping[str, str]:

@@ -19,6 +19,7 @@ from ..peers import addresses
 from ..peers.accepted_socket import take_socket
 from ..peers.addresses import Address
 from ..peers.tls import MeshTLS
+from .metrics_page import accepted
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class MetricsServer:
             "REQUEST_METHOD": method,
             "PATH_INFO": path,
             "QUERY_STRING": query,
-            "HTTP_ACCEPT": fields.get("accept", ""),
+            "HTTP_ACCEPT": accepted(fields.get("accept", "")),
             "HTTP_ACCEPT_ENCODING": fields.get("accept-encoding", ""),
         }
         started: list[tuple[str, list[tuple[str, str]]]] = []

@@ -24,6 +24,8 @@ LATENCY_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0
 """Buckets of TTFT, ITL and times inside one service."""
 REQUEST_SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 """Buckets of whole requests."""
+TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+"""Buckets of tokens of a request, as in vLLM: 1, 2, 5, 10 to 500,000."""
 _PART_LABELS = ("service", "instance_id", "version")
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")

@@ -33,6 +33,12 @@ _EXPORT_SECONDS = 2.0
 _CLOSE_SECONDS = 2.0
 
 
+def trace_id_of(headers: Headers) -> str:
+    """Return the id of the trace, 32 hex digits; empty without a trace."""
+    ids = headers.get("traceparent", "").split("-") if headers else ()
+    return ids[1] if len(ids) == 4 else ""
+
+
 class Tracer:
     """Makes spans. A thread of its own sends them in batches; it drops spans rather than delay a request."""
 

@@ -48,12 +48,41 @@ def test_bad_arguments_end_with_status_2(arguments: list[str]) -> None:
         (["bench", "throughputs"], "Did you mean 'throughput'?"),
         (["serve", "--prot", "1"], "--port"),
         (["chat", "--sytem", "x"], "--system"),
+        (["serve", "-tp", "2"], "-tp is a flag of vLLM: each engine computes on one device; use --engines"),
+        (["serve", "--enable-lora"], "LoRA adapters are not available yet"),
+        (["bench", "serve", "--prot", "1"], "--prot: no such option"),
     ],
 )
 def test_a_mistyped_name_is_told_the_nearest(arguments: list[str], wanted: str) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert wanted in " ".join(result.output.replace("│", " ").split()), "a narrow terminal breaks the line"
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_help_cuts_no_option_and_stays_in_its_width(width: int) -> None:
+    result = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": str(width)})
+    lines = result.stdout.splitlines()
+    for name in ("--enable-prompt-embeds/--no-enable-prompt-embeds", "--keep-disconnected-requests", "--port"):
+        assert any(line.startswith(f"  {name} ") or line == f"  {name}" for line in lines), name
+    assert {"Mesh:", "Engine:", "Scheduler:", "Gateway:"} <= set(lines)
+    assert max(len(line) for line in lines if not line.startswith("  -")) <= max(width, 60)
+
+
+def test_the_help_of_the_commands_imports_none_of_them() -> None:
+    code = "import sys; from tokenloom.cli.main import app; app(['--help'], standalone_mode=False); "
+    code += "sys.exit(bool({'grpc', 'numpy', 'rich', 'tokenloom.cli.mesh.serve'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for group in ("Serve:", "Manage a mesh:"):
+        assert group in result.stdout
+    assert "Measure the engine and the mesh on this machine." in result.stdout
+
+
+def test_every_command_has_a_summary_in_the_help() -> None:
+    lines = CliRunner().invoke(app, ["--help"]).stdout.splitlines()
+    for command in COMMANDS:
+        assert any(line.startswith(f"  {command} ") and len(line.split()) > 3 for line in lines), command
 
 
 def test_the_command_starts_without_torch() -> None:

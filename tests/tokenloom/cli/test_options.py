@@ -7,6 +7,7 @@ import typer
 from msgspec import Meta, Struct
 from typer.testing import CliRunner
 
+from tokenloom.cli.command import Command
 from tokenloom.cli.options import built, offers, parsed
 from tokenloom.services.runtime.host.options import options_of
 
@@ -25,7 +26,7 @@ NO_KEY = {"key": None, "key_file": None}
 def run(*arguments: str, **environment: str) -> tuple[int, str, list[dict[str, Any]]]:
     app, calls = typer.Typer(), list[dict[str, Any]]()
 
-    @app.command()
+    @app.command(cls=Command)
     @offers(options_of(Settings).values(), variables=True)
     def command(own: int = 0, **chosen: Any) -> None:
         calls.append({"own": own, **chosen})

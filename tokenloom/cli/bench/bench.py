@@ -11,6 +11,6 @@ from .bench_peers import model, peers
 from .bench_serve import serve
 from .bench_speculation import speculation
 
-bench = typer.Typer(help="Measure the engine and the mesh on this machine.", no_args_is_help=True)
+bench = typer.Typer(help="Measure the engine and the mesh on this machine.", no_args_is_help=True, add_completion=False)
 for command in (serve, throughput, mesh, overload, step, speculation, kv, disaggregated, peers, model):
     bench.command()(command)

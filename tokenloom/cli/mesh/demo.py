@@ -19,6 +19,7 @@ from ..chat.timeline_table import timeline_table
 from ..failures import INTERRUPTED, reported
 from ..server import Server
 from .model_directory import model_directory
+from .prechecks import check_model
 
 PROMPT = "Tell me a story about a dragon."
 
@@ -31,6 +32,8 @@ def demo(
 ) -> None:
     """Start a whole mesh, chat once through it, show where the time went, and stop it."""
     path, name = model_directory(model, None)
+    with reported():
+        check_model(path, {})
     options = MeshOptions(
         model=path,
         served_model_name=name,

@@ -1,7 +1,8 @@
 """Computes rates and latencies of a mesh from two samples."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+
+from tokenloom.services.runtime.telemetry.quantile import quantile
 
 from .mesh_sample import MeshSample, Metrics, PartSample
 
@@ -70,22 +71,6 @@ def view(before: MeshSample, after: MeshSample) -> MeshView:
         inter_token_latency=_latency(gateways, "vllm:inter_token_latency_seconds"),
         parts=[_part(old, new, seconds) for old, new in pairs],
     )
-
-
-def quantile(buckets: Mapping[float, float], share: float) -> float | None:
-    """Return the quantile, interpolated within its bucket as in Prometheus; None without observations."""
-    bounds = sorted(buckets)
-    if not bounds or buckets[bounds[-1]] <= 0:
-        return None
-    wanted = share * buckets[bounds[-1]]
-    lower, below = 0.0, 0.0
-    for bound in bounds:
-        if buckets[bound] >= wanted:
-            if bound == float("inf"):
-                return lower
-            return lower + (bound - lower) * (wanted - below) / max(buckets[bound] - below, 1e-9)
-        lower, below = bound, buckets[bound]
-    return lower
 
 
 def _metrics_before(old: PartSample, new: PartSample) -> Metrics:

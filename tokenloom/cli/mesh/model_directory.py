@@ -1,15 +1,21 @@
-"""The model that a command is given, as a directory on this machine."""
+"""The model that a command is given, as a directory or GGUF file on this machine."""
 
 from pathlib import Path
 
 import typer
 
 from tokenloom import checkpoint
+from tokenloom.preflight.model_place import check_place
 from tokenloom.request.errors import TokenloomError
+
+from ..failures import reported
 
 
 def model_directory(model: str, served_name: str | None) -> tuple[Path, str]:
-    """Return the checkpoint's directory and the name it is served as; exits with a usage error if it is not found."""
+    """Return the checkpoint's path and the name it is served as; exits with a usage error if it is not found."""
+    if model != checkpoint.DEMO_MODEL_NAME:
+        with reported():
+            check_place(model, Path(model).expanduser())
     try:
         path = checkpoint.resolve(model)
     except TokenloomError as error:

@@ -19,6 +19,7 @@ from tokenloom.supervisor.run import run_mesh
 from ..failures import reported
 from ..options import built, given, offers
 from .model_directory import model_directory
+from .prechecks import check_host, check_model
 from .serve_config import as_defaults, service_flags
 from .serve_options import OFFERS, service_arguments
 
@@ -44,11 +45,15 @@ def serve(
     """Serve MODEL (by default the demo model) on this machine until Ctrl-C; a second Ctrl-C kills."""
     values = given(**chosen)
     _check_template(values.get("chat_template"))
-    options = _mesh_options(*model_directory(model, None), values, service_flags(config))
+    path, name = model_directory(model, None)
+    with reported():
+        check_model(path, values)
+    options = _mesh_options(path, name, values, service_flags(config))
     options = with_names(options, _names(served_model_name or [], more_names or []))
     write_line = bare(sys.stderr) if values.get("log_format") == "json" else prefixed(sys.stderr)
     scheme = "https" if "public_tls_cert" in values else "http"
     with reported():
+        check_host(options, values)
         outcome = asyncio.run(
             run_mesh(
                 options,

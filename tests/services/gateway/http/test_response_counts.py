@@ -37,7 +37,7 @@ async def test_refusals_of_every_kind_are_counted(socket_dir: Path) -> None:
         await http.get("/v1/models/other")
         await http.get("/v1/responses/resp_1")
         assert await counted(http) == {
-            (OTHER, "401", "UNAUTHENTICATED"): 1,
+            (CHAT, "401", "UNAUTHENTICATED"): 1,
             (CHAT, "200", ""): 1,
             (CHAT, "400", "INVALID_ARGUMENT"): 1,
             (CHAT, "404", "MODEL_NOT_FOUND"): 1,
@@ -74,7 +74,7 @@ async def test_what_is_no_request_is_counted(mesh: FakeMesh, http: httpx.AsyncCl
         writer.write(data)
         await reader.read()
         writer.close()
-    assert await counted(http) == {(OTHER, "400", "CONNECTION"): 1, (OTHER, "431", "CONNECTION"): 1}
+    assert await counted(http) == {(OTHER, "400", "MALFORMED"): 1, (OTHER, "431", "FIELDS_TOO_LARGE"): 1}
 
 
 def test_the_number_of_series_is_bounded() -> None:

@@ -3,7 +3,7 @@
 import json
 import logging
 
-from tokenloom.services.runtime.telemetry.logs import HumanFormatter, JsonFormatter, RequestLog, escape
+from tokenloom.services.runtime.telemetry.logs import HumanFormatter, JsonFormatter, RequestLog, escape, with_fields
 from tokenloom.services.runtime.telemetry.tracing import CURRENT
 
 EVIL = "line\nINFO forged \x1b[31m \u2028 ü"
@@ -33,6 +33,14 @@ def test_json_lines() -> None:
     fields = json.loads(line)
     assert (fields["service"], fields["instance"], fields["request_id"]) == ("engine", "engine-0", "r1")
     assert (fields["level"], fields["message"]) == ("info", EVIL)
+
+
+def test_fields_follow_the_message_or_are_members() -> None:
+    extra = with_fields("r1", {"route": "/v1", "model": 'a "model"', "seconds": 0.5, "key": ""})
+    line = HumanFormatter("gateway-0").format(record("done", **extra))
+    assert line.endswith('[r1] done route=/v1 model="a \\"model\\"" seconds=0.5 key=""')
+    fields = json.loads(JsonFormatter("gateway", "gateway-0").format(record("done", **extra)))
+    assert (fields["request_id"], fields["model"], fields["seconds"]) == ("r1", 'a "model"', 0.5)
 
 
 def test_a_traced_line_has_its_trace_and_span() -> None:

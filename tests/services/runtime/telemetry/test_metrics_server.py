@@ -69,6 +69,18 @@ async def test_serves_process_and_own_metrics(registry: CollectorRegistry, host:
     assert "process_cpu_seconds_total" in text
 
 
+async def test_prometheus_gets_the_same_names_as_other_clients(registry: CollectorRegistry) -> None:
+    process_metrics.counter(registry, "prompt_tokens", "Tokens.").inc(2)
+    server = MetricsServer(registry, addresses.parse("127.0.0.1:0"))
+    try:
+        accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+        text = await asyncio.to_thread(get, f"http://{server.address}/metrics", Accept=accept)
+    finally:
+        server.close()
+    assert "\nvllm:prompt_tokens_total 2.0\n" in text
+    assert text.endswith("# EOF\n")
+
+
 def test_scrapers_choose_format_and_metrics(registry: CollectorRegistry, server: MetricsServer) -> None:
     process_metrics.gauge(registry, "num_requests_running", "Requests in the batch.").set(3)
     url = f"http://{server.address}/metrics?name[]=vllm:num_requests_running"

@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from tokenloom.cli.mesh.mesh_rates import quantile, view
+from tokenloom.cli.mesh.mesh_rates import view
 from tokenloom.cli.mesh.mesh_sample import MeshSample, Metrics, PartSample
 from tokenloom.cli.mesh.top import shown
 from tokenloom.supervisor.state_dir import PartRecord, PartState
@@ -68,10 +68,3 @@ def test_latencies_are_those_of_the_interval() -> None:
     assert latency.p50_ms == pytest.approx(150.0)
     assert latency.p95_ms == pytest.approx(195.0)
     assert view(after, after).time_to_first_token.p50_ms is None
-
-
-def test_quantiles_are_linear_within_a_bucket() -> None:
-    assert quantile({1.0: 10, 2.0: 20, INF: 20}, 0.5) == 1.0
-    assert quantile({1.0: 10, 2.0: 20, INF: 20}, 0.75) == 1.5
-    assert quantile({1.0: 0, INF: 5}, 0.5) == 1.0, "past the last bound nothing is known"
-    assert quantile({}, 0.5) is None

@@ -20,6 +20,8 @@ def test_a_directory_is_served_under_its_last_part(tmp_path: Path) -> None:
     assert model_directory(str(tmp_path / "llama"), "other")[1] == "other"
 
 
-def test_a_model_that_is_not_there_is_a_usage_error() -> None:
-    with pytest.raises(typer.BadParameter, match="no such directory"):
+def test_a_model_that_is_not_there_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as exited:
         model_directory("./nowhere", None)
+    assert exited.value.exit_code == 2
+    assert capsys.readouterr().err.startswith("Error: nowhere does not exist: give a checkpoint directory")

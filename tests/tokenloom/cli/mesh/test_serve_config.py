@@ -75,7 +75,7 @@ def test_options_may_stand_in_the_table_of_their_group(meshes: list[MeshOptions]
         (("--kv-cache-memory-bytes", "5"), "engine", "--kv-cache-memory=5"),
         (("--worker", "cpu"), "engine", "--worker=model"),
         (("--prefill-tokens-beside-decode", "none"), "engine", "--prefill-tokens-beside-decode=none"),
-        (("--tls-cert", "c"), "gateway", "--public-tls-cert=c"),
+        (("--tls-cert", __file__), "gateway", f"--public-tls-cert={__file__}"),
         (("--max-waiting", "5"), "engine", "--max-waiting=5"),
     ],
 )

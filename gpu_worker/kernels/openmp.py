@@ -1,0 +1,18 @@
+"""Finds the OpenMP library of the process, which kernels share with torch: a second one would start threads too."""
+
+import ctypes
+import functools
+from pathlib import Path
+
+
+def openmp_runtime() -> Path | None:
+    """Return the OpenMP library that torch has loaded."""
+    maps = Path("/proc/self/maps")
+    paths = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line} if maps.exists() else ()
+    return next((Path(path) for path in sorted(paths)), None)
+
+
+@functools.cache
+def expose_openmp() -> None:
+    """Let libraries that name no OpenMP library use the one of the process. Raises ``OSError`` if there is none."""
+    ctypes.CDLL(str(openmp_runtime() or "libgomp.so.1"), mode=ctypes.RTLD_GLOBAL)

@@ -1,0 +1,74 @@
+"""Kernels that were built ahead, for each level of processors: ``prebuilt/LEVEL/NAME-DIGEST.so``.
+
+The digest is that of the sources and of the compiler's flags, so a library of other sources is never loaded. The
+libraries name no OpenMP library: they use the one that is loaded.
+"""
+
+import functools
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from .levels import Level
+from .openmp import expose_openmp
+
+log = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).with_name("prebuilt")
+SOURCES = Path(__file__).with_name("csrc")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+"""What every build of a kernel has, ahead or at first use."""
+
+_HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
+_SOFTCAP_HEAD_SIZES = (64, 128, 256)
+"""Of Gemma 2, and of models with attention sinks."""
+_OTHERS = ("fused", "few_rows", "few_float_rows", "int8", "quantized", "bfloat16")
+
+Variant = tuple[str, dict[str, int]]
+"""The name of a source, and the macros with which it is compiled."""
+
+
+def variants() -> Iterator[Variant]:
+    """Yield what is built ahead for each level: attention for the head sizes of usual models, and everything else."""
+    for source in _OTHERS:
+        yield source, {}
+    for head_size in _HEAD_SIZES:
+        yield "attention", {"HEAD_SIZE": head_size}
+        yield "attention", {"HEAD_SIZE": head_size, "KV_INT8": 1}
+    for head_size in _SOFTCAP_HEAD_SIZES:
+        yield "attention", {"HEAD_SIZE": head_size, "SOFTCAP": 1}
+
+
+def find_prebuilt(
+    source: str, macros: Mapping[str, int], levels: Iterable[Level], folder: Path | None = None
+) -> Path | None:
+    """Return the library for the first of these levels that has it; None: it was not built ahead."""
+    folder = folder or FOLDER
+    for level in levels if folder.is_dir() else ():
+        library = folder / level.name / library_name(source, macros, level)
+        if library.is_file():
+            return library if _can_share_openmp() else None
+    return None
+
+
+def library_name(source: str, macros: Mapping[str, int], level: Level) -> str:
+    """Return the file name of a library, such as ``attention-HEAD_SIZE64-0123456789abcdef.so``."""
+    named = [f"{name}{value}" for name, value in sorted(macros.items())]
+    identity = "\0".join([*FLAGS, *level.flags, *named, _contents(source)])
+    return "-".join([source, *named, hashlib.sha256(identity.encode()).hexdigest()[:16]]) + ".so"
+
+
+@functools.cache
+def _contents(source: str) -> str:
+    paths = (SOURCES / f"{source}.cpp", *sorted(SOURCES.glob("*.h")))
+    return "\0".join(path.read_text(encoding="utf-8") for path in paths)
+
+
+def _can_share_openmp() -> bool:
+    try:
+        expose_openmp()
+    except OSError as error:
+        log.warning("kernels that were built ahead are not used, because no OpenMP library can be loaded: %s", error)
+        return False
+    return True

@@ -1,0 +1,15 @@
+// Starts the parts of the page.
+
+import { startKeys } from "./keys.js";
+import { startMesh } from "./mesh/mesh.js";
+import { startPlayground } from "./playground/playground.js";
+import { startRequests } from "./traffic/requests.js";
+import { startTheme } from "./theme.js";
+import { startTraffic } from "./traffic/traffic.js";
+
+startTheme();
+startKeys();
+startPlayground();
+startMesh();
+startTraffic();
+startRequests();

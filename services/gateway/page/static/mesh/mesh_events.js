@@ -1,0 +1,45 @@
+// Lists what has changed in the mesh since the page was opened.
+
+import { html } from "../dom.js";
+import { isWell, levelOf } from "./part_states.js";
+import { timeOfDay } from "../numbers.js";
+
+const MAX_EVENTS = 4;
+
+export class MeshEvents {
+  constructor(root) {
+    this.root = root;
+    this.states = null; // by name; null until the mesh has been seen
+    this.last = "";
+  }
+
+  /** Compare the states of all parts with those seen before. */
+  show(parts) {
+    const states = new Map(parts.map((part) => [part.name, part.state]));
+    if (this.last) this.add("The gateway answers again", "ok");
+    if (this.states) this.compare(this.states, states);
+    this.states = states;
+    this.last = "";
+  }
+
+  /** Add a line, unless it is the last one already. `level`: ok, warn or bad. */
+  add(text, level) {
+    if (text === this.last) return;
+    this.last = text;
+    const line = html("li", { class: level }, html("time", {}, timeOfDay(new Date())), ` ${text}`);
+    this.root.prepend(line);
+    while (this.root.children.length > MAX_EVENTS) this.root.lastChild.remove();
+  }
+
+  compare(before, after) {
+    for (const [name, state] of after) {
+      const old = before.get(name);
+      if (old === state) continue;
+      if (old === undefined) this.add(`${name} has joined (${state})`, levelOf(state));
+      else this.add(isWell(state) ? `${name} is serving again` : `${name} is ${state}`, levelOf(state));
+    }
+    for (const name of before.keys()) {
+      if (!after.has(name)) this.add(`${name} has left`, "warn");
+    }
+  }
+}

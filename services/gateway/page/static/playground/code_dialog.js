@@ -1,0 +1,36 @@
+// Shows the request as a command or a program, and copies it.
+
+import { byId, setText } from "../dom.js";
+import { readKey } from "../keys.js";
+import { toCurl, toPython } from "./code_export.js";
+
+const WRITERS = { curl: toCurl, python: toPython };
+
+const copy = async (text) => {
+  if (navigator.clipboard) {
+    await navigator.clipboard.writeText(text);
+    return "Copied.";
+  }
+  getSelection().selectAllChildren(byId("code")); // without TLS, browsers copy only what is selected
+  return "Selected: copy it with Ctrl + C.";
+};
+
+/** `currentBody`: returns the body of the request that would be sent now. */
+export const startCodeDialog = (currentBody) => {
+  const dialog = byId("code-dialog");
+  const show = () => {
+    const language = dialog.querySelector("input:checked").value;
+    const base = new URL("v1", document.baseURI).href;
+    setText(byId("code"), WRITERS[language](currentBody(), base, Boolean(readKey("api"))));
+    setText(byId("code-note"), "");
+  };
+  byId("open-code").addEventListener("click", () => {
+    show();
+    dialog.showModal();
+  });
+  for (const input of dialog.querySelectorAll("input")) input.addEventListener("change", show);
+  byId("close-code").addEventListener("click", () => dialog.close());
+  byId("copy-code").addEventListener("click", async () => {
+    setText(byId("code-note"), await copy(byId("code").textContent).catch((error) => error.message));
+  });
+};

@@ -1,0 +1,61 @@
+// Holds the messages of the playground.
+
+let lastId = 0;
+
+/** One message; an assistant's message fills while its answer streams. */
+export class Message {
+  constructor(role, content = "") {
+    this.id = ++lastId;
+    this.role = role; // user, assistant or tool
+    this.content = content;
+    this.reasoning = "";
+    this.toolCalls = []; // of an assistant: {id, name, arguments, result}
+    this.tokens = []; // with log probabilities, if asked for: {text, logprob, alternatives}
+    this.state = "done"; // done, streaming, stopped or failed
+    this.error = "";
+    this.finishReason = null;
+    this.usage = null;
+    this.timeline = null;
+    this.numPieces = 0; // pieces of the stream that held output
+    this.startedAt = this.firstAt = this.endedAt = 0; // milliseconds of the page's clock
+  }
+
+  get isEmpty() {
+    return !this.content && !this.reasoning && !this.toolCalls.length;
+  }
+}
+
+export class Conversation {
+  constructor() {
+    this.messages = [];
+  }
+
+  add(message) {
+    this.messages.push(message);
+    return message;
+  }
+
+  /** Remove a message and all after it. */
+  cutFrom(message) {
+    this.messages.length = Math.max(this.messages.indexOf(message), 0);
+  }
+
+  /** Remove all after a message. */
+  cutAfter(message) {
+    this.messages.length = this.messages.indexOf(message) + 1;
+  }
+
+  /** Return the messages as the API expects them. */
+  forApi() {
+    return this.messages.filter((message) => message.role === "user" || !message.isEmpty).flatMap(apiMessages);
+  }
+}
+
+const apiMessages = (message) => {
+  if (message.role === "user" || !message.toolCalls.length) return [{ role: message.role, content: message.content }];
+  const calls = message.toolCalls.map(({ id, name, arguments: text }) =>
+    ({ id, type: "function", function: { name, arguments: text } }));
+  const results = message.toolCalls.filter((call) => call.result !== undefined)
+    .map((call) => ({ role: "tool", tool_call_id: call.id, content: call.result }));
+  return [{ role: "assistant", content: message.content || null, tool_calls: calls }, ...results];
+};

@@ -1,0 +1,181 @@
+// Lets a conversation with the model run: send, stop, regenerate, edit.
+
+import { call } from "../api.js";
+import { byId, html } from "../dom.js";
+import { onKeys } from "../keys.js";
+import { receive } from "./answer_stream.js";
+import { startCodeDialog } from "./code_dialog.js";
+import { Conversation, Message } from "./conversation.js";
+import { MessageView } from "./message_view.js";
+import { measured, requestBody } from "./request_body.js";
+import { Settings } from "./settings.js";
+
+const NEAR = 60; // pixels from the end within which the list follows the answer
+
+class Playground {
+  constructor() {
+    this.conversation = new Conversation();
+    this.settings = new Settings(byId("settings"));
+    this.views = new Map(); // by message
+    this.list = byId("messages");
+    this.draft = byId("draft");
+    this.live = null; // the AbortController of the answer that streams
+    this.model = undefined;
+    this.actions = {
+      regenerate: (message) => this.again(message),
+      edited: (message, text) => this.edited(message, text),
+      answered: () => this.answered(),
+    };
+    this.showEmpty();
+  }
+
+  /** Send what was written. */
+  send() {
+    const text = this.draft.value.trim();
+    if (!text || this.live) return;
+    this.draft.value = "";
+    this.append(new Message("user", text));
+    this.answer();
+  }
+
+  stop() {
+    this.live?.abort();
+  }
+
+  /** Forget the conversation. */
+  clear() {
+    this.stop();
+    this.live = null;
+    this.conversation = new Conversation();
+    this.views.clear();
+    this.showEmpty();
+    this.draft.focus();
+  }
+
+  /** Return the body of the request that the draft would make, or without one that of the last answer. Raises SyntaxError. */
+  body() {
+    const draft = this.draft.value.trim();
+    const messages = this.conversation.forApi();
+    if (draft || !messages.length) messages.push({ role: "user", content: draft || "Hello!" });
+    else if (messages.at(-1).role === "assistant") messages.pop();
+    return requestBody(this.settings.read(), messages, this.model);
+  }
+
+  async answer() {
+    let body;
+    const message = new Message("assistant");
+    try {
+      body = requestBody(this.settings.read(), this.conversation.forApi(), this.model);
+    } catch (error) {
+      Object.assign(message, { state: "failed", error: `The settings are not right: ${error.message}` });
+      this.append(message);
+      return;
+    }
+    const live = new AbortController();
+    this.live = live;
+    message.state = "streaming";
+    this.append(message);
+    this.showLive();
+    await receive(message, measured(body), live.signal, () => this.grown(message));
+    if (this.live !== live) return; // another conversation has begun
+    this.live = null;
+    this.showLive();
+  }
+
+  append(message) {
+    this.conversation.add(message);
+    const view = new MessageView(message, this.actions);
+    this.views.set(message, view);
+    this.list.querySelector(".empty")?.remove();
+    this.list.append(view.root);
+    this.list.scrollTop = this.list.scrollHeight;
+  }
+
+  grown(message) {
+    const isNear = this.list.scrollHeight - this.list.scrollTop - this.list.clientHeight < NEAR;
+    this.views.get(message)?.show();
+    if (isNear) this.list.scrollTop = this.list.scrollHeight;
+  }
+
+  /** Answer once more in place of an answer. */
+  again(message) {
+    if (this.live) return;
+    this.conversation.cutFrom(message);
+    this.dropViews();
+    this.answer();
+    this.draft.focus();
+  }
+
+  edited(message, text) {
+    if (this.live) return;
+    message.content = text;
+    message.tokens = [];
+    if (message.role === "user") this.conversation.cutAfter(message);
+    this.dropViews();
+    this.views.get(message).show();
+    if (message.role === "user") this.answer();
+  }
+
+  /** Continue once every call of the last answer has its result. */
+  answered() {
+    const last = this.conversation.messages.at(-1);
+    this.views.get(last)?.show();
+    if (!this.live && last.toolCalls.every((each) => each.result !== undefined)) this.answer();
+  }
+
+  /** Remove the views of messages that are not part of the conversation any more. */
+  dropViews() {
+    const kept = new Set(this.conversation.messages);
+    for (const [message, view] of this.views) {
+      if (kept.has(message)) continue;
+      view.root.remove();
+      this.views.delete(message);
+    }
+  }
+
+  showLive() {
+    byId("stop").hidden = !this.live;
+    byId("send").disabled = Boolean(this.live);
+  }
+
+  showEmpty() {
+    this.showLive();
+    this.list.replaceChildren(html("div", { class: "empty" },
+      html("p", {}, "Talk to the model."),
+      html("p", { class: "note" }, "Each answer shows where its time went. Settings hold tools, JSON schemas and log probabilities.")));
+  }
+
+  async findModel() {
+    try {
+      this.model = (await (await call("v1/models")).json()).data[0]?.id;
+    } catch { /* without a name the served model answers */ }
+  }
+}
+
+const toggleSettings = () => {
+  const form = byId("settings");
+  form.hidden = !form.hidden;
+  byId("toggle-settings").setAttribute("aria-expanded", String(!form.hidden));
+};
+
+export const startPlayground = () => {
+  const playground = new Playground();
+  byId("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    playground.send();
+  });
+  playground.draft.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    playground.send();
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !document.querySelector("dialog[open]")) playground.stop();
+  });
+  byId("stop").addEventListener("click", () => playground.stop());
+  byId("new-chat").addEventListener("click", () => playground.clear());
+  byId("toggle-settings").addEventListener("click", toggleSettings);
+  startCodeDialog(() => playground.body());
+  playground.findModel();
+  onKeys(() => playground.findModel());
+};

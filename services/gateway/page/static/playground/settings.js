@@ -1,0 +1,92 @@
+// The form with the settings of the playground.
+
+import { button, html } from "../dom.js";
+
+const TOOLS = [{ type: "function", function: { name: "get_weather", description: "Current weather in a city",
+  parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] } } }];
+const SCHEMA = { type: "object", properties: { answer: { type: "string" }, certain: { type: "boolean" } },
+  required: ["answer", "certain"], additionalProperties: false };
+
+const field = (label, input, ...more) => html("label", { class: "field" }, html("span", {}, label), input, ...more);
+
+const number = (attributes) => html("input", { type: "number", inputmode: "decimal", placeholder: "model's", ...attributes });
+
+const select = (values) => html("select", {}, ...values.map(([value, text]) => html("option", { value }, text)));
+
+/** A text area that holds JSON or nothing. */
+class JsonField {
+  constructor(label, example, isRight, wanted) {
+    Object.assign(this, { isRight, wanted });
+    this.problem = html("span", { class: "problem", role: "status" });
+    this.input = html("textarea", { rows: 4, spellcheck: "false", class: "mono", placeholder: "none",
+      input: () => this.read() });
+    const insert = button("Example", () => {
+      this.input.value = JSON.stringify(example, null, 2);
+      this.read();
+    });
+    this.root = html("div", { class: "field wide" },
+      html("span", { class: "field-head" }, html("label", { for: `setting-${label}` }, label), insert),
+      this.input, this.problem);
+    this.input.id = `setting-${label}`;
+  }
+
+  /** Return the value; null if there is none. Raises SyntaxError for text that is not right. */
+  value() {
+    if (!this.input.value.trim()) return null;
+    const value = JSON.parse(this.input.value);
+    if (!this.isRight(value)) throw new SyntaxError(this.wanted);
+    return value;
+  }
+
+  read() {
+    let problem = "";
+    try {
+      this.value();
+    } catch (error) {
+      problem = error.message;
+    }
+    this.problem.textContent = problem;
+    this.input.setAttribute("aria-invalid", problem ? "true" : "false");
+  }
+}
+
+export class Settings {
+  constructor(root) {
+    this.system = html("textarea", { rows: 2, placeholder: "none" });
+    this.numbers = {
+      max_tokens: number({ min: 1, step: 1, value: 256 }),
+      temperature: number({ min: 0, max: 2, step: 0.1 }),
+      top_p: number({ min: 0, max: 1, step: 0.05 }),
+      seed: number({ step: 1, placeholder: "random" }),
+    };
+    this.alternatives = select([["", "off"], ["0", "on"], ["3", "3 alternatives"], ["5", "5 alternatives"]]);
+    this.toolChoice = select([["auto", "auto"], ["required", "required"], ["none", "none"]]);
+    this.tools = new JsonField("Tools", TOOLS, Array.isArray, "a list of tools is needed");
+    this.schema = new JsonField("JSON schema of the answer", SCHEMA,
+      (value) => typeof value === "object" && !Array.isArray(value), "an object is needed");
+    root.append(
+      html("div", { class: "field wide" }, field("System message", this.system)),
+      field("Max tokens", this.numbers.max_tokens),
+      field("Temperature", this.numbers.temperature),
+      field("Top p", this.numbers.top_p),
+      field("Seed", this.numbers.seed),
+      field("Log probabilities", this.alternatives),
+      field("Tool choice", this.toolChoice),
+      this.tools.root, this.schema.root);
+    root.addEventListener("submit", (event) => event.preventDefault());
+  }
+
+  /** Return the settings. Raises SyntaxError for JSON that is not right. */
+  read() {
+    const numbers = Object.entries(this.numbers).map(([name, input]) =>
+      [name, input.value === "" ? null : input.valueAsNumber]);
+    return {
+      ...Object.fromEntries(numbers),
+      system: this.system.value.trim(),
+      alternatives: this.alternatives.value === "" ? null : Number(this.alternatives.value),
+      tools: this.tools.value(),
+      toolChoice: this.toolChoice.value,
+      schema: this.schema.value(),
+    };
+  }
+}

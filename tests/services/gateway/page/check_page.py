@@ -1,0 +1,242 @@
+"""``make browser``: uses the page at ``/`` of a real mesh in a real browser, and takes its pictures for the docs."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tests.e2e.conftest import Served, serving
+from tests.services.gateway.page.chromium import Page, page
+from tests.services.gateway.page.page_audit import CONTRASTS, FOCUS, MIN_CONTRAST, UNNAMED
+
+IMAGES = Path(__file__).parents[4] / "docs" / "images"
+KEY, ADMIN_KEY = "key-of-the-test", "admin-key-of-the-test"
+ENGINE = "engine-1"
+WIDTH, HEIGHT = 1280, 800
+MAX_PICTURE_BYTES = 150_000
+QUESTION = "What is 3 plus 4?"
+
+_TEXT = "document.querySelector({!r})?.textContent.trim()"
+_STATE = (
+    "[...document.querySelectorAll('.part')].find((each) => each.querySelector('b').textContent === {!r})"
+    "?.querySelector('.part-state').textContent ?? ''"
+)
+_ANSWER = "[...document.querySelectorAll('.message.assistant')].at(-1)"
+
+
+class Checks:
+    """Uses the page as a user would, and collects what is not as it should be."""
+
+    def __init__(self, page: Page, served: Served) -> None:
+        self.page, self.served = page, served
+        self.wrong: list[str] = []
+
+    def expect(self, is_right: object, text: str) -> None:
+        print(f"{'ok   ' if is_right else 'WRONG'} {text}", flush=True)
+        if not is_right:
+            self.wrong.append(text)
+
+    async def keys(self) -> None:
+        """Enter the keys, which the page asks for."""
+        await self.page.until("document.querySelector('#keys-dialog').open")
+        await self.page.write(KEY)
+        await self.page.press("Tab")
+        await self.page.write(ADMIN_KEY)
+        await self.page.press("Enter")
+        await self.page.until("document.querySelectorAll('.part').length >= 7")
+        stored = await self.page.run("JSON.stringify([Object.keys(localStorage), Object.keys(sessionStorage).length])")
+        self.expect(json.loads(stored) == [[], 2], "the keys are in the storage of the tab only")
+
+    async def parts(self) -> None:
+        health = await self.page.run(_TEXT.format("#health"))
+        names = await self.page.run("[...document.querySelectorAll('.part b')].map((each) => each.textContent)")
+        self.expect("serving" in health, f"every part is shown ({', '.join(names)}): {health}")
+
+    async def ask(self, question: str) -> None:
+        await self.page.run("document.querySelector('#draft').focus()")
+        await self.page.write(question)
+        await self.page.press("Enter")
+
+    async def answered(self) -> None:
+        await self.page.until(
+            f"{_ANSWER}?.getAttribute('aria-busy') === 'false' && {_ANSWER}.querySelector('.timeline')"
+        )
+
+    async def stream(self) -> None:
+        """Stream an answer, stop a long one, and regenerate it."""
+        await self.ask(QUESTION)
+        await self.answered()
+        text = await self.page.run(f"{_ANSWER}.querySelector('.message-text').textContent")
+        legend = await self.page.run(f"{_ANSWER}.querySelector('.timeline-legend').textContent")
+        self.expect("7" in text, f"an answer streams: {text!r}")
+        self.expect("prefill" in legend and "decode" in legend, f"its timeline: {legend}")
+        await self.set("Max tokens", "400")
+        await self.ask("Count as far as you can.")
+        await self.page.until(f"{_ANSWER}.querySelector('.message-text').textContent.length > 2")
+        await self.page.press("Escape")
+        await self.answered()
+        note = await self.page.run(f"{_ANSWER}.querySelector('.timeline').textContent")
+        self.expect("stopped" in note, f"a stopped answer: {note}")
+        await self.set("Max tokens", "24")
+        await self.click(_ANSWER, "Regenerate")
+        await self.page.until(f"{_ANSWER}?.querySelector('.timeline') && !{_ANSWER}.textContent.includes('stopped')")
+        count = await self.page.run("document.querySelectorAll('.message.assistant').length")
+        self.expect(count == 2, "the stopped answer is generated again in its place")
+
+    async def click(self, place: str, text: str) -> None:
+        """Click the button with this text."""
+        await self.page.run(
+            f"[...{place}.querySelectorAll('button')].find((each) => each.textContent === '{text}').click()"
+        )
+
+    async def set(self, label: str, value: str) -> None:
+        """Set a field of the settings."""
+        script = """((label, value) => {
+          const named = [...document.querySelectorAll('.field')].filter((each) => each.textContent.startsWith(label));
+          const input = named.at(-1).querySelector('input, select, textarea');
+          input.value = value;
+          input.dispatchEvent(new Event('input', { bubbles: true }));
+        })"""
+        await self.page.run(f"{script}({json.dumps(label)}, {json.dumps(value)})")
+
+    async def edit(self) -> None:
+        """Change the first message, which drops what came after it."""
+        first = "document.querySelector('.message.user')"
+        await self.page.run(
+            f"[...{first}.querySelectorAll('button')].find((each) => each.textContent === 'Edit').click()"
+        )
+        await self.page.run(f"{first}.querySelector('textarea').select()")
+        await self.page.write("What is 5 plus 4?")
+        await self.page.press("Enter")
+        await self.page.until("document.querySelectorAll('.message').length === 2")
+        await self.answered()
+        text = await self.page.run(f"{_ANSWER}.querySelector('.message-text').textContent")
+        self.expect("9" in text, f"an edited message is answered anew: {text!r}")
+
+    async def tokens(self) -> None:
+        """Show the tokens of an answer and choose one with the keyboard."""
+        await self.set("Log probabilities", "3")
+        await self.ask("What is 6 plus 2?")
+        await self.answered()
+        await self.page.run(f"{_ANSWER}.querySelector('.tokens').focus()")
+        await self.page.press("ArrowRight")
+        rows = await self.page.run(f"{_ANSWER}.querySelectorAll('.inspector li').length")
+        self.expect(rows >= 3, f"a token shows {rows} alternatives")
+        await self.set("Log probabilities", "")
+
+    async def schema(self) -> None:
+        """Bind an answer to a JSON schema."""
+        await self.set(
+            "JSON schema", '{"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}'
+        )
+        await self.ask("What is 2 plus 2?")
+        await self.answered()
+        text = await self.page.run(f"{_ANSWER}.querySelector('.message-text').textContent")
+        self.expect(text.startswith("{"), f"an answer in the form of a schema: {text!r}")
+        await self.set("JSON schema", "")
+
+    async def code(self) -> None:
+        """Show the request as a command and as a program, without the key."""
+        await self.page.run("document.querySelector('#open-code').click()")
+        shown = [await self.page.run(_TEXT.format("#code"))]
+        await self.page.run("document.querySelector('input[value=python]').click()")
+        shown.append(await self.page.run(_TEXT.format("#code")))
+        await self.page.press("Escape")
+        self.expect("curl" in shown[0] and "OpenAI(" in shown[1], "the request as curl and as Python")
+        self.expect(not any(KEY in each for each in shown), "no key in them")
+        compile(shown[1], "copied", "exec")
+
+    async def requests(self) -> None:
+        """See the last requests with the admin key."""
+        await self.page.until("document.querySelectorAll('#requests tbody tr').length >= 5")
+        text = await self.page.run(_TEXT.format("#requests"))
+        self.expect("/v1/chat/completions" in text and "plus" not in text, "the last requests, without prompts")
+
+    async def kill(self) -> None:
+        """Kill an engine; the page shows it as lost, and as serving when the supervisor has started it again."""
+        index = int(ENGINE.rpartition("-")[2])
+        (engine,) = (row for row in self.served.ps() if (row["service"], row["index"]) == ("engine", index))
+        os.kill(engine["pid"], signal.SIGKILL)
+        await self.page.until(f"({_STATE.format(ENGINE)}).startsWith('lost')")
+        pill = await self.page.run("document.querySelector('#health').className")
+        self.expect("bad" in pill, f"{ENGINE} was killed and is red")
+        await self.page.until(f"({_STATE.format(ENGINE)}) === 'serving'")
+        await self.page.until("document.querySelector('#health').className.includes('ok')")
+        events = await self.page.run(_TEXT.format("#events"))
+        self.expect(f"{ENGINE} is serving again" in events, f"it has come back: {events}")
+
+    async def reach(self) -> None:
+        """Walk over the page with the keyboard; every stop shows its focus."""
+        await self.page.run("document.activeElement.blur()")
+        seen = []
+        for _ in range(80):
+            await self.page.press("Tab")
+            seen.append(await self.page.run(FOCUS))
+        names = {name for name, _ in seen}
+        wanted = {"theme", "open-keys", "map", "plot", "toggle-settings", "messages", "draft", "send"}
+        self.expect(wanted - names == set(), f"the keyboard reaches everything ({wanted - names or 'nothing'} missing)")
+        self.expect(all(visible for name, visible in seen if name != "BODY"), "every stop shows its focus")
+
+    async def looks(self, scheme: str) -> None:
+        """Take a picture in one colour scheme, and check contrasts and names."""
+        await self.page.show(WIDTH, HEIGHT, scheme)
+        contrasts = await self.page.run(CONTRASTS)
+        self.expect(not contrasts, f"{scheme}: every text has a contrast of {MIN_CONTRAST} {contrasts or ''}")
+        unnamed = await self.page.run(UNNAMED)
+        self.expect(not unnamed, f"{scheme}: every control has a name {unnamed or ''}")
+        wide = await self.page.run("document.documentElement.scrollWidth")
+        self.expect(wide <= WIDTH, f"{scheme}: the page fits into {WIDTH} pixels")
+        IMAGES.mkdir(exist_ok=True)
+        path = IMAGES / f"page-{scheme}.png"
+        await self.page.picture(path)
+        self.expect(path.stat().st_size <= MAX_PICTURE_BYTES, f"{path.name}: {path.stat().st_size} bytes")
+
+    def network(self) -> None:
+        """Look at every request of the tab."""
+        home = urlsplit(self.served.url).netloc
+        urls = self.page.requested()
+        others = {
+            url for url in urls if urlsplit(url).netloc != home and not url.startswith(("data:", "about:", "blob:"))
+        }
+        self.expect(not others, f"{len(urls)} requests, none to another host {others or ''}")
+        self.expect(not any(KEY in url for url in urls), "no key in a URL")
+        complaints = [each for each in self.page.complaints() if "401" not in each]
+        self.expect(not complaints, f"the browser complains about nothing {complaints or ''}")
+
+
+async def check(served: Served, directory: Path) -> list[str]:
+    """Return what is not as it should be."""
+    async with page(directory) as tab:
+        checks = Checks(tab, served)
+        await tab.show(WIDTH, HEIGHT)
+        await tab.open(served.url)
+        await checks.keys()
+        await checks.parts()
+        for step in (checks.stream, checks.edit, checks.tokens, checks.schema, checks.code, checks.requests):
+            await step()
+        await checks.kill()
+        await checks.reach()
+        for scheme in ("light", "dark"):
+            await checks.looks(scheme)
+        checks.network()
+        return checks.wrong
+
+
+def main() -> int:
+    if shutil.which("chromium") is None:
+        print("there is no chromium; on Debian: apt-get install chromium", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory() as directory, serving() as serve:
+        flags = ("--prefill", "1", "--decode", "2", "--pd-threshold", "0")
+        served = serve(*flags, TOKENLOOM_API_KEY=KEY, TOKENLOOM_ADMIN_API_KEY=ADMIN_KEY)
+        wrong = asyncio.run(check(served, Path(directory)))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

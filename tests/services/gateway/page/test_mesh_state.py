@@ -1,0 +1,60 @@
+"""The page's view of the mesh names every part and its state."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.services.gateway.fakes import LIMITS, MODEL, FakeMesh
+from tokenloom.v1 import coordinator_pb2
+
+
+async def until(http: httpx.AsyncClient, name: str, state: str) -> dict[str, Any]:
+    """Return the mesh once a part or an engine has this state."""
+    while True:
+        seen: dict[str, Any] = (await http.get("/mesh")).json()
+        if any((each["name"], each["state"]) == (name, state) for each in seen["parts"] + seen["engines"]):
+            return seen
+        await asyncio.sleep(0)
+
+
+async def test_every_replica_is_listed(http: httpx.AsyncClient) -> None:
+    seen = await until(http, "tokenizer 1", "serving")
+    assert (seen["model"], seen["max_model_len"], seen["missing"]) == (MODEL, LIMITS.max_model_len, [])
+    assert [(part["kind"], part["name"], part["state"]) for part in seen["parts"]] == [
+        ("gateway", "gateway", "serving"),
+        ("coordinator", "coordinator", "serving"),
+        ("tokenizer", "tokenizer 0", "serving"),
+        ("tokenizer", "tokenizer 1", "serving"),
+        ("output_processor", "output processor 0", "serving"),
+    ]
+    (engine,) = seen["engines"]
+    assert (engine["name"], engine["state"], engine["running"], engine["kv_usage"]) == ("engine-0", "serving", 3, 0.25)
+    assert "address" not in str(seen)
+
+
+async def test_a_lost_engine_is_named_until_it_returns(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    await mesh.coordinator.set_engines("engine-10", "engine-9")
+    seen = await until(http, "engine-10", "serving")
+    assert [engine["name"] for engine in seen["engines"]] == ["engine-0", "engine-9", "engine-10"]
+    await mesh.coordinator.set_engines("engine-10")
+    seen = await until(http, "engine-9", "lost")
+    assert [engine["state"] for engine in seen["engines"]] == ["lost", "lost", "serving"]
+    await mesh.coordinator.set_engines("engine-10", "engine-9")
+    await until(http, "engine-9", "serving")
+
+
+async def test_states_of_the_other_parts(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    await mesh.coordinator.set_state(coordinator_pb2.ENGINE_STATE_PAUSED)
+    await until(http, "engine-0", "paused")
+    await mesh.coordinator.set_away(True)
+    await until(http, "coordinator", "lost")
+
+
+async def test_an_output_processor_that_does_not_answer(socket_dir: Path) -> None:
+    fake = FakeMesh(socket_dir)
+    addresses = fake.address("mesh"), fake.address("nowhere")
+    async with fake.gateway(output_processors=addresses) as mesh, mesh.http() as http:
+        await until(http, "output processor 0", "serving")
+        await until(http, "output processor 1", "lost")

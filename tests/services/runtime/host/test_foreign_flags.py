@@ -1,0 +1,52 @@
+"""Flags of vLLM are answered with what to use instead."""
+
+import pytest
+
+from tokenloom.cli.mesh.serve_options import OFFERS
+from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.runtime.host.foreign_flags import answer_unknown, foreign_flags
+from tokenloom.services.runtime.host.options import flag
+
+OWN = {flag(name) for offer in OFFERS.values() for name in offer.option.names}
+
+
+def test_every_flag_has_one_answer_and_is_none_of_ours() -> None:
+    names = [name for each in foreign_flags() for name in each.names]
+    assert len(names) == len(set(names)) >= 120
+    assert not OWN.intersection(names)
+
+
+@pytest.mark.parametrize("status", ["replaced", "unneeded", "missing"])
+def test_answers_name_only_options_that_exist(status: str) -> None:
+    answers = [each for each in foreign_flags() if each.status == status]
+    assert answers
+    for each in answers:
+        assert set(each.own) <= OWN, each
+        assert not each.answer.endswith("."), "it continues a sentence"
+
+
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [
+        ("--tensor-parallel-size", "--engines"),
+        ("-tp", "--engines"),
+        ("--tensor-parallel-size=2", "--engines"),
+        ("--gpu_memory_utilization", "--kv-cache-memory"),
+        ("--no-enable-log-requests", "--log-request-events"),
+        ("--enable-lora", "not available yet"),
+        ("--kv-transfer-config", "--prefill and --decode"),
+        ("--prot", "did you mean --port"),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_what_to_use(written: str, wanted: str) -> None:
+    answer = answer_unknown(written, OWN)
+    assert answer.startswith(written.partition("=")[0])
+    assert wanted in answer
+    assert "\n" not in answer
+
+
+def test_a_service_names_the_command_whose_options_it_means(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        EngineSettings.load(["--data-parallel-size", "2"])
+    assert exited.value.code == 2
+    assert "use --engines, with `tokenloom serve`" in capsys.readouterr().err

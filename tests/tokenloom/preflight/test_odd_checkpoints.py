@@ -1,0 +1,83 @@
+"""A checkpoint that cannot be served is answered with one sentence, before a process starts."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.tokenloom.preflight.odd_checkpoints import ODD, Odd, good, safetensors
+from tokenloom.checkpoint import DEMO_MODEL
+from tokenloom.cli.main import app
+from tokenloom.cli.mesh import serve
+from tokenloom.gpu_worker.checkpoint.quantization.schemes import METHODS
+from tokenloom.gpu_worker.checkpoint.supported import QUANTIZATION_METHODS
+from tokenloom.preflight.model import check_checkpoint
+from tokenloom.preflight.refusal import Refused
+
+
+@pytest.fixture(autouse=True)
+def no_process(monkeypatch: pytest.MonkeyPatch, socket_dir: Path) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("a mesh would have started")
+
+    monkeypatch.setattr(serve, "run_mesh", fail)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(socket_dir))
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.name)
+def test_an_odd_checkpoint_is_refused_in_one_sentence(odd: Odd, tmp_path: Path) -> None:
+    path = good(tmp_path / "models" / "model")
+    served = odd.change(path) or path
+    result = CliRunner().invoke(app, ["serve", str(served)])
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("Error: ")
+    assert line.endswith(".")
+    assert str(tmp_path) in line
+    assert odd.file in line
+    assert odd.way_out in line
+
+
+def test_there_are_names_for_all_of_them() -> None:
+    assert len(ODD) >= 30
+    assert len({odd.name for odd in ODD}) == len(ODD)
+
+
+def test_good_checkpoints_pass(tmp_path: Path) -> None:
+    check_checkpoint(good(tmp_path / "model"))
+    check_checkpoint(DEMO_MODEL)
+
+
+def test_files_of_torch_save_pass(tmp_path: Path) -> None:
+    path = good(tmp_path / "model")
+    (path / "model.safetensors").unlink()
+    (path / "pytorch_model.bin").write_bytes(b"PK\x03\x04rest")
+    check_checkpoint(path)
+
+
+def test_weights_without_the_usual_name_of_the_embeddings_pass(tmp_path: Path) -> None:
+    path = good(tmp_path / "model")
+    (path / "model.safetensors").write_bytes(safetensors([9, 9], "other.weight"))
+    check_checkpoint(path)
+
+
+def test_a_class_of_transformers_passes_only_where_its_modules_compute(tmp_path: Path) -> None:
+    path = good(tmp_path / "model")
+    config = (path / "config.json").read_text().replace("LlamaForCausalLM", "FalconForCausalLM")
+    (path / "config.json").write_text(config)
+    check_checkpoint(path)
+    with pytest.raises(Refused, match="not built in: leave out --model-impl native"):
+        check_checkpoint(path, "native")
+
+
+def test_without_transformers_the_answer_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = good(tmp_path / "model")
+    config = (path / "config.json").read_text().replace("LlamaForCausalLM", "FalconForCausalLM")
+    (path / "config.json").write_text(config)
+    monkeypatch.setattr("tokenloom.preflight.model_config.find_spec", lambda name: None)
+    with pytest.raises(Refused, match=r"transformers: pip install 'tokenloom\[transformers\]'"):
+        check_checkpoint(path)
+
+
+def test_the_methods_that_pass_are_those_that_are_read() -> None:
+    assert set(QUANTIZATION_METHODS) == set(METHODS)

@@ -1,0 +1,44 @@
+"""``tokenloom build-kernels`` builds the CPU kernels ahead, for wheels and images."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .failures import CommandFailed, reported
+
+
+def build_kernels(
+    levels: Annotated[
+        str, typer.Option(help="Levels of processors, separated by commas, or all that a compiler here can build.")
+    ] = "all",
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder for the libraries; by default inside the package.")
+    ] = None,
+) -> None:
+    """Build the C++ kernels ahead, so that neither a compiler nor time is needed at the first start."""
+    from tokenloom.gpu_worker.kernels.build_ahead import build_ahead, compiler_for
+    from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
+    from tokenloom.gpu_worker.kernels.levels import LEVELS
+    from tokenloom.gpu_worker.kernels.prebuilt import FOLDER
+
+    known = {level.name: level for level in LEVELS}
+    wanted = [name for name in known if compiler_for(known[name])] if levels == "all" else levels.split(",")
+    if unknown := [name for name in wanted if name not in known]:
+        raise typer.BadParameter(f"{unknown[0]} is not among {', '.join(known)}", param_hint="--levels")
+    with reported():
+        if not wanted:
+            raise CommandFailed("there is no C++ compiler: install g++ (aarch64: also g++-aarch64-linux-gnu)")
+        for name in wanted:
+            compiler = compiler_for(known[name])
+            if compiler is None:
+                raise CommandFailed(f"{name}: no compiler for {known[name].machine}: install g++-{name}-linux-gnu")
+            started = time.monotonic()
+            try:
+                libraries = build_ahead(known[name], compiler, folder or FOLDER)
+            except KernelsUnavailable as error:
+                raise CommandFailed(f"{name}: {error}") from None
+            size = sum(library.stat().st_size for library in libraries)
+            seconds = time.monotonic() - started
+            print(f"{name}: {len(libraries)} libraries, {size / 1e6:.1f} MB, {seconds:.0f} s in {libraries[0].parent}")

@@ -1,0 +1,42 @@
+"""A command of typer with plain help, which answers flags of vLLM and others that it does not have."""
+
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from .help_page import help_page
+
+
+class Command(TyperCommand):
+    """Parses the arguments of a command whose users may know the flags of vLLM."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as usual; an unknown flag ends with one sentence that says what to use."""
+        written = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if type(error).__name__ == "NoSuchOption":  # typer does not export the class
+                _answer(error, written, [name for each in self.params for name in (*each.opts, *each.secondary_opts)])
+            raise
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, with every flag whole."""
+        formatter.write(help_page(self, ctx))
+
+
+class Group(TyperGroup):
+    """Holds commands, and writes their help in the same way."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help with a line about each command."""
+        formatter.write(help_page(self, ctx, (self.get_command(ctx, name) for name in self.list_commands(ctx))))
+
+
+def _answer(error: Any, written: list[str], own: list[str]) -> None:
+    """Replace the message of the error about a flag, which for ``-tp`` names its first letter only."""
+    from tokenloom.services.runtime.host.foreign_flags import answer_unknown  # the table costs time
+
+    name = str(error.option_name)
+    whole = next((each for each in written if each.startswith(name)), name)
+    error.message, error.possibilities = answer_unknown(whole, own), None

@@ -1,0 +1,103 @@
+"""The commands of a group, each imported when it is used: a command then costs no start time to the others."""
+
+import ast
+from collections.abc import Iterator, Mapping, MutableMapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from .command import Command, Group
+from .help_page import help_page
+
+Places = Mapping[str, tuple[str, ...]]
+"""Modules by the panel of the help that shows them; a module's last name is that of its function or ``Typer``."""
+
+
+class LazyCommands(MutableMapping[str, Any]):
+    """Holds commands by name; looking one up imports its module."""
+
+    def __init__(self, package: str, places: Places) -> None:
+        self._places = {
+            _last(module).replace("_", "-"): (f"{package}.{module}", panel)
+            for panel, modules in places.items()
+            for module in modules
+        }
+        self._built: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._built:
+            module, panel = self._places[name]
+            self._built[name] = _built(getattr(import_module(module), _last(module)), name, panel)
+        return self._built[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        raise TypeError("the commands of the group are fixed")
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("the commands of the group are fixed")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def summaries(self) -> Iterator[TyperCommand]:
+        """Yield commands with nothing but their help texts, which are read without importing their modules."""
+        for name, (module, panel) in self._places.items():
+            yield TyperCommand(name, help=_summary(module), rich_help_panel=panel)
+
+
+def lazy_group(package: str, places: Places) -> type[TyperGroup]:
+    """Return a group whose commands are in these modules of a package."""
+
+    class LazyGroup(TyperGroup):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            self.commands: Any = LazyCommands(package, places)
+
+        def list_commands(self, ctx: Any) -> list[str]:
+            return list(self.commands)
+
+        def format_help(self, ctx: Any, formatter: Any) -> None:
+            formatter.write(help_page(self, ctx, self.commands.summaries()))
+
+    return LazyGroup
+
+
+def _built(command: Any, name: str, panel: str) -> Any:
+    if not isinstance(command, typer.Typer):
+        single = typer.Typer(add_completion=False)
+        single.command(name, cls=Command, rich_help_panel=panel)(command)
+        return typer.main.get_command(single)
+    command.info.cls = Group
+    for each in command.registered_commands:
+        each.cls = Command
+    built: Any = typer.main.get_command(command)
+    built.name, built.rich_help_panel = name, panel
+    return built
+
+
+def _summary(module: str) -> str:
+    """Return the help of a command from the source of its module: its function's docstring, or its ``Typer``'s help."""
+    spec, name = find_spec(module), _last(module)
+    if spec is None or spec.origin is None:
+        return ""
+    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return (ast.get_docstring(node) or "").partition("\n\n")[0]
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.targets[0]) == name:
+            helps = [keyword.value for keyword in node.value.keywords if keyword.arg == "help"]
+            return str(ast.literal_eval(helps[0])) if helps else ""
+    return ""
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]

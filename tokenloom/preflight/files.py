@@ -1,0 +1,31 @@
+"""Checks the files that options name."""
+
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+
+from .refusal import Refused
+
+
+def check_files(files: Mapping[str, Path]) -> None:
+    """Check that each file can be read; keys are the flags that name them. Raises `Refused`."""
+    for flag, path in files.items():
+        try:
+            path.expanduser().open("rb").close()
+        except OSError as error:
+            raise Refused(
+                f"{flag}: {path} cannot be read ({error.strerror}): give the path of an existing file"
+            ) from None
+
+
+def check_certificate(certificate: Path, key: Path) -> None:
+    """Check that a certificate and its private key are PEM files that belong together. Raises `Refused`."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key)
+    except (ssl.SSLError, ValueError) as error:
+        reason = getattr(error, "reason", None) or str(error)
+        raise Refused(
+            f"{certificate} and {key} are not a certificate and its key in PEM ({reason}): `tokenloom certs` makes "
+            "such files"
+        ) from None

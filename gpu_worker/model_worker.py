@@ -79,7 +79,8 @@ class ModelWorker:
         bind_to(config.cpus)
         self._platform.start(config.num_threads)
         ops = make_ops(config.attention_backend, self._device)
-        loader = ModelLoader(config.dtype, self._device, ops, config.quantization, config.model_impl)
+        longest = self._config.max_model_len
+        loader = ModelLoader(config.dtype, self._device, ops, config.quantization, config.model_impl, longest)
         self._slot = ModelSlot(Path(config.model), loader)
         model_config = self._kv_config
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
@@ -97,7 +98,7 @@ class ModelWorker:
         dtype, quantization = model_config.dtype_name, model_config.quantization
         scheme = model_config.scheme.name if model_config.scheme else None
         rounding = input_rounding() if self._device.type == "cpu" and (scheme or quantization) else None
-        versions = (f"torch-{torch.__version__}", library)
+        versions = ("long-rope" if model_config.has_long_rope else None, f"torch-{torch.__version__}", library)
         numerics = (self._device.type, dtype, scheme, quantization, self._backend.name, rounding, *versions)
         return ModelInfo(
             vocab_size=model_config.vocab_size,

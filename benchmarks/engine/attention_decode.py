@@ -3,7 +3,8 @@
     python -m tokenloom.bench.engine.attention_decode MODEL --context 8192
 
 compares a KV cache of 8 bits with one of the model's dtype, in turns, by the CPU seconds of one thread. It prints a
-line for each number of requests. MODEL is a directory with a ``config.json``.
+line for each number of requests. MODEL is a directory with a ``config.json``. With ``--whole-step`` MODEL is a
+checkpoint, and whole decode steps are compared, on all cores and by the time that passes.
 """
 
 import argparse
@@ -25,6 +26,9 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, load_model_config
+from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.model import Model
+from tokenloom.gpu_worker.ops.ops_choice import make_ops
 
 _BLOCK = 16
 _WARM = 3
@@ -106,21 +110,65 @@ def decode_call(config: ModelConfig, requests: int, context: int) -> Callable[[]
     return partial(plan.attend, query, cache, ScoreRule(config.head_size**-0.5))
 
 
+def step_call(model: Model, config: ModelConfig, requests: int, context: int) -> Callable[[], torch.Tensor]:
+    """Return what computes a decode step of ``model`` with the KV cache of ``config``, up to the logits.
+
+    All requests read the same random blocks, each in an order of its own, so that they take the memory of one.
+    """
+    backend = CPUBackend(config, _BLOCK, torch.device("cpu"))
+    width = -(-context // _BLOCK)
+    num_tokens = width * _BLOCK
+    memory = PoolMemory.allocate(num_tokens * config.kv_bytes_per_token, shared=False)
+    caches = backend.allocate(width, memory)
+    filling = backend.plan(
+        np.array([0, num_tokens]), np.array([num_tokens]), np.arange(width)[None], np.arange(num_tokens)
+    )
+    for cache in caches:
+        rows = torch.randn(2, num_tokens, config.num_kv_heads, config.head_size).to(config.dtype)
+        filling.write_kv(rows[0], rows[1], cache)
+    tables = np.stack([np.roll(np.arange(width), request * width // requests) for request in range(requests)])
+    lengths = np.full(requests, context)
+    ids, positions = torch.arange(requests), torch.from_numpy(lengths - 1)
+    slots = tables[:, (context - 1) // _BLOCK] * _BLOCK + (context - 1) % _BLOCK
+
+    def step() -> torch.Tensor:
+        plan = backend.plan(np.arange(requests + 1), lengths, tables, slots)
+        return model.compute_logits(model.forward(ids, positions, caches, plan))
+
+    return step
+
+
 def compare_kv_dtypes(config: ModelConfig, requests: int, context: int, pairs: int) -> dict[str, Any]:
-    """Return the CPU milliseconds of a call, median and least, with each dtype of the KV cache, and how often faster
-    int8 is. The calls take turns, so that what slows the machine for a while slows both."""
+    """Return what :func:`compare_calls` does of the attention of one layer, in CPU time."""
     configs = {dtype: replace(config, kv_cache_dtype=dtype) for dtype in KV_DTYPES}
     calls = {dtype: decode_call(each, requests, context) for dtype, each in configs.items()}
+    return {"requests": requests, "context": context} | compare_calls(calls, configs, pairs, time.process_time)
+
+
+@torch.inference_mode()
+def compare_steps(model: Model, requests: int, context: int, pairs: int) -> dict[str, Any]:
+    """Return what :func:`compare_calls` does of whole decode steps, in the time that passes."""
+    configs = {dtype: replace(model.config, kv_cache_dtype=dtype) for dtype in KV_DTYPES}
+    calls = {dtype: step_call(model, each, requests, context) for dtype, each in configs.items()}
+    return {"requests": requests, "context": context} | compare_calls(calls, configs, pairs, time.perf_counter)
+
+
+def compare_calls(
+    calls: dict[KVCacheDtype, Callable[[], torch.Tensor]],
+    configs: dict[KVCacheDtype, ModelConfig],
+    pairs: int,
+    clock: Callable[[], float],
+) -> dict[str, Any]:
+    """Return the milliseconds of a call, median and least, with each dtype of the KV cache, and how often faster int8
+    is. The calls take turns, so that what slows the machine for a while slows both."""
     taken: dict[str, list[float]] = {dtype: [] for dtype in calls}
     for _ in range(pairs + 1):  # the first one warms up
         for dtype, call in calls.items():
-            started = time.process_time()
+            started = clock()
             call()
-            taken[dtype].append((time.process_time() - started) * 1e3)
+            taken[dtype].append((clock() - started) * 1e3)
     medians = {dtype: statistics.median(values[1:]) for dtype, values in taken.items()}
     return {
-        "requests": requests,
-        "context": context,
         "bytes_per_token_and_layer": {d: each.kv_bytes_per_token // each.num_layers for d, each in configs.items()},
         "median_ms": {dtype: round(value, 3) for dtype, value in medians.items()},
         "least_ms": {dtype: round(min(values), 3) for dtype, values in taken.items()},
@@ -137,11 +185,17 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--pairs", type=int, default=31, help="calls with each dtype")
     parser.add_argument("--dtype", default="auto", help="of the model")
+    parser.add_argument("--whole-step", action="store_true", help="compare whole decode steps")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    config = load_model_config(arguments.model, arguments.dtype)
+    compare: Callable[[int, int, int], dict[str, Any]]
+    if arguments.whole_step:
+        ops = make_ops("auto", torch.device("cpu"))
+        compare = partial(compare_steps, load_model(arguments.model, arguments.dtype, ops=ops))
+    else:
+        torch.set_num_threads(1)
+        compare = partial(compare_kv_dtypes, load_model_config(arguments.model, arguments.dtype))
     for requests in arguments.requests:
-        print(json.dumps(compare_kv_dtypes(config, requests, arguments.context, arguments.pairs)))
+        print(json.dumps(compare(requests, arguments.context, arguments.pairs)))
 
 
 class _Theirs:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from ..layers.activation import ACTIVATIONS
-from ..layers.rotary import RopeConfig, YarnScaling
+from ..layers.rotary import LongRopeScaling, RopeConfig, YarnScaling
 from .config_reader import ConfigReader
 from .expert_switches import read_experts
 from .families import DECODERS
@@ -14,18 +14,21 @@ from .model_config import Family, ModelConfig
 from .opt_switches import OPTSwitches
 
 
-def read_family(reader: ConfigReader, family: Family, dtype: torch.dtype) -> ModelConfig:
-    """Return the configuration of a model of ``family``. Raises ``ValueError`` naming an entry that is wrong."""
+def read_family(reader: ConfigReader, family: Family, dtype: torch.dtype, max_model_len: int | None) -> ModelConfig:
+    """Return the configuration of a model of ``family``, in an engine whose requests have at most ``max_model_len``
+    tokens. Raises ``ValueError`` naming an entry that is wrong."""
     match family:
         case "gpt2":
             return _read_gpt2(reader, dtype)
         case "opt":
             return _read_opt(reader, dtype)
         case _:
-            return _read_decoder(reader, family, dtype)
+            return _read_decoder(reader, family, dtype, max_model_len)
 
 
-def _read_decoder(reader: ConfigReader, family: Family, dtype: torch.dtype) -> ModelConfig:
+def _read_decoder(
+    reader: ConfigReader, family: Family, dtype: torch.dtype, wanted_model_len: int | None
+) -> ModelConfig:
     """Read Llama and its relatives."""
     traits = DECODERS[family]
     hidden_size, num_heads = reader.take_int("hidden_size"), reader.take_int("num_attention_heads")
@@ -36,7 +39,7 @@ def _read_decoder(reader: ConfigReader, family: Family, dtype: torch.dtype) -> M
         raise reader.error("num_key_value_heads", f"must divide num_attention_heads = {num_heads}")
     if head_size % 2:
         raise reader.error("head_dim", "must be even")
-    ropes = read_ropes(reader, family, head_size, num_layers)
+    ropes = read_ropes(reader, family, head_size, num_layers, wanted_model_len)
     max_model_len = _max_model_len(reader.take_int("max_position_embeddings"), ropes)
     attention_bias = traits.may_have_attention_bias and reader.take_bool("attention_bias", False)
     config = ModelConfig(
@@ -163,6 +166,10 @@ def _activation(reader: ConfigReader, name: str, default: str) -> str:
 
 
 def _max_model_len(max_position: int, ropes: tuple[RopeConfig, ...]) -> int:
-    """Return the context length. YaRN states the original context and a factor; their product is the context length."""
-    scalings = [rope.scaling for rope in ropes if isinstance(rope.scaling, YarnScaling)]
-    return max([max_position, *(int(scaling.original_max_position * scaling.factor) for scaling in scalings)])
+    """Return the context length. YaRN states the original context and a factor; their product is the context length.
+    The short factors of long rope end at the original context."""
+    scalings = [rope.scaling for rope in ropes]
+    if any(isinstance(each, LongRopeScaling) and not each.is_long for each in scalings):
+        return min(each.original_max_position for each in scalings if isinstance(each, LongRopeScaling))
+    yarn = [each for each in scalings if isinstance(each, YarnScaling)]
+    return max([max_position, *(int(each.original_max_position * each.factor) for each in yarn)])

@@ -2,25 +2,32 @@
 
 from typing import Any
 
-from ..layers.rotary import RopeConfig, no_rotation, read_rope, read_rope_by_kind
+from ..layers.rotary import LongRopeScaling, RopeConfig, no_rotation, read_rope, read_rope_by_kind, with_context
 from .config_reader import ConfigReader
 from .families import DECODERS
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def read_ropes(reader: ConfigReader, family: str, head_size: int, num_layers: int) -> tuple[RopeConfig, ...]:
-    """Return how each layer rotates its heads. Raises ``ValueError`` naming the entry that is not supported."""
+def read_ropes(
+    reader: ConfigReader, family: str, head_size: int, num_layers: int, max_model_len: int | None
+) -> tuple[RopeConfig, ...]:
+    """Return how each layer rotates its heads, in an engine whose requests have at most ``max_model_len`` tokens;
+    None: as many as the model was trained with.
+
+    Raises ``ValueError`` naming the entry that is not supported.
+    """
     theta = DECODERS[family].rope_theta
     max_position = reader.take_int("max_position_embeddings")
     if family == "gemma3":
         by_kind = read_rope_by_kind(reader, head_size, max_position, {_FULL: theta, _SLIDING: 10_000.0})
         return tuple(by_kind[kind] for kind in _gemma_kinds(reader, family, num_layers))
     rope = read_rope(reader, head_size, max_position, theta)
-    if family == "phi3" and rope.scaling != 1.0:
+    if family == "phi3" and rope.scaling != 1.0 and not isinstance(rope.scaling, LongRopeScaling):
         raise reader.unsupported(
             "rope_scaling" if reader.take("rope_scaling") else "rope_parameters", "is not supported"
         )
+    rope = with_context(rope, max_model_len or 1)
     if family == "smollm3":
         unrotated = no_rotation(head_size)
         return tuple(rope if rotates else unrotated for rotates in _rotating(reader, num_layers))

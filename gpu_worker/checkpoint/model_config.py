@@ -10,7 +10,7 @@ from tokenloom.engine_core.config import KVCacheDtype
 from tokenloom.gguf.gguf_file import is_gguf
 
 from ..attention.int8_cache import SCALE_BYTES
-from ..layers.rotary import RopeConfig
+from ..layers.rotary import LongRopeScaling, RopeConfig
 from .config_reader import ConfigReader
 from .directory_source import stored_dtype
 from .expert_switches import ExpertSwitches
@@ -118,16 +118,24 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.kv_row_bytes
 
     @property
+    def has_long_rope(self) -> bool:
+        """Return whether heads are rotated for a context beyond that of the training."""
+        return any(isinstance(rope.scaling, LongRopeScaling) and rope.scaling.is_long for rope in self.ropes)
+
+    @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
 
-def load_model_config(path: Path, dtype: str = "auto", quantization: str | None = None) -> ModelConfig:
+def load_model_config(
+    path: Path, dtype: str = "auto", quantization: str | None = None, max_model_len: int | None = None
+) -> ModelConfig:
     """Read the configuration of the checkpoint ``path``, a directory or a GGUF file.
 
     ``dtype`` is ``auto`` (the checkpoint's own, or bfloat16 with a warning if that is float16), ``float32`` or
-    ``bfloat16``; ``quantization`` is None or one of ``QUANTIZATIONS``. Raises ``ValueError`` naming what is wrong or
-    not supported in the configuration.
+    ``bfloat16``; ``quantization`` is None or one of ``QUANTIZATIONS``. ``max_model_len`` is the longest request that
+    the engine's options allow, None if they state none: a model with long rope rotates by it. Raises ``ValueError``
+    naming what is wrong or not supported in the configuration.
     """
     from .family_configs import read_family  # its functions build a ModelConfig
 
@@ -135,7 +143,7 @@ def load_model_config(path: Path, dtype: str = "auto", quantization: str | None 
     family = _family(reader)
     torch_dtype = _dtype(reader, path, dtype)
     scheme = read_scheme(reader)
-    config = read_family(reader, family, torch_dtype)
+    config = read_family(reader, family, torch_dtype, max_model_len)
     reader.refuse_rest()
     check_quantization(quantization)
     return replace(config, quantization=quantization, scheme=scheme)

@@ -1,7 +1,7 @@
 """Computes rotary position embeddings: the frequencies of each rope type, and the rotation of query and key heads."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 from ..checkpoint.config_reader import ConfigReader
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
+_LONG_ROPE = ("longrope", "su")
+"""Both names of long rope."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +39,33 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """Divides each frequency by a factor of its own: a short one up to the original context, a long one beyond it
+    (LongRoPE)."""
+
+    short_factors: tuple[float, ...]
+    """[head_size / 2], as are the long ones."""
+    long_factors: tuple[float, ...]
+    original_max_position: int
+    attention_factor: float
+    """The factor on cosine and sine."""
+    is_long: bool
+    """Whether the long factors are used. One set serves all tokens of an engine: keys that were rotated with the other
+    one would be wrong as soon as a request passes the original context."""
+
+
+@dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Describes how a model rotates its heads."""
 
     head_size: int
     theta: float = 10_000.0
-    scaling: float | Llama3Scaling | YarnScaling = field(default=1.0)
+    scaling: float | Llama3Scaling | YarnScaling | LongRopeScaling = field(default=1.0)
     """A number divides every frequency (rope type ``linear``; 1 is ``default``)."""
 
     @property
     def attention_factor(self) -> float:
-        return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
+        return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling | LongRopeScaling) else 1.0
 
 
 def no_rotation(head_size: int) -> RopeConfig:
@@ -56,7 +74,8 @@ def no_rotation(head_size: int) -> RopeConfig:
 
 
 def read_rope(config: ConfigReader, head_size: int, max_position: int, default_theta: float = 10_000.0) -> RopeConfig:
-    """Read the rope entries of a configuration, in the spelling of transformers 4 or 5.
+    """Read the rope entries of a configuration, in the spelling of transformers 4 or 5. Long rope uses its short
+    factors, until :func:`with_context` chooses.
 
     Raises ``ValueError`` naming a rope type or parameter that is not supported.
     """
@@ -96,9 +115,9 @@ def _read_parameters(
     """Read one object of rope entries; ``plain`` holds the head size and the default frequency."""
     old_name = rope.take("type", "default")
     rope_type = rope.take("rope_type", old_name)
-    if rope_type not in get_args(RopeType):
+    if rope_type not in (*get_args(RopeType), *_LONG_ROPE):
         raise rope.unsupported(
-            "rope_type" if rope.take("rope_type") else "type", f"must be one of {get_args(RopeType)}"
+            "rope_type" if rope.take("rope_type") else "type", f"must be one of {(*get_args(RopeType), *_LONG_ROPE)}"
         )
     if rope.take("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise _partial(rope)
@@ -106,7 +125,10 @@ def _read_parameters(
     original = rope.take_int("original_max_position_embeddings", max_position)
     if outer_original is not None:  # the entry outside the rope object overrides the one inside
         original = config.take_int("original_max_position_embeddings")
-    result = RopeConfig(plain.head_size, theta, _read_scaling(rope, rope_type, original))
+    if rope_type in _LONG_ROPE:
+        result = RopeConfig(plain.head_size, theta, _read_long_rope(rope, plain.head_size, original, max_position))
+    else:
+        result = RopeConfig(plain.head_size, theta, _read_scaling(rope, rope_type, original))
     rope.refuse_rest()
     return result
 
@@ -114,6 +136,29 @@ def _read_parameters(
 def _partial(config: ConfigReader) -> ValueError:
     text = "must be 1: partly rotated heads are not supported"
     return config.unsupported("partial_rotary_factor", text, is_known=False)
+
+
+def _read_long_rope(rope: ConfigReader, head_size: int, original: int, max_position: int) -> LongRopeScaling:
+    factor = rope.take_float("factor", max_position / original)
+    stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    short, long = (_read_factors(rope, name, head_size // 2) for name in ("short_factor", "long_factor"))
+    return LongRopeScaling(short, long, original, rope.take_float("attention_factor", stretched), is_long=False)
+
+
+def _read_factors(rope: ConfigReader, name: str, count: int) -> tuple[float, ...]:
+    values = rope.take(name)
+    is_list = isinstance(values, list) and len(values) == count
+    if not is_list or not all(type(value) in (int, float) and value > 0 for value in values):
+        raise rope.error(name, f"must be a list of head_dim / 2 = {count} positive numbers")
+    return tuple(map(float, values))
+
+
+def with_context(rope: RopeConfig, max_model_len: int) -> RopeConfig:
+    """Return the rotation of an engine whose requests have at most ``max_model_len`` tokens."""
+    scaling = rope.scaling
+    if not isinstance(scaling, LongRopeScaling):
+        return rope
+    return replace(rope, scaling=replace(scaling, is_long=max_model_len > scaling.original_max_position))
 
 
 def _read_scaling(rope: ConfigReader, rope_type: RopeType, original: int) -> float | Llama3Scaling | YarnScaling:
@@ -161,6 +206,9 @@ def inverse_frequencies(config: RopeConfig) -> Tensor:
             return _llama3(frequencies, scaling)
         case YarnScaling() as scaling:
             return _yarn(config, scaling)
+        case LongRopeScaling() as scaling:
+            factors = torch.tensor(scaling.long_factors if scaling.is_long else scaling.short_factors)
+            return 1.0 / (factors * config.theta**exponents)
         case factor:
             return frequencies / factor
 

@@ -30,18 +30,20 @@ def load_model(
     ops: Ops | None = None,
     quantization: str | None = None,
     model_impl: str = "auto",
+    max_model_len: int | None = None,
 ) -> Model:
     """Load the checkpoint directory ``path``.
 
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``device`` is the CPU by default, ``ops``
     are PyTorch's, ``quantization`` is None, ``int8-dynamic`` or ``int4``; ``model_impl`` is that of the engine's
-    options. Raises ``ValueError`` naming what the checkpoint lacks, or a feature that is not supported.
+    options, and so is ``max_model_len``. Raises ``ValueError`` naming what the checkpoint lacks, or a feature that is
+    not supported.
     """
     device = device or torch.device("cpu")
     if uses_transformers(path, model_impl):
         check_quantization(quantization)
         return _load_transformers(path, read_dtype(path, dtype), device, ops or TorchOps(), quantization)
-    config = load_model_config(path, dtype, quantization)
+    config = load_model_config(path, dtype, quantization, max_model_len)
     with Checkpoint(path, config.dtype, device, config.scheme) as checkpoint:
         model: Model
         match config.family:
@@ -123,6 +125,7 @@ class ModelLoader:
     ops: Ops | None = None
     quantization: str | None = None
     model_impl: str = "auto"
+    max_model_len: int | None = None
 
     def read_config(self, path: Path) -> ModelConfig:
         """Return the configuration of a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
@@ -131,11 +134,13 @@ class ModelLoader:
                 path, read_dtype(path, self.dtype), self.quantization
             )
             return config
-        return load_model_config(path, self.dtype, self.quantization)
+        return load_model_config(path, self.dtype, self.quantization, self.max_model_len)
 
     def load(self, path: Path) -> Model:
         """Load a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
-        return load_model(path, self.dtype, self.device, self.ops, self.quantization, self.model_impl)
+        return load_model(
+            path, self.dtype, self.device, self.ops, self.quantization, self.model_impl, self.max_model_len
+        )
 
     def check(self, path: Path) -> None:
         """Raise the errors of :meth:`load` without reading the content of the tensors."""

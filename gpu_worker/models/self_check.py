@@ -34,8 +34,11 @@ class CheckedModel(Model, Protocol):
     declared: ModelConfig
     """What the checkpoint's configuration says by itself; ``config`` is what the modules were found to compute."""
 
-    def compute_eagerly(self, input_ids: Tensor) -> Tensor:
-        """Compute the logits [T, vocab_size] of one sequence [T] without the paged cache."""
+    def compute_eagerly(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Compute the logits [T, vocab_size] of one sequence [T] without the paged cache.
+
+        ``positions`` [T]: None leaves the numbering of positions to the model, as those who call it do.
+        """
 
     @property
     def num_attention_calls(self) -> int:
@@ -54,23 +57,40 @@ def check_model(model: CheckedModel, backend: AttentionBackend, block_size: int,
         found = torch.cat(_compute_paged(model, backend, block_size, rows))
     except Exception as error:  # a module may fail in any way
         raise _refusal(model, f"fails in the self-check ({type(error).__name__}: {error})") from error
-    _compare(model, expected, found)
-
-
-def _compare(model: CheckedModel, expected: Tensor, found: Tensor) -> None:
-    errors = (found - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-30)
-    if not bool(torch.isfinite(errors).all()):
+    if not bool(torch.isfinite(found).all() and torch.isfinite(expected).all()):
         raise _refusal(model, "computes logits that are not finite")
-    is_exact = model.config.dtype in _TOLERANCE and model.config.quantization is None
-    tolerance = _TOLERANCE[model.config.dtype] if is_exact else _ROUNDED_TOLERANCE
-    error = float(errors.max() if is_exact else errors.quantile(_ROUNDED_SHARE))
+    difference, tolerance = _error(model, expected, found)
+    if difference > tolerance:
+        raise _refusal(model, _cause(model, rows, found) or _difference(difference, tolerance))
+
+
+def _error(model: CheckedModel, expected: Tensor, found: Tensor) -> tuple[float, float]:
+    """Return the relative error of logits [T, vocab_size], and the largest that rounding may cause."""
+    errors = (found - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-30)
+    if model.config.dtype in _TOLERANCE and model.config.quantization is None:
+        return float(errors.max()), _TOLERANCE[model.config.dtype]
+    return float(errors.quantile(_ROUNDED_SHARE)), _ROUNDED_TOLERANCE
+
+
+def _cause(model: CheckedModel, rows: list[Tensor], found: Tensor) -> str:
+    """Return what makes the logits differ, if it is the positions; otherwise an empty text."""
+    try:
+        positions = [torch.arange(len(row), device=row.device) for row in rows]
+        counted = torch.cat([model.compute_eagerly(*pair) for pair in zip(rows, positions, strict=True)])
+    except Exception:  # a module may fail in any way
+        return ""
+    error, tolerance = _error(model, counted, found)
     if error > tolerance:
-        raise _refusal(
-            model,
-            f"has logits over the paged KV cache that differ from transformers' own by {error:.1e}, more than "
-            f"{tolerance:g}: some of what it computes between tokens does not pass through transformers' attention "
-            "interface",
-        )
+        return ""
+    return "numbers positions in its own way, for example from padding_idx + 1 on, instead of from 0 on"
+
+
+def _difference(error: float, tolerance: float) -> str:
+    return (
+        f"has logits over the paged KV cache that differ from transformers' own by {error:.1e}, more than "
+        f"{tolerance:g}: some of what it computes between tokens does not pass through transformers' attention "
+        "interface"
+    )
 
 
 def _refusal(model: CheckedModel, reason: str) -> ValueError:

@@ -10,9 +10,10 @@ from .http.app import Routes
 from .http.endpoint import Api, Endpoint
 from .http.json_body import BodyParser
 from .http.response_counts import ResponseCounts
-from .http.status_routes import StatusRoutes
+from .http.status_routes import StatusRoutes, get, ollama_tags
 from .http.tokenize_routes import TokenizeRoutes
 from .http.turn_share import ANSWERS_PER_TURN, TurnShare
+from .ollama.ollama import ollama_routes
 from .openai.chat import ChatApi
 from .openai.completions import CompletionsApi
 from .openai.openai_models import BodyReader
@@ -23,14 +24,17 @@ from .responses.response_store import ResponseStore
 from .responses.responses import ResponsesApi
 from .responses.responses_endpoint import ResponsesEndpoint
 from .served_mesh import ServedMesh
+from .served_meshes import ServedMeshes
 
 
-def status_routes(settings: GatewaySettings, host: Host, mesh: ServedMesh, counts: ResponseCounts) -> Routes:
-    """Return the routes that describe the gateway and its mesh."""
+def status_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes, counts: ResponseCounts) -> Routes:
+    """Return the routes that describe the gateway and, of several meshes, the first one."""
+    mesh = meshes.first
     status = StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.names)
     return {
         **status.routes(),
         **(page_routes(mesh, host, counts, status.root) if settings.page else {}),
+        "/api/tags": get(lambda: ollama_tags(meshes.names)),
         **document_routes(mesh.health, admin=settings.has_admin, batches=settings.batch_dir is not None),
     }
 
@@ -58,6 +62,7 @@ def api_routes(
         "/v1/chat/completions": {"POST": endpoint(chats)},
         "/v1/completions": {"POST": endpoint(CompletionsApi(reader, mesh.model))},
         **message_routes(endpoint(messages), count_tokens),
+        **ollama_routes(chats, endpoint, mesh.health),
         **response_routes(ResponsesEndpoint(endpoint(responses), responses, mesh.generator, store, host)),
         **tokenize.routes(),
     }

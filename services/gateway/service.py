@@ -17,7 +17,7 @@ from tokenloom.services.runtime.telemetry.process_metrics import show_token_cost
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 
-from .anthropic.message_routes import ERROR_FORMS
+from .anthropic.message_routes import ERROR_FORMS as MESSAGE_ERRORS
 from .api_routes import api_routes, status_routes
 from .batches.open_batches import Batches, absent_routes, open_batches
 from .gateway_settings import NUM_EDGES, GatewaySettings
@@ -40,6 +40,7 @@ from .mesh_spec import MeshSpec, mesh_specs
 from .metrics import count_moved
 from .model_door import ModelDoor
 from .model_metrics import ModelRegistries
+from .ollama.ollama import ERROR_FORMS as OLLAMA_ERRORS
 from .openai.openai_models import READ_FIELDS, WITHOUT_EFFECT, BodyReader
 from .part_gauges import PartGauges
 from .request_log.access_log import AccessLog
@@ -223,13 +224,11 @@ async def _open_edges(
     else:
         door = ModelDoor(meshes, routes_of, max_body_bytes=settings.max_body_bytes)
         routes = {**door.routes(), **ModelsRoutes(meshes).routes()}
-    routes = {**status_routes(settings, host, meshes.first, counts), **routes, **batch_routes}
+    routes = {**status_routes(settings, host, meshes, counts), **routes, **batch_routes}
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
     admin_routes = await _admin_routes(settings, host, meshes, finished.recent)
-    origins = settings.cors_origins
-    return App(
-        routes, keys, admin_routes, admin_keys, guard, shares, origins, ERROR_FORMS, counts=counts, finished=finished
-    )
+    origins, forms = settings.cors_origins, {**MESSAGE_ERRORS, **OLLAMA_ERRORS}
+    return App(routes, keys, admin_routes, admin_keys, guard, shares, origins, forms, counts=counts, finished=finished)
 
 
 async def _admin_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes, recent: RecentRequests) -> Routes:

@@ -60,7 +60,7 @@ class TokenizerService:
 
 
 def _load(settings: TokenizerSettings) -> tuple[CheckpointInfo, Tokenizer, GetTokenizerInfoResponse]:
-    path = resolve(settings.model)
+    path = resolve(settings.model, weights=False)
     info, tokenizer = CheckpointInfo.load(path), load_tokenizer(path)
     if settings.chat_template:
         info = replace(info, chat_template=read_chat_template(settings.chat_template))

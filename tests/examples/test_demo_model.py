@@ -12,7 +12,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[2]))  # `examples` is no part of the package
 
-from examples.demo_model import evaluate, generate, questions, stories, tools, train
+from examples.demo_model import acceptance, evaluate, generate, questions, stories, tools, train
 from tokenloom.checkpoint import DEMO_MODEL
 
 
@@ -94,3 +94,23 @@ class TestCheckpoint:
         wrong = evaluate.wrong_answers(chat, documents, batch=len(documents))
         assert len(documents) >= 18
         assert len(wrong) <= 1, wrong
+
+
+def test_the_acceptance_of_drafts_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.set_num_threads(1)
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text(json.dumps({"kind": "story", "messages": [tools.user("Tell me a story."), tools.assistant("")]}))
+    monkeypatch.setattr(acceptance, "MAX_TOKENS", 12)
+    arguments = ["--model", str(DEMO_MODEL), "--heldout", str(heldout), "--temperatures", "1"]
+    monkeypatch.setattr(sys, "argv", ["acceptance", *arguments])
+    acceptance.main()
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    assert [row[0] + " " + row[2] for row in rows] == [
+        "| draft strict",
+        "| draft probabilistic",
+        "| eagle strict",
+        "| eagle probabilistic",
+    ]
+    assert all(0 < float(row[3].rstrip("%")) <= 100 for row in rows)

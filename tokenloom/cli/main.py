@@ -10,7 +10,7 @@ from tokenloom import __version__
 from .commands import lazy_group
 
 _GROUPS = {
-    "Serve": ("mesh.serve", "mesh.demo"),
+    "Serve": ("mesh.serve", "mesh.demo", "fetch"),
     "Ask a server": ("chat.chat", "chat.complete", "batch.run_batch", "models"),
     "Run without a server": ("batch.generate",),
     "Manage a mesh": ("mesh.ps", "mesh.top", "certs"),

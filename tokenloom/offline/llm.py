@@ -73,7 +73,7 @@ class LLM:
         with _as_value_error():
             path = resolve(str(model))
             self._info = CheckpointInfo.load(path)
-            self._tokenizer = load_tokenizer(path if tokenizer is None else resolve(str(tokenizer)))
+            self._tokenizer = load_tokenizer(path if tokenizer is None else resolve(str(tokenizer), weights=False))
         self._path = path
         self.model_name = served_model_name or served_name(path, str(model))
         config = for_checkpoint(config, str(path))

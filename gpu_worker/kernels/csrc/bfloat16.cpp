@@ -27,10 +27,16 @@ constexpr bool USABLE = true;
 #else
 constexpr bool USABLE = false;
 #endif
-constexpr int PANEL = 2 * LANES;  // outputs
-constexpr int AT_ONCE = 6;        // rows whose sums registers hold
-constexpr int STRETCH = 96;       // rows that are computed together, so that a second-level cache holds them
-constexpr int AHEAD = 64;         // inputs fetched before their use
+constexpr int PANEL = 2 * LANES;   // outputs
+constexpr int AT_ONCE = 6;         // rows whose sums registers hold
+constexpr int STRETCH = 96;        // rows that are computed together, so that a second-level cache holds them
+constexpr int CHUNK = 128;         // inputs that all rows use while a first-level cache holds them, and fetched ahead
+constexpr int LONE = 4, SEVERAL = 2;  // panels that a lone row, or more rows, read at the same time
+
+// How many panels R rows multiply at once: an addition takes 4 cycles, so two registers of sums for each row would leave
+// the processor waiting.
+template <int R>
+constexpr int PANELS = R == 1 ? LONE : R <= 3 ? SEVERAL : 1;
 
 // The part of `count` rows that comes `part`-th of `parts`: as equal as can be, because a lone row wastes registers.
 inline int64_t part_start(int64_t count, int64_t part) {
@@ -38,54 +44,105 @@ inline int64_t part_start(int64_t count, int64_t part) {
   return count * part / parts;
 }
 
-// `x`: [inputs, R]. `sums`: [R, PANEL].
-template <int R>
-void add_rows(const float* x, const uint32_t* panel, int64_t inputs, bool fetch, float* sums) {
-  Vec lower[R] = {}, upper[R] = {};
-  for (int64_t k = 0; k < inputs; ++k, panel += LANES, x += R) {
-    if (fetch) __builtin_prefetch(panel + AHEAD * LANES, 0, 2);
-    VecBits words;
-    memcpy(&words, panel, sizeof words);
-    const Vec first = (Vec)(words << 16), second = (Vec)(words & 0xffff0000u);
+// Inputs [begin, end) of P panels, whose words lie `stride` after each other.
+struct Chunk {
+  const uint32_t* panels;
+  int64_t stride, begin, end;
+  int64_t ahead;  // words to what is fetched meanwhile; 0: it was fetched
+};
+
+// `x`: [inputs, R]. `sums`: [P, R, PANEL], to which the products of the chunk are added.
+template <int R, int P>
+void add_rows(const float* x, const Chunk& c, float* sums) {
+  Vec lower[P][R], upper[P][R];
+#pragma GCC unroll 4
+  for (int q = 0; q < P; ++q)
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
-      lower[r] += first * x[r];
-      upper[r] += second * x[r];
+      lower[q][r] = load(sums + (q * R + r) * PANEL);
+      upper[q][r] = load(sums + (q * R + r) * PANEL + LANES);
     }
-  }
+  const uint32_t* panel = c.panels + c.begin * LANES;
+  x += c.begin * R;
+  for (int64_t k = c.begin; k < c.end; ++k, panel += LANES, x += R) {
+#pragma GCC unroll 4
+    for (int q = 0; q < P; ++q) {
+      const uint32_t* words_at = panel + q * c.stride;
+      if (c.ahead) __builtin_prefetch(words_at + c.ahead);
+      VecBits words;
+      memcpy(&words, words_at, sizeof words);
+      const Vec first = (Vec)(words << 16), second = (Vec)(words & 0xffff0000u);
 #pragma GCC unroll 6
-  for (int r = 0; r < R; ++r) {
-    store(sums + r * PANEL, lower[r]);
-    store(sums + r * PANEL + LANES, upper[r]);
-  }
-}
-
-void add_some_rows(int64_t count, const float* x, const uint32_t* panel, int64_t inputs, bool fetch, float* sums) {
-  switch (count) {
-    case 1: return add_rows<1>(x, panel, inputs, fetch, sums);
-    case 2: return add_rows<2>(x, panel, inputs, fetch, sums);
-    case 3: return add_rows<3>(x, panel, inputs, fetch, sums);
-    case 4: return add_rows<4>(x, panel, inputs, fetch, sums);
-    case 5: return add_rows<5>(x, panel, inputs, fetch, sums);
-    default: return add_rows<AT_ONCE>(x, panel, inputs, fetch, sums);
-  }
-}
-
-// One panel for the rows [first, first + rows), which `x` holds.
-void multiply(const Product& p, const float* x, int64_t first, int64_t rows, int64_t panel) {
-  alignas(64) float sums[AT_ONCE * PANEL];
-  const uint32_t* matrix = p.matrix + panel * LANES * p.inputs;
-  for (int64_t part = 0, start = 0; start < rows; ++part) {
-    const int64_t end = part_start(rows, part + 1);
-    add_some_rows(end - start, x + start * p.inputs, matrix, p.inputs, part == 0, sums);
-    for (int i = 0; i < PANEL; i += LANES) {
-      const int64_t output = panel * PANEL + i, left = p.outputs - output;
-      if (left <= 0) break;
-      const Vec bias = p.bias ? load(p.bias + output, left) : Vec{};
-      for (int64_t r = start; r < end; ++r)
-        store(p.out + (first + r) * p.outputs + output, load(sums + (r - start) * PANEL + i) + bias, left);
+      for (int r = 0; r < R; ++r) {
+        lower[q][r] += first * x[r];
+        upper[q][r] += second * x[r];
+      }
+      if (P > 1 && R > 1) asm volatile("" ::: "memory");  // the inputs are read again: there are no registers for them
     }
-    start = end;
+  }
+#pragma GCC unroll 4
+  for (int q = 0; q < P; ++q)
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      store(sums + (q * R + r) * PANEL, lower[q][r]);
+      store(sums + (q * R + r) * PANEL + LANES, upper[q][r]);
+    }
+}
+
+// `count` panels for R rows, as many at once as there are registers for. `sums`: [count, R, PANEL].
+template <int R>
+void add_part(const float* x, Chunk c, int64_t count, float* sums) {
+  int64_t q = 0;
+  for (; q + PANELS<R> <= count; q += PANELS<R>, c.panels += PANELS<R> * c.stride)
+    add_rows<R, PANELS<R>>(x, c, sums + q * R * PANEL);
+  for (; q < count; ++q, c.panels += c.stride) add_rows<R, 1>(x, c, sums + q * R * PANEL);
+}
+
+void add_some_rows(int64_t rows, const float* x, const Chunk& c, int64_t count, float* sums) {
+  switch (rows) {
+    case 1: return add_part<1>(x, c, count, sums);
+    case 2: return add_part<2>(x, c, count, sums);
+    case 3: return add_part<3>(x, c, count, sums);
+    case 4: return add_part<4>(x, c, count, sums);
+    case 5: return add_part<5>(x, c, count, sums);
+    default: return add_part<AT_ONCE>(x, c, count, sums);
+  }
+}
+
+inline int64_t panels_at_once(int64_t rows) { return rows == 1 ? LONE : SEVERAL; }
+
+// Rows [start, end) of a stretch from row `first` on, and one panel: the sums become outputs.
+void finish(const Product& p, int64_t first, int64_t start, int64_t end, int64_t panel, const float* sums) {
+  for (int i = 0; i < PANEL; i += LANES) {
+    const int64_t output = panel * PANEL + i, left = p.outputs - output;
+    if (left <= 0) break;
+    const Vec bias = p.bias ? load(p.bias + output, left) : Vec{};
+    for (int64_t r = start; r < end; ++r)
+      store(p.out + (first + r) * p.outputs + output, load(sums + (r - start) * PANEL + i) + bias, left);
+  }
+}
+
+// `count` panels for the rows [first, first + rows), which `x` holds.
+void multiply(const Product& p, const float* x, int64_t first, int64_t rows, int64_t panel, int64_t count) {
+  alignas(64) float sums[SEVERAL * STRETCH * PANEL];
+  std::fill_n(sums, count * rows * PANEL, 0.f);
+  const int64_t stride = LANES * p.inputs;
+  for (int64_t begin = 0; begin < p.inputs; begin += CHUNK) {
+    const int64_t end = std::min(begin + CHUNK, p.inputs);
+    // Behind the last chunk: the first one of the panels that come next.
+    const int64_t ahead = end < p.inputs ? CHUNK * LANES : count * stride - begin * LANES;
+    for (int64_t part = 0, start = 0; start < rows; ++part) {
+      const int64_t next = part_start(rows, part + 1);
+      const Chunk chunk{p.matrix + panel * stride, stride, begin, end, part ? 0 : ahead};
+      add_some_rows(next - start, x + start * p.inputs, chunk, count, sums + start * count * PANEL);
+      start = next;
+    }
+  }
+  for (int64_t part = 0, start = 0; start < rows; ++part) {
+    const int64_t next = part_start(rows, part + 1), width = next - start;
+    for (int64_t q = 0; q < count; ++q)
+      finish(p, first, start, next, panel + q, sums + (start * count + q * width) * PANEL);
+    start = next;
   }
 }
 
@@ -107,14 +164,16 @@ void run(const Product& p, int threads) {
   const size_t most = std::min<int64_t>(STRETCH, p.num_rows) * p.inputs;
   if (scratch.size() < most) scratch.resize(most);
   float* x = scratch.data();
+  const int64_t panels = (p.outputs + PANEL - 1) / PANEL;
   for (int64_t first = 0; first < p.num_rows; first += STRETCH) {
-    const int64_t rows = std::min<int64_t>(STRETCH, p.num_rows - first);
+    const int64_t rows = std::min<int64_t>(STRETCH, p.num_rows - first), step = panels_at_once(rows);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
       for (int64_t row = 0; row < rows; ++row) arrange(p, first, rows, row, x);
 #pragma omp for schedule(static)
-      for (int64_t panel = 0; panel < (p.outputs + PANEL - 1) / PANEL; ++panel) multiply(p, x, first, rows, panel);
+      for (int64_t panel = 0; panel < panels; panel += step)
+        multiply(p, x, first, rows, panel, std::min(step, panels - panel));
     }
   }
 }

@@ -64,7 +64,10 @@ def window_of(mask: Tensor | None, max_model_len: int) -> int | None:
 
 def _num_seen(function: MaskFunction, query: int) -> int:
     zero = torch.tensor(0)
-    seen = function(zero, zero, torch.tensor(query), torch.arange(query + 1)).expand(query + 1)
+    try:
+        seen = function(zero, zero, torch.tensor(query), torch.arange(query + 1)).expand(query + 1)
+    except IndexError:  # it looks up the token at the position, of which the probe has few
+        raise UnreadableMask from None
     size = int(seen.sum())
     if not size or not seen[query + 1 - size :].all():
         raise UnreadableMask

@@ -97,6 +97,7 @@ class Endpoint:
     max_body_bytes: int
     answers: TurnShare
     """Limits the answers that begin and end in one turn of the event loop."""
+    stream_headers: HeaderPairs = sse.HEADERS
 
     async def __call__(self, exchange: Exchange) -> None:
         await self.run(exchange, [await self.read(exchange)])
@@ -114,7 +115,7 @@ class Endpoint:
                 if options.stream:
                     deltas = await generation.take()  # an error before the first output still gets its own status
                     await self.answers.wait()
-                    await exchange.start(200, [*sse.HEADERS, *self._headers(exchange, options)])
+                    await exchange.start(200, [*self.stream_headers, *self._headers(exchange, options)])
                     events = answer.first_events()
                     if options.resumed is not None:
                         delivered = Delivered(options.resumed.positions)

@@ -8,7 +8,7 @@ from ..health import PARTS, PartState
 from ..served_meshes import ServedMeshes
 from .app import Routes
 from .exchange import Exchange
-from .status_routes import get_route, health_object, model_object, respond_health
+from .status_routes import get, health_object, model_object, respond_health
 
 
 class ModelsRoutes:
@@ -21,8 +21,8 @@ class ModelsRoutes:
     def routes(self) -> Routes:
         """Return the routes that replace those of a single mesh."""
         return {
-            "/v1/models": get_route(lambda: {"object": "list", "data": list(self._models().values())}),
-            **{f"/v1/models/{name}": get_route(partial(self._model, name)) for name in self._meshes.names},
+            "/v1/models": get(lambda: {"object": "list", "data": list(self._models().values())}),
+            **{f"/v1/models/{name}": get(partial(self._model, name)) for name in self._meshes.names},
             "/health": {"GET": self.health},
             "/ping": {"GET": self.health, "POST": self.health},
         }

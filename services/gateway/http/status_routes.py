@@ -1,7 +1,7 @@
 """Routes that describe the gateway and its mesh: models, health, version, load, engines and metrics."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 
@@ -16,6 +16,9 @@ from ..mesh.mesh_view import MeshView
 from .app import Handler, Routes
 from .exchange import Exchange
 from .sse import encode_json
+
+OLLAMA_DETAILS = {"family": "tokenloom", "format": "safetensors"}
+"""What Ollama's API says of every model."""
 
 
 class StatusRoutes:
@@ -40,17 +43,17 @@ class StatusRoutes:
 
     def routes(self) -> Routes:
         return {
-            "/v1/models": get_route(lambda: {"object": "list", "data": list(map(self._model_object, self._names))}),
-            **{f"/v1/models/{name}": get_route(partial(self._model_object, name)) for name in self._names},
+            "/v1/models": get(lambda: {"object": "list", "data": list(map(self._model_object, self._names))}),
+            **{f"/v1/models/{name}": get(partial(self._model_object, name)) for name in self._names},
             "/": {"GET": self.root},  # clients ask for HEAD / to learn whether a server is there
             "/health": {"GET": self.health},
             "/ping": {"GET": self.health, "POST": self.health},
-            "/version": get_route(lambda: {"version": version("tokenloom")}),
+            "/version": get(lambda: {"version": version("tokenloom")}),
             # Under vLLM's name: how many outputs clients wait for at this gateway.
-            "/load": get_route(lambda: {"server_load": self._generator.num_live}),
-            "/server_info": get_route(self._server_info),
+            "/load": get(lambda: {"server_load": self._generator.num_live}),
+            "/server_info": get(self._server_info),
             # What routers ask SGLang's servers for.
-            "/model_info": get_route(
+            "/model_info": get(
                 lambda: {"model_path": self._model, "tokenizer_path": self._model, "is_generation": True}
             ),
             "/metrics": {"GET": self.metrics},
@@ -119,7 +122,13 @@ async def respond_health(exchange: Exchange, body: Mapping[str, object]) -> None
         await exchange.respond(200, encode_json(body))
 
 
-def get_route(describe: Callable[[], object]) -> Mapping[str, Handler]:
+def ollama_tags(names: Iterable[str]) -> dict[str, object]:
+    """Describe models as Ollama's list does."""
+    same = {"modified_at": "1970-01-01T00:00:00Z", "size": 0, "digest": "", "details": OLLAMA_DETAILS}
+    return {"models": [{"name": name, "model": name, **same} for name in names]}
+
+
+def get(describe: Callable[[], object]) -> Mapping[str, Handler]:
     """Return the methods of a path that answers GET with what ``describe`` returns."""
 
     async def handler(exchange: Exchange) -> None:

@@ -97,7 +97,7 @@ def _text(where: str, content: object) -> str:
 def _part(where: str, part: object) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
-        raise InvalidArgument(f"{where}.type: only text is supported", f"{where}.type")
+        raise InvalidArgument(f"{where}.type: {str(kind)[:64]!r} is not supported; send text", f"{where}.type")
     member = _TEXT_PARTS[kind]
     return _string(f"{where}.{member}", part.get(member))
 

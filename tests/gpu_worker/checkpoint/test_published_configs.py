@@ -192,6 +192,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_SILU,
     },
 }
+PHI_3_MINI_128K = CONFIGS["microsoft/Phi-3-mini-4k-instruct"] | {
+    "max_position_embeddings": 131072,
+    "sliding_window": 262144,
+    "rope_scaling": {"type": "longrope", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48},
+}
 PHI_4_MINI = CONFIGS["microsoft/Phi-3-mini-4k-instruct"] | {
     "full_attn_mod": 1,
     "interpolate_factor": 1,
@@ -217,6 +222,14 @@ def write(config: dict[str, Any], directory: Path) -> Path:
 def test_is_built_in(name: str, tmp_path: Path) -> None:
     config = load_model_config(write(CONFIGS[name], tmp_path))
     assert config.max_model_len == CONFIGS[name]["max_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "context", "is_long"), [(None, 4096, False), (4096, 4096, False), (8192, 131072, True)]
+)
+def test_long_rope_follows_the_longest_request(wanted: int | None, context: int, is_long: bool, tmp_path: Path) -> None:
+    config = load_model_config(write(PHI_3_MINI_128K, tmp_path), max_model_len=wanted)
+    assert (config.max_model_len, config.has_long_rope) == (context, is_long)
 
 
 def test_phi_4_mini_is_left_to_transformers(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tokenloom.gpu_worker.layers.rotary import (
     no_rotation,
     read_rope,
     rotate,
+    with_context,
 )
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -47,6 +48,22 @@ def test_cosines_and_sines_equal_transformers(name: str, head_size: int) -> None
     cos, sin = RotaryEmbedding(config, torch.device("cpu"))(positions)
     expected_cos, expected_sin = reference(torch.zeros(1), positions[None])
     torch.testing.assert_close(inverse_frequencies(config), reference.inv_freq, rtol=0, atol=0)
+    torch.testing.assert_close(torch.cat((cos, cos), -1)[:, 0], expected_cos[0], rtol=0, atol=0)
+    torch.testing.assert_close(torch.cat((sin, sin), -1)[:, 0], expected_sin[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("entries", [{}, {"factor": 8.0}, {"attention_factor": 1.25}, {"type": "su"}])
+@pytest.mark.parametrize("max_model_len", [4096, 16384])
+def test_long_rope_equals_transformers(entries: dict[str, Any], max_model_len: int) -> None:
+    factors = {"short_factor": [1.0 + i / 64 for i in range(16)], "long_factor": [1.5**i for i in range(16)]}
+    parameters = {"type": "longrope", "rope_theta": 1e4, **factors, **entries}
+    hf_parameters = parameters | {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    hf_config = transformers.LlamaConfig(head_dim=32, max_position_embeddings=16384, rope_parameters=hf_parameters)
+    outer = {"rope_scaling": parameters, "original_max_position_embeddings": 4096}
+    config = with_context(read_rope(ConfigReader(outer, "config.json"), 32, 16384), max_model_len)
+    positions = torch.tensor([0, 1, 77, 4095, max_model_len - 1])  # the last one chooses transformers' factors
+    cos, sin = RotaryEmbedding(config, torch.device("cpu"))(positions)
+    expected_cos, expected_sin = LlamaRotaryEmbedding(hf_config)(torch.zeros(1), positions[None])
     torch.testing.assert_close(torch.cat((cos, cos), -1)[:, 0], expected_cos[0], rtol=0, atol=0)
     torch.testing.assert_close(torch.cat((sin, sin), -1)[:, 0], expected_sin[0], rtol=0, atol=0)
 

@@ -76,6 +76,7 @@ async def test_the_model_chooses_the_mesh(socket_dir: Path, other_dir: Path) -> 
         listed = (await http.get("/v1/models")).json()["data"]
         assert [(model["id"], model["root"]) for model in listed] == [("a", "a"), ("a2", "a"), ("b", "b")]
         assert (await http.get("/v1/models/b")).json()["id"] == "b"
+        assert [model["name"] for model in (await http.get("/api/tags")).json()["models"]] == ["a", "a2", "b"]
         assert (await http.get("/v1/models/c")).status_code == 404
         calls = mesh.tokenizer.calls + mesh.second_tokenizer.calls, other.tokenizer.calls
         tokens = await http.post("/tokenize", json={"model": "b", "prompt": "hi"})

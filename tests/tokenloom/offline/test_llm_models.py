@@ -1,9 +1,12 @@
-"""``LLM`` over models that are not the demo model: those that transformers' modules compute."""
+"""``LLM`` over models that are not the demo model: those that transformers' modules compute, and OPT as the hub has
+it."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.parity.reference import add_demo_tokenizer, compute_case, save_random
 from tokenloom import LLM, SamplingParams
@@ -39,6 +42,38 @@ def test_models_that_transformers_computes(kind: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(path)
     for text, (prompt, tokens) in zip(PROMPTS, generate(path), strict=True):
         assert prompt == tokenizer.encode(text).ids
+        assert tokens == compute_case(model, prompt, NUM_TOKENS).tokens
+
+
+def test_opt_as_the_hub_has_it(tmp_path: Path) -> None:
+    """Half precision in one pickled file, under the names of the first release; the files of a slow tokenizer."""
+    from transformers import AutoModelForCausalLM
+
+    path = save_random(
+        "opt",
+        tmp_path,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        ffn_dim=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        init_std=0.2,
+        dtype=torch.float16,
+    )
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    tensors = load_file(path / "model.safetensors")
+    names = {name: name.removeprefix("model.") for name in tensors}
+    pickled = {names[name]: tensor for name, tensor in tensors.items()}
+    pickled["lm_head.weight"] = pickled["decoder.embed_tokens.weight"]
+    torch.save({**pickled, "decoder.version": torch.tensor([3.0])}, path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    vocabulary = json.loads((DEMO_MODEL / "tokenizer.json").read_text())["model"]
+    (path / "vocab.json").write_text(json.dumps(vocabulary["vocab"]))
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in vocabulary["merges"]]
+    (path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    for prompt, tokens in generate(path):
         assert tokens == compute_case(model, prompt, NUM_TOKENS).tokens
 
 

@@ -35,7 +35,13 @@ def only_even(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor
     return (key <= query) & (key % 2 == 0)
 
 
-@pytest.mark.parametrize("function", [chunked_causal_mask_function(64, torch.zeros(1, dtype=torch.int64)), only_even])
+def by_kind_of_token(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return torch.tensor([True, False])[key]
+
+
+@pytest.mark.parametrize(
+    "function", [chunked_causal_mask_function(64, torch.zeros(1, dtype=torch.int64)), only_even, by_kind_of_token]
+)
 def test_other_masks_are_not(function: MaskFunction) -> None:
     with pytest.raises(UnreadableMask):
         window_of(FunctionMask.make(function, 2, 2), 512)

@@ -19,6 +19,7 @@ def test_gives_the_tokens_of_transformers(kind: str, tmp_path: Path) -> None:
     [
         ("diffllama", "DiffLlamaForCausalLM is not supported: it attends 4 times in 2 layers"),
         ("bloom", "BloomForCausalLM is not supported: it computes attention or state by itself"),
+        ("roberta", "RobertaForCausalLM is not supported: it numbers positions in its own way"),
         ("mamba", "MambaForCausalLM is not supported: it keeps a state between tokens"),
     ],
 )

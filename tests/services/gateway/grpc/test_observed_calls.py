@@ -8,6 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.loop_clock import settle
 from tests.services.gateway.fakes import FakeMesh
 from tokenloom.services.runtime.peers import channels
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
@@ -49,6 +50,7 @@ async def test_ends_of_every_kind(socket_dir: Path) -> None:
         await request.cancelled.wait()
         with pytest.raises(asyncio.CancelledError):
             await reading
+        await settle()
         found = (await http.get("/requests", headers=ADMIN)).json()["requests"]
         list_models = "/tokenloom.v1.Inference/ListModels"
         assert await counted(http) == {

@@ -9,11 +9,13 @@ ARG BASE=python:3.11.16-slim-bookworm@sha256:528257d48c1da0dcecc2e725d1ae34498d6
 FROM ${BASE} AS runtime
 RUN echo 'tokenloom:x:10001:10001::/home/tokenloom:/usr/sbin/nologin' >> /etc/passwd \
     && echo 'tokenloom:x:10001:' >> /etc/group \
-    && mkdir -p /home/tokenloom/.cache /etc/tokenloom/tls \
+    && mkdir -p /home/tokenloom/.cache /etc/tokenloom/tls /models /hub \
     && for part in gateway tokenizer output-processor coordinator engine operator prometheus; \
        do mkdir -p "/etc/tokenloom/mesh/$part"; done \
-    && chown -R 10001:10001 /home/tokenloom /etc/tokenloom
-ENV PATH=/opt/tokenloom/bin:$PATH HOME=/home/tokenloom PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1
+    && chown -R 10001:10001 /home/tokenloom /etc/tokenloom /hub
+ENV PATH=/opt/tokenloom/bin:$PATH HOME=/home/tokenloom PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+# Parts find the model of a hub id in a volume at /hub, and download nothing: `tokenloom fetch` fills the volume.
+ENV HF_HUB_CACHE=/hub HF_HUB_OFFLINE=1
 WORKDIR /home/tokenloom
 ENTRYPOINT ["python", "-m"]
 
@@ -21,14 +23,15 @@ FROM ${BASE} AS service-venv
 WORKDIR /src
 # The second source is optional: it is a pattern, so a missing folder is not an error.
 COPY locks/service.txt build/wheels/servic[e]/ /wheels/
-COPY . .
+COPY locks locks
 RUN python3 -m venv /opt/tokenloom \
     && if ls /wheels/*.whl > /dev/null 2>&1; then set -- --no-index --find-links /wheels; fi \
     && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --require-hashes "$@" \
        -r locks/build.txt -r locks/service.txt \
-    && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index --no-deps --no-build-isolation . \
-    && /opt/tokenloom/bin/python -m pip uninstall --yes pip setuptools > /dev/null \
     && find /opt/tokenloom -depth -type d \( -name tests -o -name test \) -path '*/site-packages/numpy/*' -exec rm -rf {} +
+COPY . .
+RUN /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index --no-deps --no-build-isolation . \
+    && /opt/tokenloom/bin/python -m pip uninstall --yes pip setuptools > /dev/null
 
 FROM runtime AS service
 LABEL org.opencontainers.image.title="Tokenloom service" \
@@ -43,13 +46,14 @@ FROM ${BASE} AS engine-cpu-venv
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
 COPY locks/engine-cpu.txt build/wheels/engin[e]/ /wheels/
-COPY . .
+COPY locks locks
 RUN python3 -m venv /opt/tokenloom \
     && if ls /wheels/*.whl > /dev/null 2>&1; then set -- --no-index --find-links /wheels; \
        else set -- --extra-index-url "$TORCH_INDEX"; fi \
     && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --require-hashes "$@" \
-       -r locks/build.txt -r locks/engine-cpu.txt \
-    && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index --no-deps --no-build-isolation . \
+       -r locks/build.txt -r locks/engine-cpu.txt
+COPY . .
+RUN /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index --no-deps --no-build-isolation . \
     && /opt/tokenloom/bin/python -m pip uninstall --yes pip > /dev/null
 
 FROM runtime AS engine-cpu
@@ -66,11 +70,12 @@ CMD ["tokenloom.services.engine", "--help"]
 
 FROM ${BASE} AS engine-cuda-venv
 WORKDIR /src
-COPY . .
+COPY locks locks
 RUN python3 -m venv /opt/tokenloom \
     && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --require-hashes \
-       -r locks/build.txt -r locks/engine-cuda.txt \
-    && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index --no-deps --no-build-isolation . \
+       -r locks/build.txt -r locks/engine-cuda.txt
+COPY . .
+RUN /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index --no-deps --no-build-isolation . \
     && /opt/tokenloom/bin/python -m pip uninstall --yes pip > /dev/null
 
 FROM runtime AS engine-cuda

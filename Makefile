@@ -14,6 +14,8 @@ LOCK_FLAGS ?=
 # The images' dependencies; locks/tools.txt and locks/build.txt are not for images.
 LOCKS := service engine-cpu engine-cuda
 TOOLS := build/tools
+# The environment of `make site`; pyproject.toml's group `docs` lists its packages.
+DOCS := build/docs
 # The version that the figures use too.
 PYRIGHT_VERSION = $(shell sed -n 's/^VERSION = "\(.*\)"/\1/p' tools/figures/editor.py)
 # Whole meshes of processes, killed parts, campaigns of faults, measurements, comparisons with transformers, kernels
@@ -92,12 +94,28 @@ models-docs: install ## write docs/reference/models.md after trying every causal
 metrics-docs: install ## write docs/reference/metrics.md from a running mesh
 	$(BIN)/python -m tests.observability.catalogue
 
+pictures: install ## draw the pictures of docs/pictures
+	$(BIN)/python -m tools.pictures
+
+site: $(DOCS)/.installed ## build the documentation into build/site; it is read without a network and without a server
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	$(DOCS)/bin/python tools/offline_site.py build/site
+
+$(DOCS)/.installed: pyproject.toml
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet --upgrade pip
+	@$(DOCS)/bin/python -m pip install --quiet --group docs
+	@touch $@
+
 kernels: install ## build the C++ kernels ahead, for every level of processors that a compiler here can build
 	$(BIN)/tokenloom build-kernels
 
 wheel: kernels ## build dist/: the wheel, with the kernels that were built ahead
 	@rm -rf build/lib build/bdist.*
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+
+chart: install ## write the objects of charts/tokenloom from k8s/ (kubectl)
+	$(BIN)/python tools/helm_chart.py
 
 wheels: install ## download the locked dependencies as wheels, for image builds without an index
 	@rm -rf build/wheels && mkdir -p build/wheels
@@ -175,6 +193,11 @@ browser: install ## use the pages / and /docs in a real browser, and take pictur
 	$(BIN)/python -m tests.services.gateway.openapi.check_docs_page
 	$(BIN)/python -m tests.services.gateway.page.check_page
 
+chart-check: ## render charts/tokenloom with Helm's library, and compare it with k8s/ (kubectl)
+	@test -x build/helm/bin/python || $(PYTHON) -m venv build/helm
+	@build/helm/bin/pip install --quiet 'helm-python-sdk>=0.2' 'PyYAML>=6'
+	build/helm/bin/python -m tests.k8s.chart_check
+
 containers: install ## build the images, run docker-compose.yml with podman, kill parts of it (root, Debian)
 	$(BIN)/python -m tests.containers.run
 
@@ -183,6 +206,9 @@ metrics-check: install ## check /metrics of a running mesh, the alert rules and 
 	promtool check rules observability/prometheus/alerts.yml
 	promtool test rules observability/prometheus/alerts_test.yml
 	promtool check config --syntax-only observability/prometheus/prometheus.yml
+
+dashboards: install ## run every query of dashboard, alerts and on-call.md against a real Prometheus (Debian: prometheus)
+	$(BIN)/python -m tests.observability.live
 
 gpu-check: install ## compare with transformers on a GPU and print throughput; without a GPU it prints one line
 	$(BIN)/python -m tests.gpu_check
@@ -200,4 +226,4 @@ house: install ## print figures about the source tree: sizes, hops of a request,
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test test-again lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs kernels wheel wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check gpu-check bench house help
+.PHONY: install demo test test-again lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs kernels wheel wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check dashboards gpu-check bench house chart chart-check pictures site help

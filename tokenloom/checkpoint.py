@@ -15,7 +15,7 @@ from .gguf.description import (
     save_gguf_tokenizer,
 )
 from .gguf.gguf_file import SUFFIX, is_gguf
-from .hub_files import download, weight_paths
+from .hub_files import HubCache, download, hub_id, weight_paths
 from .request import validation
 from .request.errors import InvalidArgument, NotFound, TokenloomError
 from .request.narrowing import narrow_sampling
@@ -42,11 +42,12 @@ _TOKENIZER_FILES = (
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def resolve(model: str) -> Path:
+def resolve(model: str, *, weights: bool = True, cache: HubCache | None = None) -> Path:
     """Return the directory of the demo model, of a local checkpoint, or of a hub id (cached or downloaded), or the path
     of a GGUF file.
 
-    Raises ``NotFound``.
+    A hub id may end in ``@revision``. Without ``weights`` only the files that describe the model are downloaded, into
+    ``cache``. Raises ``NotFound``.
     """
     path = DEMO_MODEL if model == DEMO_MODEL_NAME else Path(model).expanduser()
     if is_checkpoint(path):
@@ -55,9 +56,9 @@ def resolve(model: str) -> Path:
         files = ", ".join(sorted(file.name for file in path.glob(f"*{SUFFIX}")))
         way_out = f"; name one of its GGUF files: {files}" if files else ""
         raise NotFound(f"model {model!r}: the directory has no config.json{way_out}", field="model")
-    if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(SUFFIX):
+    if model.startswith((".", "/", "~")) or hub_id(model).count("/") > 1 or model.endswith(SUFFIX):
         raise NotFound(f"model {model!r}: no such directory or {SUFFIX} file", field="model")
-    return download(model)
+    return download(model, weights=weights, cache=cache)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -71,7 +72,7 @@ def served_name(path: Path, model: str = "") -> str:
         return DEMO_MODEL_NAME
     if is_gguf(path):
         return path.stem
-    return model if model and not Path(model).expanduser().exists() else path.name
+    return hub_id(model) if model and not Path(model).expanduser().exists() else path.name
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""Fetches a model from the Hugging Face hub, and finds the weights in what came."""
+"""Fetches a model from the Hugging Face hub into its cache, and finds the weights in a checkpoint."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from .request.errors import NotFound
@@ -9,22 +10,74 @@ _SAFETENSORS = "*.safetensors"
 _PICKLED = "pytorch_model*.bin"
 
 
+@dataclass(frozen=True)
+class HubCache:
+    """Says where a download goes, and whether there may be one.
+
+    Attributes:
+        directory: The cache; None: the one that ``HF_HUB_CACHE`` names, in ``~/.cache/huggingface`` by default.
+        cached_only: Download nothing: use what the cache holds.
+    """
+
+    directory: Path | None = None
+    cached_only: bool = False
+
+
 def weight_paths(path: Path) -> list[Path]:
     """Return the files of a directory that hold weights: safetensors or, only without them, ``pytorch_model*.bin``."""
     return sorted(path.glob(_SAFETENSORS)) or sorted(path.glob(_PICKLED))
 
 
-def download(model: str) -> Path:
-    """Return the directory of a hub id, cached or downloaded. Raises ``NotFound``."""
+def hub_id(model: str) -> str:
+    """Return the hub id of ``org/name`` or ``org/name@revision``."""
+    return model.partition("@")[0]
+
+
+def download(model: str, *, weights: bool = True, cache: HubCache | None = None) -> Path:
+    """Return the directory of ``org/name`` or ``org/name@revision``, cached or downloaded.
+
+    Without ``weights`` only the files that describe the model are needed, and only these are downloaded. A directory
+    from which an interrupted or running download still misses files is not returned. Raises ``NotFound``.
+    """
+    path = _snapshot(model, (_SAFETENSORS,) if weights else (), cache or HubCache())
+    if weights and not any(path.glob(_SAFETENSORS)):
+        path = _snapshot(model, (_PICKLED,), cache or HubCache())
+    if not (path / "config.json").is_file():
+        raise NotFound(f"model {model!r}: the hub's repository has no config.json", field="model")
+    return path
+
+
+def _snapshot(model: str, patterns: tuple[str, ...], cache: HubCache) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        path = Path(snapshot_download(model, allow_patterns=[*_DESCRIPTION, _SAFETENSORS]))
-        if not any(path.glob(_SAFETENSORS)):
-            path = Path(snapshot_download(model, allow_patterns=[*_DESCRIPTION, _PICKLED]))
-        return path
+        return Path(
+            snapshot_download(
+                hub_id(model),
+                revision=model.partition("@")[2] or None,
+                allow_patterns=[*_DESCRIPTION, *patterns],
+                cache_dir=cache.directory,
+                local_files_only=cache.cached_only,
+            )
+        )
     except (OSError, ValueError, RuntimeError) as error:
-        raise NotFound(
-            f"model {model!r}: no such directory, and not to be had from the hub ({type(error).__name__})",
-            field="model",
-        ) from None
+        raise NotFound(f"model {model!r}: no such directory, and {_reason(model, error)}", field="model") from None
+
+
+def _reason(model: str, error: Exception) -> str:
+    """Return why the hub gave no files, and what would help."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return f"the hub gives {hub_id(model)} only to accounts that accepted its terms: set HF_TOKEN or HF_TOKEN_PATH"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"the hub has no {hub_id(model)}, or needs a token for it (HF_TOKEN or HF_TOKEN_PATH)"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"the hub's {hub_id(model)} has no revision {model.partition('@')[2]!r}"
+    if isinstance(error, errors.HFValidationError):
+        return f"{hub_id(model)!r} is not a hub id such as org/name"
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, errors.OfflineModeIsEnabled):
+        return f"the cache {constants.HF_HUB_CACHE} does not hold it (HF_HUB_OFFLINE=1 forbids downloads)"
+    if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is None:
+        return "the cache does not hold all of its files"
+    return f"it cannot be downloaded from {constants.ENDPOINT} ({type(error.__cause__ or error).__name__})"

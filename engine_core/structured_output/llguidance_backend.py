@@ -80,9 +80,10 @@ class LLGuidanceBackend:
 
     @cached_property
     def _special_tokens(self) -> Mapping[str, int]:
-        """The tokens that are no text to llguidance."""
+        """The tokens that are no text to llguidance: those in angle brackets too, such as ``<tool_call>``, whatever the
+        tokenizer's file calls them."""
         added = json.loads(self._tokenizer_file.read_text()).get("added_tokens", ())
-        return {token["content"]: token["id"] for token in added if token.get("special")}
+        return {token["content"]: token["id"] for token in added if self._tokenizer.is_special_token(token["id"])}
 
     def _build(self, grammar: str) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from tokenloom.engine_core.config import SpeculativeConfig
 from tokenloom.engine_core.wire.handshake import CoreReady
@@ -174,6 +174,9 @@ class EngineMetrics:
         self._gauge("num_requests_running", "Requests that are running.", lambda: self._seen.num_running)
         self._gauge("num_requests_waiting", "Requests that wait to run.", lambda: self._seen.num_waiting)
         self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1.", lambda: self._seen.kv_usage)
+        text = "Prompt tokens of the requests that wait to run."
+        waiting = Gauge("tokenloom_prompt_tokens_waiting", text, _LABELS, registry=self._registry)
+        waiting.labels(*self._labels).set_function(lambda: self._seen.num_waiting_tokens)
         labels = dict(zip(_LABELS, self._labels, strict=True))
         for name, text in _COUNTERS_OF_CORE.items():
             read = functools.partial(self._read, name)

@@ -49,7 +49,7 @@ class OutputProcessorService:
 
     async def start(self, host: Host) -> None:
         settings = self._settings
-        path = await asyncio.to_thread(resolve, settings.model)
+        path = await asyncio.to_thread(resolve, settings.model, weights=False)
         info, vocabulary, fingerprint = await asyncio.to_thread(self._load, path, settings)
 
         def greet(engine: EngineIdentity) -> Hello:

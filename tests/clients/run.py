@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.clients import environments
+from tests.clients.scripted_mesh import WORDS
 from tests.clients.table import CLIENTS, Client
+from tests.services.gateway.fakes import MODEL
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CHECKPOINT = Path("tokenloom/demo_model").absolute()
@@ -48,8 +50,8 @@ def main() -> int:
     if unknown := set(args.names) - {client.name for client in CLIENTS}:
         parser.error(f"no client named {', '.join(unknown)}; there are {', '.join(c.name for c in CLIENTS)}")
     args.log.mkdir(parents=True, exist_ok=True)
-    with serving(args.log / "mesh.log") as mesh:
-        results = [run(client, mesh, args.log) for client in chosen]
+    with serving(args.log / "mesh.log") as mesh, scripted(args.log / "scripted.log") as scripted_mesh:
+        results = [run(client, mesh | scripted_mesh, args.log) for client in chosen]
     print(table(results))
     return 0 if all(result.ok for result in results) else 1
 
@@ -83,6 +85,22 @@ def serving(log: Path) -> Iterator[dict[str, str]]:
         process.terminate()
         process.wait(30)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def scripted(log: Path) -> Iterator[dict[str, str]]:
+    """A gateway with a scripted model; what its clients' environment holds."""
+    with log.open("wb") as file:
+        command = (sys.executable, "-m", "tests.clients.scripted_mesh")
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
+    try:
+        assert process.stdout is not None
+        if not (url := process.stdout.readline().strip()):
+            raise SystemExit(f"the scripted model did not come up: {log}")
+        yield {"SCRIPTED_URL": url, "SCRIPTED_MODEL": MODEL, "SCRIPTED_WORDS": WORDS}
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 def run(client: Client, mesh: dict[str, str], logs: Path) -> Result:

@@ -3,6 +3,8 @@
 A script under ``scripts/`` is told by its environment where the mesh is: ``TOKENLOOM_URL`` (HTTP, without a path),
 ``TOKENLOOM_GRPC`` (host:port), ``TOKENLOOM_MODEL``, ``TOKENLOOM_CHECKPOINT`` (the model's directory),
 ``TOKENLOOM_PYTHON`` (one with transformers), ``TOKENLOOM_ADMIN_KEY`` and ``OUT``, a folder of its own, where it runs.
+``SCRIPTED_URL`` and ``SCRIPTED_MODEL`` are those of a scripted model, which finishes tasks; ``SCRIPTED_WORDS`` is what
+the file ``made.txt`` holds then.
 It ends with status 0 when everything was as it should be, and prints, last, one line for the table.
 """
 
@@ -42,8 +44,14 @@ CLIENTS = (
     Client("openai (Python)", "openai_client.py", ("openai==3.54.0",)),
     Client("openai (JS)", "openai_client.mjs", ("openai@6.49.0", "zod@4.6.7")),
     Client("openai (Responses)", "responses_client.py", ("openai==3.54.0",)),
+    Client("openai (Responses, JS)", "responses_client.mjs", ("openai@6.49.0",)),
     Client("anthropic (Python)", "anthropic_client.py", ("anthropic==2.12.0",)),
     Client("anthropic (JS)", "anthropic_client.mjs", ("@anthropic-ai/sdk@1.12.0",)),
+    Client("ollama (Python)", "ollama_client.py", ("ollama==0.6.3",)),
+    Client("ollama (JS)", "ollama_client.mjs", ("ollama@0.6.4",)),
+    Client("Codex CLI", "codex_client.mjs", ("@openai/codex@0.169.0",)),
+    Client("Claude Code", "claude_code_client.mjs", ("@anthropic-ai/claude-code@2.1.330",)),
+    Client("aider", "aider_client.py", ("aider-chat==0.86.2",)),
     Client("ai-sdk", "ai_sdk_client.mjs", ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.87", "zod@4.6.7")),
     Client("langchain-openai", "langchain_client.py", ("langchain-openai==1.7.3",)),
     Client("instructor", "instructor_client.py", ("instructor==1.17.0",)),

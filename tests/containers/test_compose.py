@@ -1,6 +1,7 @@
 """docker-compose.yml against the Dockerfile, the settings of the services, and the manifests for Kubernetes."""
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,15 @@ from tokenloom.services.runtime.host.options import options_of
 
 ROOT = Path(__file__).parents[2]
 TARGETS = set(re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
-IMAGES = {f"tokenloom/{target}" for target in ("service", "engine-cpu", "engine-cuda")}
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+IMAGES = {f"tokenloom/{target}:{VERSION}" for target in ("service", "engine-cpu", "engine-cuda")}
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 HOST: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "compose.host.yml").read_text())
 OURS = {name: part for name, part in COMPOSE["services"].items() if part["image"].startswith("tokenloom/")}
-PARTS = {name: part for name, part in OURS.items() if name != "certs"}
+JOBS = ("certs", "model")
+PARTS = {name: part for name, part in OURS.items() if name not in JOBS}
+READERS = {name for name, part in PARTS.items() if "TOKENLOOM_MODEL" in part["environment"]}
+"""The parts that read the model's files."""
 
 
 def mounts(part: dict[str, Any]) -> dict[str, str]:
@@ -35,6 +40,10 @@ def mounts(part: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+def target_of(image: str) -> str:
+    return image.removeprefix("tokenloom/").partition(":")[0]
+
+
 def service_of(part: dict[str, Any]) -> str:
     return str(part["command"][0]).removeprefix("tokenloom.services.").replace("_", "-")
 
@@ -43,9 +52,9 @@ def test_every_image_is_a_target_of_the_dockerfile() -> None:
     used = {part["image"] for part in OURS.values()}
     used |= {workload.container["image"] for overlay in WHOLE for workload in workloads(build(overlay))}
     assert used == IMAGES
-    assert {image.removeprefix("tokenloom/") for image in IMAGES} <= TARGETS
+    assert {target_of(image) for image in IMAGES} <= TARGETS
     for part in OURS.values():
-        assert part.get("build", {}).get("target", part["image"].partition("/")[2]) == part["image"].partition("/")[2]
+        assert part.get("build", {}).get("target", target_of(part["image"])) == target_of(part["image"])
 
 
 def test_every_image_is_built_by_somebody() -> None:
@@ -60,7 +69,8 @@ def test_a_part_is_closed_in_and_checked(name: str) -> None:
     assert part["security_opt"] == ["no-new-privileges:true"]
     assert part["restart"] == "unless-stopped"
     assert part["healthcheck"]["test"] == ["CMD", "python", "-m", "tokenloom.services.runtime.host.probe"]
-    assert "depends_on" not in part  # parts wait for each other by themselves
+    assert "depends_on" not in part  # parts wait for each other, and for the model's files, by themselves
+    assert ("entrypoint" in part) == (name in READERS)
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -96,12 +106,32 @@ the gateway's, is added to that part's line only."""
 def test_a_container_sees_its_own_secrets_only(name: str) -> None:
     mounted = set(mounts(COMPOSE["services"][name]))
     folders = {volume for volume in mounted if volume.startswith((".", "$"))}
-    assert mounted - folders - {"models"} == SECRETS.get(name, set())
+    assert mounted - folders - {"hub"} == SECRETS.get(name, set())
+    assert ("hub" in mounted) == (name in READERS or name == "model")
+    assert any("HF_TOKEN_FILE" in folder for folder in folders) == (name == "model")
     assert "secrets" not in COMPOSE["services"][name]
 
 
+def test_one_job_downloads_the_model_where_the_parts_look_for_it() -> None:
+    job = COMPOSE["services"]["model"]
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert job["command"] == ["tokenloom.cli.main", "fetch", "${MODEL:-tokenloom-demo}"]
+    assert job["environment"]["HF_HUB_OFFLINE"] == "0"
+    assert mounts(job)["hub"] == "/hub"
+    assert "ENV HF_HUB_CACHE=/hub HF_HUB_OFFLINE=1\n" in dockerfile
+    assert re.search(
+        r"chown -R 10001:10001 \S+ \S+ /hub$", dockerfile, re.MULTILINE
+    )  # an empty volume takes this owner
+    for part in (job, *(PARTS[name] for name in READERS)):
+        assert part["working_dir"] == mounts(part)["${MODEL_DIR:-.}"] == "/models"
+    for name in READERS:
+        assert 'fetch "$$TOKENLOOM_MODEL" --wait' in PARTS[name]["entrypoint"][2]
+        assert PARTS[name]["environment"]["TOKENLOOM_MODEL"] == "${MODEL:-tokenloom-demo}"
+        assert "hub:/hub:ro" in PARTS[name]["volumes"]
+
+
 def test_every_volume_is_accounted_for() -> None:
-    assert set(COMPOSE["volumes"]) == set().union(*SECRETS.values()) | {"models"}
+    assert set(COMPOSE["volumes"]) == set().union(*SECRETS.values()) | {"hub"}
 
 
 def test_the_job_fills_each_volume_with_one_parts_files_and_keeps_no_authority(tmp_path: Path) -> None:

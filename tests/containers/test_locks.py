@@ -117,7 +117,7 @@ def test_every_image_installs_its_lock_and_nothing_else() -> None:
     building = {match[1]: stage for stage in stages if (match := re.match(r"\S+ AS (\S+)-venv\n", stage))}
     assert set(building) == {"service", "engine-cpu", "engine-cuda"}
     for target, stage in building.items():
-        commands = re.findall(r"pip install (.*?)(?=&&|\Z)", stage.replace("\\\n", " "), re.S)
+        commands = re.findall(r"pip install (.*?)(?=&&|\n|\Z)", stage.replace("\\\n", " "), re.S)
         assert len(commands) == 2
         dependencies, package = commands
         assert "--require-hashes" in dependencies

@@ -16,8 +16,11 @@ KUSTOMIZATIONS = tuple(
         if "components" not in path.parts
     )
 )
-WHOLE = ("base", "overlays/cpu", "overlays/gpu", "overlays/disaggregated", "overlays/keda")
-"""Those that are a mesh."""
+WHOLE = (
+    "base",
+    *(f"overlays/{name}" for name in ("cpu", "gpu", "disaggregated", "keda", "keda-disaggregated")),
+)
+"""Those that are a mesh without components."""
 
 Object = dict[str, Any]
 
@@ -28,12 +31,12 @@ def build(kustomization: str) -> tuple[Object, ...]:
     command = ["kubectl", "kustomize", str(ROOT / kustomization)]
     built = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     assert not built.stderr, built.stderr
-    return tuple(yaml.safe_load_all(built.stdout))
+    return tuple(yaml.load_all(built.stdout, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A Deployment or StatefulSet of one container."""
+    """A Deployment, StatefulSet or Job of one container."""
 
     source: Object
 

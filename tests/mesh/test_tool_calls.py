@@ -48,6 +48,13 @@ async def test_a_named_call_obeys_its_schema(http: httpx.AsyncClient) -> None:
         jsonschema.validate(json.loads(call["function"]["arguments"]), PARAMETERS)
 
 
+async def test_strict_tools_leave_the_text_free_until_a_call_begins(http: httpx.AsyncClient) -> None:
+    strict = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
+    choice = await answer(http, tools=strict, max_tokens=8)
+    assert choice["message"]["content"]
+    assert choice["finish_reason"] in ("stop", "length")
+
+
 async def test_required_calls_obey_their_schemas(http: httpx.AsyncClient) -> None:
     for seed in range(4):
         choice = await answer(

@@ -29,7 +29,13 @@ async def test_a_trace_has_every_part_of_a_request(socket_dir: Path) -> None:
     with Collector() as collector:
         async with Mesh(socket_dir, common={"otlp_endpoint": collector.endpoint}).running() as mesh:
             await ask(mesh)
+            async with mesh.http() as http:
+                accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
+                page = (await http.get("/metrics", headers=accept)).text
     root = collector.named(f"chat {MODEL}")
+    exemplars = [line for line in page.splitlines() if f'# {{trace_id="{root.trace_id.hex()}"}}' in line]
+    names = {line.partition("{")[0] for line in exemplars}
+    assert names == {"vllm:time_to_first_token_seconds_bucket", "vllm:e2e_request_latency_seconds_bucket"}
     assert not root.parent_span_id
     assert {span.trace_id for span in collector.spans} == {root.trace_id}
     assert collector.services == SERVICES

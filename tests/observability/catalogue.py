@@ -13,11 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc.aio
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.mesh.harness import Mesh
 from tokenloom.certificates import make_certificates
+from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "reference" / "metrics.md"
@@ -61,6 +63,8 @@ async def read_pages(directory: Path) -> Pages:
             chat = {"messages": [{"role": "user", "content": "Who made the lamp?"}], "max_tokens": 4}
             (await http.post("/v1/chat/completions", json=chat)).raise_for_status()
         (await http.post("/v1/completions", json={"prompt": "four", "echo": True, "n": 2})).raise_for_status()
+        async with grpc.aio.insecure_channel(mesh.address("gateway-0")) as channel:
+            await inference_pb2_grpc.InferenceStub(channel).ListModels(inference_pb2.ListModelsRequest())
         pages = {}
         for part in mesh.parts:
             assert part.host is not None
@@ -120,12 +124,18 @@ that begin with `vllm:` are vLLM's, so that dashboards made for it work; the res
 every part shows CPU time, memory and file descriptors of its process (`process_…`), engines those of their core's
 process too (`tokenloom_engine_core_process_…`).
 
+Scrapers that accept OpenMetrics, as Prometheus does, get it; with `--otlp-endpoint` the gateway's
+`vllm:time_to_first_token_seconds` and `vllm:e2e_request_latency_seconds` then carry the trace of the last request of
+each bucket as an exemplar. Sizes of requests (`vllm:request_prompt_tokens` and others) are the gateway's, which counts
+each request once; an engine counts attempts.
+
 The gateway's gauges under vLLM's names are of the whole mesh and have no label `engine`: they are what an endpoint
 picker of the Gateway API Inference Extension reads. An engine shows the same names for itself.
 
 `observability/` holds what reads them: a Grafana dashboard, alerts with their tests, and the scrapes of
 docker-compose.yml, whose profile `observability` runs it all; `k8s/monitoring` has the same for the Prometheus
-operator.
+operator. [on-call.md](../operate/on-call.md) leads from symptoms to queries. `make dashboards` runs every query of all
+three against a real Prometheus that scrapes a running mesh.
 
 The metrics of logits and temperatures exist where `--logits-metrics-interval` is set, those of drafts
 (`vllm:spec_decode_…`) where `--speculative-config` is.

@@ -29,6 +29,14 @@ VLLM = {
     "vllm:request_time_per_output_token_seconds",
     "vllm:time_to_first_token_seconds",
 }
+VLLM_SIZES = {
+    "vllm:request_generation_tokens",
+    "vllm:request_max_num_generation_tokens",
+    "vllm:request_params_max_tokens",
+    "vllm:request_params_n",
+    "vllm:request_prompt_tokens",
+}
+"""At gateways only: they count each request once."""
 
 
 def test_the_document_is_current(pages: Pages) -> None:
@@ -37,8 +45,13 @@ def test_the_document_is_current(pages: Pages) -> None:
 
 def test_engines_show_what_dashboards_for_vllm_read(pages: Pages) -> None:
     shown = {entry.name: entry for entry in entries(pages) if entry.service == "engine"}
-    assert shown.keys() >= VLLM
+    assert shown.keys() >= VLLM | {"vllm:request_prefill_kv_computed_tokens"}
     assert all(shown[name].labels[:2] == ("model_name", "engine") or "engine" in shown[name].labels for name in VLLM)
+
+
+def test_gateways_show_the_sizes_of_requests(pages: Pages) -> None:
+    shown = {entry.name for entry in entries(pages) if entry.service == "gateway"}
+    assert shown >= VLLM_SIZES
 
 
 def test_the_gateway_shows_what_an_endpoint_picker_reads(pages: Pages) -> None:

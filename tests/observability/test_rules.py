@@ -12,6 +12,7 @@ import yaml
 
 from tests.k8s.cluster import build, of_kind
 from tests.observability.catalogue import ROOT, Pages, entries
+from tests.observability.queries import on_call_queries
 from tokenloom.certificates import PARTS
 
 FOLDER = ROOT / "observability"
@@ -35,6 +36,7 @@ _WORDS = {
     "label_values",
     "min",
     "time",
+    "topk",
 }
 
 
@@ -57,7 +59,7 @@ def expressions() -> list[str]:
     panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
     variables = [each["query"]["query"] for each in DASHBOARD["templating"]["list"] if each["type"] == "query"]
     variables = [re.sub(r",\s*\w+\)$", ")", query) for query in variables]  # label_values(series, label)
-    return [*alerts, *panels, *variables]
+    return [*alerts, *panels, *variables, *on_call_queries()]
 
 
 def known(pages: Pages) -> dict[str, set[str]]:

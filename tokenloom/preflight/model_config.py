@@ -23,7 +23,7 @@ _OTHER_TASKS = {
     "Model": "it has no head for text, so it only computes embeddings",
 }
 """What classes with such names are for, the longer endings first."""
-_ANOTHER = "serve a model whose class ends in ForCausalLM (docs/models.md)"
+_ANOTHER = "serve a model whose class ends in ForCausalLM (docs/reference/models.md)"
 _INSTALL = "pip install 'tokenloom[transformers]'"
 
 
@@ -57,17 +57,17 @@ def _check_architecture(file: Path, name: str, config: dict[str, Any], model_imp
         purpose = next((text for ending, text in _OTHER_TASKS.items() if name.endswith(ending)), "it writes no text")
         raise Refused(f"{file}: {name} cannot be served ({purpose}): {_ANOTHER}")
     if model_impl == "native":
-        raise Refused(f"{file}: {name} is not built in: leave out --model-impl native, or see docs/models.md")
+        raise Refused(f"{file}: {name} is not built in: leave out --model-impl native, or see docs/reference/models.md")
     if config.get("auto_map"):
         raise Refused(
             f"{file}: the code of {name} is in the checkpoint (auto_map) and is never run: use a model of "
-            "docs/models.md"
+            "docs/reference/models.md"
         )
     if not known:
         raise Refused(f"{file}: {name} is computed by the package transformers: {_INSTALL}")
     raise Refused(
-        f"{file}: neither Tokenloom nor the installed transformers has {name}: use a model of docs/models.md, or "
-        "install a newer transformers if that has the class"
+        f"{file}: neither Tokenloom nor the installed transformers has {name}: use a model of "
+        "docs/reference/models.md, or install a newer transformers if that has the class"
     )
 
 

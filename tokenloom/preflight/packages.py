@@ -44,7 +44,8 @@ def _bounds(package: str) -> Iterator[tuple[str, str]]:
         return
     for requirement in requirements:
         specifiers = requirement.partition(";")[0].strip()
-        if re.match(rf"{package}\b", specifiers):
+        name = re.match(r"[\w.-]+", specifiers)
+        if name is not None and name[0] == package:
             yield from re.findall(r"(>=|<)\s*([\d.]+)", specifiers)
 
 

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-
 from tokenloom.v1 import output_processor_pb2
 
+from ..assistant.call_arguments import read_arguments
 from ..assistant.parsed_message import CallDelta, MessageDelta, OutputReader
 from ..generation.generation import Generation
 from ..http.sse import encode_json
@@ -169,13 +168,4 @@ def event(kind: str, members: dict[str, Any]) -> bytes:
 def _whole(block: dict[str, Any], text: str) -> dict[str, Any]:
     if block["type"] != "tool_use":
         return block | {block["type"]: text}
-    return block | {"input": _arguments(text)}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Return a call's arguments; empty if the output ended within them, which the stop reason says."""
-    try:
-        arguments = msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return {}
-    return arguments if isinstance(arguments, dict) else {}
+    return block | {"input": read_arguments(text)}

@@ -7,9 +7,11 @@ from tokenloom.request.errors import InvalidArgument
 from ..generation.generation import Generation
 from ..generation.job import Job
 from ..openai.chat import ChatApi
+from ..openai.ignored_members import unbound_strict
 from ..openai.openai_models import Body, BodyReader, Options
 from ..openapi.message_schemas import MessagesRequest
 from ..tenants.tenant import Tenant
+from .ignored_members import ignored_in_message
 from .message_answer import MessageAnswer
 from .messages_body import chat_body
 
@@ -31,13 +33,16 @@ class MessagesApi:
         fields = self.reader.read(body, MessagesRequest)
         if body.get("prompt_logprobs") is not None:
             raise InvalidArgument("prompt_logprobs: this API returns no log probabilities", "prompt_logprobs")
+        reasons = self.chats.plans.reasoning is not None
         try:
-            chat = chat_body(body, fields, reasons=self.chats.plans.reasoning is not None)
+            chat = chat_body(body, fields, reasons=reasons)
             job, options = self.chats.read(chat, tenant)
         except InvalidArgument as error:
             error.field = _FIELDS.get(error.field or "", error.field)
             raise
-        return job, replace(options, ignored=self.reader.ignored(body, MessagesRequest))
+        members = ignored_in_message(fields, keeps_budget=reasons)
+        ignored = (*self.reader.ignored(body, MessagesRequest), *members, *unbound_strict(options.ignored))
+        return job, replace(options, ignored=ignored)
 
     def answer(self, generation: Generation, options: Options) -> MessageAnswer:
         return MessageAnswer(generation, options, self.model)

@@ -25,9 +25,9 @@ def chat_body(body: Body, fields: MessagesRequest, *, reasons: bool) -> dict[str
         chat["thinking_token_budget"] = fields.thinking.get("budget_tokens")
     chat["stop"] = fields.stop_sequences
     chat["stream"] = fields.stream
-    if (form := _output_format(fields.output_config)) is not None:
+    if (form := _output_format(fields)) is not None:
         chat["response_format"] = form
-    return chat
+    return chat | _effort(chat, fields.output_config)
 
 
 def conversation(fields: CountTokensRequest) -> dict[str, Any]:
@@ -77,11 +77,22 @@ def thinking_of(thinking: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"include_reasoning": is_on, "chat_template_kwargs": {"enable_thinking": is_on}}
 
 
-def _output_format(config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    form = None if config is None else config.get("format")
+def _effort(chat: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the variables of the template, with the effort among them."""
+    effort = None if config is None else config.get("effort")
+    if effort is None:
+        return {}
+    if not isinstance(effort, str):
+        raise InvalidArgument("output_config.effort must be a string", "output_config.effort")
+    return {"chat_template_kwargs": chat.get("chat_template_kwargs", {}) | {"reasoning_effort": effort}}
+
+
+def _output_format(fields: MessagesRequest) -> dict[str, Any] | None:
+    form, name = (fields.output_config or {}).get("format"), "output_config.format"
+    if form is None:
+        form, name = fields.output_format, "output_format"
     if form is None:
         return None
     if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
-        message = 'output_config.format must be {"type": "json_schema", "schema": {…}}'
-        raise InvalidArgument(message, "output_config.format")
+        raise InvalidArgument(f'{name} must be {{"type": "json_schema", "schema": {{…}}}}', name)
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"]}}

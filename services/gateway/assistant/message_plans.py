@@ -12,10 +12,13 @@ from ..generation.job import Job
 from ..reasoning import opener
 from ..tools import FORMATS as TOOL_FORMATS
 from ..tools.forced import NamedCall, RequiredCalls, constraint_of
+from ..tools.strict_calls import has_strict, strict_constraint
 from ..tools.tool_parser import ToolFormat, ToolParser, new_call_id
 from ..tools.tool_request import ToolChoice, ToolRequest
 from .parsed_message import MessagePlan
 
+UNBOUND_STRICT = "tools[].function.strict"
+"""Names the member of a tool that has no effect for a model whose calls have no certain form."""
 AUTO = "auto"
 """Setting: what the tokenizer reports of the chat template."""
 
@@ -48,7 +51,9 @@ class MessagePlans:
         Raises ``InvalidArgument`` for calls that cannot be forced together with the job's other constraints, or that
         could not be read.
         """
-        if request.choice is not ToolChoice.NONE:
+        if request.choice is ToolChoice.AUTO:
+            self._bind_strict(job.sampling, request)
+        elif request.choice is not ToolChoice.NONE:
             _constrain(job.sampling, request)
         if request.choice is ToolChoice.AUTO and self.tools is not None and self.tools.keeps_special_tokens:
             job.text.skip_special_tokens = False
@@ -62,6 +67,19 @@ class MessagePlans:
             new_call_id=new_call_id if self.tools is None else self.tools.new_call_id,
             parallel_calls=request.parallel,
         )
+
+    def ignored(self, request: ToolRequest) -> tuple[str, ...]:
+        """Return the member of the tools that has no effect, if any."""
+        is_bound = request.choice is not ToolChoice.AUTO or (self.tools is not None and self.tools.marks is not None)
+        return () if is_bound or not has_strict(request.tools) else (UNBOUND_STRICT,)
+
+    def _bind_strict(self, sampling: types_pb2.SamplingParams, request: ToolRequest) -> None:
+        """Decode the arguments of strict tools under their schemas. Another constraint on the output comes first: it
+        leaves no room for calls, unless it is a structural tag, which describes them itself."""
+        if self.tools is None or self.tools.marks is None or sampling.HasField("structured_outputs"):
+            return
+        if (constraint := strict_constraint(request, self.tools.marks)) is not None:
+            sampling.structured_outputs.CopyFrom(constraint)
 
     def _opener(self, request: ToolRequest) -> Callable[[], ToolParser]:
         if request.choice is ToolChoice.AUTO:

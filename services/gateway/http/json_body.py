@@ -48,6 +48,7 @@ class BodyParser:
         """
         fields = [(name, msgspec.Raw, msgspec.UNSET) for name in {*names, *ignored}]
         self._names = tuple(names)
+        self._ignored = tuple({*ignored} - {*names})
         self._lenient = msgspec.json.Decoder(msgspec.defstruct("KnownFields", fields))
         self._strict = msgspec.json.Decoder(msgspec.defstruct("KnownFields", fields, forbid_unknown_fields=True))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="body parser")
@@ -55,8 +56,8 @@ class BodyParser:
     async def read(self, data: Data, read: Callable[[dict[str, Any]], T]) -> T:
         """Decode a body and return what ``read`` makes of it. Raises what ``read`` raises, and ``InvalidArgument``.
 
-        Of a large body, ``read`` gets the known fields and the name of one unknown field, with None as its value; it
-        is called in a thread.
+        Of a large body, ``read`` gets the known fields and the name of one unknown field; it is called in a thread.
+        Fields without effect have the value True there.
         """
         if len(data) <= OFF_LOOP_BYTES:
             return read(decode_object(data))
@@ -74,7 +75,11 @@ class BodyParser:
         num_values = check_amount(data)
         with _decoding():
             fields, unknown = self._known_fields(data)
-            body: dict[str, Any] = dict.fromkeys(unknown)
+            body: dict[str, Any] = dict.fromkeys(unknown, True)
+            for name in self._ignored:
+                raw = getattr(fields, name)
+                if raw is not msgspec.UNSET and bytes(memoryview(raw)[:5]) != b"null":
+                    body[name] = True
             for name in self._names:
                 raw = getattr(fields, name)
                 if raw is not msgspec.UNSET:

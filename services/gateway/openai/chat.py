@@ -19,6 +19,7 @@ from ..tools.tool_request import NO_TOOLS, read_tool_request
 from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason, routed_member
 from .chat_messages import read_chat
 from .event_ids import CONTENT_ENDED, FINISHED
+from .ignored_members import ignored_in_chat
 from .json_blocks import JsonBlocks
 from .openai_logprobs import chat_entry
 from .openai_models import Body, BodyReader, Options, make_job, sampling_params
@@ -55,7 +56,8 @@ class ChatApi:
         job = make_job(fields, chat, "messages", sampling, tenant)
         shows = fields.include_reasoning is not False and not (fields.reasoning or {}).get("exclude")
         plan = self.plans.apply(request, job, include_reasoning=shows)
-        return job, Options.of(fields, sampling, plan=plan, ignored=self.reader.ignored(body, ChatCompletionRequest))
+        ignored = (*self.reader.ignored(body, ChatCompletionRequest), *ignored_in_chat(body))
+        return job, Options.of(fields, sampling, plan=plan, ignored=ignored + self.plans.ignored(request))
 
     def answer(self, generation: Generation, options: Options) -> "ChatAnswer":
         return ChatAnswer(AnswerBase(generation, options, "chatcmpl", self.model, "chat.completion.chunk"))

@@ -54,6 +54,8 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, object]:
     turn: dict[str, object] = {"role": role}
     calls = _tool_calls(f"{where}.tool_calls", message.get("tool_calls")) if role == "assistant" else []
     content = message.get("content")
+    if content is None and role == "assistant":
+        content = message.get("refusal")
     if isinstance(content, str):
         turn["content"] = content
     else:
@@ -82,7 +84,7 @@ def _part(where: str, part: object) -> str:
         raise InvalidArgument(f"{where} must be an object with type and text", where)
     kind = part.get("type")
     if kind not in _TEXT_PARTS:
-        raise InvalidArgument(f"{where}.type: only text is supported", f"{where}.type")
+        raise InvalidArgument(f"{where}.type: {str(kind)[:64]!r} is not supported; send text", f"{where}.type")
     return _string(f"{where}.{kind}", part.get(kind))
 
 

@@ -14,6 +14,7 @@ from ..openapi.request_schemas import CompletionRequest
 from ..tenants.tenant import Tenant
 from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason, routed_member
 from .event_ids import FINISHED
+from .ignored_members import ignored_in_stream_options
 from .openai_logprobs import CompletionLogprobs, Position
 from .openai_models import Body, BodyReader, Options, make_job, sampling_params
 
@@ -33,7 +34,7 @@ class CompletionsApi:
         echo_only = echo and body.get("max_tokens") == 0 and type(body["max_tokens"]) is int
         own = {"max_tokens": 1} if echo_only else {}
         sampling = sampling_params(body, logprobs=fields.logprobs, **own)
-        ignored = self.reader.ignored(body, CompletionRequest)
+        ignored = (*self.reader.ignored(body, CompletionRequest), *ignored_in_stream_options(body))
         options = Options.of(fields, sampling, echo=echo, echo_only=echo_only, ignored=ignored)
         if echo and sampling.HasField("logprobs") and not sampling.HasField("prompt_logprobs"):
             sampling.prompt_logprobs = sampling.logprobs

@@ -15,7 +15,9 @@ from tokenloom.request.validation import check_stop_count
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..assistant.parsed_message import MessagePlan
+from ..foreign_fields import ignored_names
 from ..generation.job import BeamOptions, Chat, EmbedsPrompt, Job
+from ..ollama.ollama_body import OllamaRequest
 from ..openapi.message_schemas import MessagesRequest
 from ..openapi.request_schemas import (
     ChatCompletionRequest,
@@ -54,6 +56,11 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "chat_template": (None,),
     "add_special_tokens": (None,),
     "kv_transfer_params": (None,),
+    "vllm_xargs": (None, {}),
+    "logits_processors": (None, []),
+    "mcp_servers": (None, []),
+    "images": (None, []),
+    "raw": (None, False),
 }
 """Unsupported fields, with the values that are accepted because they have no effect."""
 
@@ -62,18 +69,7 @@ RENAMED: Mapping[str, str] = {
 }
 """Unsupported old names of fields, and what to send instead."""
 
-WITHOUT_EFFECT = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "parallel_tool_calls",
-        "request_id",
-    }
-)
+WITHOUT_EFFECT = ignored_names() | {"parallel_tool_calls"}
 """Known fields that have no effect here."""
 
 _BODIES: tuple[type[msgspec.Struct], ...] = (
@@ -83,6 +79,7 @@ _BODIES: tuple[type[msgspec.Struct], ...] = (
     DetokenizeRequest,
     MessagesRequest,
     ResponsesRequest,
+    OllamaRequest,
 )
 READ_FIELDS = frozenset(
     {

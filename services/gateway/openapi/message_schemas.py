@@ -40,5 +40,7 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     stream: Annotated[bool | None, Meta(description="Answer with server-sent events.")] = None
     stop_sequences: Annotated[list[str] | None, Meta(description="Texts that end the answer; up to 16.")] = None
     output_config: Annotated[
-        dict[str, Any] | None, Meta(description='{"format": {"type": "json_schema", "schema": …}}.')
+        dict[str, Any] | None,
+        Meta(description='{"format": {"type": "json_schema", "schema": …}}; effort: a variable of the chat template.'),
     ] = None
+    output_format: Annotated[dict[str, Any] | None, Meta(description="Older name of output_config.format.")] = None

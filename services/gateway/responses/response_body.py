@@ -7,6 +7,7 @@ from tokenloom.request.errors import InvalidArgument
 
 from ..openai.openai_models import SAMPLING_FIELDS, Body
 from ..openapi.response_api_schemas import ResponsesRequest
+from .function_tools import tools_of
 from .input_items import Turn
 
 _REFUSED: Mapping[str, tuple[object, str]] = {
@@ -32,35 +33,7 @@ def chat_body(body: Body, fields: ResponsesRequest, turns: Sequence[Turn]) -> di
     chat["stream"] = fields.stream
     chat["max_tokens"] = fields.max_output_tokens
     chat["response_format"] = _response_format(fields.text)
-    return chat | _tools(fields) | _reasoning(fields.reasoning)
-
-
-def _tools(fields: ResponsesRequest) -> dict[str, Any]:
-    tools = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(fields.tools or ())]
-    choice = _choice(fields.tool_choice)
-    if not tools and choice in (None, "auto", "none"):
-        return {}
-    return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": fields.parallel_tool_calls}
-
-
-def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        kind = str(tool.get("type"))[:64]
-        message = f"{where}.type: {kind!r} runs at OpenAI; only functions, which the client runs, are supported"
-        raise InvalidArgument(message, f"{where}.type")
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
-
-
-def _choice(choice: str | Mapping[str, Any] | None) -> Any:
-    """Return a choice in the form of chats, where the name of a function is one level deeper."""
-    if not isinstance(choice, Mapping):
-        return choice
-    if choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
-        return {"type": "allowed_tools", "allowed_tools": {**choice, "tools": list(map(_choice, choice["tools"]))}}
-    return choice
+    return chat | tools_of(fields) | _reasoning(fields.reasoning)
 
 
 def _reasoning(reasoning: Mapping[str, Any] | None) -> dict[str, Any]:

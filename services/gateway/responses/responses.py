@@ -10,9 +10,12 @@ from tokenloom.request.errors import InvalidArgument
 from ..generation.generation import Generation
 from ..generation.job import Job
 from ..openai.chat import ChatApi
+from ..openai.ignored_members import unbound_strict
 from ..openai.openai_models import Body, BodyReader, Options
 from ..openapi.response_api_schemas import ResponsesRequest
 from ..tenants.tenant import Tenant
+from .function_tools import namespaced
+from .ignored_members import ignored_in_response
 from .input_items import Turn, read_input
 from .response_answer import ResponseAnswer, ResponseRequest
 from .response_body import chat_body
@@ -30,7 +33,6 @@ _DEFAULTS: dict[str, Any] = {
     "truncation": "disabled",
 }
 _ECHOED = (*_DEFAULTS, "instructions", "previous_response_id", "max_output_tokens", "max_tool_calls", "top_logprobs")
-_WITHOUT_EFFECT = ("include", "max_tool_calls", "stream_options")
 _ECHOED_SAMPLING = {"temperature": 1.0, "top_p": 1.0}
 
 
@@ -54,7 +56,8 @@ class ResponsesApi:
         except InvalidArgument as error:
             error.field = _FIELDS.get(error.field or "", error.field)
             raise
-        return job, replace(options, request=request, ignored=self._ignored(body, fields))
+        ignored = (*ignored_in_response(fields), *self.reader.ignored(body, ResponsesRequest))
+        return job, replace(options, request=request, ignored=ignored + unbound_strict(options.ignored))
 
     def answer(self, generation: Generation, options: Options) -> ResponseAnswer:
         assert isinstance(options.request, ResponseRequest)
@@ -76,15 +79,8 @@ class ResponsesApi:
             tenant=tenant.name,
             is_background=is_background,
             is_stored=is_stored,
+            namespaced=namespaced(fields),
         )
-
-    def _ignored(self, body: Body, fields: ResponsesRequest) -> tuple[str, ...]:
-        names = [name for name in _WITHOUT_EFFECT if getattr(fields, name)]
-        if (fields.reasoning or {}).get("summary"):
-            names.append("reasoning.summary")
-        if (fields.text or {}).get("verbosity"):
-            names.append("text.verbosity")
-        return (*names, *self.reader.ignored(body, ResponsesRequest))
 
     def _turns(self, fields: ResponsesRequest, tenant: Tenant) -> list[Turn]:
         new = read_input(fields.input)

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 
-from . import mistral
+from . import hermes, llama3_json, mistral
 from .hermes import HermesParser
 from .llama3_json import Llama3JsonParser
 from .tool_parser import ToolFormat
 
 FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat(lambda names: HermesParser()),
-    "llama3_json": ToolFormat(Llama3JsonParser, keeps_special_tokens=True),
+    "hermes": ToolFormat(lambda names: HermesParser(), marks=hermes.MARKS),
+    "llama3_json": ToolFormat(Llama3JsonParser, keeps_special_tokens=True, marks=llama3_json.MARKS),
     "mistral": ToolFormat(
         lambda names: mistral.MistralParser(), keeps_special_tokens=True, new_call_id=mistral.new_call_id
     ),

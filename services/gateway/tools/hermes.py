@@ -3,9 +3,11 @@
 from ..assistant.markers import find_marker
 from ..assistant.message_parts import ToolPart
 from .call_object import CallObject
+from .strict_calls import CallMarks
 from .tool_parser import Words
 
 START, END = "<tool_call>", "</tool_call>"
+MARKS = CallMarks(START, f'{START}\n{{"name": "', '", "arguments": ', f"}}\n{END}")
 
 
 class HermesParser:

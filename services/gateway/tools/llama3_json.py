@@ -5,7 +5,9 @@ from collections.abc import Collection
 from ..assistant.markers import begins_marker
 from ..assistant.message_parts import Content, ToolPart
 from .call_object import CallObject
+from .strict_calls import CallMarks
 
+MARKS = CallMarks('{"name": "', '{"name": "', '", "parameters": ', "}")
 _TAG = "<|python_tag|>"
 _BLANKS = " \t\r\n"
 _SEPARATORS = "; \t\r\n"

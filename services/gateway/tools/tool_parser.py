@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..assistant.message_parts import Content, ToolPart
+from .strict_calls import CallMarks
 
 
 class ToolParser(Protocol):
@@ -33,6 +34,8 @@ class ToolFormat:
     """Whether the marks of a call are special tokens, which texts otherwise do not contain."""
     new_call_id: Callable[[], str] = new_call_id
     """Makes ids that the format's templates accept."""
+    marks: CallMarks | None = None
+    """The texts around a call; None: they vary, so the arguments of strict tools cannot be bound."""
 
 
 class Words:

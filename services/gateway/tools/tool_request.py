@@ -81,10 +81,10 @@ def read_tools(tools: object) -> Sequence[Tool]:
 
 
 def _tool(where: str, tool: object) -> Tool:
+    if isinstance(tool, dict) and (kind := tool.get("type", "function")) != "function":
+        raise InvalidArgument(f"{where}.type: {kind!r:.64} is not supported; send functions", f"{where}.type")
     if not isinstance(tool, dict) or not isinstance(function := tool.get("function"), dict):
         raise InvalidArgument(f'{where} must be {{"type": "function", "function": {{…}}}}', where)
-    if tool.get("type", "function") != "function":
-        raise InvalidArgument(f"{where}.type: only function is supported", f"{where}.type")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         field = f"{where}.function.name"

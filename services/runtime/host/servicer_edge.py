@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
@@ -157,12 +157,14 @@ def _guarded(
             observe_end(errors.Cancelled(""))
             raise
         except Exception as error:
-            await _abort(context, errors.of_exception(error), observe_end, ends)
+            return await _abort(context, errors.of_exception(error), observe_end, ends)
 
     return call
 
 
-async def _abort(context: _Context, error: errors.TokenloomError, observe_end: ObserveEnd, ends: "CallEnds") -> None:
+async def _abort(
+    context: _Context, error: errors.TokenloomError, observe_end: ObserveEnd, ends: "CallEnds"
+) -> NoReturn:
     """End a call with an error. A function of its own: a name for the error in the frame that has caught it would keep
     both alive until the garbage collector runs."""
     observe_end(error)

@@ -1,7 +1,9 @@
 """Lists the flags of ``vllm serve`` without a namesake here: the flag, its short forms, and a clause."""
 
 _ONE_DEVICE = "each engine computes on one device; use --engines for several engines on this machine"
-_MACHINES = "engines on several machines run as services of one mesh (docs/kubernetes.md, docs/operations.md)"
+_MACHINES = (
+    "engines on several machines run as services of one mesh (docs/use/two-machines.md, docs/operate/kubernetes.md)"
+)
 _BALANCED = "one coordinator places requests on all engines; --engines sets their number on this machine"
 _ORIGINS = "use --cors-origins, which lists the origins of web pages; methods, headers and credentials follow from it"
 _GRAPHS = "the engine uses neither CUDA graphs nor a compiler"
@@ -85,7 +87,7 @@ REPLACED = {
     "--override-generation-config": "edit generation_config.json of the checkpoint, or send the values in requests",
     "--num-scheduler-steps": "use --async-scheduling",
     "--enable-sleep-mode": _SLEEP,
-    "--weight-transfer-config": "the admin call ReloadWeights loads other weights (docs/operations.md)",
+    "--weight-transfer-config": "the admin call ReloadWeights loads other weights (docs/operate/operations.md)",
     "--enable-return-routed-experts": "send return_routed_experts in the request",
     "--disable-cascade-attn": "use --attention-backend torch",
     "--override-attention-dtype": "use --dtype, which sets the number format of the whole model",

@@ -88,7 +88,8 @@ class Histogram:
         """Return the buckets now; a value observed meanwhile may be in the sum and not yet in a bucket."""
         [family] = self.describe()
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        buckets = list(zip(bounds, accumulate(self._counts), self._exemplars(), strict=True))
+        counts = zip(bounds, accumulate(self._counts), self._exemplars(), strict=True)
+        buckets = [(bound, n) if exemplar is None else (bound, n, exemplar) for bound, n, exemplar in counts]
         family.add_metric(list(self._labels.values()), buckets, self._sum)
         return [family]
 

@@ -31,4 +31,17 @@ const count = await client.messages.countTokens({ model, messages: [question] })
 assert.equal(count.input_tokens, whole.usage.input_tokens + whole.usage.cache_read_input_tokens);
 await assert.rejects(client.messages.create({ ...greedy, messages: [] }), Anthropic.BadRequestError);
 await assert.rejects(client.messages.create({ ...greedy, model: "other", messages: [question] }), Anthropic.NotFoundError);
-console.log("messages, streams, a tool and its result, countTokens, errors");
+
+const scripted = new Anthropic({ baseURL: process.env.SCRIPTED_URL, apiKey: "none" });
+const input_schema = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
+const weather = { model: process.env.SCRIPTED_MODEL, max_tokens: 200, tools: [{ name: "get_weather", input_schema }] };
+const conversation = [{ role: "user", content: "What is the weather in Oslo?" }];
+const calling = await scripted.messages.stream({ ...weather, messages: conversation }).finalMessage();
+assert.equal(calling.stop_reason, "tool_use");
+const { id, input } = calling.content.at(-1);
+assert.deepEqual(input, { city: "Oslo" });
+const rain = { role: "user", content: [{ type: "tool_result", tool_use_id: id, content: "It rains." }] };
+conversation.push({ role: "assistant", content: calling.content }, rain);
+const report = await scripted.messages.create({ ...weather, messages: conversation });
+assert.match(report.content[0].text, /It rains\./);
+console.log("messages, streams, a tool and its result, countTokens, errors, a task");

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import anthropic
+import task
 
 MODEL = os.environ["TOKENLOOM_MODEL"]
 ASKING: dict[str, Any] = {"model": MODEL, "max_tokens": 200, "extra_body": {"temperature": 0}}
@@ -28,7 +29,8 @@ def main() -> None:
     assert begun.content[0].text
     tools(client)
     errors(client)
-    print("messages, streams, a tool and its result, a begun answer, count_tokens, errors")
+    finish(anthropic.Anthropic(base_url=os.environ["SCRIPTED_URL"], api_key="none"))
+    print("messages, streams, a tool and its result, a begun answer, count_tokens, errors, a task")
 
 
 def tools(client: anthropic.Anthropic) -> None:
@@ -44,6 +46,20 @@ def tools(client: anthropic.Anthropic) -> None:
     turns = [QUESTION, {"role": "assistant", "content": asked.content}, {"role": "user", "content": [result]}]
     after = client.messages.create(messages=turns, tools=[TOOL], tool_choice={"type": "none"}, **ASKING)
     assert after.content[0].text
+
+
+def finish(client: anthropic.Anthropic) -> None:
+    """A whole task: the package calls the tool by itself, until the model has read its result."""
+    asking: dict[str, Any] = {"model": os.environ["SCRIPTED_MODEL"], "max_tokens": 200}
+    question = {"role": "user", "content": task.QUESTION}
+    tools = [{"name": task.NAME, "input_schema": task.SCHEMA, "strict": True}]
+    with client.messages.stream(messages=[question], tools=tools, **asking) as stream:
+        asked = stream.get_final_message()
+    assert asked.stop_reason == "tool_use"
+    call = asked.content[-1]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": task.get_weather(**call.input)}
+    turns = [question, {"role": "assistant", "content": asked.content}, {"role": "user", "content": [result]}]
+    task.check(client.messages.create(messages=turns, tools=tools, **asking).content[0].text)
 
 
 def errors(client: anthropic.Anthropic) -> None:

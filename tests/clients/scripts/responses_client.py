@@ -1,10 +1,12 @@
 """The openai package's Responses API: whole and streamed, a conversation, tools, schemas, background, errors."""
 
+import json
 import os
 import time
 from typing import Any, Literal
 
 import openai
+import task
 from pydantic import BaseModel
 
 URL, MODEL = os.environ["TOKENLOOM_URL"] + "/v1", os.environ["TOKENLOOM_MODEL"]
@@ -34,10 +36,13 @@ def main() -> None:
     tools(client)
     background(client)
     client.responses.delete(whole.id)
+    finish(openai.OpenAI(base_url=os.environ["SCRIPTED_URL"] + "/v1", api_key="none"))
     try:
         client.responses.retrieve(whole.id)
     except openai.NotFoundError:
-        print("responses, streams, previous_response_id, parse, a tool and its result, background, delete, errors")
+        print(
+            "responses, streams, previous_response_id, parse, a tool and its result, background, delete, errors, a task"
+        )
 
 
 def tools(client: openai.OpenAI) -> None:
@@ -51,6 +56,18 @@ def tools(client: openai.OpenAI) -> None:
     turns = [{"role": "user", "content": QUESTION}, *(item.to_dict() for item in asked.output)]
     turns.append({"type": "function_call_output", "call_id": call.call_id, "output": "It is."})
     assert client.responses.create(input=turns, tools=[tool], tool_choice="none", **ASKING).output_text
+
+
+def finish(client: openai.OpenAI) -> None:
+    """A whole task: the model calls the tool by itself and reads its result."""
+    function = {"type": "function", "name": task.NAME, "parameters": task.SCHEMA, "strict": True}
+    asking: dict[str, Any] = {"model": os.environ["SCRIPTED_MODEL"], "tools": [function]}
+    with client.responses.stream(input=task.QUESTION, **asking) as stream:
+        asked = stream.get_final_response()
+    (call,) = (item for item in asked.output if item.type == "function_call")
+    result = task.get_weather(**json.loads(call.arguments))
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": result}
+    task.check(client.responses.create(input=[output], previous_response_id=asked.id, **asking).output_text)
 
 
 def background(client: openai.OpenAI) -> None:

@@ -12,6 +12,7 @@ F = {"type": "tag", "begin": "<f=x>", "content": ARGUMENTS, "end": "</f>"}
 G = {"begin": "<f=y>", "content": {"type": "regex", "pattern": "[0-9]+/[ab]"}, "end": "</f>"}
 THINK = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"}
 TURN = {"type": "tag", "begin": "<|im_start|>", "content": {"type": "any_text"}, "end": "<|im_end|>"}
+X_CALL = '<tool_call>\n{"name": "x", "arguments": {"a": 1}}\n</tool_call>'
 CALL, OTHER = '<f=x>{"a":1}</f>', "<f=y>23/b</f>"
 
 
@@ -36,7 +37,20 @@ def _triggered(**members: Any) -> dict[str, Any]:
     return _of("triggered_tags", triggers=["<f="], tags=[F, G], **members)
 
 
+def _call(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the tag of a call, as the gateway describes those of strict tools."""
+    content = {"type": "json_schema", "json_schema": schema}
+    begin = f'<tool_call>\n{{"name": "{name}", "arguments": '
+    return {"type": "tag", "begin": begin, "content": content, "end": "}\n</tool_call>"}
+
+
 CASES = {
+    "calls": Case(
+        _of("triggered_tags", triggers=["<tool_call>"], tags=[_call("x", SCHEMA), _call("xy", {"type": "object"})]),
+        ("", "Well.", f"So: {X_CALL}\n{X_CALL}", X_CALL.replace('"x"', '"xy"').replace('"a"', '"b"')),
+        ("<tool_call>", X_CALL[:40]),
+        (X_CALL.replace('"x"', '"z"'), X_CALL.replace('"a"', '"b"'), X_CALL.replace("1", "true")),
+    ),
     "legacy": Case(
         {"triggers": ["<f="], "structures": [{"begin": "<f=x>", "schema": SCHEMA, "end": "</f>"}]},
         ("", "hi < there", CALL, f"hi {CALL} there {CALL}"),

@@ -36,6 +36,14 @@ def test_without_the_option_there_are_none() -> None:
     assert names_of(on) - names_of(off) == set(NAMES)
 
 
+def test_prompt_tokens_in_the_queue_are_shown() -> None:
+    """Prefill engines are scaled on them (k8s/overlays/disaggregated)."""
+    registry = CollectorRegistry()
+    metrics = EngineMetrics(registry, "m", "e")
+    metrics.observe_step(EngineCoreOutputs(scheduler_stats=SchedulerStats(num_waiting=2, num_waiting_tokens=9000)))
+    assert registry.get_sample_value("tokenloom_prompt_tokens_waiting", {"model_name": "m", "engine": "e"}) == 9000
+
+
 def _count(registry: CollectorRegistry, name: str, labels: dict[str, str]) -> float | None:
     return registry.get_sample_value(f"{name}_bucket", labels)
 

@@ -54,9 +54,11 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.tool_call_parser = self.reasoning_parser = ""
         self.calls = 0
         self.chats: list[tokenizer_pb2.EncodeChatRequest] = []
+        self.prompts: list[tokenizer_pb2.EncodeRequest] = []
 
     async def Encode(self, request: tokenizer_pb2.EncodeRequest, context: Any) -> tokenizer_pb2.EncodeResponse:
         await self._count(context)
+        self.prompts.append(request)
         return tokenizer_pb2.EncodeResponse(prompts=[self._prompt(text.encode(), request) for text in request.texts])
 
     async def EncodeChat(self, request: tokenizer_pb2.EncodeChatRequest, context: Any) -> Any:
@@ -102,6 +104,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
     def __init__(self) -> None:
         self.state = coordinator_pb2.ENGINE_STATE_SERVING
         self.engines: Sequence[str] = ["engine-0"]
+        self.limits = LIMITS
         self.is_away = False
         self.report = coordinator_pb2.EngineReport(running=3, waiting=2, kv_usage=0.25)
         self._changed = asyncio.Condition()
@@ -132,7 +135,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def _entry(self, name: str) -> coordinator_pb2.EngineEntry:
         identity = coordinator_pb2.EngineIdentity(
-            engine_id=name, fingerprint=FINGERPRINT, limits=LIMITS, num_kv_blocks=64
+            engine_id=name, fingerprint=FINGERPRINT, limits=self.limits, num_kv_blocks=64
         )
         entry = coordinator_pb2.EngineEntry(identity=identity, report=self.report)
         entry.report.state = self.state
@@ -191,10 +194,11 @@ class FakeRequest:
         self._session.frames.put_nowait(output_processor_pb2.ProcessFrame(finished=[finished]))
 
     def answer(self, *pieces: str, reason: int = types_pb2.FINISH_REASON_STOP, stop_reason: str = "") -> None:
-        """Sends each piece with one token a character, then finishes."""
-        for piece in pieces:
-            self.send(piece, [ord(c) % 256 for c in piece])
-        self.finish(reason, stop_reason)
+        """Sends each piece with one token a character, then finishes; in each sample."""
+        for sample_index in range(len(self._num_tokens)):
+            for piece in pieces:
+                self.send(piece, [ord(c) % 256 for c in piece], sample_index)
+            self.finish(reason, stop_reason, sample_index)
 
 
 class FakeSession:

@@ -167,7 +167,12 @@ ODD = [
     Odd("classifier", architecture("LlamaForSequenceClassification"), "config.json", "classifies texts"),
     Odd("embeddings", architecture("BertModel"), "config.json", "embeddings"),
     Odd("translation", architecture("T5ForConditionalGeneration", is_encoder_decoder=True), "config.json", "encoder"),
-    Odd("code in it", architecture("OddForCausalLM", auto_map={"AutoModel": "odd.py"}), "auto_map", "docs/models.md"),
+    Odd(
+        "code in it",
+        architecture("OddForCausalLM", auto_map={"AutoModel": "odd.py"}),
+        "auto_map",
+        "docs/reference/models.md",
+    ),
     Odd("unknown class", architecture("OddForCausalLM"), "OddForCausalLM", "newer transformers"),
     Odd("unknown method", config(quantization_config={"quant_method": "exl3"}), "'exl3'", "unquantized checkpoint"),
     Odd("MLX", config(quantization={"bits": 4}), "MLX", "GGUF"),

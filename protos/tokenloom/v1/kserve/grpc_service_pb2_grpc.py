@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GRPCInferenceServiceStub:
-    """Generation for clients of the Open Inference Protocol. Beside it, tokenloom.v1.Inference says more with less.
+    """Generation for clients of the Open Inference Protocol. tokenloom.v1.Inference offers the same with typed fields.
     """
 
     def __init__(self, channel):
@@ -73,7 +73,7 @@ class GRPCInferenceServiceStub:
 
 
 class GRPCInferenceServiceServicer:
-    """Generation for clients of the Open Inference Protocol. Beside it, tokenloom.v1.Inference says more with less.
+    """Generation for clients of the Open Inference Protocol. tokenloom.v1.Inference offers the same with typed fields.
     """
 
     def ServerLive(self, request, context):
@@ -173,7 +173,7 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GRPCInferenceService:
-    """Generation for clients of the Open Inference Protocol. Beside it, tokenloom.v1.Inference says more with less.
+    """Generation for clients of the Open Inference Protocol. tokenloom.v1.Inference offers the same with typed fields.
     """
 
     @staticmethod

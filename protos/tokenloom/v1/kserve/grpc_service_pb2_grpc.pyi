@@ -29,7 +29,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GRPCInferenceServiceStub:
-    """Generation for clients of the Open Inference Protocol. Beside it, tokenloom.v1.Inference says more with less."""
+    """Generation for clients of the Open Inference Protocol. tokenloom.v1.Inference offers the same with typed fields."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -54,7 +54,7 @@ class GRPCInferenceServiceStub:
 
 @_typing.type_check_only
 class GRPCInferenceServiceAsyncStub(GRPCInferenceServiceStub):
-    """Generation for clients of the Open Inference Protocol. Beside it, tokenloom.v1.Inference says more with less."""
+    """Generation for clients of the Open Inference Protocol. tokenloom.v1.Inference offers the same with typed fields."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ServerLive: _aio.UnaryUnaryMultiCallable[_grpc_service_pb2.ServerLiveRequest, _grpc_service_pb2.ServerLiveResponse]  # type: ignore[assignment]
@@ -75,7 +75,7 @@ class GRPCInferenceServiceAsyncStub(GRPCInferenceServiceStub):
     """
 
 class GRPCInferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Generation for clients of the Open Inference Protocol. Beside it, tokenloom.v1.Inference says more with less."""
+    """Generation for clients of the Open Inference Protocol. tokenloom.v1.Inference offers the same with typed fields."""
 
     @_abc_1.abstractmethod
     def ServerLive(

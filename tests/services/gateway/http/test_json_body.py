@@ -18,6 +18,7 @@ from tests.services.gateway.fakes import MODEL, FakeMesh
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.gateway.generation.job import Job
 from tokenloom.services.gateway.http import json_body
+from tokenloom.services.gateway.http.endpoint import IGNORED_HEADER
 from tokenloom.services.gateway.http.json_body import BodyParser, check_amount
 from tokenloom.services.gateway.openai.openai_models import READ_FIELDS, WITHOUT_EFFECT
 
@@ -89,7 +90,7 @@ async def test_only_known_fields_of_a_large_body_are_built(parser: BodyParser) -
         assert tracemalloc.get_traced_memory()[1] < 3 * json_body.SLICE_BYTES + (1 << 20)
     finally:
         tracemalloc.stop()
-    assert found == {"model": MODEL, "prompt": "a", "junk": None}
+    assert found == {"model": MODEL, "prompt": "a", "user": True, "junk": True}
 
 
 async def test_a_large_body_is_read_in_a_thread(parser: BodyParser) -> None:
@@ -191,8 +192,16 @@ async def test_a_body_is_dropped_before_generation_begins(mesh: FakeMesh, http: 
         assert not jobs
 
 
+async def test_fields_without_effect_of_a_large_body_are_named(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    mesh.outputs.auto = ["x"]
+    body = {"model": MODEL, "prompt": "a", "user": "x" * json_body.OFF_LOOP_BYTES, "store": True, "metadata": None}
+    response = await http.post(COMPLETIONS, json=body)
+    assert sorted(response.headers[IGNORED_HEADER.decode()].split(", ")) == ["store", "user"]
+
+
 async def test_unknown_fields_of_a_large_body(mesh: FakeMesh, http: httpx.AsyncClient, caplog: Any) -> None:
     mesh.outputs.auto = ["x"]
     junk = {"model": MODEL, "prompt": "a", "surprise": "x" * json_body.OFF_LOOP_BYTES}
-    assert (await http.post(COMPLETIONS, json=junk)).status_code == 200
+    response = await http.post(COMPLETIONS, json=junk)
+    assert response.headers[IGNORED_HEADER.decode()] == "surprise"
     assert "ignoring the unknown request field 'surprise'" in caplog.text

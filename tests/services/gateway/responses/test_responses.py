@@ -207,7 +207,8 @@ async def test_only_allowed_tools_may_be_called(socket_dir: Path, mode: str) -> 
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom", "name": "patch"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "all"}}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"conversation": "conv_1"}, "conversation"),
@@ -222,3 +223,34 @@ async def test_a_wrong_body_is_refused_by_field(http: httpx.AsyncClient, fields:
     response = await post(http, **fields)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == where, response.text
+
+
+async def test_tools_that_run_at_openai_are_left_out_and_named(socket_dir: Path) -> None:
+    async with FakeMesh(socket_dir).gateway(tool_call_parser="hermes") as mesh, mesh.http() as http:
+        mesh.outputs.auto = ["x"]
+        tools = [{"type": "web_search", "external_web_access": False}, {"type": "function", "name": "get_time"}]
+        response = await post(http, tools=tools)
+        assert response.headers["x-tokenloom-ignored"] == "tools[].web_search"
+        (chat,) = [*mesh.tokenizer.chats, *mesh.second_tokenizer.chats]
+        assert [tool["function"]["name"] for tool in json.loads(chat.tools_json)] == ["get_time"]
+        assert (await post(http, tools=tools[:1])).status_code == 200
+
+
+async def test_a_function_of_a_namespace_is_called_by_its_own_name(socket_dir: Path) -> None:
+    async with openai_client(socket_dir) as (mesh, client):
+        mesh.outputs.auto = [text.replace("get_", "met.get_") for text in CALL]
+        tools: list[Any] = [{"type": "namespace", "name": "met", "description": "Weather.", "tools": TOOLS}]
+        answer = await client.responses.create(model=MODEL, input="The weather?", tools=tools)
+        call = answer.output[-1]
+        assert call.type == "function_call"
+        assert (call.namespace, call.name, call.arguments) == ("met", "get_weather", '{"city": "Oslo"}')
+        last_chat(mesh)
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        items: list[Any] = [{"role": "user", "content": "hi"}, call.to_dict(), result]
+        await client.responses.create(model=MODEL, input=items, tools=tools)
+        assert last_chat(mesh)[1]["tool_calls"][0]["function"]["name"] == "met.get_weather"
+        again: list[Any] = [result]
+        await client.responses.create(model=MODEL, input=again, tools=tools, previous_response_id=answer.id)
+        assert last_chat(mesh)[1]["tool_calls"][0]["function"]["name"] == "met.get_weather"
+        response = await client.responses.with_raw_response.create(model=MODEL, input="hi", tools=tools)
+        assert response.headers["x-tokenloom-ignored"] == "tools[].description"

@@ -1,21 +1,19 @@
-"""Writes the pages of ``docs/`` that derive from the code: ``python -m tokenloom.reference``."""
+"""Writes the pages about every service's options and about who may call whom."""
 
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from pathlib import Path
 
 from msgspec import NODEFAULT
 
-from .services.coordinator.coordinator_settings import CoordinatorSettings
-from .services.engine.engine_settings import EngineSettings
-from .services.gateway.gateway_settings import GatewaySettings
-from .services.output_processor.output_processor_settings import OutputProcessorSettings
-from .services.runtime.host.options import Option, flag, options_of
-from .services.runtime.host.service_settings import ServiceSettings
-from .services.runtime.peers.callers import CALLERS
-from .services.tokenizer.tokenizer_settings import TokenizerSettings
+from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
+from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.gateway.gateway_settings import GatewaySettings
+from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
+from tokenloom.services.runtime.host.options import Option, flag, options_of
+from tokenloom.services.runtime.host.service_settings import ServiceSettings
+from tokenloom.services.runtime.peers.callers import CALLERS
+from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
 
 SERVICES: tuple[type[ServiceSettings], ...] = (
     GatewaySettings,
@@ -68,11 +66,8 @@ def callers() -> str:
     return _CALLERS + "".join(rows)
 
 
-PAGES = {"reference/configuration.md": configuration, "reference/callers.md": callers}
-
-
 def _by_group(options: Sequence[Option]) -> Callable[[Option], int]:
-    """In the order in which the groups first occur."""
+    """Return a key that sorts options by the order in which their groups first occur."""
     groups = list(dict.fromkeys(option.group for option in options))
     return lambda option: groups.index(option.group)
 
@@ -85,13 +80,3 @@ def _table(options: Iterable[Option]) -> Iterator[str]:
         default = f"`{option.default_text}`" if option.default_text else ""
         text = option.text.replace("|", "\\|")
         yield f"| {flags} | {value} | {'required' if option.default is NODEFAULT else default} | {text} |\n"
-
-
-def main(folder: Path) -> None:
-    """Write all pages."""
-    for name, write in PAGES.items():
-        (folder / name).write_text(write())
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs"))

@@ -1,0 +1,26 @@
+"""Lists the request fields of other servers' APIs, and what this gateway does with each.
+
+The gateway reads from the lists which known fields it ignores, the documentation renders them, and
+``tests/services/gateway/foreign_fields`` sends every field to a gateway and proves what its row says.
+"""
+
+from collections.abc import Sequence
+
+from . import anthropic_fields, ollama_fields, openai_fields, responses_fields, vllm_fields
+from .foreign_field import ForeignApi, Outcome
+
+FOREIGN_APIS: Sequence[ForeignApi] = (
+    openai_fields.CHAT,
+    openai_fields.COMPLETIONS,
+    responses_fields.RESPONSES,
+    anthropic_fields.MESSAGES,
+    ollama_fields.CHAT,
+    vllm_fields.CHAT,
+    vllm_fields.COMPLETIONS,
+)
+
+
+def ignored_names() -> frozenset[str]:
+    """Return the fields of bodies that some API ignores; not the members of such fields."""
+    ignored = (row for api in FOREIGN_APIS for row in api.fields if row.outcome is Outcome.IGNORED)
+    return frozenset(row.name for row in ignored if row.name == row.field)

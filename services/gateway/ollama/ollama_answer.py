@@ -1,0 +1,80 @@
+"""Shapes an answer of Ollama's API: an object, or lines that each hold a part of it."""
+
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from ..assistant.call_arguments import read_arguments
+from ..assistant.parsed_message import CallDelta, MessageDelta, OutputReader
+from ..generation.generation import Generation
+from ..http.sse import encode_json
+from ..mesh.collector import Delta
+from ..openai.answer import finish_reason
+from ..openai.openai_models import Options
+
+
+class OllamaAnswer:
+    """Shapes the assistant's next turn. Calls are sent at the end, when their arguments are complete."""
+
+    def __init__(self, generation: Generation, options: Options, model: str, *, is_chat: bool) -> None:
+        self._generation, self._model, self._is_chat = generation, model, is_chat
+        is_open, may_reason = generation.opens_reasoning, generation.may_reason
+        self._reader = OutputReader(options.plan, reasoning_is_open=is_open, may_reason=may_reason)
+        self._begun = time.monotonic_ns()
+        self._parts: list[MessageDelta] = []
+        self._calls: list[CallDelta] = []
+
+    def first_events(self) -> bytes:
+        return b""
+
+    def events(self, delta: Delta) -> bytes:
+        """Return the line of some output; empty while nothing is certain."""
+        new = self._read(delta)
+        return self._line(new.content, new.reasoning) if new.content or new.reasoning else b""
+
+    def last_events(self) -> bytes:
+        return self._line(calls=self._calls, ends=True)
+
+    def repeat(self, delta: Delta) -> None:
+        self._read(delta)
+
+    def is_large(self, delta: Delta) -> bool:
+        return False
+
+    def shape(self, delta: Delta) -> Iterator[int]:
+        return iter(())
+
+    def add(self, delta: Delta) -> None:
+        self._parts.append(self._read(delta))
+
+    def body(self) -> Iterator[bytes]:
+        content, reasoning = ("".join(getattr(part, name) for part in self._parts) for name in ("content", "reasoning"))
+        yield self._line(content, reasoning, self._calls, ends=True)
+
+    def _read(self, delta: Delta) -> MessageDelta:
+        added = self._reader.feed(delta.text, ends=delta.finished is not None)
+        for call in added.calls:
+            if call.call_id:
+                self._calls.append(call)
+            else:
+                self._calls[-1].arguments += call.arguments
+        return added
+
+    def _line(
+        self, text: str = "", thoughts: str = "", calls: list[CallDelta] | None = None, ends: bool = False
+    ) -> bytes:
+        turn: dict[str, Any] = {"thinking": thoughts} if thoughts else {}
+        turn["content" if self._is_chat else "response"] = text
+        if calls:
+            functions = ({"name": call.name, "arguments": read_arguments(call.arguments)} for call in calls)
+            turn["tool_calls"] = [{"function": function} for function in functions]
+        line = {"message": {"role": "assistant", **turn}} if self._is_chat else turn
+        line |= {"model": self._model, "created_at": datetime.now(UTC).isoformat(), "done": ends}
+        return encode_json(line | (self._ending() if ends else {})) + b"\n"
+
+    def _ending(self) -> dict[str, object]:
+        usage, reason = self._generation.usage, finish_reason(self._generation.finished[0])
+        counts = {"prompt_eval_count": usage.prompt_tokens, "eval_count": usage.completion_tokens}
+        counts |= dict.fromkeys(("total_duration", "eval_duration"), time.monotonic_ns() - self._begun)
+        return {"done_reason": "length" if reason == "length" else "stop", **counts}

@@ -1,0 +1,35 @@
+"""What the page for users of vLLM says of flags and metrics is so."""
+
+import re
+
+from typer.main import get_command
+
+from tokenloom.cli.main import app
+from tokenloom.reference.vllm_names import OTHER_METRICS, SAME_FLAGS, SAME_METRICS
+
+from .markdown_page import DOCS
+
+PAGE = (DOCS / "start" / "from-vllm.md").read_text()
+METRICS = set(re.findall(r"`vllm:(\w+)`", (DOCS / "reference" / "metrics.md").read_text()))
+
+
+def options_of_serve() -> set[str]:
+    serve = get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    return {name for parameter in serve.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def test_flags_of_the_same_name_exist() -> None:
+    assert set(SAME_FLAGS) <= options_of_serve()
+
+
+def test_flags_to_use_instead_exist() -> None:
+    own = options_of_serve()
+    table = PAGE.partition("## Flags that have another name")[2].partition("\n## ")[0]
+    named = {flag for row in table.splitlines() for flag in re.findall(r"`(--[a-z-]+)`", row.split("|")[-2:][0])}
+    assert len(named) > 20
+    assert named <= own
+
+
+def test_metrics_of_the_same_name_exist_and_others_do_not() -> None:
+    assert set(SAME_METRICS) <= METRICS
+    assert not METRICS.intersection(OTHER_METRICS)

@@ -1,0 +1,95 @@
+"""Every row of the lists of request fields, sent to a gateway: a field works, is refused by name or named as ignored.
+
+A field works if the answer, or what reaches the mesh, differs from that of the same body without the field.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.services.gateway.fakes import FakeMesh
+from tokenloom.services.gateway.foreign_fields import FOREIGN_APIS, ignored_names
+from tokenloom.services.gateway.foreign_fields.foreign_field import ForeignApi, ForeignField, Outcome
+from tokenloom.services.gateway.http.endpoint import IGNORED_HEADER
+from tokenloom.v1 import types_pb2
+
+IGNORED = IGNORED_HEADER.decode()
+REASONS = types_pb2.REASONING_MODE_FREE
+LIMITS = types_pb2.ModelLimits(max_model_len=512, vocab_size=256, priorities=True, reasoning=REASONS)
+SAME_AS_BEFORE = {
+    "model": "it names the only model",
+    "length_penalty": "it ranks the outputs of a beam search, which the fake engine has not",
+    "return_tokens_as_token_ids": "the fake engine returns no log probabilities",
+}
+"""Fields whose sample means what their absence means."""
+NEEDS_AN_ENGINE = {"use_beam_search", "length_penalty"}
+"""Fields that reach the fake engine, which cannot do what they ask for."""
+OWN_FIELDS = {"previous_response_id": "resp_1"}
+NOT_OF_A_REQUEST = re.compile(rb"[0-9a-f]{32}|call_[0-9a-f]{24}|\"created(_at)?\": ?\d+")
+
+
+def test_the_lists_are_long_and_name_each_field_once() -> None:
+    names = [(api.name, row.name) for api in FOREIGN_APIS for row in api.fields]
+    assert len(names) == len(set(names)) >= 120
+    assert {"user", "verbosity", "mm_processor_kwargs"} <= ignored_names()
+    assert "stream_options.include_obfuscation" not in ignored_names()
+
+
+@pytest.mark.parametrize("api", FOREIGN_APIS, ids=lambda api: api.name)
+async def test_every_field_has_the_outcome_of_its_row(socket_dir: Path, api: ForeignApi) -> None:
+    settings = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    mesh = FakeMesh(socket_dir)
+    mesh.coordinator.limits = LIMITS
+    async with mesh.gateway(**settings), mesh.http() as http:
+        mesh.outputs.auto = ["<think>Hm.</think>x"]
+        found = [f"{row.name}: {fault}" for row in api.fields if (fault := await try_row(mesh, http, api, row))]
+        assert "\n".join(found) == ""
+        unknown = await http.post(api.path, json={**api.base, "no_such_field": 1, "another": 2})
+        assert (unknown.status_code, unknown.headers[IGNORED]) == (200, "no_such_field, another")
+
+
+async def try_row(mesh: FakeMesh, http: httpx.AsyncClient, api: ForeignApi, row: ForeignField) -> str:
+    """Return what contradicts the row; empty if nothing does."""
+    response, seen = await send(mesh, http, api, {**row.needs, row.field: row.sample})
+    ignored = response.headers.get(IGNORED, "").split(", ")
+    if row.outcome is Outcome.REFUSED:
+        last = re.findall(r"\w+", row.name.partition(" ")[0])[-1]
+        is_named = response.status_code == 400 and last in response.text
+        return "" if is_named else f"not refused by name: {response.status_code} {response.text[:200]}"
+    if row.field in OWN_FIELDS:
+        return "" if response.status_code == 404 and OWN_FIELDS[row.field] in response.text else response.text
+    if response.status_code != 200 and row.name not in NEEDS_AN_ENGINE:
+        return f"{response.status_code} {response.text[:300]}"
+    if row.outcome is Outcome.IGNORED:
+        return "" if row.name in ignored else f"named are only {ignored}"
+    if row.name in ignored or row.field in ignored:
+        return f"ignored: {ignored}"
+    _, before = await send(mesh, http, api, row.needs)
+    return "" if seen != before or row.name in SAME_AS_BEFORE else "it changes nothing"
+
+
+async def send(
+    mesh: FakeMesh, http: httpx.AsyncClient, api: ForeignApi, fields: Mapping[str, Any]
+) -> tuple[httpx.Response, tuple[object, ...]]:
+    """Return the response to a body, and all that may depend on its fields."""
+    tokenizers = (mesh.tokenizer, mesh.second_tokenizer)
+    for tokenizer in tokenizers:
+        tokenizer.chats.clear()
+        tokenizer.prompts.clear()
+    for session in mesh.outputs.sessions:
+        session.requests.clear()
+    response = await http.post(api.path, json={**api.base, **fields})
+    submits = [request.submit for session in mesh.outputs.sessions for request in session.requests.values()]
+    for submit in submits:
+        submit.ClearField("request_id")
+        submit.ClearField("slot")
+        submit.ClearField("timeout")
+        if submit.sampling_params.HasField("seed") and "seed" not in fields:
+            submit.sampling_params.ClearField("seed")
+    encoded = [str(asked) for tokenizer in tokenizers for asked in (*tokenizer.chats, *tokenizer.prompts)]
+    whole = NOT_OF_A_REQUEST.sub(b"", response.content)
+    return response, (whole, [str(submit) for submit in submits], encoded)

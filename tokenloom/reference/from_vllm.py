@@ -1,0 +1,111 @@
+"""Writes the page for users of vLLM: every flag, request field and metric, and what Tokenloom has in its place."""
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from tokenloom.cli.foreign_flags import foreign_flags
+
+from .vllm_names import OTHER_METRICS, SAME_FLAGS, SAME_METRICS
+
+_HEAD = """# From vLLM
+
+`make docs` writes the tables of this page from the code, and tests try what they say.
+
+Replace `vllm serve MODEL` by `tokenloom serve MODEL`. The OpenAI API, vLLM's additional request fields, the sampling
+parameters, the offline `LLM` class and the names of the metrics stay. A flag, field or option that is not known is an
+error that names it, and a flag of vLLM that Tokenloom lacks is answered with what to use instead.
+
+| | vLLM | Tokenloom |
+|---|---|---|
+| start a server | `vllm serve MODEL --port 8000` | `tokenloom serve MODEL --port 8000` |
+| several engines | `--data-parallel-size 4` | `--engines 4` |
+| prefill and decode on two engines | two servers with `--kv-transfer-config`, and a proxy | `--prefill 1 --decode 1` |
+| chat on the command line | `vllm chat` | `tokenloom chat` |
+| a batch file | `vllm run-batch -i IN -o OUT --model MODEL` | `tokenloom run-batch -i IN -o OUT --model MODEL` |
+| measure a server | `vllm bench serve` | `tokenloom bench serve`, with the same options |
+| in Python | `from vllm import LLM, SamplingParams` | `from tokenloom import LLM, SamplingParams` |
+| health, metrics | `/health`, `/metrics` on the server's port | the same on the gateway's port |
+
+What differs on purpose:
+
+- A mesh has several processes. `tokenloom ps` lists them, `tokenloom top` shows their load.
+- Sampling depends on logits, parameters, seed and position only, so a request that moves to another engine continues
+  with the same tokens. The tokens of a seed are not those of vLLM.
+- A gateway without API keys serves only clients that reach it under its own name (`--allowed-hosts`).
+- A request that would wait too long is refused with 503 and `Retry-After` instead of queued without bound
+  ([overload](../operate/operations.md#overload)).
+
+"""
+
+_FLAGS = """## Flags with the same name and meaning
+
+{names}
+
+The [configuration page](../reference/configuration.md) describes them.
+"""
+
+_TITLES = {
+    "replaced": ("Flags that have another name or form", "use"),
+    "unneeded": ("Flags that are not needed", "because"),
+    "missing": ("Flags without a replacement", "because"),
+}
+"""Heading and second column, by the status of a flag."""
+
+_METRICS = """## Metrics
+
+These have vLLM's names, labels and meanings:
+
+{same}
+
+These are absent, or have another name:
+
+| metric of vLLM | in Tokenloom |
+|---|---|
+"""
+
+_OTHERS = """
+## From llama.cpp or Ollama
+
+- A GGUF file is a model: `tokenloom serve ./model-Q4_K_M.gguf`. [Models](../reference/models.md) lists the
+  architectures that are read from GGUF.
+- `llama-server --port 8080 -m FILE` becomes `tokenloom serve FILE --port 8080`; `-c N` becomes `--max-model-len N`, and
+  `-np N` becomes `--max-num-seqs N`.
+- Clients that use OpenAI's API keep working: change the base URL to `http://127.0.0.1:8000/v1`.
+- Chat templates come from the file or from the checkpoint, as there.
+- `ollama run` becomes `tokenloom chat`, and `ollama ps` becomes `tokenloom ps`.
+"""
+
+
+def from_vllm() -> str:
+    """Return ``docs/start/from-vllm.md``."""
+    flags = _FLAGS.format(names=_listed(SAME_FLAGS))
+    same = _listed([f"vllm:{name}" for name in SAME_METRICS])
+    metrics = "".join(f"| `vllm:{name}` | {text} |\n" for name, text in OTHER_METRICS.items())
+    return f"{_HEAD}{flags}{''.join(_flags())}\n{_METRICS.format(same=same)}{metrics}{_OTHERS}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return textwrap.fill(", ".join(f"`{name}`" for name in names) + ".", 120, break_on_hyphens=False)
+
+
+def _flags() -> Iterator[str]:
+    for status, (title, column) in _TITLES.items():
+        yield f"\n## {title}\n\n| flag of vLLM | {column} |\n|---|---|\n"
+        by_answer: dict[str, list[str]] = {}
+        for each in foreign_flags():
+            if each.status == status:
+                by_answer.setdefault(_marked(each.answer), []).extend(each.names)
+        for answer, names in by_answer.items():
+            yield f"| {' '.join(f'`{name}`' for name in names)} | {_cell(answer)} |\n"
+
+
+def _marked(answer: str) -> str:
+    """Return an answer with its flags as code."""
+    answer = answer.removeprefix("use ")
+    return answer if "`" in answer else re.sub(r"(?<![\w-])--[a-z][\w-]*", r"`\g<0>`", answer)
+
+
+def _cell(text: str) -> str:
+    """Return a text as the cell of a table."""
+    return text.replace("|", "\\|")

@@ -1,0 +1,1 @@
+"""Draws the pictures of the documentation as SVG: ``python -m tools.pictures``."""

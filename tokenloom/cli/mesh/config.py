@@ -60,7 +60,7 @@ def config(
         print_tables(_table(rows))
 
 
-def _setting(context: typer.Context, option: Option, value: str | None, file: Path | None) -> Setting:
+def _setting(context: typer.Context, option: Option, value: object, file: Path | None) -> Setting:
     if value is None:
         return Setting(option.name, option.default_text, "default")
     shown = _HIDDEN if option.extra.get("secret") else str(value).lower() if isinstance(value, bool) else str(value)

@@ -15,6 +15,7 @@ from tokenloom.engine_core.config import (
     TLSFiles,
     WorkerConfig,
 )
+from tokenloom.request.chat_template import check_chat_template, read_chat_template
 from tokenloom.request.errors import NotFound
 from tokenloom.request.validation import DEFAULT_MAX_LOGPROBS
 from tokenloom.services.runtime.host.service_settings import Count, OptionalAddress, ServiceSettings
@@ -31,6 +32,11 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
     service: ClassVar[str] = "engine"
 
     served_model_name: Annotated[str, "Name that clients use; by default the last part of the directory."] = ""
+    chat_template: Annotated[
+        Annotated[str, Meta(extra={"check": check_chat_template})],
+        "Chat template to use instead of the checkpoint's: a file, or Jinja in one line. All tokenizers and engines "
+        "of a mesh need the same.",
+    ] = ""
     coordinator: Annotated[OptionalAddress, "Address of the coordinator; empty: none."] = ""
     advertise_address: Annotated[
         OptionalAddress, "Address under which peers reach this engine; by default --listen."
@@ -79,11 +85,14 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
         if (files := self.certificate) is not None:
             tls = TLSFiles(str(files.ca), str(files.cert), str(files.key), dns_name(self.service))
             kv = replace(kv, socket_tls=tls)
-        return for_checkpoint(replace(self.engine, kv=kv), checkpoint)
+        template = read_chat_template(self.chat_template) if self.chat_template else None
+        return for_checkpoint(replace(self.engine, kv=kv), checkpoint, template)
 
 
-def for_checkpoint(config: EngineConfig, checkpoint: str) -> EngineConfig:
+def for_checkpoint(config: EngineConfig, checkpoint: str, chat_template: str | None = None) -> EngineConfig:
     """Return the configuration with what it takes from the checkpoint in this directory; empty: no model.
+
+    ``chat_template``: its source, if it is not the checkpoint's own.
 
     Raises ``ValueError`` if an option does not fit the checkpoint.
     """
@@ -93,7 +102,7 @@ def for_checkpoint(config: EngineConfig, checkpoint: str) -> EngineConfig:
         return replace(config, worker=worker, structured_output=None)
     path = Path(checkpoint)
     grammars = structured_output_config(path, config.structured_output)
-    reasoning = reasoning_config(path, config.reasoning)
+    reasoning = reasoning_config(path, config.reasoning, chat_template)
     return replace(config, worker=worker, structured_output=grammars, reasoning=reasoning)
 
 

@@ -10,7 +10,7 @@ from .http.app import Routes
 from .http.endpoint import Api, Endpoint
 from .http.json_body import BodyParser
 from .http.response_counts import ResponseCounts
-from .http.status_routes import StatusRoutes
+from .http.status_routes import StatusRoutes, get, ollama_tags
 from .http.tokenize_routes import TokenizeRoutes
 from .http.turn_share import ANSWERS_PER_TURN, TurnShare
 from .ollama.ollama import ollama_routes
@@ -24,6 +24,19 @@ from .responses.response_store import ResponseStore
 from .responses.responses import ResponsesApi
 from .responses.responses_endpoint import ResponsesEndpoint
 from .served_mesh import ServedMesh
+from .served_meshes import ServedMeshes
+
+
+def status_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes, counts: ResponseCounts) -> Routes:
+    """Return the routes that describe the gateway and, of several meshes, the first one."""
+    mesh = meshes.first
+    status = StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.names)
+    return {
+        **status.routes(),
+        **(page_routes(mesh, host, counts, status.root) if settings.page else {}),
+        "/api/tags": get(lambda: ollama_tags(meshes.names)),
+        **document_routes(mesh.health, admin=settings.has_admin, batches=settings.batch_dir is not None),
+    }
 
 
 def api_routes(
@@ -32,28 +45,22 @@ def api_routes(
     mesh: ServedMesh,
     parser: BodyParser,
     reader: BodyReader,
-    completions: CompletionsApi,
-    counts: ResponseCounts,
+    store: ResponseStore,
 ) -> Routes:
+    """Return the routes whose requests name a model. ``store``: keeps the responses of all models."""
     limit, timeout, answers = settings.max_body_bytes, settings.request_timeout, TurnShare(ANSWERS_PER_TURN)
     chats = ChatApi(reader, mesh.model, mesh.plans)
     messages = MessagesApi(reader, chats, mesh.model)
-    tokenize = TokenizeRoutes(parser, reader, mesh.tokenizers, mesh.health, mesh.model, limit, timeout)
-    count_tokens = CountTokens(parser, reader, mesh.tokenizers, mesh.model, limit, timeout)
-    store = ResponseStore(settings.max_stored_response_bytes)
+    tokenize = TokenizeRoutes(parser, reader, mesh.tokenizers, mesh.health, mesh.names, limit, timeout)
+    count_tokens = CountTokens(parser, reader, mesh.tokenizers, mesh.names, limit, timeout)
     responses = ResponsesApi(reader, chats, mesh.model, store)
 
-    status = StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.model)
-
     def endpoint(api: Api) -> Endpoint:
-        return Endpoint(api, mesh.generator, mesh.model, parser, limit, answers)
+        return Endpoint(api, mesh.generator, mesh.names, parser, limit, answers)
 
     return {
-        **status.routes(),
-        **(page_routes(mesh, host, counts, status.root) if settings.page else {}),
-        **document_routes(mesh.health, admin=settings.has_admin),
         "/v1/chat/completions": {"POST": endpoint(chats)},
-        "/v1/completions": {"POST": endpoint(completions)},
+        "/v1/completions": {"POST": endpoint(CompletionsApi(reader, mesh.model))},
         **message_routes(endpoint(messages), count_tokens),
         **ollama_routes(chats, endpoint, mesh.health),
         **response_routes(ResponsesEndpoint(endpoint(responses), responses, mesh.generator, store, host)),

@@ -68,7 +68,16 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     ]
     output_processors: Annotated[_Members, "Addresses of output processors, in the form of --tokenizers."]
     coordinator: Annotated[Address, "Address of the coordinator."]
-    served_model_name: Annotated[str, "Model name for clients; by default the name that the tokenizer serves."] = ""
+    served_model_name: Annotated[
+        tuple[str, ...],
+        "Model names for clients, separated by commas; the first one stands in answers and metrics. By default the "
+        "name that the tokenizer serves.",
+    ] = ()
+    meshes: Annotated[
+        Path | None,
+        "File (.toml, .json or .yaml) with a table [[mesh]] for each further mesh behind this gateway: "
+        "served_model_name, tokenizers, output_processors and coordinator. Requests go by their model.",
+    ] = None
     api_key: Annotated[
         _Keys, "Accepted API keys, separated by commas; without this and --api-key-file no key is needed."
     ] = ()
@@ -124,6 +133,18 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "Bytes of responses of /v1/responses that this gateway keeps for previous_response_id; the oldest ones are "
         "dropped. 0: it keeps none, and none runs in the background.",
     ] = 64 << 20
+    batch_dir: Annotated[
+        Path | None,
+        "Directory for the files and results of /v1/files and /v1/batches, used by this gateway alone; without it the "
+        "routes are not served.",
+    ] = None
+    max_file_bytes: Annotated[Count, "Largest file of /v1/files."] = 256 << 20
+    tenant_file_bytes: Annotated[Count, "Bytes of the files that one tenant may store, results included."] = 4 << 30
+    tenant_files: Annotated[Count, "Files that one tenant may store."] = 1000
+    max_batch_lines: Annotated[Count, "Requests of one batch."] = 50_000
+    batch_concurrency: Annotated[
+        Count, "Lines of all batches that are answered at the same time, while no other request needs the capacity."
+    ] = 16
     max_connections: Annotated[
         Count,
         "Connections of clients over HTTP, and as many over gRPC; fewer if the limit of open descriptors is too low.",
@@ -199,6 +220,8 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.meshes is not None and not self.served_model_name:
+            raise ValueError("--meshes needs --served-model-name: requests name the model")
         if (self.public_tls_cert is None) != (self.public_tls_key is None):
             raise ValueError("--public-tls-cert and --public-tls-key must be set together")
         if self.max_body_bytes_in_flight < self.max_body_bytes:

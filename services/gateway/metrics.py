@@ -10,12 +10,10 @@ from prometheus_client.core import GaugeMetricFamily
 
 from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.services.runtime.telemetry.fast_metrics import TracedHistogram
-from tokenloom.services.runtime.telemetry.process_metrics import show_token_cost
 from tokenloom.services.runtime.telemetry.tracing import CURRENT, trace_id_of
 from tokenloom.v1 import inference_pb2, types_pb2
 
 from .generation.backlog import Backlog
-from .health import PARTS, MeshHealth
 from .mesh.collector import Delta
 from .mesh.kv_flow import KvFlow
 from .mesh.mesh_view import MeshView
@@ -36,7 +34,8 @@ FINISH_REASONS = {
 class GatewayMetrics:
     """Holds the gateway's counters and histograms, and what its page shows besides."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str, key_usage: KeyUsage) -> None:
+        """``key_usage``: counts what is generated with each key, for all models of the gateway."""
         labels = {"model_name": model_name}
 
         def traced(name: str, text: str, buckets: Sequence[float]) -> TracedHistogram:
@@ -48,7 +47,6 @@ class GatewayMetrics:
         self.generation_tokens = process_metrics.fast_counter(
             registry, "generation_tokens", "Output tokens sent to clients.", labels
         )
-        show_token_cost(registry, lambda: self.generation_tokens.value)
         self.time_to_first_token = traced(
             "time_to_first_token_seconds",
             "Time from a request's arrival to its first token.",
@@ -68,7 +66,7 @@ class GatewayMetrics:
         self.kv_flow = KvFlow()
         self.success = {reason: success.labels(model_name, name) for reason, name in FINISH_REASONS.items()}
         self._sizes = RequestSizes(registry, labels)
-        self._key_usage = KeyUsage(registry)
+        self._key_usage = key_usage
 
     def observe_end(self, generation: "EndedGeneration", tenant: Tenant) -> None:
         """Observe a request that has ended, whatever ended it."""
@@ -141,14 +139,13 @@ class RequestWatch:
 
 @dataclass(frozen=True, slots=True)
 class MeshGauges:
-    """Collects gauges for Prometheus: the engines' load as last reported, and which parts are missing.
+    """Collects gauges for Prometheus: the engines' load as last reported.
 
     The gauges under vLLM's names cover the whole mesh and have no label ``engine``: balancers that treat gateways as
     model servers (the Gateway API Inference Extension) read one number of each.
     """
 
     mesh: MeshView
-    health: MeshHealth
     backlog: Backlog
     model_name: str
 
@@ -169,12 +166,6 @@ class MeshGauges:
             yield self._gauge("tokenloom_engine_" + name, text, values, "engine")
         text = "Estimated seconds that a request which arrives now would wait for its first token."
         yield self._gauge("tokenloom_queue_wait_seconds", text, {"": self.backlog.wait_seconds()})
-        parts = self.health.parts()
-        text = "1 while no replica of the part answers; requests continue without the coordinator only."
-        part_missing = GaugeMetricFamily("tokenloom_part_missing", text, labels=["part"])
-        for part in PARTS:
-            part_missing.add_metric([part], not parts[part].num_serving)
-        yield part_missing
 
     describe = collect  # the names, so that a second metric of one of them is refused
 

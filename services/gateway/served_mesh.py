@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from prometheus_client import CollectorRegistry, Counter
+
 from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, marks_of
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.members import Members
@@ -16,7 +18,9 @@ from .health import MeshHealth
 from .mesh.mesh_view import MeshView
 from .mesh.output_pool import OutputPool
 from .mesh.tokenizer_client import TokenizerClient
-from .metrics import GatewayMetrics, MeshGauges, count_moved
+from .mesh_spec import MeshSpec
+from .metrics import GatewayMetrics, MeshGauges
+from .tenants.key_usage import KeyUsage
 from .tenants.tenant_shares import TenantShares
 
 
@@ -24,8 +28,8 @@ from .tenants.tenant_shares import TenantShares
 class ServedMesh:
     """Holds what the edges serve: one model, and what a request to it needs."""
 
-    model: str
-    """Its name for clients."""
+    names: tuple[str, ...]
+    """The model's names for clients; the first one stands in answers and metrics."""
     plans: MessagePlans
     generator: Generator
     tokenizers: TokenizerClient
@@ -34,18 +38,40 @@ class ServedMesh:
     health: MeshHealth
     metrics: GatewayMetrics
 
+    @property
+    def model(self) -> str:
+        """The model's first name."""
+        return self.names[0]
 
-async def connect(settings: GatewaySettings, host: Host, shares: TenantShares) -> ServedMesh:
+
+@dataclass(frozen=True, slots=True)
+class MeshMetrics:
+    """Holds where a mesh's metrics go.
+
+    Attributes:
+        registry: Of the metrics with the label ``model_name``.
+        moved, unattended, key_usage: Counted for all meshes of the gateway together.
+    """
+
+    registry: CollectorRegistry
+    moved: Counter
+    unattended: UnattendedMetrics
+    key_usage: KeyUsage
+
+
+async def connect(
+    spec: MeshSpec, settings: GatewaySettings, host: Host, shares: TenantShares, metrics: MeshMetrics
+) -> ServedMesh:
     """Connect to the other parts. Returns once a tokenizer has reported which model it serves."""
-    tokenizers = TokenizerClient(Members(settings.tokenizers), host.channels)
-    view = MeshView(settings.coordinator, host.channels)
+    tokenizers = TokenizerClient(Members(spec.tokenizers), host.channels)
+    view = MeshView(spec.coordinator, host.channels)
     outputs = OutputPool(
-        Members(settings.output_processors),
+        Members(spec.output_processors),
         settings.instance_id,
         host.epoch,
         host.channels,
         max_kept_bytes=settings.max_kept_prompt_bytes,
-        on_moved=count_moved(host.metrics).inc,
+        on_moved=metrics.moved.inc,
     )
     health = MeshHealth(tokenizers, outputs, view)
     host.spawn(tokenizers.run(), name="tokenizer probes")
@@ -54,17 +80,18 @@ async def connect(settings: GatewaySettings, host: Host, shares: TenantShares) -
     backlog = Backlog(settings.max_queue_seconds, host.random, always_queued=settings.always_queued)
     view.follow_capacity(info.fingerprint, backlog.observe)
     outputs.start(host, info.fingerprint)
-    model = settings.served_model_name or info.fingerprint.model
-    host.metrics.register(MeshGauges(view, health, backlog, model))
+    names = spec.names or (info.fingerprint.model,)
+    model = names[0]
+    metrics.registry.register(MeshGauges(view, backlog, model))
     plans = MessagePlans.choose(settings.tool_call_parser, settings.reasoning_parser, info)
-    metrics = GatewayMetrics(host.metrics, model)
+    counts = GatewayMetrics(metrics.registry, model, metrics.key_usage)
     generator = Generator(
         tokenizers,
         view,
         outputs,
-        metrics,
+        counts,
         Admission(shares, backlog, settings.most_urgent_priority),
-        ResumableRequests(settings.keep_disconnected_requests, UnattendedMetrics(host.metrics), host.failed),
+        ResumableRequests(settings.keep_disconnected_requests, metrics.unattended, host.failed),
         default_timeout=settings.request_timeout,
         most_urgent_priority=settings.most_urgent_priority,
         max_request_values=settings.max_request_values,
@@ -74,7 +101,7 @@ async def connect(settings: GatewaySettings, host: Host, shares: TenantShares) -
         random=host.random,
         clock=host.clock.nanoseconds,
     )
-    return ServedMesh(model, plans, generator, tokenizers, outputs, view, health, metrics)
+    return ServedMesh(names, plans, generator, tokenizers, outputs, view, health, counts)
 
 
 async def _marks(reasoning: ReasoningFormat, tokenizers: TokenizerClient) -> ReasoningMarks | None:

@@ -1,10 +1,12 @@
 """Runs the tokenizer as a service: loads a checkpoint's tokenizer and chat template."""
 
 import asyncio
+from dataclasses import replace
 
 from tokenizers import Tokenizer
 
 from tokenloom.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name, tokenizer_fingerprint
+from tokenloom.request.chat_template import read_chat_template
 from tokenloom.request.reasoning import format_of_template
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1.tokenizer_pb2 import GetTokenizerInfoResponse
@@ -60,6 +62,8 @@ class TokenizerService:
 def _load(settings: TokenizerSettings) -> tuple[CheckpointInfo, Tokenizer, GetTokenizerInfoResponse]:
     path = resolve(settings.model, weights=False)
     info, tokenizer = CheckpointInfo.load(path), load_tokenizer(path)
+    if settings.chat_template:
+        info = replace(info, chat_template=read_chat_template(settings.chat_template))
     name = settings.served_model_name or served_name(path, settings.model)
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     answer = GetTokenizerInfoResponse(

@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from tokenloom.checkpoint import DEMO_MODEL_NAME
+from tokenloom.request.chat_template import check_chat_template
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 
 _Workers = Annotated[int, Meta(ge=1, le=64)]
@@ -17,6 +18,11 @@ class TokenizerSettings(ServiceSettings, frozen=True, kw_only=True):
 
     model: Annotated[str, "Checkpoint directory, GGUF file or hub id to read the tokenizer from."] = DEMO_MODEL_NAME
     served_model_name: Annotated[str, "Name that clients use; by default the last part of the directory."] = ""
+    chat_template: Annotated[
+        Annotated[str, Meta(extra={"check": check_chat_template})],
+        "Chat template to use instead of the checkpoint's: a file, or Jinja in one line. All tokenizers and engines "
+        "of a mesh need the same.",
+    ] = ""
     block_size: Annotated[Annotated[int, Meta(ge=1, le=1024)], "Tokens in a KV block; the same as in the engines."] = 16
     threads: Annotated[_Workers, "Texts that are encoded at the same time."] = 2
     max_text_bytes: Annotated[Annotated[int, Meta(ge=1, le=1 << 26)], "Longest text to encode, in bytes of UTF-8."] = (

@@ -7,6 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tokenloom.checkpoint import CheckpointInfo
+from tokenloom.request.chat_template import read_chat_template
 from tokenloom.services.tokenizer.chat_template import ChatTemplate
 
 from .prompts import Message, TokenizedPrompt, plain_message
@@ -27,7 +28,10 @@ class ChatPrompts:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> list[TokenizedPrompt]:
-        """Return each conversation's prompt. ``source``: of another template. Raises ``ValueError`` without any."""
+        """Return each conversation's prompt. ``source``: another template, or its file.
+
+        Raises ``ValueError`` without any template, ``InvalidArgument`` for a file that cannot be read.
+        """
         template = self._template(source)
         texts = [template.render([*map(plain_message, messages)], tools, **options) for messages in conversations]
         # The template writes the special tokens itself.
@@ -35,7 +39,7 @@ class ChatPrompts:
 
     def _template(self, source: str | None) -> ChatTemplate:
         if source is not None:
-            return ChatTemplate(source, self._info.special_tokens)
+            return ChatTemplate(read_chat_template(source), self._info.special_tokens)
         if self._own_template is None:
             raise ValueError(f"model {self._model_name!r} has no chat template: give one as chat_template")
         return self._own_template

@@ -141,19 +141,19 @@ class LLM:
 
         Args:
             messages: Turns in OpenAI's form (role, content), or a list of such lists.
-            chat_template: Jinja source to use instead of the checkpoint's.
+            chat_template: Jinja source, or the path of a file with it, to use instead of the checkpoint's.
             add_generation_prompt: Whether the prompt ends where the assistant's turn begins.
             tools: Functions in OpenAI's form, for the template to describe.
             chat_template_kwargs: More names for the template.
         """
-        encoded = self._chats.encode(
-            as_conversations(messages),
-            chat_template,
-            tools,
-            add_generation_prompt=add_generation_prompt,
-            template_kwargs=chat_template_kwargs,
-        )
         with _as_value_error():
+            encoded = self._chats.encode(
+                as_conversations(messages),
+                chat_template,
+                tools,
+                add_generation_prompt=add_generation_prompt,
+                template_kwargs=chat_template_kwargs,
+            )
             requests = self._builder.build(encoded, sampling_params)
         return self._run(requests, use_tqdm)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct, field, structs
 
 from tokenloom.services.runtime.local_streams.sockets import SUFFIX as STREAMS_SUFFIX
 from tokenloom.services.runtime.peers.addresses import Address
@@ -27,6 +27,9 @@ class MeshOptions(Struct, frozen=True):
     model: Path
     """A checkpoint directory."""
     served_model_name: str
+    """The first name for clients, which answers and metrics hold."""
+    other_names: tuple[str, ...] = ()
+    """Further names that clients may use."""
     engines: Annotated[_Parts, "Engines that compute whole requests; the cores are divided among them."] = 1
     prefill: Annotated[_Engines, "Engines that compute prompts; with --decode, instead of --engines."] = 0
     decode: Annotated[_Engines, "Engines that generate tokens from the KV blocks of prefill engines."] = 0
@@ -51,6 +54,11 @@ class MeshOptions(Struct, frozen=True):
     def engine_roles(self) -> list[str]:
         """The role of each engine, in the order of their indices."""
         return ["prefill"] * self.prefill + ["decode"] * self.decode or ["both"] * self.engines
+
+
+def with_names(options: MeshOptions, names: Sequence[str]) -> MeshOptions:
+    """Return the options with the names for clients; without any, unchanged."""
+    return structs.replace(options, served_model_name=names[0], other_names=tuple(names[1:])) if names else options
 
 
 def parts_of(options: MeshOptions, directory: Path, ports: Sequence[GatewayPorts]) -> list[PartSpec]:
@@ -85,7 +93,7 @@ class _Layout:
         descriptors = {flag: number for flag, number in held.items() if number is not None}
         flags = (
             *("--http-listen", str(Address(host=options.host, port=ports.http))),
-            *("--served-model-name", options.served_model_name),
+            *("--served-model-name", ",".join((options.served_model_name, *options.other_names))),
             *("--tokenizers", self._all("tokenizer", options.tokenizers)),
             *("--output-processors", self._all("output_processor", options.output_processors)),
             *self._coordinator,

@@ -33,12 +33,14 @@ def structured_output_config(
     )
 
 
-def reasoning_config(checkpoint: Path, chosen: ReasoningConfig) -> ReasoningConfig:
+def reasoning_config(checkpoint: Path, chosen: ReasoningConfig, chat_template: str | None = None) -> ReasoningConfig:
     """Complete the configuration with the tokens that mark the reasoning of the model in this directory.
+
+    ``chat_template``: its source, if it is not the checkpoint's own.
 
     Raises ``ValueError`` if the model's tokenizer cannot write the marks of a parser that was chosen by name.
     """
-    template = CheckpointInfo.load(checkpoint).chat_template
+    template = CheckpointInfo.load(checkpoint).chat_template if chat_template is None else chat_template
     found = reasoning_format(chosen.parser, format_of_template(template))
     if found is None:
         return chosen

@@ -1,5 +1,6 @@
 """``/v1/messages/count_tokens``."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ..generation.job import Chat
@@ -23,7 +24,8 @@ class CountTokens:
     parser: BodyParser
     reader: BodyReader
     tokenizers: TokenizerClient
-    model: str
+    names: Collection[str]
+    """The names of the model."""
     max_body_bytes: int
     timeout: float
     """Seconds that a call may take."""
@@ -36,7 +38,7 @@ class CountTokens:
         await exchange.respond(200, encode_json({"input_tokens": len(encoded.prompt.token_ids)}))
 
     def _chat(self, body: Body) -> Chat:
-        check_model(body.get("model"), self.model)
+        check_model(body.get("model"), self.names)
         fields = self.reader.read(body, CountTokensRequest)
         chat, reasoning = conversation(fields), thinking_of(fields.thinking)
         return read_chat(

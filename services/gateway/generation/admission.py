@@ -91,14 +91,16 @@ class Admission:
                 self._old_ended.set()
         share.remove_outputs(num_outputs, self._shares.outputs)
         self._backlog.end(num_outputs)
-        if not self.num_live:
+        if not self._num_places:  # other meshes of this gateway may have outputs in work
             self._idle.set()
 
     def _check_wait(self, job: Job, share: TenantShare, timeout: float) -> None:
         priority = max(job.priority, self._most_urgent_priority)
         try:
-            self._backlog.check(Claim(priority, timeout, self._queue_share(share)))
+            self._backlog.check(Claim(priority, timeout, self._queue_share(share), job.is_sheddable))
         except errors.ResourceExhausted as error:
+            if job.is_sheddable:  # it is tried again until there is capacity: no client was refused
+                raise
             share.refused[MAX_QUEUE_SECONDS] += 1
             self._refusals.add(error.message)
             raise

@@ -18,6 +18,11 @@ engine, and more than a mesh without load ever refuses."""
 ALWAYS_QUEUED: Final = 32
 """Outputs that may wait whatever the estimate says: few requests are no overload, and rates that were measured with few
 are unreliable."""
+SPARE_SEATS: Final = 0.75
+"""Part of the engines' seats that may be taken when a sheddable request begins: it cannot be moved away under the
+policy fcfs, so seats stay free for requests that come later."""
+SPARE_SECONDS: Final = 0.25
+"""How long a sheddable request may wait: longer, and requests that come later would wait behind it."""
 BYTES_PER_TOKEN: Final = 4
 """A usual length of a token. A text is counted by its bytes until it has been encoded."""
 _EMBEDDING_BYTES: Final = 4096
@@ -33,11 +38,13 @@ class Claim:
         timeout: Seconds that the whole request may take.
         queue_share: The part of the queue that runs before the request, 0 to 1: engines take the tenants' requests in
             turn, so a tenant with few requests does not wait for all requests of another one.
+        is_sheddable: Whether it may run only with capacity that no other request needs.
     """
 
     priority: int
     timeout: float
     queue_share: float = 1.0
+    is_sheddable: bool = False
 
 
 class Backlog:
@@ -90,6 +97,9 @@ class Backlog:
     def check(self, claim: Claim) -> None:
         """Raise ``ResourceExhausted``, with the time after which a retry may succeed, if the request would wait for too
         long: longer than its priority permits, or than it may take at all."""
+        if claim.is_sheddable:
+            self._check_spare()
+            return
         if self.pending * claim.queue_share < self._always_queued:
             return
         wait = self.wait_seconds() * claim.queue_share
@@ -102,6 +112,15 @@ class Backlog:
             f"{allowed:.3g} s; retry later.",
             retry_after=retry_after,
         )
+
+    def _check_spare(self) -> None:
+        """Raise ``ResourceExhausted`` unless a request could begin at once, and would leave seats for others."""
+        seats, num_live = self._capacity.seats, self.live + self._other_live
+        has_seat = not seats or num_live + 1 <= max(seats * SPARE_SEATS, 1)
+        if has_seat and self.wait_seconds() <= SPARE_SECONDS:
+            return
+        retry_after = self._draw.uniform(0.5, 1.5)
+        raise ResourceExhausted("The model is busy with more important requests; retry later.", retry_after=retry_after)
 
     def add(self, num_outputs: int, num_tokens: int) -> None:
         """Count an admitted request."""

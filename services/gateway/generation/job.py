@@ -5,6 +5,7 @@ import binascii
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.prompt_embeds import FIELD, Part
@@ -12,6 +13,9 @@ from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..tenants.cache_salts import SALT_BYTES
 from ..tenants.tenant import Tenant
+
+SHEDDABLE_PRIORITY: Final = 1 << 20
+"""Priority of a sheddable request, where engines take priorities: less urgent than what a client usually asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,8 @@ class Job:
     ignore_eos: bool = False
     priority: int = 0
     """The client's; a lower one runs first. The gateway may raise it."""
+    is_sheddable: bool = False
+    """Run it only with capacity that no other request needs: it is refused first, and runs after all others."""
     num_samples: int = 1
     """Outputs of each prompt."""
     beam_search: BeamOptions | None = None

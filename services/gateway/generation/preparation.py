@@ -15,7 +15,7 @@ from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
 from ..mesh.mesh_view import MeshView
 from ..mesh.tokenizer_client import TokenizerClient
 from .beam_plan import BeamPlan, plan_beams
-from .job import Chat, EmbedsPrompt, Job
+from .job import SHEDDABLE_PRIORITY, Chat, EmbedsPrompt, Job
 from .request_cost import DEFAULT_MAX_VALUES, RequestCost, check_copies
 
 EncodedPrompt: TypeAlias = tokenizer_pb2.TokenizedPrompt | types_pb2.Prompt
@@ -83,6 +83,8 @@ class Preparer:
             await self._forbid(job.bad_words, sampling, limits)
         tokenize_ns = self._clock() - started_ns
         priority = max(job.priority, self._most_urgent_priority) if job.priority else 0
+        if job.is_sheddable and limits.priorities:
+            priority = max(priority, SHEDDABLE_PRIORITY)
         check_copies(sampling, prompts)
         cost = RequestCost.of(sampling, limits, (len(prompts), job.num_samples), self._max_values)
         default = info.default_sampling_params.max_tokens

@@ -11,17 +11,15 @@ from tokenloom.request import errors, logprob_columns
 from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
-from ..assistant.message_plans import MessagePlans
 from ..assistant.parsed_message import MessagePlan, ParsedMessage
 from ..generation.claim import NEW, Claim
 from ..generation.delivered import Delivered
 from ..generation.generation import Generation
-from ..generation.generator import Generator
 from ..generation.job import Job
-from ..health import MeshHealth
-from ..http.endpoint import check_model
 from ..mesh.collector import Delta
 from ..request_log.request_record import CURRENT_RECORD
+from ..served_mesh import ServedMesh
+from ..served_meshes import ServedMeshes
 from ..tenants.call_tenant import call_tenant
 from ..tenants.tenant_share import TenantShare
 from ..tenants.tenant_shares import TenantShares
@@ -36,10 +34,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     def __init__(
         self,
-        generator: Generator,
-        health: MeshHealth,
-        model: str,
-        plans: MessagePlans,
+        meshes: ServedMeshes,
         shares: TenantShares,
         idle_timeout: float,
     ) -> None:
@@ -49,37 +44,34 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """
         self._idle_timeout = idle_timeout
         self._shares = shares
-        self._generator = generator
-        self._health = health
-        self._model = model
-        self._plans = plans
+        self._meshes = meshes
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Writes to the context: a handler that waits in a ``yield`` would not notice a cancellation at once."""
-        check_model(request.model or None, self._model)
+        mesh = self._meshes.pick(request.model or None)
         with self._shares.of(call_tenant()).body(request.ByteSize()):
-            job, plan = read_request(request, self._plans, call_tenant(), context.time_remaining())
+            job, plan = read_request(request, mesh.plans, call_tenant(), context.time_remaining())
             claim = read_claim(request, call_tenant(), context.invocation_metadata() or ())
             await _echo_id(request, context)
-            await self._answer(request, job, plan, context, claim=claim)
+            await self._answer(mesh, request, job, plan, context, claim=claim)
 
     async def Resume(  # type: ignore[override]
         self, request: inference_pb2.InferenceResumeRequest, context: Context
     ) -> None:
         """Writes to the context, for the same reason."""
         original = request.request
-        check_model(original.model or None, self._model)
+        mesh = self._meshes.pick(original.model or None)
         with self._shares.of(call_tenant()).body(request.ByteSize()):
-            job, plan = read_request(original, self._plans, call_tenant(), context.time_remaining())
+            job, plan = read_request(original, mesh.plans, call_tenant(), context.time_remaining())
             claim, delivered = read_resumption(request)
             await _echo_id(original, context)
-            await self._answer(original, job, plan, context, claim=claim, delivered=delivered)
+            await self._answer(mesh, original, job, plan, context, claim=claim, delivered=delivered)
 
     async def Cancel(
         self, request: inference_pb2.InferenceCancelRequest, context: Context
     ) -> inference_pb2.InferenceCancelResponse:
         tenant = call_tenant()
-        self._generator.cancel(read_cancellation(request, tenant), tenant.name)
+        self._meshes.cancel(read_cancellation(request, tenant), tenant.name)
         return inference_pb2.InferenceCancelResponse()
 
     async def GenerateSession(  # type: ignore[override]
@@ -95,14 +87,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         """Read a turn when the one before is answered; turns that wait are bounded by gRPC's window."""
         session: InputSession | None = None
+        mesh: ServedMesh | None = None
         while (request := await self._next_turn(requests)) is not None:
-            check_model(request.model or None, self._model)
+            if mesh is None or request.model:
+                asked = self._meshes.pick(request.model or None)
+                if mesh not in (None, asked):
+                    raise errors.InvalidArgument("a session stays with the model of its first turn", "model")
+                mesh = asked
             if session is None:
                 session = InputSession(call_tenant())
                 await _echo_id(request, context)
             with share.body(request.ByteSize()):
-                job = session.read_turn(request, self._plans, context.time_remaining())
-                await self._answer(request, job, None, context, session)
+                job = session.read_turn(request, mesh.plans, context.time_remaining())
+                await self._answer(mesh, request, job, None, context, session)
             session.end()
 
     async def _next_turn(
@@ -116,6 +113,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def _answer(
         self,
+        mesh: ServedMesh,
         request: inference_pb2.GenerateRequest,
         job: Job,
         plan: MessagePlan | None,
@@ -132,7 +130,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             delivered: What the client has of the answer; None: it begins now.
         """
         trace_headers = pick_headers(context.invocation_metadata() or ())
-        async with self._generator.open(job, trace_headers, claim) as generation:
+        async with mesh.generator.open(job, trace_headers, claim) as generation:
             if session is not None:
                 session.begin(generation.prompts[0])
             has_begun = delivered is not None and not delivered.is_over
@@ -167,9 +165,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        limits = self._health.limits()
-        model = inference_pb2.Model(name=self._model, max_model_len=limits.max_model_len if limits else 0)
-        return inference_pb2.ListModelsResponse(models=[model])
+        models: list[inference_pb2.Model] = []
+        for mesh in self._meshes:
+            limits = mesh.health.limits()
+            max_model_len = limits.max_model_len if limits else 0
+            models += [inference_pb2.Model(name=name, max_model_len=max_model_len) for name in mesh.names]
+        return inference_pb2.ListModelsResponse(models=models)
 
 
 def _parts(deltas: list[Delta], delivered: Delivered | None) -> Iterator[tuple[Delta, bool]]:

@@ -1,7 +1,7 @@
 """Routes for operators, under vLLM's names: each asks every engine. They exist only with an admin key."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import parse_qs
@@ -14,6 +14,7 @@ from tokenloom.v1 import coordinator_pb2, engine_pb2_grpc
 from tokenloom.v1 import engine_pb2 as pb
 
 from ..mesh.mesh_view import MeshView
+from ..served_meshes import ServedMeshes
 from .app import Handler
 from .exchange import Exchange
 from .sse import encode_json
@@ -30,7 +31,7 @@ Ask = Callable[["engine_pb2_grpc.EngineAdminAsyncStub"], Awaitable[T]]
 class AdminRoutes:
     """Pauses engines, puts them to sleep, resets their caches and records profiles."""
 
-    mesh: MeshView
+    meshes: ServedMeshes
     channels: Channels
     """With a certificate that engines accept as an operator's."""
     timeout: float
@@ -102,15 +103,17 @@ class AdminRoutes:
         await exchange.respond(200, encode_json({"status": status, "engines": engines}))
 
     async def _ask(self, send: "Ask[T]") -> dict[str, T]:
-        """Return each engine's answer, by its name. All engines are asked, whatever one of them answers.
+        """Return each engine's answer, by its name, which follows that of its model if there are several. All engines
+        are asked, whatever one of them answers.
 
         Raises ``Unavailable`` without any engine, ``DeadlineExceeded`` when one takes too long, and otherwise the first
         failure, which begins with the engine's name.
         """
-        alive = (
-            entry.identity for entry in self.mesh.engines if entry.report.state != coordinator_pb2.ENGINE_STATE_DEAD
-        )
-        engines = {engine.engine_id: engine.address for engine in sorted(alive, key=lambda engine: engine.engine_id)}
+        engines = {
+            engine.engine_id if self.meshes.is_one else f"{mesh.model}/{engine.engine_id}": engine.address
+            for mesh in self.meshes
+            for engine in sorted(_alive(mesh.view), key=lambda engine: engine.engine_id)
+        }
         if not engines:
             raise errors.Unavailable("no engine is known; retry")
         try:
@@ -127,6 +130,11 @@ class AdminRoutes:
                 return await send(engine_pb2_grpc.EngineAdminStub(channel))
             except grpc.aio.AioRpcError as failure:
                 raise errors.from_rpc(failure) from failure
+
+
+def _alive(view: MeshView) -> Iterator[coordinator_pb2.EngineIdentity]:
+    """Yield the engines of a mesh that are not known to be dead."""
+    return (entry.identity for entry in view.engines if entry.report.state != coordinator_pb2.ENGINE_STATE_DEAD)
 
 
 def _checked(engine_id: str, answer: T | BaseException) -> T:

@@ -27,6 +27,8 @@ Routes = Mapping[str, Mapping[str, Handler]]
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/docs", "/openapi.json"})
 """Paths that need no key, for load balancers and browsers, which have none."""
 
+INTERNAL = "/v1/batches/*/line"
+"""Stands for the route of a line of a batch, so that the counts of routes are those of clients' requests."""
 PAGE_FILES = "/page/"
 """Paths of the page's files begin with it; they need no key either, and hold nothing of the mesh."""
 _MODEL_PATH = "/v1/models/"
@@ -131,6 +133,8 @@ class App:
             exchange.route, methods = self._find(exchange.path)
         else:
             exchange.route = exchange.path
+        if exchange.internal_tenant is not None:
+            exchange.route = INTERNAL
         if exchange.path not in OPEN_PATHS and not exchange.path.startswith(PAGE_FILES):
             self._authorize(exchange, is_admin=is_admin)
         if methods is None and exchange.path.startswith(_MODEL_PATH):
@@ -155,9 +159,10 @@ class App:
     def _authorize(self, exchange: Exchange, *, is_admin: bool) -> None:
         """Check the client's key; where none is needed, check that the request may come from its page."""
         keys = self._admin_keys if is_admin else self._keys
-        exchange.tenant = keys.authorize(_authorization(exchange.headers))
+        is_internal = exchange.internal_tenant is not None
+        exchange.tenant = exchange.internal_tenant or keys.authorize(_authorization(exchange.headers))
         exchange.key = exchange.tenant.key
-        if not keys.required:
+        if not keys.required and not is_internal:
             self._guard.check(exchange.headers)
         if not is_admin:  # an operator belongs to no tenant
             exchange.body.count_for(self._shares.of(exchange.tenant))

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -91,7 +91,8 @@ class Endpoint:
 
     api: Api
     generator: Generator
-    model: str
+    names: Collection[str]
+    """The names of the model."""
     parser: BodyParser
     max_body_bytes: int
     answers: TurnShare
@@ -130,11 +131,13 @@ class Endpoint:
             job, options = await self.parser.read(received.data, partial(self._job, exchange.tenant))
             if not self.api.is_resumable and b"last-event-id" in exchange.headers:
                 raise errors.InvalidArgument("streams of this API cannot be resumed", "Last-Event-ID")
+            if exchange.internal_tenant is not None:
+                job = replace(job, is_sheddable=True)
             options, claim = read_claim(exchange, received.data, job, options)
             return job, options, claim
 
     def _job(self, tenant: Tenant, body: Body) -> tuple[Job, Options]:
-        check_model(body.get("model"), self.model)
+        check_model(body.get("model"), self.names)
         return self.api.read(body, tenant)
 
     def _headers(self, exchange: Exchange, options: Options) -> HeaderPairs:
@@ -150,9 +153,12 @@ def _listed(names: Sequence[str]) -> bytes:
     return ", ".join(fit).encode()
 
 
-def check_model(name: object, served: str) -> None:
-    """Raise :class:`errors.ModelNotFound` for a model other than the served one; None means the served one."""
-    if name is None or name == served:
+def check_model(name: object, names: Collection[str]) -> None:
+    """Raise :class:`errors.ModelNotFound` for a model other than the served one; None means the served one.
+
+    ``names``: of the served model.
+    """
+    if name is None or name in names:
         return
     if not isinstance(name, str):
         raise errors.InvalidArgument("model must be a string", "model")

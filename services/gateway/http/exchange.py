@@ -30,6 +30,8 @@ Watchers: TypeAlias = set[Callable[[], None]]
 JSON = b"application/json"
 DIRECT_WRITER = "tokenloom.direct_writer"
 """Name of the ASGI extension under which a scope offers its :class:`DirectWriter`."""
+INTERNAL_TENANT = "tokenloom.internal_tenant"
+"""Name of the ASGI extension under which a call from within the gateway states its tenant; no client can set it."""
 REQUEST_BODY = "tokenloom.request_body"
 """Name of the ASGI extension under which a scope offers its :class:`.request_body.RequestBody`."""
 FAREWELL_SECONDS = 1.0
@@ -127,6 +129,7 @@ class Exchange:
         headers: Of the request, with lower-case names.
         direct: Writes to the connection past ASGI.
         body: What the client sends after the head.
+        internal_tenant: The tenant for which the gateway itself makes the request; None: a client makes it.
         request_id: The client's ``x-request-id``, or a new one; returned to the client, never used inside the mesh.
         extra_headers: Added to the response, whatever it is.
         error_form: How errors are reported.
@@ -150,6 +153,7 @@ class Exchange:
         extensions = scope.pop("extensions")
         self.direct: DirectWriter = extensions[DIRECT_WRITER]
         self.body: RequestBody = extensions[REQUEST_BODY]
+        self.internal_tenant: Tenant | None = extensions.get(INTERNAL_TENANT)
         given = self.headers.get(b"x-request-id", b"")
         self.request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
         self.extra_headers: tuple[tuple[bytes, bytes], ...] = ()

@@ -2,6 +2,7 @@
 tenant's."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from tokenloom.request import errors
@@ -46,6 +47,7 @@ class RequestBody:
         "_budget",
         "_cycle",
         "_is_closed",
+        "_is_streamed",
         "_limit",
         "_refusal",
         "_reserved",
@@ -64,7 +66,7 @@ class RequestBody:
         self._reserved = 0
         self._limit: int | None = None  # set once the handler reads
         self._refusal: errors.TokenloomError | None = None
-        self._is_closed = False
+        self._is_closed = self._is_streamed = False
 
     def __enter__(self) -> "RequestBody":
         return self
@@ -90,6 +92,8 @@ class RequestBody:
         self.data += piece
         if self._limit is None and size > UNREAD_BYTES:
             self._cycle.flow.pause_reading()
+        if self._is_streamed:
+            self._cycle.message_event.set()
 
     def count_for(self, share: TenantShare) -> None:
         """Count the bytes for a tenant. The handler that reads a body beyond the tenant's limit gets the error."""
@@ -123,23 +127,66 @@ class RequestBody:
         if self._cycle.disconnected:
             raise ClientDisconnected
 
+    async def stream(self, limit: int, length: int | None) -> AsyncIterator[bytes]:
+        """Yield the body in pieces, each of which is dropped when the next one is asked for.
+
+        The client has the time of a whole body for each piece. Arguments and errors as for :meth:`read`.
+        """
+        cycle = self._cycle
+        self._is_streamed = True
+        if length is not None and length > limit:
+            self._refuse(too_large(limit))
+        self._continue()
+        num_bytes = 0
+        while self._refusal is None:
+            if cycle.disconnected:
+                raise ClientDisconnected
+            if piece := bytes(self.data):
+                num_bytes += len(piece)
+                if num_bytes > limit:
+                    self._refuse(too_large(limit))
+                    break
+                self.data = bytearray()
+                self._release()
+                yield piece
+            elif cycle.more_body:
+                cycle.message_event.clear()
+                cycle.flow.resume_reading()
+                try:
+                    async with asyncio.timeout(BODY_SECONDS):
+                        await cycle.message_event.wait()
+                except TimeoutError:
+                    raise BodyTimeout(f"no more of the body arrived within {BODY_SECONDS:g} s") from None
+            else:
+                return
+        assert self._refusal is not None
+        raise self._refusal
+
     def close(self) -> None:
         """Drop the bytes and release their reservation; ignore bytes that arrive later."""
         if self._is_closed:
             return
         self._is_closed = True
         self.data = bytearray()
+        self._release()
+
+    def _release(self) -> None:
         self._budget.release(self._reserved)
         if self._share is not None:
             self._share.remove_bytes(self._reserved)
         self._reserved = 0
 
-    async def _complete(self) -> None:
-        """Wait until the body is complete, is refused or the client has left."""
+    def _continue(self) -> None:
+        """Invite the client to send the body, if it waits for that."""
         cycle = self._cycle
         if cycle.waiting_for_100_continue and not cycle.transport.is_closing():
             cycle.waiting_for_100_continue = False
             cycle.transport.write(_CONTINUE)
+
+    async def _complete(self) -> None:
+        """Wait until the body is complete, is refused or the client has left."""
+        cycle = self._cycle
+        self._continue()
         cycle.flow.resume_reading()
         try:
             async with asyncio.timeout(BODY_SECONDS):

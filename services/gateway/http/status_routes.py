@@ -1,7 +1,8 @@
 """Routes that describe the gateway and its mesh: models, health, version, load, engines and metrics."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry
@@ -10,30 +11,40 @@ from tokenloom.services.runtime.telemetry.metrics_page import metrics_page
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
 from ..generation.generator import Generator
-from ..health import MeshHealth
+from ..health import MeshHealth, PartState
 from ..mesh.mesh_view import MeshView
 from .app import Handler, Routes
 from .exchange import Exchange
 from .sse import encode_json
+
+OLLAMA_DETAILS = {"family": "tokenloom", "format": "safetensors"}
+"""What Ollama's API says of every model."""
 
 
 class StatusRoutes:
     """Answers what needs no generation."""
 
     def __init__(
-        self, health: MeshHealth, mesh: MeshView, generator: Generator, registry: CollectorRegistry, model: str
+        self,
+        health: MeshHealth,
+        mesh: MeshView,
+        generator: Generator,
+        registry: CollectorRegistry,
+        names: Sequence[str],
     ) -> None:
+        """``names``: of the model, the first one for answers."""
         self._health = health
         self._mesh = mesh
         self._generator = generator
         self._registry = registry
-        self._model = model
+        self._names = names
+        self._model = names[0]
         self._created = int(time.time())
 
     def routes(self) -> Routes:
         return {
-            "/v1/models": get(lambda: {"object": "list", "data": [self._model_object()]}),
-            f"/v1/models/{self._model}": get(self._model_object),
+            "/v1/models": get(lambda: {"object": "list", "data": list(map(self._model_object, self._names))}),
+            **{f"/v1/models/{name}": get(partial(self._model_object, name)) for name in self._names},
             "/": {"GET": self.root},  # clients ask for HEAD / to learn whether a server is there
             "/health": {"GET": self.health},
             "/ping": {"GET": self.health, "POST": self.health},
@@ -50,21 +61,7 @@ class StatusRoutes:
 
     async def health(self, exchange: Exchange) -> None:
         """Answer 200 when a request would be answered, otherwise 503; the body names each part's state."""
-        parts, missing = self._health.parts(), self._health.missing()
-        degraded = [name for name, part in parts.items() if part.state != "ok" and name not in missing]
-        body: dict[str, object] = {"status": "unavailable" if missing else "degraded" if degraded else "ok"}
-        if missing:
-            body["missing"] = missing
-        if degraded:
-            body["degraded"] = degraded
-        body["parts"] = {
-            name: {"state": part.state, "serving": part.num_serving, "known": part.num_known}
-            for name, part in parts.items()
-        }
-        if missing:
-            await exchange.respond(503, encode_json(body), headers=[(b"retry-after", b"1")])
-        else:
-            await exchange.respond(200, encode_json(body))
+        await respond_health(exchange, health_object(self._health.parts(), self._health.missing()))
 
     async def root(self, exchange: Exchange) -> None:
         text = f"Tokenloom serves {self._model}. /docs describes the API.\n"
@@ -85,17 +82,50 @@ class StatusRoutes:
             "engines": [_engine_object(entry) for entry in self._mesh.engines],
         }
 
-    def _model_object(self) -> dict[str, object]:
-        limits = self._health.limits()
-        return {
-            "id": self._model,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "tokenloom",
-            "root": self._model,
-            "parent": None,
-            "max_model_len": limits.max_model_len if limits else None,
-        }
+    def _model_object(self, name: str) -> dict[str, object]:
+        return model_object(name, self._model, self._health.limits(), self._created)
+
+
+def model_object(name: str, root: str, limits: types_pb2.ModelLimits | None, created: int) -> dict[str, object]:
+    """Describe a model as OpenAI's and vLLM's servers do. ``root``: its first name."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "tokenloom",
+        "root": root,
+        "parent": None,
+        "max_model_len": limits.max_model_len if limits else None,
+    }
+
+
+def health_object(parts: Mapping[str, PartState], missing: Sequence[str]) -> dict[str, object]:
+    """Describe the state of a mesh. ``missing``: the parts without which it does not answer."""
+    degraded = [name for name, part in parts.items() if part.state != "ok" and name not in missing]
+    body: dict[str, object] = {"status": "unavailable" if missing else "degraded" if degraded else "ok"}
+    if missing:
+        body["missing"] = missing
+    if degraded:
+        body["degraded"] = degraded
+    body["parts"] = {
+        name: {"state": part.state, "serving": part.num_serving, "known": part.num_known}
+        for name, part in parts.items()
+    }
+    return body
+
+
+async def respond_health(exchange: Exchange, body: Mapping[str, object]) -> None:
+    """Send a state with the status that probes read."""
+    if body["status"] == "unavailable":
+        await exchange.respond(503, encode_json(body), headers=[(b"retry-after", b"1")])
+    else:
+        await exchange.respond(200, encode_json(body))
+
+
+def ollama_tags(names: Iterable[str]) -> dict[str, object]:
+    """Describe models as Ollama's list does."""
+    same = {"modified_at": "1970-01-01T00:00:00Z", "size": 0, "digest": "", "details": OLLAMA_DETAILS}
+    return {"models": [{"name": name, "model": name, **same} for name in names]}
 
 
 def get(describe: Callable[[], object]) -> Mapping[str, Handler]:

@@ -1,6 +1,6 @@
 """``/tokenize`` and ``/detokenize``, in vLLM's form."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -32,7 +32,8 @@ class TokenizeRoutes:
     reader: BodyReader
     tokenizers: TokenizerClient
     health: MeshHealth
-    model: str
+    names: Collection[str]
+    """The names of the model."""
     max_body_bytes: int
     timeout: float
     """Seconds that a call may take."""
@@ -90,9 +91,9 @@ class TokenizeRoutes:
             return await self.parser.read(received.data, read)
 
     def _tokenize_request(self, body: Body) -> TokenizeRequest:
-        check_model(body.get("model"), self.model)
+        check_model(body.get("model"), self.names)
         return self.reader.read(body, TokenizeRequest)
 
     def _token_ids(self, body: Body) -> list[int]:
-        check_model(body.get("model"), self.model)
+        check_model(body.get("model"), self.names)
         return narrow_token_ids("tokens", self.reader.read(body, DetokenizeRequest).tokens)

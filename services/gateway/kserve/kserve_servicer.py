@@ -11,11 +11,11 @@ from tokenloom.v1.kserve import grpc_service_pb2 as pb
 from tokenloom.v1.kserve import grpc_service_pb2_grpc
 
 from ..generation.generation import Generation
-from ..generation.generator import Generator
-from ..health import MeshHealth
-from ..http.endpoint import check_model
 from ..openai.answer import finish_reason
 from ..openai.completions import CompletionsApi
+from ..openai.openai_models import BodyReader
+from ..served_mesh import ServedMesh
+from ..served_meshes import ServedMeshes
 from ..tenants.call_tenant import call_tenant
 from ..tenants.tenant_shares import TenantShares
 from .kserve_inference import INPUTS, OUTPUTS, VERSION, Inference, check_version, read_inference
@@ -27,35 +27,35 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
     """Takes text and returns text."""
 
-    def __init__(
-        self, api: CompletionsApi, generator: Generator, health: MeshHealth, model: str, shares: TenantShares
-    ) -> None:
+    def __init__(self, reader: BodyReader, meshes: ServedMeshes, shares: TenantShares) -> None:
         """``shares``: what each tenant has in work."""
         self._shares = shares
-        self._api = api
-        self._generator = generator
-        self._health = health
-        self._model = model
+        self._reader = reader
+        self._meshes = meshes
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=not self._health.missing())
+        return pb.ServerReadyResponse(ready=not self._meshes.missing())
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
-        is_known = request.name == self._model and request.version in ("", VERSION)
-        return pb.ModelReadyResponse(ready=is_known and not self._health.missing())
+        try:
+            mesh = self._meshes.pick(request.name)
+        except (errors.ModelNotFound, errors.Unavailable):
+            return pb.ModelReadyResponse(ready=False)
+        is_known = request.version in ("", VERSION)
+        return pb.ModelReadyResponse(ready=is_known and not mesh.health.missing())
 
     async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
         return pb.ServerMetadataResponse(name="tokenloom", version=version("tokenloom"))
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
-        check_model(request.name, self._model)
+        self._meshes.pick(request.name)
         check_version(request.version)
         tensor = pb.ModelMetadataResponse.TensorMetadata
         return pb.ModelMetadataResponse(
-            name=self._model,
+            name=request.name,
             versions=[VERSION],
             platform="tokenloom",
             inputs=[
@@ -67,10 +67,10 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         with self._shares.of(call_tenant()).body(request.ByteSize()):
-            inference = self._read(request, context)
+            mesh, inference = self._read(request, context)
             if inference.stream:
                 raise errors.InvalidArgument("stream is only supported by ModelStreamInfer", "stream")
-            async with self._generator.open(inference.job) as generation:
+            async with mesh.generator.open(inference.job) as generation:
                 return await self._whole(request, inference, generation)
 
     async def ModelStreamInfer(  # type: ignore[override]
@@ -87,8 +87,8 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
                 await context.write(failed)
 
     async def _answer(self, request: pb.ModelInferRequest, context: Context) -> None:
-        inference = self._read(request, context)
-        async with self._generator.open(inference.job) as generation:
+        mesh, inference = self._read(request, context)
+        async with mesh.generator.open(inference.job) as generation:
             if inference.stream:
                 async for response in self._parts(request, inference, generation):
                     await context.write(pb.ModelStreamInferResponse(infer_response=response))
@@ -96,9 +96,10 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
                 response = await self._whole(request, inference, generation)
                 await context.write(pb.ModelStreamInferResponse(infer_response=response))
 
-    def _read(self, request: pb.ModelInferRequest, context: Context) -> Inference:
-        check_model(request.model_name, self._model)
-        return read_inference(request, self._api, call_tenant(), context.time_remaining())
+    def _read(self, request: pb.ModelInferRequest, context: Context) -> tuple[ServedMesh, Inference]:
+        mesh = self._meshes.pick(request.model_name)
+        api = CompletionsApi(self._reader, mesh.model)
+        return mesh, read_inference(request, api, call_tenant(), context.time_remaining())
 
     async def _whole(
         self, request: pb.ModelInferRequest, inference: Inference, generation: Generation
@@ -137,7 +138,8 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
                 yield response
 
     def _response(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
-        return pb.ModelInferResponse(model_name=self._model, model_version=VERSION, id=request.id)
+        name = self._meshes.name_of(request.model_name)
+        return pb.ModelInferResponse(model_name=name, model_version=VERSION, id=request.id)
 
 
 def _echoed(generation: Generation, index: int) -> str:

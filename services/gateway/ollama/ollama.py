@@ -10,6 +10,7 @@ from ..health import MeshHealth
 from ..http.app import Routes
 from ..http.endpoint import Api, Endpoint
 from ..http.error_form import ErrorForm
+from ..http.status_routes import OLLAMA_DETAILS as DETAILS
 from ..http.status_routes import get
 from ..openai.chat import ChatApi
 from ..openai.openai_models import Body, Options
@@ -44,20 +45,18 @@ class OllamaApi:
 
 def ollama_routes(chats: ChatApi, endpoint: Callable[[Api], Endpoint], health: MeshHealth) -> Routes:
     """``health``: knows the limits of the model, once an engine serves it."""
-    model, plans, details = chats.model, chats.plans, {"family": "tokenloom", "format": "safetensors"}
+    plans = chats.plans
     capabilities = ["completion", *(["tools"] if plans.tools else []), *(["thinking"] if plans.reasoning else [])]
-    tag = {"name": model, "model": model, "modified_at": "1970-01-01T00:00:00Z", "size": 0, "digest": ""}
 
     def show() -> object:
         length = limits.max_model_len if (limits := health.limits()) else None
         info = {"general.architecture": "tokenloom", "tokenloom.context_length": length}
-        return {"details": details, "model_info": info, "capabilities": capabilities}
+        return {"details": DETAILS, "model_info": info, "capabilities": capabilities}
 
     both = {kind: replace(endpoint(OllamaApi(chats, kind)), stream_headers=_LINES) for kind in (True, False)}
     return {
         "/api/chat": {"POST": both[True]},
         "/api/generate": {"POST": both[False]},
-        "/api/tags": get(lambda: {"models": [tag | {"details": details}]}),
         "/api/show": {"POST": get(show)["GET"]},
         "/api/version": get(lambda: {"version": version("tokenloom")}),
     }

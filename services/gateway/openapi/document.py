@@ -7,18 +7,20 @@ from typing import Any
 import msgspec
 
 from . import constraints, response_schemas
-from .operations import ADMIN_OPERATIONS, OPERATIONS, Operation
+from .operations import ADMIN_OPERATIONS, BATCH_OPERATIONS, OPERATIONS, Operation
 
 TITLE = "Tokenloom"
 _REF = "#/components/schemas/{name}"
 _JSON = "application/json"
+_FORM = "multipart/form-data"
 _KEY: list[dict[str, list[str]]] = [{"key": []}]
 _ADMIN_KEY: list[dict[str, list[str]]] = [{"adminKey": []}]
 
 
-def document(*, admin: bool, embeds: bool) -> dict[str, Any]:
-    """Return the document. ``admin``: include the admin routes; ``embeds``: engines accept embeddings as prompts."""
-    operations = OPERATIONS + ADMIN_OPERATIONS if admin else OPERATIONS
+def document(*, admin: bool, embeds: bool, batches: bool = False) -> dict[str, Any]:
+    """Return the document. ``admin``: include the admin routes; ``embeds``: engines accept embeddings as prompts;
+    ``batches``: include files and batches."""
+    operations = (*OPERATIONS, *(BATCH_OPERATIONS if batches else ()), *(ADMIN_OPERATIONS if admin else ()))
     types = {type_ for each in operations for type_ in (each.answer, each.body) if type_ is not None}
     types.add(response_schemas.ErrorResponse)
     _, schemas = msgspec.json.schema_components(sorted(types, key=lambda each: each.__name__), ref_template=_REF)
@@ -71,7 +73,10 @@ def _operation(each: Operation) -> dict[str, Any]:
     if each.is_admin:
         operation["tags"] = ["admin"]
     if each.body is not None:
-        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _ref(each.body)}}}
+        operation["requestBody"] = {
+            "required": True,
+            "content": {_FORM if each.is_form else _JSON: {"schema": _ref(each.body)}},
+        }
     if parameters := list(_parameters(each)):
         operation["parameters"] = parameters
     return operation
@@ -94,7 +99,7 @@ def _parameters(each: Operation) -> Iterator[dict[str, Any]]:
 
 def _responses(each: Operation) -> Iterator[tuple[str, dict[str, Any]]]:
     if each.answer is None:
-        content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+        content: dict[str, Any] = {each.media_type: {"schema": {"type": "string"}}}
     else:
         content = {_JSON: {"schema": _ref(each.answer)}}
     if each.streams:

@@ -12,8 +12,8 @@ from .document import document
 
 
 @cache
-def _document(*, admin: bool, embeds: bool) -> bytes:
-    return encode_json(document(admin=admin, embeds=embeds))
+def _document(*, admin: bool, embeds: bool, batches: bool) -> bytes:
+    return encode_json(document(admin=admin, embeds=embeds, batches=batches))
 
 
 @cache
@@ -28,12 +28,12 @@ async def _docs(exchange: Exchange) -> None:
     await exchange.respond(200, _page(), b"text/html; charset=utf-8", headers)
 
 
-def document_routes(health: MeshHealth, *, admin: bool) -> Mapping[str, Mapping[str, Handler]]:
-    """Return the routes by path. ``admin``: the gateway has admin routes."""
+def document_routes(health: MeshHealth, *, admin: bool, batches: bool) -> Mapping[str, Mapping[str, Handler]]:
+    """Return the routes by path. ``admin``: the gateway has admin routes; ``batches``: it has files and batches."""
 
     async def openapi(exchange: Exchange) -> None:
         limits = health.limits()
         embeds = limits is not None and limits.hidden_size > 0
-        await exchange.respond(200, _document(admin=admin, embeds=embeds))
+        await exchange.respond(200, _document(admin=admin, embeds=embeds, batches=batches))
 
     return {"/openapi.json": {"GET": openapi}, "/docs": {"GET": _docs}}

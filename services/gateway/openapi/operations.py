@@ -9,6 +9,7 @@ import msgspec
 from tokenloom.request.sampling_params import SamplingFields
 
 from ..request_log.finished_request import LastRequests
+from . import batch_schemas as batches
 from . import request_schemas as bodies
 from . import response_schemas as answers
 from .message_schemas import CountTokensRequest, MessagesRequest
@@ -25,6 +26,10 @@ class Operation:
     answer: type[msgspec.Struct] | None = None
     """None: plain text."""
     body: type[msgspec.Struct] | None = None
+    is_form: bool = False
+    """Whether the body is a form instead of JSON."""
+    media_type: str = "text/plain"
+    """Of an answer that is not JSON."""
     streams: bool = False
     """Whether it may answer with server-sent events."""
     may_be_away: bool = False
@@ -121,6 +126,46 @@ OPERATIONS = (
     Operation("get", "/model_info", "The model, as SGLang reports it to routers", answers.ModelInfo),
     Operation("get", "/metrics", "Prometheus metrics"),
 )
+_PAGE: Mapping[str, Mapping[str, Any]] = {
+    "after": {"type": "string", "description": "Id of the last object of the page before."},
+    "limit": {"type": "integer", "minimum": 1, "description": "How many objects to return."},
+}
+_FILES: Mapping[str, Mapping[str, Any]] = {
+    **_PAGE,
+    "order": {"enum": ["asc", "desc"], "description": "desc: the newest first (default)."},
+    "purpose": {"type": "string", "description": "Only files of this purpose."},
+}
+BATCH_OPERATIONS = (
+    Operation("get", "/v1/files", "The stored files", batches.FileList, query=_FILES),
+    Operation(
+        "post",
+        "/v1/files",
+        "Store a file of requests for a batch",
+        batches.File,
+        batches.UploadFileRequest,
+        is_form=True,
+    ),
+    Operation("get", "/v1/files/{id}", "A stored file", batches.File, path_parameter="id"),
+    Operation("delete", "/v1/files/{id}", "Delete a file", batches.DeletedFile, path_parameter="id"),
+    Operation(
+        "get",
+        "/v1/files/{id}/content",
+        "What a file holds",
+        path_parameter="id",
+        media_type="application/octet-stream",
+    ),
+    Operation("get", "/v1/batches", "The batches", batches.BatchList, query=_PAGE),
+    Operation("post", "/v1/batches", "Answer the requests of a file", batches.BatchObject, batches.CreateBatchRequest),
+    Operation("get", "/v1/batches/{id}", "A batch", batches.BatchObject, path_parameter="id"),
+    Operation(
+        "post",
+        "/v1/batches/{id}/cancel",
+        "Stop a batch; its answers so far are kept",
+        batches.BatchObject,
+        path_parameter="id",
+    ),
+)
+"""Those of a gateway with a directory for batches."""
 _BOOLEAN = {"type": "boolean"}
 _MODE = {"enum": ["abort", "wait", "keep"], "description": "What happens to running requests; default: abort."}
 ADMIN_OPERATIONS = (

@@ -223,6 +223,9 @@ class Status(msgspec.Struct, omit_defaults=True):
     degraded: Annotated[
         list[str] | None, Meta(description="Services with missing replicas, without which requests are answered.")
     ] = None
+    models: Annotated[
+        dict[str, "Status"] | None, Meta(description="State of each model, if the gateway serves several.")
+    ] = None
 
 
 class Version(msgspec.Struct):

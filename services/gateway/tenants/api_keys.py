@@ -59,6 +59,12 @@ class ApiKeys:
             digests += read_digests(file, "admin_api_key_file")
         return cls(dict.fromkeys(digests, NO_TENANT), required=bool(digests) or file is not None)
 
+    def tenant(self, name: str) -> Tenant | None:
+        """Return the tenant of a name; None if no key belongs to it."""
+        if not self.required:
+            return NO_TENANT if name == NO_TENANT.name else None
+        return next((tenant for _, tenant in self._tenants if tenant.name == name), None)
+
     def authorize(self, authorization: bytes | None) -> Tenant:
         """Return the tenant of the key in an ``authorization`` header. Raises :class:`errors.Unauthenticated`."""
         if not self.required:

@@ -57,7 +57,7 @@ async def test_health_is_200_without_a_coordinator_because_requests_are_answered
     assert (await http.get("/health")).status_code == 200
     mesh.outputs.auto = ["x"]
     assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
-    assert 'tokenloom_part_missing{part="coordinator"} 1.0' in (await http.get("/metrics")).text
+    assert 'tokenloom_part_missing{model_name="fake",part="coordinator"} 1.0' in (await http.get("/metrics")).text
     assert await grpc_health(mesh, "")
     await mesh.coordinator.set_away(False)
     await until_status(http, "ok")
@@ -146,10 +146,17 @@ async def test_another_model_is_not_found(http: httpx.AsyncClient) -> None:
 
 
 async def test_served_model_name(socket_dir: Path) -> None:
-    async with FakeMesh(socket_dir).gateway(served_model_name="mine") as mesh, mesh.http() as http:
+    async with FakeMesh(socket_dir).gateway(served_model_name="mine,also/mine") as mesh, mesh.http() as http:
         mesh.outputs.auto = ["x"]
-        response = await http.post("/v1/completions", json={"model": "mine", "prompt": "a"})
-        assert response.json()["model"] == "mine"
+        for name in ("mine", "also/mine"):
+            response = await http.post("/v1/completions", json={"model": name, "prompt": "a"})
+            assert response.json()["model"] == "mine"
+            assert (await http.get(f"/v1/models/{name}")).json()["id"] == name
+        assert [model["id"] for model in (await http.get("/v1/models")).json()["data"]] == ["mine", "also/mine"]
+        assert 'model_name="mine"' in (await http.get("/metrics")).text
+        async with mesh.inference() as stub:
+            models = (await stub.ListModels(inference_pb2.ListModelsRequest())).models
+        assert [model.name for model in models] == ["mine", "also/mine"]
         assert (await http.post("/v1/completions", json={"model": MODEL, "prompt": "a"})).status_code == 404
 
 
@@ -168,7 +175,7 @@ async def test_metrics_of_requests_and_engines(mesh: FakeMesh, http: httpx.Async
         f'tokenloom_engine_requests_running{{engine="engine-0",model_name="{MODEL}"}} 3.0',
         f'tokenloom_engine_requests_waiting{{engine="engine-0",model_name="{MODEL}"}} 2.0',
         f'tokenloom_engine_kv_cache_usage_ratio{{engine="engine-0",model_name="{MODEL}"}} 0.25',
-        'tokenloom_part_missing{part="engine"} 0.0',
+        f'tokenloom_part_missing{{model_name="{MODEL}",part="engine"}} 0.0',
         "tokenloom_serving 1.0",
         f'vllm:prompt_tokens_total{{model_name="{MODEL}"}} 4.0',
         f'vllm:generation_tokens_total{{model_name="{MODEL}"}} 3.0',

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, load_tokenizer, tokenizer_fingerprint
+from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.prompt_block_hash import block_hashes
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.peers.channels import open_channel
@@ -106,3 +107,25 @@ async def test_a_model_without_template_says_so(socket_dir: Path, tmp_path: Path
         assert not (await stub.GetTokenizerInfo(GetTokenizerInfoRequest())).has_chat_template
         with pytest.raises(grpc.aio.AioRpcError, match="no chat template"):
             await stub.EncodeChat(EncodeChatRequest(messages_json=MESSAGES))
+
+
+async def test_a_given_template_replaces_the_checkpoints(
+    socket_dir: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path = tmp_path / "own.jinja"
+    path.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    settings = TokenizerSettings.of(
+        listen=f"unix:{socket_dir}/t", metrics_listen="", chat_template=str(path), render_workers=1, drain_timeout=0
+    )
+    async with running(TokenizerService(settings), settings) as host, open_channel(host.address) as channel:
+        prompt = (await TokenizerStub(channel).EncodeChat(EncodeChatRequest(messages_json=MESSAGES))).prompt
+    assert list(prompt.token_ids) == tokenizer.encode("[What is 2 + 2?]", add_special_tokens=False).ids
+
+
+async def test_a_given_template_that_does_not_parse_ends_the_start(socket_dir: Path) -> None:
+    settings = TokenizerSettings.of(
+        listen=f"unix:{socket_dir}/t", metrics_listen="", chat_template="{% if %}", render_workers=1, drain_timeout=0
+    )
+    with pytest.raises(InvalidArgument, match="the chat template is not valid Jinja: line 1"):
+        async with running(TokenizerService(settings), settings):
+            pass

@@ -97,3 +97,10 @@ def test_engines_share_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("--kv-listen" in part.command for part in engines)
     assert [flag(part, "--num-threads") for part in engines] == ["2", "2"]
     assert [flag(part, "--engines-on-host") for part in engines] == ["2", "2"]
+
+
+def test_only_the_gateway_knows_the_further_names() -> None:
+    parts = parts_of(options(other_names=("b", "c")), DIRECTORY, PORTS)
+    names = {part.service: flag(part, "--served-model-name") for part in parts if part.service != "coordinator"}
+    assert names.pop("gateway") == "demo,b,c"
+    assert set(names.values()) == {"demo"}

@@ -9,8 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from tokenloom.checkpoint import DEMO_MODEL_NAME
+from tokenloom.request.chat_template import read_chat_template
 from tokenloom.services.runtime.host.options import options_of
-from tokenloom.supervisor.layout import MeshOptions
+from tokenloom.supervisor.context_length import context_length
+from tokenloom.supervisor.layout import MeshOptions, with_names
 from tokenloom.supervisor.mesh import Mesh
 from tokenloom.supervisor.output import LineCopier, bare, prefixed
 from tokenloom.supervisor.run import run_mesh
@@ -27,8 +29,13 @@ from .serve_options import OFFERS, service_arguments
 @offers(options_of(MeshOptions).values())
 def serve(
     model: Annotated[str, typer.Argument(help="Checkpoint directory, GGUF file or hub id.")] = DEMO_MODEL_NAME,
+    more_names: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="Name that clients use; by default the last part of the directory.")
+        list[str] | None,
+        typer.Option(
+            help="Names that clients use, the first one also in answers and metrics; by default the last part of the "
+            "directory. May be repeated."
+        ),
     ] = None,
     config: Annotated[
         Path | None,
@@ -38,10 +45,12 @@ def serve(
 ) -> None:
     """Serve MODEL (by default the demo model) on this machine until Ctrl-C; a second Ctrl-C kills."""
     values = given(**chosen)
-    path, name = model_directory(model, served_model_name)
+    _check_template(values.get("chat_template"))
+    path, name = model_directory(model, None)
     with reported():
         check_model(path, values)
     options = _mesh_options(path, name, values, service_flags(config))
+    options = with_names(options, _names(served_model_name or [], more_names or []))
     write_line = bare(sys.stderr) if values.get("log_format") == "json" else prefixed(sys.stderr)
     scheme = "https" if "public_tls_cert" in values else "http"
     with reported():
@@ -54,6 +63,29 @@ def serve(
             )
         )
     raise typer.Exit(0 if outcome.clean else 1)
+
+
+def _names(given: list[str], more: list[str]) -> list[str]:
+    """Return the names for clients. ``more``: the words behind the model, which are names as in
+    ``serve MODEL --served-model-name A B``."""
+    if more and not given:
+        raise typer.BadParameter(f"unexpected extra argument {more[0]!r}", param_hint="MODEL")
+    names = [name.strip() for each in (*given, *more) for name in each.split(",")]
+    if "" in names:
+        raise typer.BadParameter("a name is empty", param_hint="--served-model-name")
+    return list(dict.fromkeys(names))
+
+
+def _check_template(given: str | None) -> None:
+    """Exits with a usage error if the chat template is not Jinja, before any part starts."""
+    if given is None:
+        return
+    from tokenloom.services.tokenizer.chat_template import ChatTemplate  # here, because Jinja costs time
+
+    try:
+        ChatTemplate(read_chat_template(given))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--chat-template") from None
 
 
 def _mesh_options(
@@ -73,6 +105,12 @@ def _mesh_options(
 
 async def _announce_and_wait(mesh: Mesh, name: str, scheme: str) -> None:
     await mesh.wait_serving()
+    length = await context_length([engine.address for engine in mesh.states("engine")])
+    context = f", context: {length} tokens" if length else ""
+    await mesh.output_settled()  # so that the lines below are the last ones
     for gateway in mesh.gateways:
-        print(f"{name} is served at {scheme}://{gateway.http} (gRPC: {gateway.address}). Ctrl-C stops it.", flush=True)
+        url = f"{scheme}://{gateway.http}"
+        print(
+            f"{name} is served at {url} (page: {url}/, gRPC: {gateway.address}{context}). Ctrl-C stops it.", flush=True
+        )
     await mesh.wait_failed()

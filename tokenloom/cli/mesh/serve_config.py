@@ -27,6 +27,8 @@ def as_defaults(context: typer.Context, path: Path | None) -> Path | None:
     """Use the options in the file as the command's defaults. Exits with a usage error that names what is wrong."""
     if path is not None and not context.resilient_parsing:
         chosen = {name: value for service, name, value in _entries(path) if service is None}
+        if isinstance(name := chosen.get("served_model_name"), str):
+            chosen["served_model_name"] = [name]
         context.default_map = {**(context.default_map or {}), **chosen}
     return path
 

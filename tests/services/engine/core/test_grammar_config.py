@@ -52,3 +52,9 @@ def test_what_an_engine_reports() -> None:
     assert reasoning_mode(plain, finds_reasoning=True) == types_pb2.REASONING_MODE_FREE
     assert reasoning_mode(covering, finds_reasoning=True) == types_pb2.REASONING_MODE_CONSTRAINED
     assert reasoning_mode(covering, finds_reasoning=False) == types_pb2.REASONING_MODE_UNSPECIFIED
+
+
+def test_a_given_template_decides_instead_of_the_checkpoints(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, template="none")
+    assert reasoning_config(path, ReasoningConfig()).marks is None
+    assert reasoning_config(path, ReasoningConfig(), "</think>").marks is not None

@@ -7,11 +7,17 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from random import Random
 from urllib.parse import urlsplit
 
+import httpx
+
 from tests.e2e.conftest import Served, serving
-from tests.services.gateway.page.chromium import Page, page
+from tests.plain_text import PLAIN_TEXT
+from tests.services.gateway.page.chromium import SECONDS, Page, page
 from tests.services.gateway.page.page_audit import CONTRASTS, FOCUS, MIN_CONTRAST, UNNAMED
 
 IMAGES = Path(__file__).parents[4] / "docs" / "images"
@@ -19,6 +25,9 @@ KEY, ADMIN_KEY = "key-of-the-test", "admin-key-of-the-test"
 ENGINE = "engine-1"
 WIDTH, HEIGHT = 1280, 800
 MAX_PICTURE_BYTES = 150_000
+NUM_CLIENTS = 2
+MIN_INTERVALS = 9
+"""Of the charts, in a picture."""
 QUESTION = "What is 3 plus 4?"
 
 _TEXT = "document.querySelector({!r})?.textContent.trim()"
@@ -119,12 +128,13 @@ class Checks:
         self.expect("9" in text, f"an edited message is answered anew: {text!r}")
 
     async def tokens(self) -> None:
-        """Show the tokens of an answer and choose one with the keyboard."""
-        await self.set("Log probabilities", "3")
-        await self.ask("What is 6 plus 2?")
+        """Show the tokens of an answer that is drawn freely, and choose one with the keyboard."""
+        for label, value in (("Log probabilities", "5"), ("Temperature", "1.6"), ("Seed", "7"), ("Max tokens", "40")):
+            await self.set(label, value)
+        await self.ask("Tell me something.")
         await self.answered()
         await self.page.run(f"{_ANSWER}.querySelector('.tokens').focus()")
-        await self.page.press("ArrowRight")
+        await self.page.press("ArrowRight", "ArrowRight")
         rows = await self.page.run(f"{_ANSWER}.querySelectorAll('.inspector li').length")
         self.expect(rows >= 3, f"a token shows {rows} alternatives")
         await self.set("Log probabilities", "")
@@ -139,6 +149,13 @@ class Checks:
         text = await self.page.run(f"{_ANSWER}.querySelector('.message-text').textContent")
         self.expect(text.startswith("{"), f"an answer in the form of a schema: {text!r}")
         await self.set("JSON schema", "")
+
+    async def new_chat(self, *questions: str) -> None:
+        """Begin another conversation."""
+        await self.page.run("document.querySelector('#new-chat').click()")
+        for question in questions:
+            await self.ask(question)
+            await self.answered()
 
     async def code(self) -> None:
         """Show the request as a command and as a program, without the key."""
@@ -155,7 +172,7 @@ class Checks:
         """See the last requests with the admin key."""
         await self.page.until("document.querySelectorAll('#requests tbody tr').length >= 5")
         text = await self.page.run(_TEXT.format("#requests"))
-        self.expect("/v1/chat/completions" in text and "plus" not in text, "the last requests, without prompts")
+        self.expect("chat/completions" in text and "plus" not in text, "the last requests, without prompts")
 
     async def kill(self) -> None:
         """Kill an engine; the page shows it as lost, and as serving when the supervisor has started it again."""
@@ -165,6 +182,7 @@ class Checks:
         await self.page.until(f"({_STATE.format(ENGINE)}).startsWith('lost')")
         pill = await self.page.run("document.querySelector('#health').className")
         self.expect("bad" in pill, f"{ENGINE} was killed and is red")
+        await self.looks("dark")
         await self.page.until(f"({_STATE.format(ENGINE)}) === 'serving'")
         await self.page.until("document.querySelector('#health').className.includes('ok')")
         events = await self.page.run(_TEXT.format("#events"))
@@ -185,16 +203,18 @@ class Checks:
     async def looks(self, scheme: str) -> None:
         """Take a picture in one colour scheme, and check contrasts and names."""
         await self.page.show(WIDTH, HEIGHT, scheme)
+        await self.page.run("document.querySelectorAll('.column, .map').forEach((each) => each.scrollTo(0, 0))")
+        await self.page.until(f"document.querySelector('.plot').ariaValueMax >= {MIN_INTERVALS - 1}")
+        IMAGES.mkdir(exist_ok=True)
+        path = IMAGES / f"page-{scheme}.png"
+        await self.page.picture(path)
+        self.expect(path.stat().st_size <= MAX_PICTURE_BYTES, f"{path.name}: {path.stat().st_size} bytes")
         contrasts = await self.page.run(CONTRASTS)
         self.expect(not contrasts, f"{scheme}: every text has a contrast of {MIN_CONTRAST} {contrasts or ''}")
         unnamed = await self.page.run(UNNAMED)
         self.expect(not unnamed, f"{scheme}: every control has a name {unnamed or ''}")
         wide = await self.page.run("document.documentElement.scrollWidth")
         self.expect(wide <= WIDTH, f"{scheme}: the page fits into {WIDTH} pixels")
-        IMAGES.mkdir(exist_ok=True)
-        path = IMAGES / f"page-{scheme}.png"
-        await self.page.picture(path)
-        self.expect(path.stat().st_size <= MAX_PICTURE_BYTES, f"{path.name}: {path.stat().st_size} bytes")
 
     def network(self) -> None:
         """Look at every request of the tab."""
@@ -209,6 +229,32 @@ class Checks:
         self.expect(not complaints, f"the browser complains about nothing {complaints or ''}")
 
 
+@asynccontextmanager
+async def load(url: str) -> AsyncIterator[None]:
+    """Let other clients ask too, so that the mesh has something to do."""
+
+    async def ask(client: httpx.AsyncClient, random: Random) -> None:
+        while True:
+            body = {
+                "messages": [
+                    {"role": "user", "content": f"What is {random.randint(1, 9)} plus {random.randint(1, 9)}?"}
+                ],
+                "max_tokens": random.randint(20, 200),
+                "ignore_eos": True,
+            }
+            await client.post("/v1/chat/completions", json=body)  # whatever the answer: an engine is killed meanwhile
+
+    headers = {"authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=SECONDS, verify=PLAIN_TEXT) as client:
+        clients = [asyncio.create_task(ask(client, Random(seed))) for seed in range(NUM_CLIENTS)]
+        try:
+            yield
+        finally:
+            for each in clients:
+                each.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+
+
 async def check(served: Served, directory: Path) -> list[str]:
     """Return what is not as it should be."""
     async with page(directory) as tab:
@@ -217,12 +263,14 @@ async def check(served: Served, directory: Path) -> list[str]:
         await tab.open(served.url)
         await checks.keys()
         await checks.parts()
-        for step in (checks.stream, checks.edit, checks.tokens, checks.schema, checks.code, checks.requests):
-            await step()
-        await checks.kill()
-        await checks.reach()
-        for scheme in ("light", "dark"):
-            await checks.looks(scheme)
+        async with load(served.url):
+            for step in (checks.stream, checks.edit, checks.schema, checks.code, checks.requests, checks.reach):
+                await step()
+            await checks.new_chat("What is the capital of France?", QUESTION)
+            await checks.looks("light")
+            await checks.new_chat()
+            await checks.tokens()
+            await checks.kill()
         checks.network()
         return checks.wrong
 
@@ -232,7 +280,7 @@ def main() -> int:
         print("there is no chromium; on Debian: apt-get install chromium", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as directory, serving() as serve:
-        flags = ("--prefill", "1", "--decode", "2", "--pd-threshold", "0")
+        flags = ("--prefill", "1", "--decode", "2", "--pd-threshold", "0", "--num-kv-blocks", "48")
         served = serve(*flags, TOKENLOOM_API_KEY=KEY, TOKENLOOM_ADMIN_API_KEY=ADMIN_KEY)
         wrong = asyncio.run(check(served, Path(directory)))
     return bool(wrong)

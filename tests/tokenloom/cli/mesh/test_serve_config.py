@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from tokenloom.checkpoint import DEMO_MODEL_NAME
 from tokenloom.cli.main import app
 from tokenloom.cli.mesh import serve
 from tokenloom.cli.mesh.serve_options import DECIDED, OFFERS, SETTINGS
@@ -130,3 +131,35 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["serve", "--config", str(tmp_path / "nothing.toml")])
     assert result.exit_code == 2
     assert "cannot read" in result.output
+
+
+def test_names_in_the_file_on_the_command_line_and_behind_the_model(meshes: list[MeshOptions], tmp_path: Path) -> None:
+    file = tmp_path / "mesh.toml"
+    for text, arguments, names in (
+        ('served_model_name = "a"', (), ("a",)),
+        ('served_model_name = ["a", "b"]', (), ("a", "b")),
+        ('served_model_name = "a"', ("--served-model-name", "b", "--served-model-name", "c,b"), ("b", "c")),
+        ("", (DEMO_MODEL_NAME, "--served-model-name", "a", "b", "c"), ("a", "b", "c")),
+        ("", (), (DEMO_MODEL_NAME,)),
+    ):
+        result = run(file, text, *arguments)
+        assert result.exit_code == 0, result.output
+        assert (meshes[-1].served_model_name, *meshes[-1].other_names) == names
+    for arguments, message in (
+        ((DEMO_MODEL_NAME, "more"), "unexpected extra argument"),
+        (("--served-model-name", "a,"), "a name is empty"),
+    ):
+        result = run(file, "", *arguments)
+        assert (result.exit_code, message in result.output) == (2, True), result.output
+
+
+def test_a_wrong_template_starts_nothing(meshes: list[MeshOptions], tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages }}")
+    for given, message in (("nowhere.jinja", "no such file"), ("{% if %}", "is not valid Jinja")):
+        result = run(tmp_path / "mesh.toml", "", "--chat-template", given)
+        assert (result.exit_code, message in result.output) == (2, True), result.output
+    assert not meshes
+    assert run(tmp_path / "mesh.toml", "", "--chat-template", str(template)).exit_code == 0
+    for service in ("tokenizer", "engine"):
+        assert f"--chat-template={template}" in meshes[0].flags[service]

@@ -42,13 +42,15 @@ const showLinks = (links) => {
       milliseconds(link.wait_ms / Math.max(link.prompts, 1))} each`)));
 };
 
-export const startMesh = () => {
+/** `onModel`: called with the name of the served model, whenever it was reported. */
+export const startMesh = (onModel) => {
   const map = new MeshMap(byId("map"));
   const events = new MeshEvents(byId("events"));
   let asked = false;
 
   const show = (mesh) => {
     setText(byId("model"), mesh.model);
+    onModel(mesh.model);
     showHealth(...judge(mesh));
     setText(byId("mesh-summary"), summary(mesh));
     map.show(mesh);

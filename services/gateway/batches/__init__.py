@@ -1,0 +1,1 @@
+"""Runs the batches of ``/v1/batches``."""

@@ -1,0 +1,165 @@
+"""Runs one batch: sends its lines as requests, and collects the results."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import BinaryIO, Protocol
+
+from ..files.disk import Disk
+from ..http.internal_call import Reply
+from ..tenants.tenant import Tenant
+from .batch import Batch
+from .batch_lines import InputLines, LineError, LineRequest, answer_line, error_line
+from .batch_metrics import LineMetrics
+from .results import Results
+
+READ_BYTES = 256 << 10
+"""Read from the input at a time; a longer line is read alone."""
+LONGEST_WAIT = 30.0
+"""Seconds after which a line that was refused is tried again, at most."""
+
+
+class Calls(Protocol):
+    """Sends requests to the gateway's own API."""
+
+    async def post(self, path: str, body: bytes, tenant: Tenant) -> Reply:
+        """Return the response to a body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Holds what every batch runs with.
+
+    Attributes:
+        disk: Reads and writes files.
+        metrics: Counts lines.
+        random: Spreads the times of retries.
+        now: Returns seconds since 1970.
+    """
+
+    disk: Disk
+    metrics: LineMetrics
+    random: Random
+    now: Callable[[], float]
+
+
+class BatchFailed(Exception):
+    """Raised when a batch cannot continue. ``code`` and the message are shown to the client."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class BatchRun:
+    """Answers the lines of a batch that have no result yet. Cancelling :meth:`run` stops it; what has a result stays.
+
+    Attributes:
+        has_expired: Whether a line was given up because the time of the batch was over.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        tenant: Tenant,
+        results: Results,
+        around: Surroundings,
+        calls: Calls,
+        *,
+        places: Callable[[], int],
+        max_result_bytes: int,
+    ) -> None:
+        """Args:
+        calls: Sends requests.
+        places: Returns how many lines of the batch may be answered at the same time.
+        max_result_bytes: What the results may take; the batch fails when they have as many.
+        """
+        self._calls = calls
+        self._places = places
+        self._batch = batch
+        self._tenant = tenant
+        self._results = results
+        self._around = around
+        self._max_result_bytes = max_result_bytes
+        self._num_running = 0
+        self._ended = asyncio.Event()
+        self.has_expired = False
+
+    async def run(self, file: BinaryIO, max_line_bytes: int) -> None:
+        """Answer every line. Raises ``BatchFailed``, and ``OSError`` if results cannot be written.
+
+        ``file``: the input, at its beginning.
+        """
+        lines = InputLines(file, self._batch.endpoint, max_line_bytes)
+        try:
+            async with asyncio.TaskGroup() as group:
+                while taken := await self._around.disk.run(lambda: lines.take(READ_BYTES)):
+                    for line in taken:
+                        if not self._results.done[line.number]:
+                            await self._wait_for_place()
+                            self._num_running += 1
+                            group.create_task(self._answer(line), name=f"line {line.number} of {self._batch.id}")
+        except ExceptionGroup as group:
+            raise _first(group) from None
+
+    async def _wait_for_place(self) -> None:
+        while self._num_running >= self._places():
+            self._ended.clear()
+            await self._ended.wait()
+        if self._results.num_bytes >= self._max_result_bytes:
+            raise BatchFailed("results_too_large", "the results take as many bytes as may be stored; delete files")
+
+    async def _answer(self, line: LineRequest | LineError) -> None:
+        try:
+            if isinstance(line, LineError):
+                await self._fail(line, "failed")
+                return
+            reply = await self._reply(line)
+            if reply is None:
+                self.has_expired = True
+                message = "this request was not executed before the completion window expired"
+                await self._fail(LineError(line.number, line.custom_id, "batch_expired", message), "expired")
+                return
+            is_error = reply.status != 200
+            result = answer_line(self._batch.id, line, reply.status, reply.request_id, reply.body)
+            del reply
+            await self._add(line.number, result, "failed" if is_error else "completed")
+        finally:
+            self._num_running -= 1
+            self._ended.set()
+
+    async def _fail(self, error: LineError, outcome: str) -> None:
+        await self._add(error.number, error_line(self._batch.id, error), outcome)
+
+    async def _add(self, number: int, line: bytes, outcome: str) -> None:
+        await self._results.add(number, line, is_error=outcome != "completed")
+        self._results.show(self._batch)
+        self._around.metrics.ended[outcome].inc()
+
+    async def _reply(self, line: LineRequest) -> Reply | None:
+        """Return the response to a line, which is sent again while it is refused for load; None when it is too late."""
+        around, wait = self._around, 1.0
+        while (left := self._batch.expires_at - around.now()) > 0:
+            around.metrics.in_flight += 1
+            try:
+                async with asyncio.timeout(left):
+                    reply = await self._calls.post(self._batch.endpoint, line.body, self._tenant)
+            except TimeoutError:
+                return None
+            finally:
+                around.metrics.in_flight -= 1
+            if (retry_after := reply.retry_after) is None:
+                return reply
+            around.metrics.postponed.inc()
+            del reply
+            seconds = min(max(wait, retry_after), LONGEST_WAIT, left) * around.random.uniform(0.5, 1.0)
+            await asyncio.sleep(seconds)
+            wait *= 2
+        return None
+
+
+def _first(group: "ExceptionGroup[Exception]") -> Exception:
+    """Return one error of a group."""
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, ExceptionGroup) else error

@@ -1,0 +1,1 @@
+"""Stores the files of ``/v1/files`` on disk."""

@@ -1,0 +1,119 @@
+"""Serves ``/v1/files``."""
+
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenloom.request.errors import InvalidArgument
+
+from ..http.app import Routes
+from ..http.exchange import Exchange, UnsupportedEncoding
+from ..http.sse import encode_json
+from .disk import Disk
+from .file_store import FileStore
+from .multipart import Upload, boundary_of
+from .page_query import MAX_ITEMS, PageQuery
+from .stored_file import MAX_NAME, new_file_id
+
+PURPOSE = "batch"
+"""The only purpose of uploads."""
+FORM_BYTES = 64 << 10
+"""What a form may have in addition to its file."""
+PIECE_BYTES = 256 << 10
+"""Read from disk and sent at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilesApi:
+    """Answers requests of clients, who see only the files of their own tenant."""
+
+    disk: Disk
+    store: FileStore
+
+    def routes(self) -> Routes:
+        return {
+            "/v1/files": {"GET": self.list_files, "POST": self.upload},
+            "/v1/files/*": {"GET": self.retrieve, "DELETE": self.delete},
+            "/v1/files/*/content": {"GET": self.content},
+        }
+
+    async def upload(self, exchange: Exchange) -> None:
+        """Store a file. The body goes to disk as it arrives."""
+        boundary = boundary_of(exchange.headers.get(b"content-type", b""))
+        if exchange.headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+            raise UnsupportedEncoding("Content-Encoding is not supported; send the body uncompressed")
+        tenant, file_id = exchange.tenant.name, new_file_id()
+        self.store.check_room(tenant, 0)
+        path = self.store.partial_path(file_id)
+        try:
+            upload = await self._receive(exchange, boundary, path)
+            purpose = upload.fields.get("purpose")
+            if purpose != PURPOSE:
+                raise InvalidArgument(f"purpose must be {PURPOSE!r}", "purpose")
+            name = (upload.file_name or "file.jsonl")[:MAX_NAME]
+            file = await self.store.add_upload(file_id, tenant, name=name, purpose=PURPOSE, size=upload.size)
+        finally:
+            await self.disk.run(lambda: path.unlink(missing_ok=True))
+        await exchange.respond(200, encode_json(file.to_object()))
+
+    async def list_files(self, exchange: Exchange) -> None:
+        """Answer with the tenant's files."""
+        names = ("after", "limit", "order", "purpose")
+        query = PageQuery.read(exchange.query, most=MAX_ITEMS, default=MAX_ITEMS, names=names)
+        files = [
+            file.to_object() for file in self.store.of(exchange.tenant.name) if query.purpose in ("", file.purpose)
+        ]
+        await exchange.respond(200, encode_json(query.page(files)))
+
+    async def retrieve(self, exchange: Exchange) -> None:
+        """Answer with the description of a file."""
+        file = self.store.get(id_of(exchange), exchange.tenant.name)
+        await exchange.respond(200, encode_json(file.to_object()))
+
+    async def delete(self, exchange: Exchange) -> None:
+        """Remove a file."""
+        file_id = id_of(exchange)
+        await self.store.delete(file_id, exchange.tenant.name)
+        await exchange.respond(200, encode_json({"id": file_id, "object": "file", "deleted": True}))
+
+    async def content(self, exchange: Exchange) -> None:
+        """Send what a file holds, piece by piece."""
+        file = self.store.get(id_of(exchange), exchange.tenant.name)
+        async with self._opened(self.store.path(file.id)) as descriptor:
+            length = str(file.size).encode()
+            await exchange.start(200, [(b"content-type", b"application/octet-stream"), (b"content-length", length)])
+            is_wanted = exchange.method != "HEAD"
+            while is_wanted and (piece := await self.disk.run(lambda: os.read(descriptor, PIECE_BYTES))):
+                await exchange.write(piece)
+            await exchange.finish()
+
+    async def _receive(self, exchange: Exchange, boundary: bytes, path: Path) -> Upload:
+        """Write the file of a form to ``path``."""
+        digits = exchange.headers.get(b"content-length", b"")
+        length = int(digits) if digits.isdigit() else None
+        limit = self.store.limits.file_bytes + FORM_BYTES
+        descriptor = await self.disk.run(lambda: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        try:
+            upload = Upload(boundary, descriptor)
+            async for piece in exchange.body.stream(limit, length):
+                await self.disk.run(lambda piece=piece: upload.write(piece))  # type: ignore[misc]
+                self.store.check_room(exchange.tenant.name, upload.size)
+            await self.disk.run(upload.close)
+        finally:
+            await self.disk.run(lambda: os.close(descriptor))
+        return upload
+
+    @contextlib.asynccontextmanager
+    async def _opened(self, path: Path) -> AsyncIterator[int]:
+        descriptor = await self.disk.run(lambda: os.open(path, os.O_RDONLY))
+        try:
+            yield descriptor
+        finally:
+            await self.disk.run(lambda: os.close(descriptor))
+
+
+def id_of(exchange: Exchange) -> str:
+    """Return the id in a path such as ``/v1/files/ID/content``."""
+    return exchange.path.split("/")[3]

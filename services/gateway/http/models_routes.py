@@ -1,0 +1,59 @@
+"""Routes that describe all models of a gateway with several meshes."""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from ..health import PARTS, PartState
+from ..served_meshes import ServedMeshes
+from .app import Routes
+from .exchange import Exchange
+from .status_routes import get, health_object, model_object, respond_health
+
+
+class ModelsRoutes:
+    """Answers for all models what :class:`.status_routes.StatusRoutes` answers for one."""
+
+    def __init__(self, meshes: ServedMeshes) -> None:
+        self._meshes = meshes
+        self._created = int(time.time())
+
+    def routes(self) -> Routes:
+        """Return the routes that replace those of a single mesh."""
+        return {
+            "/v1/models": get(lambda: {"object": "list", "data": list(self._models().values())}),
+            **{f"/v1/models/{name}": get(partial(self._model, name)) for name in self._meshes.names},
+            "/health": {"GET": self.health},
+            "/ping": {"GET": self.health, "POST": self.health},
+        }
+
+    async def health(self, exchange: Exchange) -> None:
+        """Answer 200 while any model is answered: a balancer that stopped sending requests would end all models.
+
+        The body has the state of each model, and of each part in all meshes together.
+        """
+        states = self._meshes.states()
+        parts = {part: _together([parts[part] for parts, _ in states.values()]) for part in PARTS}
+        body = health_object(parts, self._meshes.missing())
+        await respond_health(
+            exchange, body | {"models": {name: health_object(*state) for name, state in states.items()}}
+        )
+
+    def _models(self) -> dict[str, dict[str, object]]:
+        """Return every model under each of its names."""
+        limits = {mesh.model: mesh.health.limits() for mesh in self._meshes}
+        return {
+            name: model_object(name, spec.names[0], limits.get(spec.names[0]), self._created)
+            for spec in self._meshes.specs
+            for name in spec.names
+        }
+
+    def _model(self, name: str) -> dict[str, object]:
+        return self._models()[name]
+
+
+def _together(states: Sequence[PartState]) -> PartState:
+    """Return the state of a part of several meshes."""
+    return PartState(
+        sum(state.num_serving for state in states), sum(state.num_known for state in states), states[0].is_needed
+    )

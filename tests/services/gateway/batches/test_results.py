@@ -1,0 +1,76 @@
+"""Results are appended once, in whole lines, and survive what they must."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tokenloom.services.gateway.batches import results as results_module
+from tokenloom.services.gateway.batches.batch_lines import LineError, LineRequest, answer_line, error_line
+from tokenloom.services.gateway.batches.results import SYNC_SECONDS, Results
+from tokenloom.services.gateway.files.disk import Disk
+
+
+@pytest.fixture
+async def disk(tmp_path: Path) -> AsyncIterator[Disk]:
+    disk = Disk(tmp_path)
+    await disk.open()
+    yield disk
+    await disk.close()
+
+
+def answer(number: int) -> bytes:
+    return answer_line("batch_1", LineRequest(number, str(number), b"{}"), 200, "r", b"{}")
+
+
+async def test_each_line_has_one_result(disk: Disk, tmp_path: Path) -> None:
+    paths = tmp_path / "out", tmp_path / "err"
+    results = Results(disk, *paths)
+    await results.open(100)
+    await asyncio.gather(*(results.add(number, answer(number), is_error=False) for number in range(1, 91)))
+    await asyncio.gather(*(results.add(number, answer(number), is_error=False) for number in range(80, 91)))
+    await results.add(91, error_line("batch_1", LineError(91, "", "c", "m")), is_error=True)
+    await results.close()
+    assert (results.num_outputs, results.num_errors) == (90, 1)
+    assert results.num_bytes == sum(path.stat().st_size for path in paths)
+    again = Results(disk, *paths)
+    await again.open(100)
+    assert [number for number in range(101) if again.done[number]] == list(range(1, 92))
+    assert (again.num_outputs, again.num_errors, again.num_bytes) == (90, 1, results.num_bytes)
+    await again.close()
+
+
+async def test_a_full_disk_leaves_whole_lines(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = Results(disk, tmp_path / "out", tmp_path / "err")
+    await results.open(10)
+    await results.add(1, answer(1), is_error=False)
+
+    def full(descriptor: int, data: bytes) -> None:
+        os.write(descriptor, data[:5])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results_module, "write_all", full)
+        with pytest.raises(OSError, match="No space left"):
+            await results.add(2, answer(2), is_error=False)
+    await results.add(3, answer(3), is_error=False)
+    await results.close()
+    assert (tmp_path / "out").read_bytes() == answer(1) + answer(3)
+
+
+async def test_the_disk_is_synced_now_and_then(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    syncs: list[int] = []
+    monkeypatch.setattr(os, "fsync", syncs.append)
+    now = 0.0
+    results = Results(disk, tmp_path / "out", tmp_path / "err", lambda: now)
+    await results.open(10)
+    for number in range(1, 6):
+        await results.add(number, answer(number), is_error=False)
+    assert not syncs
+    now = SYNC_SECONDS
+    await results.add(6, answer(6), is_error=False)
+    assert len(syncs) == 2
+    await results.close()
+    assert len(syncs) == 4

@@ -1,0 +1,50 @@
+"""Reads a chat template that a user names: a file, or Jinja itself."""
+
+from pathlib import Path
+
+from .errors import InvalidArgument
+
+FIELD = "chat_template"
+MAX_TEMPLATE_BYTES = 1 << 20
+"""Ten times the longest template of a known model."""
+_OF_JINJA = "{}\n"
+
+
+def read_chat_template(given: str) -> str:
+    """Return the template's text.
+
+    ``given``: the path of a file, or the template itself, which contains a brace or a line break as in vLLM. A file
+    of that name takes precedence. Raises ``InvalidArgument`` for a file that cannot be read.
+    """
+    path = Path(given).expanduser()
+    try:
+        if path.is_file():
+            return _read(path)
+    except (OSError, ValueError):  # a name that no file can have
+        pass
+    if any(char in given for char in _OF_JINJA):
+        return given
+    raise InvalidArgument(
+        f"chat template: no such file: {given!r}; name a file, or give a template, which contains {{{{ or {{%", FIELD
+    )
+
+
+def check_chat_template(given: str) -> str:
+    """Return ``given``, or raise ``ValueError`` if no template can be read there."""
+    if given:
+        try:
+            read_chat_template(given)
+        except InvalidArgument as error:
+            raise ValueError(error.message.removeprefix("chat template: ")) from None
+    return given
+
+
+def _read(path: Path) -> str:
+    if path.stat().st_size > MAX_TEMPLATE_BYTES:
+        raise InvalidArgument(f"chat template: {path} has more than {MAX_TEMPLATE_BYTES} bytes", FIELD)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InvalidArgument(f"chat template: {path} is not UTF-8 text", FIELD) from None
+    except OSError as error:
+        raise InvalidArgument(f"chat template: {path} cannot be read: {error.strerror}", FIELD) from None

@@ -78,5 +78,6 @@ OTHER_METRICS = {
     "mm_cache_queries_total": "not available: models read text only",
     "nixl_num_failed_transfers_total": "`tokenloom_kv_recompute_total` counts failed transfers by reason",
     "nixl_xfer_time_seconds": "`tokenloom_kv_transfer_bytes_total` by transport; the time is in a request's timeline",
+    "time_per_output_token_seconds": "`vllm:inter_token_latency_seconds`, as in vLLM itself since it dropped the name",
 }
 """Metrics without a namesake, and what to use instead."""

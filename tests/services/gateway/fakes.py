@@ -303,6 +303,7 @@ class FakeMesh:
         self.second_outputs = FakeOutputProcessor()
         self.service: GatewayService | None = None
         self.grpc_address = ""
+        self.seconds: float | None = 60.0  # a test that lasts longer hangs
 
     @property
     def http_address(self) -> str:
@@ -340,7 +341,7 @@ class FakeMesh:
         }
         gateway_settings = GatewaySettings.of(**(values | settings))
         self.service = GatewayService(gateway_settings)
-        async with self.servers(), asyncio.timeout(60), running(self.service, gateway_settings) as host:
+        async with self.servers(), asyncio.timeout(self.seconds), running(self.service, gateway_settings) as host:
             self.grpc_address = host.address
             yield self
 

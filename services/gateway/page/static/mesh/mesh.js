@@ -1,7 +1,7 @@
 // Shows the mesh as the gateway reports it every second.
 
 import { byId, html, setText } from "../dom.js";
-import { askForKeys } from "../keys.js";
+import { askForKeys, readKey } from "../keys.js";
 import { MeshEvents } from "./mesh_events.js";
 import { MeshMap } from "./mesh_map.js";
 import { count, milliseconds, several } from "../numbers.js";
@@ -59,7 +59,7 @@ export const startMesh = (onModel) => {
   };
   const fail = (error) => {
     if (error.status === 401) {
-      showHealth("warn", "This gateway asks for an API key");
+      showHealth("warn", readKey("api") ? "The gateway does not accept this API key" : "The gateway asks for an API key");
       if (!asked) askForKeys();
       asked = true;
     } else if (error.status === 0) {

@@ -42,7 +42,13 @@ USER 10001:10001
 # docker run tokenloom/service tokenloom.services.gateway --help
 CMD ["tokenloom.cli.main", "--help"]
 
-FROM ${BASE} AS engine-cpu-venv
+# The compiler builds the kernels of the image, and at first use those that are not among them.
+FROM runtime AS compiler
+# hadolint ignore=DL3008
+RUN command -v g++ > /dev/null || { apt-get update && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*; }
+
+FROM compiler AS engine-cpu-venv
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
 COPY locks/engine-cpu.txt build/wheels/engin[e]/ /wheels/
@@ -53,17 +59,16 @@ RUN python3 -m venv /opt/tokenloom \
     && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --require-hashes "$@" \
        -r locks/build.txt -r locks/engine-cpu.txt
 COPY . .
+# The levels of processors, as in `tokenloom build-kernels --help`.
+ARG KERNEL_LEVELS=all
 RUN /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index --no-deps --no-build-isolation . \
+    && /opt/tokenloom/bin/tokenloom build-kernels --levels "$KERNEL_LEVELS" \
     && /opt/tokenloom/bin/python -m pip uninstall --yes pip > /dev/null
 
-FROM runtime AS engine-cpu
+FROM compiler AS engine-cpu
 LABEL org.opencontainers.image.title="Tokenloom engine for CPUs" \
       org.opencontainers.image.description="An engine of a Tokenloom mesh; computes on the CPU" \
       org.opencontainers.image.licenses="Apache-2.0"
-# The compiler builds the kernels for the machine's CPU at first use.
-# hadolint ignore=DL3008
-RUN command -v g++ > /dev/null || { apt-get update && apt-get install --yes --no-install-recommends g++ \
-    && rm -rf /var/lib/apt/lists/*; }
 COPY --from=engine-cpu-venv /opt/tokenloom /opt/tokenloom
 USER 10001:10001
 CMD ["tokenloom.services.engine", "--help"]

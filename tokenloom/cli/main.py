@@ -10,10 +10,10 @@ from tokenloom import __version__
 from .commands import lazy_group
 
 _GROUPS = {
-    "Serve": ("mesh.serve", "mesh.demo", "fetch"),
+    "Serve": ("mesh.serve", "mesh.demo", "mesh.stop", "fetch"),
     "Ask a server": ("chat.chat", "chat.complete", "batch.run_batch", "models"),
     "Run without a server": ("batch.generate",),
-    "Manage a mesh": ("mesh.ps", "mesh.top", "certs"),
+    "Manage a mesh": ("mesh.ps", "mesh.top", "mesh.config", "doctor", "certs"),
     "Measure": ("mesh.chaos", "bench.bench"),
     "Install": ("build_kernels", "completion"),
 }

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from tokenloom.cli.foreign_flags import foreign_flags
+from tokenloom.services.gateway.foreign_fields import FOREIGN_APIS
 
 from .vllm_names import OTHER_METRICS, SAME_FLAGS, SAME_METRICS
 
@@ -52,6 +53,13 @@ _TITLES = {
 }
 """Heading and second column, by the status of a flag."""
 
+_FIELDS = """## Request fields
+
+*works*: as in the other server. *refused*: status 400, with an error that names the field. *ignored*: the request
+succeeds, and the response header `x-tokenloom-ignored` names the field. A test sends each field to a gateway and
+compares the outcome with its row.
+"""
+
 _METRICS = """## Metrics
 
 These have vLLM's names, labels and meanings:
@@ -82,7 +90,8 @@ def from_vllm() -> str:
     flags = _FLAGS.format(names=_listed(SAME_FLAGS))
     same = _listed([f"vllm:{name}" for name in SAME_METRICS])
     metrics = "".join(f"| `vllm:{name}` | {text} |\n" for name, text in OTHER_METRICS.items())
-    return f"{_HEAD}{flags}{''.join(_flags())}\n{_METRICS.format(same=same)}{metrics}{_OTHERS}"
+    parts = (_HEAD, flags, *_flags(), "\n", _FIELDS, *_fields(), "\n", _METRICS.format(same=same), metrics, _OTHERS)
+    return "".join(parts)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -98,6 +107,13 @@ def _flags() -> Iterator[str]:
                 by_answer.setdefault(_marked(each.answer), []).extend(each.names)
         for answer, names in by_answer.items():
             yield f"| {' '.join(f'`{name}`' for name in names)} | {_cell(answer)} |\n"
+
+
+def _fields() -> Iterator[str]:
+    for api in FOREIGN_APIS:
+        yield f"\n### {api.name}\n\n`POST {api.path}`\n\n| field | outcome | |\n|---|---|---|\n"
+        for row in api.fields:
+            yield f"| `{row.name}` | {row.outcome.value} | {_cell(row.note)} |\n"
 
 
 def _marked(answer: str) -> str:

@@ -15,6 +15,7 @@ from .state_dir import MeshRecord, PartState, write_record
 
 KILL_GRACE = 2.0
 """Seconds after the drain timeout within which a part must end before it is killed."""
+_MOMENT, _MOST_MOMENTS = 0.1, 10
 
 
 class Mesh:
@@ -25,6 +26,7 @@ class Mesh:
     ) -> None:
         self.parts = [Part(spec, output) for spec in specs]
         self._directory = directory
+        self._output = output
         self._port = port
         self._drain_timeout = drain_timeout
         self._keepers: list[asyncio.Task[None]] = []
@@ -43,7 +45,18 @@ class Mesh:
     @property
     def gateways(self) -> Sequence[PartState]:
         """The states of the running gateways, with their HTTP addresses."""
-        return [part.state for part in self.parts if part.spec.service == "gateway" and part.state is not None]
+        return self.states("gateway")
+
+    def states(self, service: str) -> Sequence[PartState]:
+        """Return the states of the running parts of a service."""
+        return [part.state for part in self.parts if part.spec.service == service and part.state is not None]
+
+    async def output_settled(self) -> None:
+        """Return when the parts have written nothing for a moment, or after ten such moments."""
+        for _ in range(_MOST_MOMENTS):
+            if self._output.quiet_seconds() >= _MOMENT:
+                return
+            await asyncio.sleep(_MOMENT)
 
     async def wait_serving(self) -> None:
         """Wait until every part is SERVING. Raises `PartFailed` if a part cannot be started."""

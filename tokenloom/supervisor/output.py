@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TextIO
@@ -23,6 +24,7 @@ class LineCopier:
         self._write_line = write_line
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._last_line = time.monotonic()
 
     def open(self, name: str) -> int:
         """Return a file descriptor for a part's output; the caller closes its own copy after the part has started."""
@@ -33,9 +35,14 @@ class LineCopier:
         thread.start()
         return write_end
 
+    def quiet_seconds(self) -> float:
+        """Return how long ago the last line was written."""
+        return time.monotonic() - self._last_line
+
     def say(self, name: str, text: str) -> None:
         """Write a line of the supervisor."""
         with self._lock:
+            self._last_line = time.monotonic()
             self._write_line(name, text)
 
     def close(self, timeout: float = 1.0) -> None:

@@ -6,6 +6,7 @@ from .foreign_field import ForeignApi, ignored, refused, works
 from .openai_fields import FUNCTION, SCHEMA
 
 _TOOL: dict[str, Any] = {"type": "function", **FUNCTION}
+_NAMESPACE = {"type": "namespace", "name": "weather", "tools": [_TOOL]}
 _CALL = {"type": "function_call", "call_id": "1", "name": "get_weather", "arguments": "{}"}
 _RESULT = {"type": "function_call_output", "call_id": "1", "output": "rain"}
 _THOUGHT = {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
@@ -58,6 +59,9 @@ RESPONSES = ForeignApi(
         works("tool_choice.name", {"type": "function", "name": "get_weather"}, "Forces the call.", tools=[_TOOL]),
         works("tools", [_TOOL], "Functions, at most 128."),
         works("tools[].strict", [_TOOL | {"strict": True}], "Arguments are decoded under the schema."),
+        works("tools[].namespace", [_NAMESPACE], "The model sees its functions as namespace.name."),
+        refused("tools[].custom", [{"type": "custom", "name": "patch"}], "Send functions."),
+        ignored("client_metadata", {"a": "b"}, "Use API keys."),
         ignored("tools[].web_search", [{"type": "web_search"}], _HOSTED),
         ignored("tools[].file_search", [{"type": "file_search", "vector_store_ids": ["v"]}], _HOSTED),
         ignored("tools[].mcp", [{"type": "mcp", "server_label": "s", "server_url": "https://example.com"}], _HOSTED),

@@ -11,7 +11,7 @@ OTHER = "other"
 MAX_SERIES = 1000
 """Limits the combinations of labels: a reason may come from a newer part of the mesh."""
 _API = "/v1/"
-_LEFT = "499"
+_LEFT = "CANCELLED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class ResponseCounts:
     def refused(self) -> dict[str, int]:
         """Return how many requests of the API ended in an error, by its reason. Clients that left are not counted."""
         refused: dict[str, int] = {}
-        for (route, status, reason), count in self._counts.items():
-            if reason and status != _LEFT and route.startswith(_API):
+        for (route, _, reason), count in self._counts.items():
+            if reason and reason != _LEFT and route.startswith(_API):
                 refused[reason] = refused.get(reason, 0) + count
         return refused
 

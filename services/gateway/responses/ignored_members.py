@@ -11,11 +11,12 @@ _WITHOUT_EFFECT = ("include", "max_tool_calls", "stream_options")
 _REASONING = frozenset({"effort"})
 _TEXT = frozenset({"format"})
 _TOOL = frozenset({"type", "name", "description", "parameters", "strict"})
+_NAMESPACE = frozenset({"type", "name", "tools"})
 _OF_ANY = frozenset({"type", "id", "status"})
 _ITEMS: Mapping[str, frozenset[str]] = {
     "message": _OF_ANY | {"role", "content"},
     "reasoning": _OF_ANY | {"content", "summary"},
-    "function_call": _OF_ANY | {"call_id", "name", "arguments"},
+    "function_call": _OF_ANY | {"call_id", "name", "namespace", "arguments"},
     "function_call_output": _OF_ANY | {"call_id", "output"},
 }
 
@@ -35,5 +36,8 @@ def _in_tools(tools: Any) -> Iterator[str]:
     for tool in tools:
         if is_left_out(tool):
             yield f"tools[].{tool['type']}"
+        elif tool.get("type") == "namespace":
+            yield from ignored_members("tools[]", (tool,), _NAMESPACE)
+            yield from ignored_members("tools[].tools[]", tool["tools"], _TOOL)
         else:
             yield from ignored_members("tools[]", (tool,), _TOOL)

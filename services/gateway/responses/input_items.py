@@ -5,6 +5,8 @@ from typing import Any
 
 from tokenloom.request.errors import InvalidArgument
 
+from .function_tools import chat_name
+
 Turn = dict[str, Any]
 """A turn of a chat: role, content, and what only some roles have."""
 
@@ -69,6 +71,8 @@ class _Turns:
 
 def _call(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     function = {name: _string(f"{where}.{name}", item.get(name)) for name in ("name", "arguments")}
+    if item.get("namespace") is not None:
+        function["name"] = chat_name(_string(f"{where}.namespace", item["namespace"]), function["name"])
     return {"id": _string(f"{where}.call_id", item.get("call_id")), "type": "function", "function": function}
 
 

@@ -1,9 +1,11 @@
 """Divides an output into items of OpenAI's Responses API, and makes the events that report how they grow."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..assistant.parsed_message import CallDelta, MessageDelta
 from ..http.sse import encode_json
+from .function_tools import chat_name
 
 
 class Events:
@@ -26,8 +28,10 @@ class OutputItems:
         items: The items; the last one is complete once it has ended.
     """
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, namespaced: Mapping[str, tuple[str, str]]) -> None:
+        """``namespaced``: the namespace and the own name of each function in a namespace, by its name in the chat."""
         self.events = Events()
+        self._namespaced = namespaced
         self.items: list[dict[str, Any]] = []
         self._request_id = request_id
         self._pieces: list[str] = []  # the text of the open item
@@ -67,7 +71,8 @@ class OutputItems:
         turn: dict[str, Any] = {"role": "assistant", "content": ""}
         for item in self.items:
             if item["type"] == "function_call":
-                function = {"name": item["name"], "arguments": item["arguments"] or "{}"}
+                name = chat_name(item.get("namespace", ""), item["name"])
+                function = {"name": name, "arguments": item["arguments"] or "{}"}
                 call = {"id": item["call_id"], "type": "function", "function": function}
                 turn.setdefault("tool_calls", []).append(call)
             elif item["type"] == "reasoning":
@@ -80,10 +85,15 @@ class OutputItems:
         events = b""
         if call.call_id:
             events = self.end()
-            events += self._begin("function_call", {"call_id": call.call_id, "name": call.name, "arguments": ""})
+            events += self._begin("function_call", {"call_id": call.call_id, **self._named(call.name), "arguments": ""})
         if call.arguments:
             events += self._grow("response.function_call_arguments.delta", call.arguments)
         return events
+
+    def _named(self, name: str) -> dict[str, str]:
+        """Return a function's name as the client knows it, and its namespace if it is in one."""
+        namespace, own = self._namespaced.get(name, ("", name))
+        return {"name": own, "namespace": namespace} if namespace else {"name": own}
 
     def _begin(self, kind: str, members: dict[str, Any]) -> bytes:
         """Return the events that open an item of this kind; none if one is open."""

@@ -27,6 +27,7 @@ class ResponseRequest:
         tenant: Name of the client's tenant.
         is_background: Whether the client asks for the response later.
         is_stored: Whether later requests may refer to the response.
+        namespaced: The namespace and the own name of each function in a namespace, by its name in the chat.
     """
 
     response_id: str
@@ -36,6 +37,7 @@ class ResponseRequest:
     tenant: str
     is_background: bool
     is_stored: bool
+    namespaced: Mapping[str, tuple[str, str]]
 
 
 class ResponseAnswer:
@@ -47,7 +49,7 @@ class ResponseAnswer:
         self._generation = generation
         self._request = request
         self._store = store
-        self._items = OutputItems(generation.request_id)
+        self._items = OutputItems(generation.request_id, request.namespaced)
         self._head = head_of(request)
         is_open, may_reason = generation.opens_reasoning, generation.may_reason
         self._reader = OutputReader(options.plan, reasoning_is_open=is_open, may_reason=may_reason)

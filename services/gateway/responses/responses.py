@@ -14,6 +14,7 @@ from ..openai.ignored_members import unbound_strict
 from ..openai.openai_models import Body, BodyReader, Options
 from ..openapi.response_api_schemas import ResponsesRequest
 from ..tenants.tenant import Tenant
+from .function_tools import namespaced
 from .ignored_members import ignored_in_response
 from .input_items import Turn, read_input
 from .response_answer import ResponseAnswer, ResponseRequest
@@ -78,6 +79,7 @@ class ResponsesApi:
             tenant=tenant.name,
             is_background=is_background,
             is_stored=is_stored,
+            namespaced=namespaced(fields),
         )
 
     def _turns(self, fields: ResponsesRequest, tenant: Tenant) -> list[Turn]:

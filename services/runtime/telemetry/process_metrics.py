@@ -20,9 +20,32 @@ from . import fast_metrics
 VLLM = "vllm:"
 """Prefix of the metrics that existing dashboards read."""
 
-LATENCY_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+LATENCY_SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
+)
 """Buckets of TTFT, ITL and times inside one service."""
-REQUEST_SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+REQUEST_SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 """Buckets of whole requests."""
 TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 """Buckets of tokens of a request, as in vLLM: 1, 2, 5, 10 to 500,000."""

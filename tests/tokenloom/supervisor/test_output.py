@@ -17,6 +17,16 @@ def test_lines_are_copied_whole_with_their_part() -> None:
     assert seen == [("engine-0", "one"), ("engine-0", "two"), ("engine-0", "\ufffd three"), ("engine-0", "last")]
 
 
+def test_the_time_since_the_last_line_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 5.0
+    monkeypatch.setattr("tokenloom.supervisor.output.time.monotonic", lambda: now)
+    copier = LineCopier(lambda name, line: None)
+    now = 7.5
+    assert copier.quiet_seconds() == 2.5
+    copier.say("engine-0", "a line")
+    assert copier.quiet_seconds() == 0.0
+
+
 def test_an_endless_line_is_cut() -> None:
     seen: list[str] = []
     copier = LineCopier(lambda name, line: seen.append(line))

@@ -11,6 +11,7 @@ import typer
 from tokenloom.checkpoint import DEMO_MODEL_NAME
 from tokenloom.request.chat_template import read_chat_template
 from tokenloom.services.runtime.host.options import options_of
+from tokenloom.supervisor.context_length import context_length
 from tokenloom.supervisor.layout import MeshOptions, with_names
 from tokenloom.supervisor.mesh import Mesh
 from tokenloom.supervisor.output import LineCopier, bare, prefixed
@@ -106,6 +107,12 @@ def _mesh_options(
 
 async def _announce_and_wait(mesh: Mesh, name: str, scheme: str) -> None:
     await mesh.wait_serving()
+    length = await context_length([engine.address for engine in mesh.states("engine")])
+    context = f", context: {length} tokens" if length else ""
+    await mesh.output_settled()  # so that the lines below are the last ones
     for gateway in mesh.gateways:
-        print(f"{name} is served at {scheme}://{gateway.http} (gRPC: {gateway.address}). Ctrl-C stops it.", flush=True)
+        url = f"{scheme}://{gateway.http}"
+        print(
+            f"{name} is served at {url} (page: {url}/, gRPC: {gateway.address}{context}). Ctrl-C stops it.", flush=True
+        )
     await mesh.wait_failed()

@@ -9,7 +9,9 @@ import { startTraffic } from "./traffic/traffic.js";
 
 startTheme();
 startKeys();
-startPlayground();
-startMesh();
+const playground = startPlayground();
+startMesh((model) => {
+  playground.model = model;
+});
 startTraffic();
 startRequests();

@@ -9,18 +9,20 @@ import re
 import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
 import tokenloom.services.gateway.service  # noqa: F401  (imports every class of error)
+from tests.loop_clock import settle
 from tests.services.gateway.fakes import HEADERS, SOON, FakeMesh
 from tests.services.gateway.http.test_response_counts import CHAT, counted
 from tests.services.gateway.openai.test_chat import post
 from tokenloom.certificates import make_certificates
 from tokenloom.request import errors
-from tokenloom.services.gateway.http import request_body, uvicorn_protocol
+from tokenloom.services.gateway.http import connections, request_body, uvicorn_protocol
 from tokenloom.services.gateway.http.response_counts import OTHER
 from tokenloom.services.gateway.openai.chat import ChatApi
 
@@ -84,6 +86,7 @@ async def raw(mesh: FakeMesh, *pieces: bytes, leave: bool = False) -> bytes:
             return await reader.read()
     finally:
         writer.close()
+        await settle()
 
 
 def head(*fields: bytes, path: bytes = CHAT.encode()) -> bytes:
@@ -91,6 +94,18 @@ def head(*fields: bytes, path: bytes = CHAT.encode()) -> bytes:
 
 
 CHUNKED = head(b"Transfer-Encoding: chunked")
+
+
+async def late_body(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(request_body, "BODY_SECONDS", 0.0)
+        await raw(mesh, head(b"Content-Length: 9"))
+
+
+async def late_head(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn_protocol, "HEAD_SECONDS", 1.0)
+        await raw(mesh, head()[:-2])
 
 
 async def pipeline(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
@@ -105,6 +120,7 @@ async def leave(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     request = await mesh.outputs.next_request()
     leaving.cancel()
     await request.cancelled.wait()
+    await settle()
 
 
 async def away(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
@@ -154,8 +170,8 @@ PROVOKED: dict[str, tuple[Provoke, dict[Labels, int]]] = {
     "model's path": (lambda mesh, http: http.get("/v1/models/other"), {(OTHER, "404", "MODEL_NOT_FOUND"): 1}),
     "object": (lambda mesh, http: http.get("/v1/responses/resp_1"), {("/v1/responses/*", "404", "NOT_FOUND"): 1}),
     "method": (lambda mesh, http: http.request("PATCH", CHAT), {(CHAT, "405", "METHOD_NOT_ALLOWED"): 1}),
-    "late body": (lambda mesh, http: raw(mesh, head(b"Content-Length: 9")), {(CHAT, "408", "BODY_TIMEOUT"): 1}),
-    "late head": (lambda mesh, http: raw(mesh, head()[:-2]), {(OTHER, "408", "HEAD_TIMEOUT"): 1}),
+    "late body": (late_body, {(CHAT, "408", "BODY_TIMEOUT"): 1}),
+    "late head": (late_head, {(OTHER, "408", "HEAD_TIMEOUT"): 1}),
     "large": (lambda mesh, http: post(http, user="u" * 5000), {(CHAT, "413", "PAYLOAD_TOO_LARGE"): 1}),
     "large chunks": (
         lambda mesh, http: raw(mesh, CHUNKED + b"1388\r\n%b\r\n" % (b"x" * 5000)),
@@ -196,9 +212,7 @@ async def post_as(http: httpx.AsyncClient, **headers: str) -> httpx.Response:
     return await http.post(CHAT, content=b"{}", headers={"content-type": "application/json", **headers})
 
 
-async def test_every_refusal_of_the_gateway_is_counted(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "BODY_SECONDS", 0.5)
-    monkeypatch.setattr(uvicorn_protocol, "HEAD_SECONDS", 0.7)
+async def test_every_refusal_of_the_gateway_is_counted(socket_dir: Path) -> None:
     async with FakeMesh(socket_dir).gateway(max_body_bytes=4096, max_live_requests=4) as mesh, mesh.http() as http:
         for name, (provoke, expected) in PROVOKED.items():
             assert await moved(http, provoke(mesh, http)) == expected, name
@@ -223,9 +237,18 @@ async def test_a_deadline_is_counted(socket_dir: Path) -> None:
         assert await moved(http, post(http)) == {(CHAT, "504", "DEADLINE_EXCEEDED"): 1}
 
 
+@contextmanager
+def nothing_idle() -> Iterator[None]:
+    """Let no connection make room for another one, however slow the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connections, "MIN_IDLE_SECONDS", 1e9)
+        yield
+
+
 async def test_connections_beyond_the_limit_are_counted(socket_dir: Path) -> None:
     async with FakeMesh(socket_dir).gateway(max_connections_per_peer=1) as mesh, mesh.http() as http:
-        assert await moved(http, raw(mesh)) == {(OTHER, "503", "CONNECTION_LIMIT"): 1}
+        with nothing_idle():
+            assert await moved(http, raw(mesh)) == {(OTHER, "503", "CONNECTION_LIMIT"): 1}
 
 
 async def test_refusals_before_tls_are_counted(socket_dir: Path, tmp_path: Path) -> None:
@@ -238,9 +261,10 @@ async def test_refusals_before_tls_are_counted(socket_dir: Path, tmp_path: Path)
         httpx.AsyncClient(base_url=f"https://{mesh.http_address}", timeout=SOON, verify=context) as https,
     ):
         assert await moved(https, raw(mesh, b"GET / HTTP/1.1\r\n\r\n")) == {(OTHER, "0", "TLS_HANDSHAKE"): 1}
-        held = asyncio.create_task(raw(mesh))
-        await asyncio.sleep(0)
-        assert (await moved(https, raw(mesh)))[OTHER, "0", "CONNECTION_LIMIT"] == 1
+        with nothing_idle():
+            held = asyncio.create_task(raw(mesh))
+            await settle()
+            assert (await moved(https, raw(mesh)))[OTHER, "0", "CONNECTION_LIMIT"] == 1
         held.cancel()
 
 

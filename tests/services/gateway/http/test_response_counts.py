@@ -85,3 +85,18 @@ def test_the_number_of_series_is_bounded() -> None:
     page = generate_latest(registry).decode()
     assert page.count("tokenloom_http_responses_total{") == MAX_SERIES + 1
     assert 'tokenloom_http_responses_total{reason="other",route="other",status="500"} 50.0' in page
+
+
+def test_refusals_of_the_api_by_reason() -> None:
+    counts = ResponseCounts(CollectorRegistry())
+    for route, status, reason in (
+        (CHAT, 200, ""),
+        (CHAT, 400, "INVALID_ARGUMENT"),
+        ("/v1/completions", 400, "INVALID_ARGUMENT"),
+        (CHAT, 200, "UNAVAILABLE"),  # a stream that has begun
+        (CHAT, 200, "CANCELLED"),
+        (CHAT, 499, "CANCELLED"),
+        ("/mesh", 401, "UNAUTHENTICATED"),
+    ):
+        counts.count(route, status, reason)
+    assert counts.refused() == {"INVALID_ARGUMENT": 2, "UNAVAILABLE": 1}

@@ -7,11 +7,13 @@ import shutil
 import signal
 import sys
 import tempfile
+from asyncio.subprocess import DEVNULL, PIPE
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.e2e.conftest import Served, serving
 from tests.services.gateway.page.chromium import Page, page
+from tests.services.gateway.page.other_clients import other_clients
 from tests.services.gateway.page.page_audit import CONTRASTS, FOCUS, MIN_CONTRAST, UNNAMED
 
 IMAGES = Path(__file__).parents[4] / "docs" / "images"
@@ -19,6 +21,8 @@ KEY, ADMIN_KEY = "key-of-the-test", "admin-key-of-the-test"
 ENGINE = "engine-1"
 WIDTH, HEIGHT = 1280, 800
 MAX_PICTURE_BYTES = 150_000
+MIN_INTERVALS = 9
+"""Of the charts, in a picture."""
 QUESTION = "What is 3 plus 4?"
 
 _TEXT = "document.querySelector({!r})?.textContent.trim()"
@@ -82,7 +86,7 @@ class Checks:
         await self.answered()
         note = await self.page.run(f"{_ANSWER}.querySelector('.timeline').textContent")
         self.expect("stopped" in note, f"a stopped answer: {note}")
-        await self.set("Max tokens", "24")
+        await self.set("Max tokens", "60")
         await self.click(_ANSWER, "Regenerate")
         await self.page.until(f"{_ANSWER}?.querySelector('.timeline') && !{_ANSWER}.textContent.includes('stopped')")
         count = await self.page.run("document.querySelectorAll('.message.assistant').length")
@@ -119,12 +123,13 @@ class Checks:
         self.expect("9" in text, f"an edited message is answered anew: {text!r}")
 
     async def tokens(self) -> None:
-        """Show the tokens of an answer and choose one with the keyboard."""
-        await self.set("Log probabilities", "3")
-        await self.ask("What is 6 plus 2?")
+        """Show the tokens of an answer that is drawn freely, and choose one with the keyboard."""
+        for label, value in (("Log probabilities", "5"), ("Temperature", "1"), ("Seed", "3"), ("Max tokens", "60")):
+            await self.set(label, value)
+        await self.ask("Tell me a story.")
         await self.answered()
         await self.page.run(f"{_ANSWER}.querySelector('.tokens').focus()")
-        await self.page.press("ArrowRight")
+        await self.page.press(*["ArrowRight"] * 6)
         rows = await self.page.run(f"{_ANSWER}.querySelectorAll('.inspector li').length")
         self.expect(rows >= 3, f"a token shows {rows} alternatives")
         await self.set("Log probabilities", "")
@@ -140,22 +145,52 @@ class Checks:
         self.expect(text.startswith("{"), f"an answer in the form of a schema: {text!r}")
         await self.set("JSON schema", "")
 
+    async def tool(self) -> None:
+        """Offer a tool, give its result, and see the model continue."""
+        parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+        function = {"name": "get_weather", "description": "Current weather", "parameters": parameters}
+        await self.set("Tools", json.dumps([{"type": "function", "function": function}]))
+        await self.ask("What is the weather in Paris?")
+        await self.answered()
+        call = await self.page.run(f"{_ANSWER}.querySelector('.tool-call').textContent")
+        self.expect("get_weather" in call and "Paris" in call, f"a tool is called: {call}")
+        await self.page.run(f"{_ANSWER}.querySelector('.tool-result textarea').focus()")
+        await self.page.write('{"weather": "sunny"}')
+        await self.page.run(f"{_ANSWER}.querySelector('.tool-result').requestSubmit()")
+        await self.page.until(f"!{_ANSWER}.querySelector('.tool-call')")
+        await self.answered()
+        text = await self.page.run(f"{_ANSWER}.querySelector('.message-text').textContent")
+        self.expect(text, f"the model continues with the tool's result: {text!r}")
+        await self.set("Tools", "")
+
+    async def new_chat(self, *questions: str) -> None:
+        """Begin another conversation."""
+        await self.page.run("document.querySelector('#new-chat').click()")
+        for question in questions:
+            await self.ask(question)
+            await self.answered()
+
     async def code(self) -> None:
-        """Show the request as a command and as a program, without the key."""
+        """Show the request as a command and as a program, without the key, and run them."""
+        await self.new_chat(QUESTION)
         await self.page.run("document.querySelector('#open-code').click()")
         shown = [await self.page.run(_TEXT.format("#code"))]
         await self.page.run("document.querySelector('input[value=python]').click()")
         shown.append(await self.page.run(_TEXT.format("#code")))
         await self.page.press("Escape")
-        self.expect("curl" in shown[0] and "OpenAI(" in shown[1], "the request as curl and as Python")
-        self.expect(not any(KEY in each for each in shown), "no key in them")
-        compile(shown[1], "copied", "exec")
+        self.expect(not any(KEY in each for each in shown), "the request as curl and as Python, without the key")
+        for command in (("bash", "-c", shown[0]), (sys.executable, "-c", shown[1])):
+            process = await asyncio.create_subprocess_exec(
+                *command, env={**os.environ, "TOKENLOOM_API_KEY": KEY}, stdout=PIPE, stderr=DEVNULL
+            )
+            output, _ = await process.communicate()
+            self.expect(b"7" in output, f"{Path(command[0]).name} runs what was copied: {output[-60:]!r}")
 
     async def requests(self) -> None:
         """See the last requests with the admin key."""
         await self.page.until("document.querySelectorAll('#requests tbody tr').length >= 5")
         text = await self.page.run(_TEXT.format("#requests"))
-        self.expect("/v1/chat/completions" in text and "plus" not in text, "the last requests, without prompts")
+        self.expect("chat/completions" in text and "plus" not in text, "the last requests, without prompts")
 
     async def kill(self) -> None:
         """Kill an engine; the page shows it as lost, and as serving when the supervisor has started it again."""
@@ -165,6 +200,7 @@ class Checks:
         await self.page.until(f"({_STATE.format(ENGINE)}).startsWith('lost')")
         pill = await self.page.run("document.querySelector('#health').className")
         self.expect("bad" in pill, f"{ENGINE} was killed and is red")
+        await self.looks("dark")
         await self.page.until(f"({_STATE.format(ENGINE)}) === 'serving'")
         await self.page.until("document.querySelector('#health').className.includes('ok')")
         events = await self.page.run(_TEXT.format("#events"))
@@ -185,16 +221,18 @@ class Checks:
     async def looks(self, scheme: str) -> None:
         """Take a picture in one colour scheme, and check contrasts and names."""
         await self.page.show(WIDTH, HEIGHT, scheme)
+        await self.page.run("document.querySelectorAll('.column, .map').forEach((each) => each.scrollTo(0, 0))")
+        await self.page.until(f"document.querySelector('.plot').ariaValueMax >= {MIN_INTERVALS - 1}")
+        IMAGES.mkdir(exist_ok=True)
+        path = IMAGES / f"page-{scheme}.png"
+        await self.page.picture(path)
+        self.expect(path.stat().st_size <= MAX_PICTURE_BYTES, f"{path.name}: {path.stat().st_size} bytes")
         contrasts = await self.page.run(CONTRASTS)
         self.expect(not contrasts, f"{scheme}: every text has a contrast of {MIN_CONTRAST} {contrasts or ''}")
         unnamed = await self.page.run(UNNAMED)
         self.expect(not unnamed, f"{scheme}: every control has a name {unnamed or ''}")
         wide = await self.page.run("document.documentElement.scrollWidth")
         self.expect(wide <= WIDTH, f"{scheme}: the page fits into {WIDTH} pixels")
-        IMAGES.mkdir(exist_ok=True)
-        path = IMAGES / f"page-{scheme}.png"
-        await self.page.picture(path)
-        self.expect(path.stat().st_size <= MAX_PICTURE_BYTES, f"{path.name}: {path.stat().st_size} bytes")
 
     def network(self) -> None:
         """Look at every request of the tab."""
@@ -217,12 +255,17 @@ async def check(served: Served, directory: Path) -> list[str]:
         await tab.open(served.url)
         await checks.keys()
         await checks.parts()
-        for step in (checks.stream, checks.edit, checks.tokens, checks.schema, checks.code, checks.requests):
-            await step()
-        await checks.kill()
-        await checks.reach()
-        for scheme in ("light", "dark"):
-            await checks.looks(scheme)
+        async with other_clients(served.url, KEY):
+            for step in (
+                *(checks.stream, checks.edit, checks.schema, checks.tool),
+                *(checks.code, checks.requests, checks.reach),
+            ):
+                await step()
+            await checks.new_chat(QUESTION, "Explain prefill and decode.")
+            await checks.looks("light")
+            await checks.new_chat()
+            await checks.tokens()
+            await checks.kill()
         checks.network()
         return checks.wrong
 
@@ -232,7 +275,7 @@ def main() -> int:
         print("there is no chromium; on Debian: apt-get install chromium", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as directory, serving() as serve:
-        flags = ("--prefill", "1", "--decode", "2", "--pd-threshold", "0")
+        flags = ("--prefill", "1", "--decode", "2", "--pd-threshold", "0", "--num-kv-blocks", "48")
         served = serve(*flags, TOKENLOOM_API_KEY=KEY, TOKENLOOM_ADMIN_API_KEY=ADMIN_KEY)
         wrong = asyncio.run(check(served, Path(directory)))
     return bool(wrong)

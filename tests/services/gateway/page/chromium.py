@@ -1,7 +1,6 @@
 """Drives a headless Chromium through its debugging pipe, without a library or a port."""
 
 import asyncio
-import base64
 import json
 import os
 from asyncio.subprocess import DEVNULL
@@ -11,6 +10,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from tests.services.gateway.page.picture import TO_PALETTE, palette_png
+
 _FLAGS = (
     "--headless=new",
     "--no-sandbox",
@@ -19,6 +20,7 @@ _FLAGS = (
     "--no-first-run",
     "--disable-background-networking",
     "--hide-scrollbars",
+    "--disable-lcd-text",  # pictures are smaller without coloured edges
     "--remote-debugging-pipe",
 )
 _LIMIT = 64 << 20
@@ -126,8 +128,9 @@ class Page:
 
     async def picture(self, path: Path) -> None:
         """Save what is visible as PNG."""
-        taken = await self.call("Page.captureScreenshot", format="png", optimizeForSpeed=False)
-        await asyncio.to_thread(path.write_bytes, base64.b64decode(taken["data"]))
+        taken = await self.call("Page.captureScreenshot", format="png")
+        palette = await self.run(f"{TO_PALETTE}({json.dumps(taken['data'])})")
+        await asyncio.to_thread(path.write_bytes, palette_png(**palette))
 
     def requested(self) -> list[str]:
         """Return the URLs that were requested so far."""

@@ -12,6 +12,7 @@ import grpc
 import httpx
 import pytest
 
+from tests.loop_clock import settle
 from tests.services.gateway.fakes import MODEL, FakeMesh
 from tokenloom.services.runtime.telemetry.logs import JsonFormatter
 from tokenloom.v1 import inference_pb2
@@ -103,6 +104,7 @@ async def test_a_client_that_leaves(socket_dir: Path, lines: list[dict[str, Any]
         request.send("Hel", [1, 2, 3])
         leaving.cancel()
         await request.cancelled.wait()
+        await settle()
         found = await last_requests(http)
     assert [(each["status"], each["reason"]) for each in found] == [(499, "CANCELLED")]
     assert found[0]["generation_id"]

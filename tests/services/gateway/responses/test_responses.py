@@ -234,3 +234,23 @@ async def test_tools_that_run_at_openai_are_left_out_and_named(socket_dir: Path)
         (chat,) = [*mesh.tokenizer.chats, *mesh.second_tokenizer.chats]
         assert [tool["function"]["name"] for tool in json.loads(chat.tools_json)] == ["get_time"]
         assert (await post(http, tools=tools[:1])).status_code == 200
+
+
+async def test_a_function_of_a_namespace_is_called_by_its_own_name(socket_dir: Path) -> None:
+    async with openai_client(socket_dir) as (mesh, client):
+        mesh.outputs.auto = [text.replace("get_", "met.get_") for text in CALL]
+        tools: list[Any] = [{"type": "namespace", "name": "met", "description": "Weather.", "tools": TOOLS}]
+        answer = await client.responses.create(model=MODEL, input="The weather?", tools=tools)
+        call = answer.output[-1]
+        assert call.type == "function_call"
+        assert (call.namespace, call.name, call.arguments) == ("met", "get_weather", '{"city": "Oslo"}')
+        last_chat(mesh)
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+        items: list[Any] = [{"role": "user", "content": "hi"}, call.to_dict(), result]
+        await client.responses.create(model=MODEL, input=items, tools=tools)
+        assert last_chat(mesh)[1]["tool_calls"][0]["function"]["name"] == "met.get_weather"
+        again: list[Any] = [result]
+        await client.responses.create(model=MODEL, input=again, tools=tools, previous_response_id=answer.id)
+        assert last_chat(mesh)[1]["tool_calls"][0]["function"]["name"] == "met.get_weather"
+        response = await client.responses.with_raw_response.create(model=MODEL, input="hi", tools=tools)
+        assert response.headers["x-tokenloom-ignored"] == "tools[].description"

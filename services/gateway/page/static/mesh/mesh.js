@@ -1,7 +1,7 @@
 // Shows the mesh as the gateway reports it every second.
 
 import { byId, html, setText } from "../dom.js";
-import { askForKeys } from "../keys.js";
+import { askForKeys, readKey } from "../keys.js";
 import { MeshEvents } from "./mesh_events.js";
 import { MeshMap } from "./mesh_map.js";
 import { count, milliseconds, several } from "../numbers.js";
@@ -42,13 +42,15 @@ const showLinks = (links) => {
       milliseconds(link.wait_ms / Math.max(link.prompts, 1))} each`)));
 };
 
-export const startMesh = () => {
+/** `onModel`: called with the name of the served model, whenever it was reported. */
+export const startMesh = (onModel) => {
   const map = new MeshMap(byId("map"));
   const events = new MeshEvents(byId("events"));
   let asked = false;
 
   const show = (mesh) => {
     setText(byId("model"), mesh.model);
+    onModel(mesh.model);
     showHealth(...judge(mesh));
     setText(byId("mesh-summary"), summary(mesh));
     map.show(mesh);
@@ -57,7 +59,7 @@ export const startMesh = () => {
   };
   const fail = (error) => {
     if (error.status === 401) {
-      showHealth("warn", "This gateway asks for an API key");
+      showHealth("warn", readKey("api") ? "The gateway does not accept this API key" : "The gateway asks for an API key");
       if (!asked) askForKeys();
       asked = true;
     } else if (error.status === 0) {

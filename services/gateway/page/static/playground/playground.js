@@ -1,8 +1,6 @@
 // Lets a conversation with the model run: send, stop, regenerate, edit.
 
-import { call } from "../api.js";
 import { byId, html } from "../dom.js";
-import { onKeys } from "../keys.js";
 import { receive } from "./answer_stream.js";
 import { startCodeDialog } from "./code_dialog.js";
 import { Conversation, Message } from "./conversation.js";
@@ -20,7 +18,7 @@ class Playground {
     this.list = byId("messages");
     this.draft = byId("draft");
     this.live = null; // the AbortController of the answer that streams
-    this.model = undefined;
+    this.model = undefined; // without a name the served model answers
     this.actions = {
       regenerate: (message) => this.again(message),
       edited: (message, text) => this.edited(message, text),
@@ -144,12 +142,6 @@ class Playground {
       html("p", {}, "Talk to the model."),
       html("p", { class: "note" }, "Each answer shows where its time went. Settings hold tools, JSON schemas and log probabilities.")));
   }
-
-  async findModel() {
-    try {
-      this.model = (await (await call("v1/models")).json()).data[0]?.id;
-    } catch { /* without a name the served model answers */ }
-  }
 }
 
 const toggleSettings = () => {
@@ -158,6 +150,7 @@ const toggleSettings = () => {
   byId("toggle-settings").setAttribute("aria-expanded", String(!form.hidden));
 };
 
+/** Return the playground; its `model` is set once it is known. */
 export const startPlayground = () => {
   const playground = new Playground();
   byId("composer").addEventListener("submit", (event) => {
@@ -176,6 +169,5 @@ export const startPlayground = () => {
   byId("new-chat").addEventListener("click", () => playground.clear());
   byId("toggle-settings").addEventListener("click", toggleSettings);
   startCodeDialog(() => playground.body());
-  playground.findModel();
-  onKeys(() => playground.findModel());
+  return playground;
 };

@@ -13,6 +13,9 @@ const niceTop = (value) => {
   return [1, 2, 5, 10].map((step) => step * power).find((top) => top >= value * 0.999);
 };
 
+const span = (duration) =>
+  (duration < 120000 ? `${Math.round(duration / 1000)} s` : `${Math.round(duration / 60000)} min`);
+
 export class Chart {
   /**
    * `format`: writes a value. `series`: the names of the lines, the first one is the main one. `top`: the upper end of
@@ -41,9 +44,12 @@ export class Chart {
       ...names.map((name, index) => html("span", {}, html("i", { class: `s${index}` }), name)));
   }
 
-  /** Show values, the oldest first. `columns`: a list for each series. `slots`: how many fit. `times`: a Date of each. */
-  show(columns, times, slots) {
-    Object.assign(this, { columns, times, slots });
+  /**
+   * Show values, the oldest first. `columns`: a list for each series. `times`: a Date of each. `slots`: how many
+   * fit. `duration`: that of all slots, in milliseconds.
+   */
+  show(columns, times, slots, duration) {
+    Object.assign(this, { columns, times, slots, duration });
     const known = columns.flat().filter((value) => value !== null);
     const top = this.top ?? niceTop(Math.max(...known, 0));
     setText(this.scale, known.length ? this.format(top) : "");
@@ -88,7 +94,7 @@ export class Chart {
     const about = this.about(at);
     this.value.replaceChildren(written[0], ...others, ...(about ? [html("small", {}, about)] : []));
     const time = timeOfDay(this.times[at]);
-    setText(this.when, this.at === null ? `${Math.round((this.times[last] - this.times[0]) / 60000)} min` : time);
+    setText(this.when, this.at === null ? span(this.duration) : time);
     this.plot.setAttribute("aria-valuenow", at);
     this.plot.setAttribute("aria-valuetext",
       `${time}: ${written.map((text, index) => `${this.series[index]} ${text}`).join(", ")} ${about}`);

@@ -7,27 +7,28 @@ import { Poll } from "../poll.js";
 
 const SECONDS = 3;
 const MAX_ROWS = 50;
-const COLUMNS = ["Time", "Request", "Route", "Key", "Prompt", "Cached", "Output", "TTFT", "Total", "Outcome"];
+const COLUMNS = ["Time", "Route", "Prompt", "Cached", "Output", "TTFT", "Total", "Outcome", "Key", "Request"];
 const NUMBERS = new Set(["Prompt", "Cached", "Output", "TTFT", "Total"]);
+const MONO = new Set(["Key", "Request"]);
 
 const cells = (request) => [
   timeOfDay(new Date(1000 * request.finished_at)),
-  request.request_id,
-  request.route,
-  request.key || "–",
+  request.route.replace(/^\/v1\//, ""),
   count(request.prompt_tokens),
   count(request.cached_tokens),
   count(request.output_tokens),
   request.ttft_seconds === null ? "–" : milliseconds(1000 * request.ttft_seconds),
   milliseconds(1000 * request.seconds),
   `${request.status}${request.reason ? ` ${request.reason}` : ""}`,
+  request.key.slice(0, 8) || "–",
+  request.request_id,
 ];
 
 const row = (request) => {
   const level = request.status >= 400 || request.reason ? "bad" : "ok";
   return html("tr", {}, ...cells(request).map((text, index) => {
     const name = COLUMNS[index];
-    const kind = name === "Outcome" ? level : NUMBERS.has(name) ? "number" : name === "Request" ? "mono" : undefined;
+    const kind = name === "Outcome" ? level : NUMBERS.has(name) ? "number" : MONO.has(name) ? "mono" : undefined;
     return html("td", { class: kind, title: text }, text);
   }));
 };

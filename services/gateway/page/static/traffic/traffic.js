@@ -28,7 +28,9 @@ export const startTraffic = () => {
     const columns = { ...traffic, refused: refused.map(total) };
     const newest = refused.length - 1;
     const times = refused.map((_, at) => new Date(1000 * (traffic.ended_at - (newest - at) * traffic.interval_seconds)));
-    for (const { names, chart } of charts) chart.show(names.map((name) => columns[name]), times, Math.max(times.length, MIN_SLOTS));
+    const slots = Math.max(times.length, MIN_SLOTS);
+    const duration = 1000 * slots * traffic.interval_seconds;
+    for (const { names, chart } of charts) chart.show(names.map((name) => columns[name]), times, slots, duration);
   };
   const seconds = 5;
   new Poll("traffic", seconds, show, () => {}).now(); // the mesh reports why nothing comes

@@ -1,0 +1,49 @@
+"""What ``serve`` prints when every part serves."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from tokenloom.cli.mesh import serve
+from tokenloom.supervisor.state_dir import PartState
+
+
+@dataclass
+class FakeMesh:
+    """Stands in for a mesh that serves at once."""
+
+    events: list[str] = field(default_factory=list)
+
+    async def wait_serving(self) -> None:
+        self.events.append("serving")
+
+    async def output_settled(self) -> None:
+        self.events.append("settled")
+
+    async def wait_failed(self) -> None:
+        self.events.append("waits")
+
+    @property
+    def gateways(self) -> list[PartState]:
+        return self.states("gateway")
+
+    def states(self, service: str) -> list[PartState]:
+        return [PartState(1, "127.0.0.1:9123", None, "127.0.0.1:8123", "") for _ in range(service == "gateway")]
+
+
+@pytest.mark.parametrize(("length", "context"), [(2048, ", context: 2048 tokens"), (None, "")])
+def test_the_last_line_says_where_and_what_is_served(
+    length: int | None, context: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def context_length(addresses: list[str]) -> int | None:
+        return length
+
+    monkeypatch.setattr(serve, "context_length", context_length)
+    mesh = FakeMesh()
+    asyncio.run(serve._announce_and_wait(mesh, "demo", "http"))  # type: ignore[arg-type]
+    assert mesh.events == ["serving", "settled", "waits"]
+    assert capsys.readouterr().out == (
+        f"demo is served at http://127.0.0.1:8123 (page: http://127.0.0.1:8123/, gRPC: 127.0.0.1:9123{context}). "
+        "Ctrl-C stops it.\n"
+    )

@@ -1,0 +1,32 @@
+"""``tokenloom doctor``."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tokenloom.cli import doctor
+from tokenloom.cli.main import app
+from tokenloom.preflight.diagnosis.finding import Finding
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "examine_engine", lambda: iter([Finding("warn", "kernels", "none")]))
+
+
+def test_warnings_do_not_fail() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--port", "0"])
+    assert result.exit_code == 0, result.output
+    assert "warn  kernels        none" in result.stdout.splitlines()
+
+
+def test_a_taken_port_fails() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        result = CliRunner().invoke(app, ["doctor", "--port", str(port), "--json"])
+    assert result.exit_code == 1
+    assert [each["subject"] for each in json.loads(result.stdout) if each["level"] == "fail"] == ["ports"]

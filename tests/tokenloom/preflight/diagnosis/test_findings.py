@@ -1,0 +1,79 @@
+"""What ``tokenloom doctor`` examines."""
+
+import datetime
+from pathlib import Path
+
+import pytest
+
+from tokenloom.certificates import make_certificates
+from tokenloom.preflight.diagnosis import engine, host
+from tokenloom.preflight.diagnosis.certificates import examine_certificates
+from tokenloom.preflight.diagnosis.finding import from_check
+from tokenloom.preflight.refusal import Refused
+from tokenloom.supervisor.state_dir import root
+
+
+def test_a_check_that_refuses_fails() -> None:
+    def refuse() -> None:
+        raise Refused("full: free space")
+
+    assert from_check("disk", "fine", refuse).text == "full: free space"
+    assert from_check("disk", "fine", refuse).level == "fail"
+    assert from_check("disk", "fine", lambda: None).level == "ok"
+
+
+def test_this_machine_is_examined() -> None:
+    found = [*host.examine_host(root()), *engine.examine_engine()]
+    subjects = {each.subject for each in found}
+    assert {"platform", "cores", "memory", "shared memory", "huge pages", "open files", "sockets", "clock"} <= subjects
+    assert {"packages", "processor", "kernels"} <= subjects
+    assert not [each for each in found if each.level == "fail"]
+    assert all(each.text and "\n" not in each.text for each in found)
+
+
+@pytest.mark.parametrize(
+    ("content", "level"), [("MemAvailable: 999999999 kB", "ok"), ("MemAvailable: 1000 kB", "warn"), ("", "warn")]
+)
+def test_memory(content: str, level: str, tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text(content)
+    assert host._memory(tmp_path / "meminfo").level == level
+
+
+@pytest.mark.parametrize(
+    ("content", "level"), [("always [madvise] never", "ok"), ("always madvise [never]", "warn"), ("", "warn")]
+)
+def test_huge_pages(content: str, level: str, tmp_path: Path) -> None:
+    (tmp_path / "enabled").write_text(content)
+    assert host._huge_pages(tmp_path / "enabled").level == level
+
+
+def test_limits(tmp_path: Path) -> None:
+    assert [host._descriptors(limit).level for limit in (1024, 20000, -1)] == ["warn", "ok", "ok"]
+    assert host._shared_memory(tmp_path / "nothing").level == "warn"
+
+
+@pytest.mark.parametrize(
+    ("days", "level", "word"),
+    [(0, "ok", "valid until"), (25, "warn", "expires on"), (40, "fail", "expired on"), (-9, "fail", "set the clock")],
+)
+def test_certificates(days: int, level: str, word: str, tmp_path: Path) -> None:
+    make_certificates(tmp_path, days=30)
+    now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+    found = [each for each in examine_certificates(tmp_path, now) if "gateway.crt" in each.text]
+    assert [each.level for each in found] == [level]
+    assert word in found[0].text
+
+
+def test_what_is_no_certificate_fails(tmp_path: Path) -> None:
+    assert [each.level for each in examine_certificates(tmp_path)] == ["ok"]
+    (tmp_path / "gateway.crt").write_text("nothing")
+    assert [each.level for each in examine_certificates(tmp_path)] == ["fail"]
+
+
+def test_kernels_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "FOLDER", tmp_path)
+    assert engine._kernels().level in ("ok", "warn")
+    monkeypatch.setattr(engine.shutil, "which", lambda name: None)
+    assert engine._kernels().level == "warn"
+    monkeypatch.setattr(engine, "available_levels", list)
+    assert engine._processor().level == "warn"

@@ -1,0 +1,150 @@
+"""Ports, files, packages and the directory of sockets, before a process starts."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tokenloom.certificates import make_certificates
+from tokenloom.cli.main import app
+from tokenloom.cli.mesh import serve
+from tokenloom.preflight import packages, platforms
+from tokenloom.preflight.files import check_certificate
+from tokenloom.preflight.listening import check_addresses
+from tokenloom.preflight.refusal import Refused
+from tokenloom.preflight.run_directory import check_run_directory
+from tokenloom.supervisor.run import Outcome
+from tokenloom.supervisor.state_dir import MeshRecord, mesh_directory, write_record
+
+
+@pytest.fixture(autouse=True)
+def started(monkeypatch: pytest.MonkeyPatch, socket_dir: Path) -> list[Any]:
+    """The meshes that would have started."""
+    found: list[Any] = []
+
+    async def run_mesh(options: Any, *_: Any) -> Outcome:
+        found.append(options)
+        return Outcome(interrupted=True, clean=True)
+
+    monkeypatch.setattr(serve, "run_mesh", run_mesh)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(socket_dir))
+    return found
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port on which another program listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["serve", "--port", "0", *arguments])
+
+
+def refusal(*arguments: str) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+def test_what_is_in_order_starts(started: list[Any]) -> None:
+    assert run().exit_code == 0
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
+def test_a_taken_port_is_named(taken: int, flag: str, started: list[Any]) -> None:
+    assert f"cannot bind 127.0.0.1:{taken}: Address already in use; choose another port" in refusal(flag, str(taken))
+    assert started == []
+
+
+def test_a_port_of_a_mesh_of_ours_can_be_freed(taken: int) -> None:
+    with mesh_directory() as directory:
+        write_record(directory, MeshRecord(1, taken, []))
+        assert f"`tokenloom stop --port {taken}` stops your mesh there" in refusal("--port", str(taken))
+
+
+def test_a_taken_port_for_metrics_is_named(taken: int, tmp_path: Path) -> None:
+    file = tmp_path / "mesh.toml"
+    file.write_text(f'[tokenizer]\nmetrics_listen = "127.0.0.1:{taken}"\n')
+    message = refusal("--config", str(file))
+    assert f"tokenizer: --metrics-listen 127.0.0.1:{taken}: Address already in use" in message
+    assert "choose another address or port" in message
+
+
+def test_parts_cannot_share_a_port() -> None:
+    flags = {"engine": ("--metrics-listen=127.0.0.1:9100",), "tokenizer": ("--metrics-listen=127.0.0.1:9100",)}
+    with pytest.raises(Refused, match="2 parts cannot listen on one port: use port 0"):
+        check_addresses(flags, {"engine": 2})
+    with pytest.raises(Refused, match="engine has the same port"):
+        check_addresses(flags, {"engine": 1})
+
+
+@pytest.mark.parametrize("option", ["--api-key-file", "--public-tls-key"])
+def test_a_missing_file_is_named(option: str, tmp_path: Path) -> None:
+    message = refusal(option, str(tmp_path / "nothing"))
+    assert f"{option}: {tmp_path}/nothing cannot be read (No such file or directory)" in message
+
+
+def test_a_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
+    make_certificates(tmp_path, days=30)
+    check_certificate(tmp_path / "gateway.crt", tmp_path / "gateway.key")
+    with pytest.raises(Refused, match="are not a certificate and its key in PEM"):
+        check_certificate(tmp_path / "gateway.crt", tmp_path / "engine.key")
+
+
+def test_a_long_directory_for_sockets_is_refused(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 90)
+    with pytest.raises(Refused, match=r"too long for unix sockets.*set XDG_RUNTIME_DIR or TMPDIR"):
+        check_run_directory(long)
+
+
+def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenloom.preflight.run_directory._NEEDED_BYTES", 1 << 62)
+    with pytest.raises(Refused, match="free space, or set XDG_RUNTIME_DIR"):
+        check_run_directory(Path("/tmp"))
+
+
+def test_without_the_engines_packages_the_answer_is_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, started: list[Any]
+) -> None:
+    found = packages.find_spec
+    monkeypatch.setattr(packages, "find_spec", lambda name: None if name == "torch" else found(name))
+    message = refusal()
+    assert "needs torch, which this environment lacks: run pip install 'tokenloom[engine]'" in message
+    assert run("--worker", "hash").exit_code == 0, "it needs no torch"
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("installed", "reason"),
+    [("2.10.1", "older than 2.11"), ("2.13.0+cpu", ""), ("2.14.0", r"tested with \(below 2.14\)"), ("2.11.0a1", "")],
+)
+def test_versions_of_torch(installed: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages.metadata, "version", lambda name: installed)
+    monkeypatch.setattr(
+        packages.metadata, "requires", lambda name: ["numpy>=1", 'torch<2.14,>=2.11; extra == "engine"']
+    )
+    if not reason:
+        packages.check_engine_packages()
+        return
+    with pytest.raises(Refused, match=reason):
+        packages.check_engine_packages()
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "note"),
+    [("linux", "x86_64", ""), ("linux", "aarch64", "not tested"), ("darwin", "arm64", "not a tested platform")],
+)
+def test_other_platforms_get_one_sentence(
+    system: str, machine: str, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platforms.sys, "platform", system)
+    monkeypatch.setattr(platforms.platform, "machine", lambda: machine)
+    assert note in platforms.platform_note()
+    assert bool(platforms.platform_note()) == bool(note)

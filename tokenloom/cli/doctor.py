@@ -1,0 +1,58 @@
+"""``tokenloom doctor``: examines this machine and says what keeps a mesh from starting, or makes it slow."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenloom.preflight.diagnosis.certificates import examine_certificates
+from tokenloom.preflight.diagnosis.engine import examine_engine
+from tokenloom.preflight.diagnosis.finding import Finding
+from tokenloom.preflight.diagnosis.host import examine_host
+from tokenloom.supervisor.ports import PortTaken, reserved_ports
+from tokenloom.supervisor.state_dir import StateDirError, root, running_meshes
+
+from .failures import FAILED
+
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+def doctor(
+    host: Annotated[str, typer.Option(help="Address on which a gateway would listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port that it would have.")] = 8000,
+    certs: Annotated[Path, typer.Option(help="Folder with the certificates of a mesh.")] = Path("certs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print an array of objects instead of lines.")] = False,
+) -> None:
+    """Examine packages, kernels, memory, ports, certificates and the clock; exits with 1 if something fails."""
+    findings = list(_findings(host, port, certs))
+    if as_json:
+        print(json.dumps([asdict(each) for each in findings], indent=2))
+    else:
+        for each in findings:
+            typer.echo(f"{typer.style(f'{each.level:<4}', fg=_COLOURS[each.level])}  {each.subject:<13}  {each.text}")
+    raise typer.Exit(FAILED if any(each.level == "fail" for each in findings) else 0)
+
+
+def _findings(host: str, port: int, certs: Path) -> Iterator[Finding]:
+    try:
+        directory = root()
+    except StateDirError as error:
+        yield Finding("fail", "sockets", str(error))
+    else:
+        yield from examine_host(directory)
+        yield _ports(host, port)
+    yield from examine_engine()
+    yield from examine_certificates(certs)
+
+
+def _ports(host: str, port: int) -> Finding:
+    try:
+        with reserved_ports(host, 1, port, None) as (ports,):
+            return Finding("ok", "ports", f"{ports.http} (HTTP) and {ports.grpc} (gRPC) are free")
+    except PortTaken as error:
+        if any(mesh.port == port for mesh in running_meshes()):
+            return Finding("warn", "ports", f"a mesh of yours has port {port}; `tokenloom stop --port {port}` stops it")
+        return Finding("fail", "ports", str(error))

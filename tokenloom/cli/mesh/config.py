@@ -1,0 +1,96 @@
+"""``tokenloom config``: prints what ``tokenloom serve`` would run with, and where each value comes from."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from tokenloom.checkpoint import DEMO_MODEL_NAME
+from tokenloom.services.runtime.host.options import Option, options_of
+from tokenloom.supervisor.layout import MeshOptions
+
+from ..options import offers
+from ..tables import print_tables
+from .serve_config import as_defaults, service_flags
+from .serve_options import OFFERS
+
+_HIDDEN = "…"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value, as ``--json`` prints it."""
+
+    option: str
+    value: str
+    source: str
+    """``flag``, ``environment NAME``, ``file PATH`` or ``default``."""
+
+
+@offers((offer.option for offer in OFFERS.values() if offer.services), variables=True)
+@offers(options_of(MeshOptions).values())
+def config(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Checkpoint directory, GGUF file or hub id.")] = DEMO_MODEL_NAME,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name that clients use; by default the last part of the directory.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(callback=as_defaults, is_eager=True, help="File with these options, as for serve.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print an array of objects instead of a table.")] = False,
+    changed: Annotated[bool, typer.Option("--changed", help="Leave out the defaults.")] = False,
+    **chosen: Any,
+) -> None:
+    """Print the configuration with which `tokenloom serve` would run for the same arguments, and nothing else."""
+    rows = [
+        Setting("model", model, _source(context, "model", config)),
+        Setting("served_model_name", served_model_name or "", _source(context, "served_model_name", config)),
+        *(_setting(context, offer.option, chosen.get(name), config) for name, offer in OFFERS.items()),
+        *_of_services(config),
+    ]
+    rows = [row for row in rows if not changed or row.source != "default"]
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+    else:
+        print_tables(_table(rows))
+
+
+def _setting(context: typer.Context, option: Option, value: object, file: Path | None) -> Setting:
+    if value is None:
+        return Setting(option.name, option.default_text, "default")
+    shown = _HIDDEN if option.extra.get("secret") else str(value).lower() if isinstance(value, bool) else str(value)
+    return Setting(option.name, shown, _source(context, option.name, file, option.variable))
+
+
+def _source(context: typer.Context, name: str, file: Path | None, variable: str = "") -> str:
+    source = context.get_parameter_source(name)
+    match source.name if source is not None else "DEFAULT":
+        case "COMMANDLINE":
+            return "flag"
+        case "ENVIRONMENT":
+            return f"environment {variable}"
+        case "DEFAULT_MAP":
+            return f"file {file}"
+    return "default"
+
+
+def _of_services(file: Path | None) -> Iterator[Setting]:
+    """Yield what the file's tables set for one service only."""
+    for service, flags in service_flags(file).items():
+        for each in flags:
+            name, _, value = each.removeprefix("--").partition("=")
+            yield Setting(f"{service}.{name.replace('-', '_')}", value, f"file {file}")
+
+
+def _table(rows: list[Setting]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("OPTION", "VALUE", "FROM"):
+        table.add_column(title, no_wrap=True)
+    for row in rows:
+        table.add_row(row.option, row.value or "-", row.source)
+    return table

@@ -11,7 +11,8 @@ _HEAD = """# HTTP
 
 `make docs` writes this page from the OpenAPI document, which each gateway serves at `/openapi.json` and shows at
 `/docs`. A request's `x-request-id` is returned, or a new one is made. Fields that may be null count as absent then. The
-routes marked *admin* exist where the gateway has an admin key.
+routes marked *admin* exist where the gateway has an admin key, and those of [files and batches](../use/batches.md)
+where they are turned on.
 
 | method | path | what it does |
 |---|---|---|
@@ -20,7 +21,7 @@ routes marked *admin* exist where the gateway has an admin key.
 
 def http_api() -> str:
     """Return ``docs/reference/http.md``."""
-    api = document(admin=True, embeds=True)
+    api = document(admin=True, embeds=True, batches=True)
     operations = [(path, method, each) for path, methods in api["paths"].items() for method, each in methods.items()]
     lines = [
         f"| {method.upper()} | [{path}](#{_anchor(f'{method} {path}')}) | {_summary(each)} |"

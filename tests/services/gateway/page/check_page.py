@@ -148,8 +148,9 @@ class Checks:
     async def tool(self) -> None:
         """Offer a tool, give its result, and see the model continue."""
         parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-        function = {"name": "get_weather", "description": "Current weather", "parameters": parameters}
+        function = {"name": "get_weather", "description": "Current weather in a city", "parameters": parameters}
         await self.set("Tools", json.dumps([{"type": "function", "function": function}]))
+        await self.new_chat()
         await self.ask("What is the weather in Paris?")
         await self.answered()
         call = await self.page.run(f"{_ANSWER}.querySelector('.tool-call').textContent")

@@ -148,8 +148,9 @@ class Checks:
     async def tool(self) -> None:
         """Offer a tool, give its result, and see the model continue."""
         parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-        function = {"name": "get_weather", "description": "Current weather", "parameters": parameters}
+        function = {"name": "get_weather", "description": "Current weather in a city", "parameters": parameters}
         await self.set("Tools", json.dumps([{"type": "function", "function": function}]))
+        await self.new_chat()
         await self.ask("What is the weather in Paris?")
         await self.answered()
         call = await self.page.run(f"{_ANSWER}.querySelector('.tool-call').textContent")
@@ -179,12 +180,15 @@ class Checks:
         shown.append(await self.page.run(_TEXT.format("#code")))
         await self.page.press("Escape")
         self.expect(not any(KEY in each for each in shown), "the request as curl and as Python, without the key")
-        for command in (("bash", "-c", shown[0]), (sys.executable, "-c", shown[1])):
+        for wanted, command in (
+            (b"[DONE]", ("bash", "-c", shown[0])),
+            (b"= 7", (sys.executable, "-c", shown[1])),
+        ):
             process = await asyncio.create_subprocess_exec(
                 *command, env={**os.environ, "TOKENLOOM_API_KEY": KEY}, stdout=PIPE, stderr=DEVNULL
             )
             output, _ = await process.communicate()
-            self.expect(b"7" in output, f"{Path(command[0]).name} runs what was copied: {output[-60:]!r}")
+            self.expect(wanted in output, f"{Path(command[0]).name} runs what was copied: {output[-60:]!r}")
 
     async def requests(self) -> None:
         """See the last requests with the admin key."""

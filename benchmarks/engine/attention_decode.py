@@ -4,7 +4,7 @@
 
 compares a KV cache of 8 bits with one of the model's dtype, in turns, by the CPU seconds of one thread. It prints a
 line for each number of requests. MODEL is a directory with a ``config.json``. With ``--whole-step`` MODEL is a
-checkpoint, and whole decode steps are compared, on all cores and by the time that passes.
+checkpoint, and whole decode steps are compared, with ``--threads`` above one by the time that passes.
 """
 
 import argparse
@@ -147,10 +147,12 @@ def compare_kv_dtypes(config: ModelConfig, requests: int, context: int, pairs: i
 
 @torch.inference_mode()
 def compare_steps(model: Model, requests: int, context: int, pairs: int) -> dict[str, Any]:
-    """Return what :func:`compare_calls` does of whole decode steps, in the time that passes."""
+    """Return what :func:`compare_calls` does of whole decode steps, in CPU time if one thread computes them, otherwise
+    in the time that passes."""
     configs = {dtype: replace(model.config, kv_cache_dtype=dtype) for dtype in KV_DTYPES}
     calls = {dtype: step_call(model, each, requests, context) for dtype, each in configs.items()}
-    return {"requests": requests, "context": context} | compare_calls(calls, configs, pairs, time.perf_counter)
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    return {"requests": requests, "context": context} | compare_calls(calls, configs, pairs, clock)
 
 
 def compare_calls(
@@ -186,13 +188,14 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=31, help="calls with each dtype")
     parser.add_argument("--dtype", default="auto", help="of the model")
     parser.add_argument("--whole-step", action="store_true", help="compare whole decode steps")
+    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     compare: Callable[[int, int, int], dict[str, Any]]
     if arguments.whole_step:
         ops = make_ops("auto", torch.device("cpu"))
         compare = partial(compare_steps, load_model(arguments.model, arguments.dtype, ops=ops))
     else:
-        torch.set_num_threads(1)
         compare = partial(compare_kv_dtypes, load_model_config(arguments.model, arguments.dtype))
     for requests in arguments.requests:
         print(json.dumps(compare(requests, arguments.context, arguments.pairs)))

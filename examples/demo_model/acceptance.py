@@ -1,4 +1,5 @@
-"""Print how many drafts count under each rule of acceptance, on held-out questions, as a Markdown table.
+"""Print what drafts of the demo model gain on held-out questions, as Markdown tables: how many count under each rule of
+acceptance, and how many tokens one stream gets for a second of CPU time.
 
 ``--every 6`` asks every sixth question. Both rules answer the same questions with the same seeds; ``probabilistic``
 gives other answers, which have the same distribution.
@@ -7,13 +8,23 @@ gives other answers, which have the same distribution.
 import argparse
 import itertools
 import json
+import statistics
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from transformers import AutoTokenizer
 
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig, WorkerConfig
+from tokenloom.engine_core.config import (
+    CacheConfig,
+    Dtype,
+    EngineConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
@@ -25,6 +36,8 @@ Rule = Literal["strict", "probabilistic"]
 Method = Literal["draft_model", "eagle"]
 FOLDERS: dict[Method, str] = {"draft_model": "draft", "eagle": "eagle"}
 MAX_TOKENS = 120
+ONE_STREAM = 24
+"""Questions that the comparison of speed asks one after the other."""
 
 
 def prompts(model: Path, heldout: Path, every: int) -> Iterator[list[int]]:
@@ -39,20 +52,16 @@ def prompts(model: Path, heldout: Path, every: int) -> Iterator[list[int]]:
         yield tokenizer.encode(text, add_special_tokens=False)
 
 
-def make_core(model: Path, method: Method, num_drafts: int, rule: Rule) -> EngineCore:
-    """An engine that verifies every draft, whatever a row costs on this machine."""
-    speculative = SpeculativeConfig(method, num_drafts, str(model / FOLDERS[method]), rejection_sample_method=rule)
+def make_core(model: Path, speculative: SpeculativeConfig | None, dtype: Dtype) -> EngineCore:
+    """An engine with drafts or without."""
     config = EngineConfig(
-        worker=WorkerConfig(model=str(model), dtype="float32"),
+        worker=WorkerConfig(model=str(model), dtype=dtype, num_threads=1),
         cache=CacheConfig(num_blocks=1024, enable_prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=1024),
         max_model_len=1024,
         speculative=speculative,
     )
-    core = EngineCore(config, UniProcExecutor(make_worker(config)))
-    assert core.scheduler.drafts is not None
-    core.scheduler.drafts.free_rows = None
-    return core
+    return EngineCore(config, UniProcExecutor(make_worker(config)))
 
 
 def accepted(core: EngineCore, asked: list[list[int]], temperature: float, ends: frozenset[int]) -> SpecDecodingStats:
@@ -60,18 +69,71 @@ def accepted(core: EngineCore, asked: list[list[int]], temperature: float, ends:
     assert core.scheduler.drafts is not None
     before = core.scheduler.drafts.stats()
     for number, token_ids in enumerate(asked):
-        params = SamplingParams(
-            max_tokens=MAX_TOKENS, seed=number, temperature=temperature, stop_token_ids=frozenset(ends)
-        )
+        params = SamplingParams(max_tokens=MAX_TOKENS, seed=number, temperature=temperature, stop_token_ids=ends)
         core.add_request(EngineCoreRequest(f"{temperature}-{number}", token_ids, params))
-    while core.has_work():
-        core.step()
+    run(core)
     after = core.scheduler.drafts.stats()
     return SpecDecodingStats(
         after.num_drafts - before.num_drafts,
         after.num_draft_tokens - before.num_draft_tokens,
         after.num_accepted_tokens - before.num_accepted_tokens,
     )
+
+
+def run(core: EngineCore) -> int:
+    """Answer all requests. Returns how many tokens the answers have."""
+    num_tokens = 0
+    while core.has_work():
+        num_tokens += sum(len(output.new_token_ids) for output in core.step().outputs)
+    return num_tokens
+
+
+def end_tokens(model: Path) -> frozenset[int]:
+    """The tokens that end an answer."""
+    return frozenset(json.loads((model / "generation_config.json").read_text())["eos_token_id"])
+
+
+def print_acceptance(model: Path, asked: list[list[int]], num_drafts: int, temperatures: list[float]) -> None:
+    """The shares of drafts that count, if every draft is verified, whatever a row costs on this machine."""
+    ends = end_tokens(model)
+    print("| drafts from | temperature | rule | drafts that count | tokens a step with drafts |\n|---|---|---|---|---|")
+    rules: tuple[Rule, ...] = ("strict", "probabilistic")
+    for method, folder in FOLDERS.items():
+        for rule in rules:
+            config = SpeculativeConfig(method, num_drafts, str(model / folder), rejection_sample_method=rule)
+            core = make_core(model, config, "float32")
+            assert core.scheduler.drafts is not None
+            core.scheduler.drafts.free_rows = None
+            for temperature in temperatures:
+                counts = accepted(core, asked, temperature, ends)
+                share = counts.num_accepted_tokens / counts.num_draft_tokens
+                tokens = 1 + counts.num_accepted_tokens / counts.num_drafts
+                print(f"| {folder} | {temperature:g} | {rule} | {share:.1%} | {tokens:.2f} |", flush=True)
+            core.shutdown()
+
+
+def print_speed(model: Path, asked: list[list[int]], num_drafts: int, rounds: int) -> None:
+    """One stream of greedy answers, with drafts and without in turns."""
+    ends = end_tokens(model)
+    print("\n| drafts from | tokens per CPU second without | with | ratio |\n|---|---|---|---|")
+    for method, folder in FOLDERS.items():
+        config = SpeculativeConfig(method, num_drafts, str(model / folder))
+        cores = [make_core(model, None, "auto"), make_core(model, config, "auto")]
+        pairs = [[_tokens_per_second(core, asked, ends) for core in cores] for _ in range(rounds + 1)][1:]
+        without, with_drafts = (statistics.median(column) for column in zip(*pairs, strict=True))
+        ratio = statistics.median(ours / base for base, ours in pairs)
+        print(f"| {folder} | {without:.0f} | {with_drafts:.0f} | {ratio:.2f} |", flush=True)
+        for core in cores:
+            core.shutdown()
+
+
+def _tokens_per_second(core: EngineCore, asked: list[list[int]], ends: frozenset[int]) -> float:
+    num_tokens, began = 0, time.process_time()
+    for number, token_ids in enumerate(asked):
+        params = SamplingParams(max_tokens=MAX_TOKENS, seed=number, temperature=0.0, stop_token_ids=ends)
+        core.add_request(EngineCoreRequest(str(number), token_ids, params))
+        num_tokens += run(core)
+    return num_tokens / (time.process_time() - began)
 
 
 def main() -> None:
@@ -81,21 +143,13 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=6, help="ask every n-th question")
     parser.add_argument("--drafts", type=int, default=4, help="most drafts of a step")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
+    parser.add_argument("--rounds", type=int, default=3, help="of the comparison of speed")
     args = parser.parse_args()
+    torch.set_num_threads(1)
     asked = list(prompts(args.model, args.heldout, args.every))
-    ends = frozenset(json.loads((args.model / "generation_config.json").read_text())["eos_token_id"])
     print(f"{len(asked)} questions, at most {args.drafts} drafts a step.\n")
-    print("| drafts from | temperature | rule | drafts that count | tokens a step with drafts |\n|---|---|---|---|---|")
-    rules: tuple[Rule, ...] = ("strict", "probabilistic")
-    for method in FOLDERS:
-        cores = {rule: make_core(args.model, method, args.drafts, rule) for rule in rules}
-        for temperature, (rule, core) in itertools.product(args.temperatures, cores.items()):
-            counts = accepted(core, asked, temperature, ends)
-            share = counts.num_accepted_tokens / counts.num_draft_tokens
-            tokens = 1 + counts.num_accepted_tokens / counts.num_drafts
-            print(f"| {FOLDERS[method]} | {temperature:g} | {rule} | {share:.1%} | {tokens:.2f} |", flush=True)
-        for core in cores.values():
-            core.shutdown()
+    print_acceptance(args.model, asked, args.drafts, args.temperatures)
+    print_speed(args.model, asked[:: max(1, len(asked) // ONE_STREAM)], args.drafts, args.rounds)
 
 
 if __name__ == "__main__":

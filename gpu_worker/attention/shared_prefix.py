@@ -33,6 +33,9 @@ class SharedPrefixes:
         return cls(*(np.array(x, dtype=np.int32) for x in (members, starts, [group.length for group in groups])))
 
 
+_NONE = SharedPrefixes.of([])
+
+
 @dataclass(frozen=True)
 class _Group:
     members: list[int]
@@ -56,7 +59,7 @@ class SharedPrefixFinder:
     def find(self, query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray) -> SharedPrefixes:
         """Return the groups of a step. The arguments are those of a plan, and must not change afterwards."""
         if len(seq_lens) < self.fewest_members:
-            return SharedPrefixes.of([])
+            return _NONE
         if not (query_lens == 1).all():
             self._found = None
             return self._search(query_lens, seq_lens, block_tables)

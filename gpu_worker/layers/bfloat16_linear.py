@@ -28,17 +28,20 @@ class Bfloat16Linear:
         self._shape = (weight.shape[0], weight.shape[1])
         self._weight = _in_panels(weight, kernels)
         self._bias = None if bias is None else bias.float()
+        self._weight_at = self._weight.data_ptr()
+        self._bias_at = None if self._bias is None else self._bias.data_ptr()
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         outputs, inputs = self._shape
         x = x.contiguous()
-        out = x.new_empty(len(x), outputs)
+        rows = x.shape[0]
+        out = x.new_empty(rows, outputs)
         self._multiply(
             x.data_ptr(),
-            self._weight.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
+            self._weight_at,
+            self._bias_at,
             out.data_ptr(),
-            len(x),
+            rows,
             inputs,
             outputs,
             torch.get_num_threads(),

@@ -174,7 +174,8 @@ class ModelProposer:
 
 def _probabilities(logits: npt.NDArray[np.float32], tokens: Ints) -> npt.NDArray[np.float32]:
     """Return the probability [n] of each token [n] in its row of ``logits`` [n, vocab], which are overwritten."""
-    logits -= np.take_along_axis(logits, tokens[:, None], axis=1)
+    logits -= logits[np.arange(len(tokens)), tokens][:, None]
     with np.errstate(over="ignore", invalid="ignore"):  # a token far below the best, or no finite logit: zero
-        found: npt.NDArray[np.float32] = np.nan_to_num(1 / np.exp(logits, out=logits).sum(axis=1))
+        found: npt.NDArray[np.float32] = 1 / np.exp(logits, out=logits).sum(axis=1)
+    found[np.isnan(found)] = 0.0
     return found

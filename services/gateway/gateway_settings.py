@@ -134,7 +134,7 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "dropped. 0: it keeps none, and none runs in the background.",
     ] = 64 << 20
     batch_dir: Annotated[
-        Path | None,
+        Annotated[Path | None, Meta(extra={"directory": True})],
         "Directory for the files and results of /v1/files and /v1/batches, used by this gateway alone; without it the "
         "routes are not served.",
     ] = None

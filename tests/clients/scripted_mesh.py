@@ -59,6 +59,7 @@ async def main() -> None:
         mesh = FakeMesh(Path(folder))
         tokenizer = mesh.tokenizer = mesh.second_tokenizer = ScriptedTokenizer()
         mesh.coordinator.limits = LIMITS
+        mesh.seconds = None
         async with mesh.gateway(tool_call_parser="hermes", reasoning_parser="qwen3"):
             print(f"http://{mesh.http_address}", flush=True)
             while True:

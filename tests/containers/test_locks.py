@@ -20,6 +20,7 @@ FIXED = {
     "jinja2": "3.1.6",
     "protobuf": "6.33.5",
     "pygments": "2.20.0",
+    "python-multipart": "0.0.22",
     "setuptools": "78.1.1",
     "tokenizers": "0.23.1",
     "torch": "2.11.0",

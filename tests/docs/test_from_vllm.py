@@ -6,6 +6,7 @@ from typer.main import get_command
 
 from tokenloom.cli.main import app
 from tokenloom.reference.vllm_names import OTHER_METRICS, SAME_FLAGS, SAME_METRICS
+from tokenloom.services.gateway.foreign_fields import FOREIGN_APIS
 
 from .markdown_page import DOCS
 
@@ -33,3 +34,8 @@ def test_flags_to_use_instead_exist() -> None:
 def test_metrics_of_the_same_name_exist_and_others_do_not() -> None:
     assert set(SAME_METRICS) <= METRICS
     assert not METRICS.intersection(OTHER_METRICS)
+
+
+def test_every_request_field_has_a_row() -> None:
+    table = PAGE.partition("## Request fields")[2].partition("\n## ")[0]
+    assert table.count("\n| `") == sum(len(api.fields) for api in FOREIGN_APIS) >= 120

@@ -12,7 +12,7 @@ from tokenloom.services.runtime.host.options import flag, options_of
 from .markdown_page import DOCS, ROOT
 
 PAGE = (DOCS / "operate" / "troubleshooting.md").read_text()
-FOLDERS = ("services", "engine_core", "gpu_worker", "tokenloom/cli", "tokenloom/request", "tokenloom/supervisor")
+FOLDERS = ("services", "engine_core", "gpu_worker", "tokenloom/cli", "tokenloom/preflight", "tokenloom/request")
 FLAGS_OF_COMMANDS = {"--port", "--merge", "--model", "--served-model-name"}
 """Flags of `tokenloom serve` itself, and of other programs."""
 GAP = "…"

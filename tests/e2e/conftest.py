@@ -36,7 +36,7 @@ class Served:
             )
         assert self.process.stdout is not None
         self.ready_line = self.process.stdout.readline()  # pytest's timeout bounds the wait
-        self.url = "".join(re.findall(r"https?://[\w.:]+", self.ready_line))
+        self.url = next(iter(re.findall(r"https?://[\w.:]+", self.ready_line)), "")
 
     def ps(self) -> list[dict[str, Any]]:
         """``tokenloom ps --json``."""

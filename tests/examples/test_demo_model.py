@@ -103,14 +103,12 @@ def test_the_acceptance_of_drafts_is_printed(
     heldout = tmp_path / "heldout.jsonl"
     heldout.write_text(json.dumps({"kind": "story", "messages": [tools.user("Tell me a story."), tools.assistant("")]}))
     monkeypatch.setattr(acceptance, "MAX_TOKENS", 12)
-    arguments = ["--model", str(DEMO_MODEL), "--heldout", str(heldout), "--temperatures", "1"]
+    arguments = ["--model", str(DEMO_MODEL), "--heldout", str(heldout), "--temperatures", "1", "--rounds", "1"]
     monkeypatch.setattr(sys, "argv", ["acceptance", *arguments])
     acceptance.main()
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
-    assert [row[0] + " " + row[2] for row in rows] == [
-        "| draft strict",
-        "| draft probabilistic",
-        "| eagle strict",
-        "| eagle probabilistic",
-    ]
-    assert all(0 < float(row[3].rstrip("%")) <= 100 for row in rows)
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    rules = ("strict", "probabilistic")
+    assert [(row[0], row[2]) for row in rows[1:5]] == [(name, rule) for name in ("draft", "eagle") for rule in rules]
+    assert all(0 < float(row[3].rstrip("%")) <= 100 for row in rows[1:5])
+    assert [row[0] for row in rows[6:]] == ["draft", "eagle"]
+    assert all(float(cell) > 0 for row in rows[6:] for cell in row[1:])

@@ -144,6 +144,10 @@ An engine of a model with experts also shows `tokenloom_expert_tokens_total` (la
 expert computed, over all layers; and `tokenloom_expert_imbalance` (label `layer`): the tokens of a layer's most used
 expert, divided by the mean of its experts, 1 if they are even. Layers without experts are not numbered.
 
+A gateway with `--batch-dir` also shows `tokenloom_batches` (label `status`), `tokenloom_batch_lines_total` (label
+`outcome`), `tokenloom_batch_lines_in_flight`, `tokenloom_batch_lines_postponed_total` and
+`tokenloom_stored_file_bytes`; [batches](../use/batches.md#metrics) explains them.
+
 This page is written by `make metrics-docs` from a running mesh; a test keeps it current. `make metrics-check` has
 promtool look at every page and at the rules in `observability/`."""
 

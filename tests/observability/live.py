@@ -16,6 +16,7 @@ from pathlib import Path
 
 import grpc
 
+from tests.collector import Collector
 from tests.e2e.conftest import Served, serving
 from tests.observability import prometheus
 from tests.observability.prometheus import Prometheus
@@ -33,6 +34,8 @@ SERVE = (
     "--api-key=a key,another key",
     '--speculative-config={"method": "ngram"}',
 )
+TRACED = "vllm:time_to_first_token_seconds_bucket"
+"""A series with exemplars."""
 ROUNDS = 12
 """Of requests, a second apart: rates need several scrapes."""
 INTERVAL = "15s"
@@ -129,11 +132,11 @@ def targets_of(served: Served) -> dict[str, list[str]]:
 
 
 def run(directory: Path) -> tuple[list[Outcome], list[str]]:
-    """Run mesh, Prometheus and traffic. Returns the outcomes, and what else is wrong: targets and rules."""
+    """Run mesh, Prometheus and traffic. Returns the outcomes, and what else is wrong: targets, rules, exemplars."""
     make_certificates(directory / "tls", days=30)
     certificate = [f"--public-tls-cert={directory}/tls/gateway.crt", f"--public-tls-key={directory}/tls/gateway.key"]
-    with serving() as serve:
-        served = serve(*SERVE, *certificate)
+    with Collector() as collector, serving() as serve:
+        served = serve(*SERVE, *certificate, f"--otlp-endpoint={collector.endpoint}")
         (gateway,) = (part for part in served.ps() if part["service"] == "gateway")
         client = Client(served.url, gateway["address"], directory / "tls" / "ca.crt")
         with prometheus.running(directory, _free_port(), targets_of(served)) as server:
@@ -141,7 +144,10 @@ def run(directory: Path) -> tuple[list[Outcome], list[str]]:
                 statuses = send_traffic(client, number)
                 assert statuses == STATUSES, statuses
                 time.sleep(1)
-            return list(check(server)), [*server.bad_targets(), *server.bad_rules()]
+            problems = [*server.bad_targets(), *server.bad_rules()]
+            if not any("trace_id" in labels for labels in server.exemplars(TRACED)):
+                problems.append(f"{TRACED} has no exemplar")
+            return list(check(server)), problems
 
 
 def _free_port() -> int:

@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from tokenloom.cli.foreign_flags import foreign_flags
+from tokenloom.services.gateway.foreign_fields import FOREIGN_APIS
 
 from .vllm_names import OTHER_METRICS, SAME_FLAGS, SAME_METRICS
 
@@ -13,8 +14,9 @@ _HEAD = """# From vLLM
 `make docs` writes the tables of this page from the code, and tests try what they say.
 
 Replace `vllm serve MODEL` by `tokenloom serve MODEL`. The OpenAI API, vLLM's additional request fields, the sampling
-parameters, the offline `LLM` class and the names of the metrics stay. A flag, field or option that is not known is an
-error that names it, and a flag of vLLM that Tokenloom lacks is answered with what to use instead.
+parameters, the offline `LLM` class and the names of the metrics stay. An unknown flag is an error; for a flag of vLLM
+that Tokenloom lacks, the error says what to use instead. A request field without effect is named in the response header
+`x-tokenloom-ignored`.
 
 | | vLLM | Tokenloom |
 |---|---|---|
@@ -52,6 +54,13 @@ _TITLES = {
 }
 """Heading and second column, by the status of a flag."""
 
+_FIELDS = """## Request fields
+
+*works*: as in the other server. *refused*: status 400, with an error that names the field. *ignored*: the request
+succeeds, and the response header `x-tokenloom-ignored` names the field. A test sends each field to a gateway and
+compares the outcome with its row.
+"""
+
 _METRICS = """## Metrics
 
 These have vLLM's names, labels and meanings:
@@ -71,7 +80,8 @@ _OTHERS = """
   architectures that are read from GGUF.
 - `llama-server --port 8080 -m FILE` becomes `tokenloom serve FILE --port 8080`; `-c N` becomes `--max-model-len N`, and
   `-np N` becomes `--max-num-seqs N`.
-- Clients that use OpenAI's API keep working: change the base URL to `http://127.0.0.1:8000/v1`.
+- Clients that use OpenAI's API keep working: change the base URL to `http://127.0.0.1:8000/v1`. Ollama's clients keep
+  working with `OLLAMA_HOST=http://127.0.0.1:8000` ([clients](../use/clients.md#ollamas-clients)).
 - Chat templates come from the file or from the checkpoint, as there.
 - `ollama run` becomes `tokenloom chat`, and `ollama ps` becomes `tokenloom ps`.
 """
@@ -82,7 +92,8 @@ def from_vllm() -> str:
     flags = _FLAGS.format(names=_listed(SAME_FLAGS))
     same = _listed([f"vllm:{name}" for name in SAME_METRICS])
     metrics = "".join(f"| `vllm:{name}` | {text} |\n" for name, text in OTHER_METRICS.items())
-    return f"{_HEAD}{flags}{''.join(_flags())}\n{_METRICS.format(same=same)}{metrics}{_OTHERS}"
+    parts = (_HEAD, flags, *_flags(), "\n", _FIELDS, *_fields(), "\n", _METRICS.format(same=same), metrics, _OTHERS)
+    return "".join(parts)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -98,6 +109,13 @@ def _flags() -> Iterator[str]:
                 by_answer.setdefault(_marked(each.answer), []).extend(each.names)
         for answer, names in by_answer.items():
             yield f"| {' '.join(f'`{name}`' for name in names)} | {_cell(answer)} |\n"
+
+
+def _fields() -> Iterator[str]:
+    for api in FOREIGN_APIS:
+        yield f"\n### {api.name}\n\n`POST {api.path}`\n\n| field | outcome | |\n|---|---|---|\n"
+        for row in api.fields:
+            yield f"| `{row.name}` | {row.outcome.value} | {_cell(row.note)} |\n"
 
 
 def _marked(answer: str) -> str:

@@ -1,11 +1,14 @@
 """Encodes which experts computed the tokens of a request, for messages and clients."""
 
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from tokenloom.v1 import types_pb2
 
 from .routed_rows import RoutedPart
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 def routed_message(part: RoutedPart) -> types_pb2.RoutedExperts:
@@ -19,8 +22,10 @@ def routed_message(part: RoutedPart) -> types_pb2.RoutedExperts:
     )
 
 
-def to_array(part: RoutedPart) -> npt.NDArray[np.unsignedinteger]:
+def to_array(part: RoutedPart) -> "npt.NDArray[np.unsignedinteger]":
     """Return the rows as [n, num_layers, top_k] uint8 or uint16."""
+    import numpy as np  # imported here: it would cost the start of every service 0.1 s
+
     numbers = np.frombuffer(part.expert_ids, dtype="<u2" if part.id_bytes == 2 else "u1")
     return numbers.reshape(-1, part.num_layers, part.top_k)
 

@@ -9,7 +9,9 @@ from transformers.pytorch_utils import Conv1D
 from ...layers.linear import Linear, make_linear
 from ...layers.norm import rms_norm
 from ...ops.ops import Ops
+from .absent_weight import AbsentWeight
 from .experts import GroupedExperts, can_group
+from .merged import merge_layers
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -21,9 +23,8 @@ class LinearModule(nn.Module):
         super().__init__()
         self._linear = linear
         self.out_features, self.in_features = weight.shape
-        # What some modules read dtype and device from. A product with it has no values, which the self-check refuses.
-        self.weight = torch.empty_like(weight, device="meta")
-        self.bias = None if bias is None else torch.empty_like(bias, device="meta")
+        self.weight = AbsentWeight.like(weight)
+        self.bias = None if bias is None else AbsentWeight.like(bias)
 
     def forward(self, x: Tensor) -> Tensor:
         shape = x.shape
@@ -45,13 +46,15 @@ class NormModule(nn.Module):
 
 
 def replace_modules(model: nn.Module, head: nn.Module | None, ops: Ops, quantization: str | None) -> None:
-    """Replace linear layers, norms and experts, one after the other, so that at most one is in memory twice.
+    """Replace linear layers, norms and experts, one after the other, so that at most one is in memory twice; those that
+    read the same input become one.
 
     ``head`` is the output layer, which keeps its dtype under ``quantization``.
     """
     for parent in list(model.modules()):
         if can_group(parent):
             GroupedExperts.take_over(parent, quantization)
+        merge_layers(parent, quantization, ops)
         for name, module in list(parent.named_children()):
             new = _replacement(module, None if module is head else quantization, ops)
             if new is not None:

@@ -13,7 +13,7 @@ from ..openapi.message_schemas import MessagesRequest
 from ..tenants.tenant import Tenant
 from .ignored_members import ignored_in_message
 from .message_answer import MessageAnswer
-from .messages_body import chat_body
+from .messages_body import chat_body, most_tokens
 
 _FIELDS = {"stop": "stop_sequences"}
 """Fields of a chat that have another name here."""
@@ -33,6 +33,7 @@ class MessagesApi:
         fields = self.reader.read(body, MessagesRequest)
         if body.get("prompt_logprobs") is not None:
             raise InvalidArgument("prompt_logprobs: this API returns no log probabilities", "prompt_logprobs")
+        longest = most_tokens(body)
         reasons = self.chats.plans.reasoning is not None
         try:
             chat = chat_body(body, fields, reasons=reasons)
@@ -42,7 +43,7 @@ class MessagesApi:
             raise
         members = ignored_in_message(fields, keeps_budget=reasons)
         ignored = (*self.reader.ignored(body, MessagesRequest), *members, *unbound_strict(options.ignored))
-        return job, replace(options, ignored=ignored)
+        return replace(job, most_tokens=longest), replace(options, ignored=ignored)
 
     def answer(self, generation: Generation, options: Options) -> MessageAnswer:
         return MessageAnswer(generation, options, self.model)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.narrowing import narrow_int
 
 from ..openai.openai_models import SAMPLING_FIELDS, Body
 from ..openapi.message_schemas import CountTokensRequest, MessagesRequest
@@ -17,9 +18,7 @@ def chat_body(body: Body, fields: MessagesRequest, *, reasons: bool) -> dict[str
 
     ``reasons``: whether the model's reasoning is known, so that a budget of it can be kept.
     """
-    if body.get("max_tokens") is None:
-        raise InvalidArgument("max_tokens is required", "max_tokens")
-    chat: dict[str, Any] = {name: body[name] for name in body.keys() & SAMPLING_FIELDS}
+    chat: dict[str, Any] = {name: body[name] for name in body.keys() & (SAMPLING_FIELDS - {"max_tokens"})}
     chat |= conversation(fields) | _tool_choice(fields) | thinking_of(fields.thinking)
     if reasons and fields.thinking is not None and fields.thinking.get("type") == "enabled":
         chat["thinking_token_budget"] = fields.thinking.get("budget_tokens")
@@ -28,6 +27,14 @@ def chat_body(body: Body, fields: MessagesRequest, *, reasons: bool) -> dict[str
     if (form := _output_format(fields)) is not None:
         chat["response_format"] = form
     return chat | _effort(chat, fields.output_config)
+
+
+def most_tokens(body: Body) -> int:
+    """Return the most tokens that the client accepts. Agents name the same large number with every request, so it may
+    exceed what the prompt leaves of the context."""
+    if body.get("max_tokens") is None:
+        raise InvalidArgument("max_tokens is required", "max_tokens")
+    return narrow_int("max_tokens", body["max_tokens"], 1, 2**32 - 1)
 
 
 def conversation(fields: CountTokensRequest) -> dict[str, Any]:

@@ -69,6 +69,9 @@ class Job:
     """Search with ``num_samples`` beams; None: sample."""
     bad_words: Sequence[str] = ()
     """Texts that must not appear in the output."""
+    most_tokens: int = 0
+    """Limit of an output for which ``sampling`` has none; what the prompt leaves of the context may be less. 0: the
+    model's default."""
     truncate_prompt_tokens: int | None = None
     """Keep only the last so many tokens of a prompt; -1: as many as leave room for the answer."""
     add_special_tokens: bool = True

@@ -192,7 +192,12 @@ def _submit(
     params = submit.sampling_params
     is_chat = isinstance(job.prompts, Chat)
     validation.fill_max_tokens(
-        params, len(prompt.token_ids), limits, chat=is_chat, default=default_max_tokens, most=cost.default_tokens
+        params,
+        len(prompt.token_ids),
+        limits,
+        chat=is_chat,
+        default=job.most_tokens or default_max_tokens,
+        most=cost.default_tokens,
     )
     validation.check_prompt(prompt.token_ids, params, limits, field=job.prompt_field)
     if isinstance(prompt, types_pb2.Prompt):

@@ -9,6 +9,7 @@ of a ``msgspec.Meta``. A field that holds another struct is a group: the options
 - ``renamed``: former values, each with the value that replaces it;
 - ``unsupported``: values that users of other servers know, each with a text that names the alternative;
 - ``check``: a function that returns the value to use, or raises ``ValueError`` for a wrong one;
+- ``directory``: True if the path is that of a directory, which may be created;
 - ``secret``: True if the value must not appear in a list of processes or in an error.
 """
 

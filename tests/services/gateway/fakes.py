@@ -108,30 +108,39 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.is_away = False
         self.report = coordinator_pb2.EngineReport(running=3, waiting=2, kv_usage=0.25)
         self._changed = asyncio.Condition()
+        self._num_changes = 0
 
     async def set_state(self, state: coordinator_pb2.EngineState) -> None:
         async with self._changed:
             self.state = state
-            self._changed.notify_all()
+            self._notify()
 
     async def set_engines(self, *names: str) -> None:
         async with self._changed:
             self.engines = names
-            self._changed.notify_all()
+            self._notify()
 
     async def set_away(self, is_away: bool) -> None:
         async with self._changed:
             self.is_away = is_away
-            self._changed.notify_all()
+            self._notify()
+
+    async def _changed_since(self, seen: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._num_changes != seen)
+
+    def _notify(self) -> None:
+        self._num_changes += 1
+        self._changed.notify_all()
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[coordinator_pb2.Snapshot]:
         while True:
             if self.is_away:
                 await errors.abort(context, errors.Unavailable("the fake coordinator is away"))
+            seen = self._num_changes  # what changes while the snapshot is sent needs another one
             entries = [self._entry(name) for name in self.engines]
             yield coordinator_pb2.Snapshot(complete=True, engines=entries)
-            async with self._changed:
-                await self._changed.wait()
+            await self._changed_since(seen)
 
     def _entry(self, name: str) -> coordinator_pb2.EngineEntry:
         identity = coordinator_pb2.EngineIdentity(
@@ -294,6 +303,7 @@ class FakeMesh:
         self.second_outputs = FakeOutputProcessor()
         self.service: GatewayService | None = None
         self.grpc_address = ""
+        self.seconds: float | None = 60.0  # a test that lasts longer hangs
 
     @property
     def http_address(self) -> str:
@@ -331,7 +341,7 @@ class FakeMesh:
         }
         gateway_settings = GatewaySettings.of(**(values | settings))
         self.service = GatewayService(gateway_settings)
-        async with self.servers(), asyncio.timeout(60), running(self.service, gateway_settings) as host:
+        async with self.servers(), asyncio.timeout(self.seconds), running(self.service, gateway_settings) as host:
             self.grpc_address = host.address
             yield self
 

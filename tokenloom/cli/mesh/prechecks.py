@@ -32,7 +32,8 @@ def check_model(path: Path, values: Mapping[str, Any]) -> None:
 
 def check_host(options: MeshOptions, values: Mapping[str, Any]) -> None:
     """Check the files, the directory and the ports that a mesh needs. Raises ``Refused``."""
-    check_files({flag(name): Path(value) for name, value in values.items() if OFFERS[name].option.type is Path})
+    paths = {name: Path(value) for name, value in values.items() if OFFERS[name].option.type is Path}
+    check_files({flag(name): path for name, path in paths.items() if not OFFERS[name].option.extra.get("directory")})
     if "public_tls_cert" in values and "public_tls_key" in values:
         check_certificate(Path(values["public_tls_cert"]), Path(values["public_tls_key"]))
     check_run_directory(state_dir.root())

@@ -96,6 +96,8 @@ def _mesh_options(
         raise typer.BadParameter("each needs the other", param_hint="--prefill, --decode")
     if "engines" in values and "prefill" in values:
         raise typer.BadParameter("cannot be combined with --prefill and --decode", param_hint="--engines")
+    if "batch_dir" in values and int(values.get("gateways", 1)) > 1:
+        raise typer.BadParameter("belongs to one gateway; set --gateways 1", param_hint="--batch-dir")
     flags, environment = service_arguments(values)
     if "public_tls_cert" in values:  # the supervisor has no certificate with which to ask for the gateway's health
         flags["gateway"] += ("--health-listen=127.0.0.1:0",)

@@ -12,7 +12,7 @@ from ..packages import check_engine_packages
 from .finding import Finding, from_check
 
 _OPTIONAL = {
-    "transformers": "models that are not built in (docs/models.md)",
+    "transformers": "models that are not built in (docs/reference/models.md)",
     "xgrammar": "the other library for structured outputs",
     "nixl": "KV blocks over RDMA",
 }

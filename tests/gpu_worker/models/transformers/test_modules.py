@@ -12,6 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tokenloom.gpu_worker.models.transformers.experts import can_group
 from tokenloom.gpu_worker.models.transformers.modules import LinearModule, NormModule, replace_modules
+from tokenloom.gpu_worker.models.transformers.probe import Refused
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 
 
@@ -75,3 +76,24 @@ def test_experts_are_grouped() -> None:
     torch.testing.assert_close(experts(hidden, chosen, weights), expected, rtol=1e-5, atol=1e-5)
     alone = torch.cat([experts(hidden[i : i + 1], chosen[i : i + 1], weights[i : i + 1]) for i in range(9)])
     torch.testing.assert_close(alone, expected, rtol=1e-5, atol=1e-5)
+
+
+class Router(nn.Module):
+    """Reads its layer's weight, as that of LongcatFlash does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x.float(), self.classifier.weight.float())
+
+
+@torch.inference_mode()
+def test_a_module_that_computes_with_a_weight_is_refused_and_one_that_reads_its_dtype_is_not() -> None:
+    module = Router()
+    replace_modules(module, None, TorchOps(), None)
+    weight = module.classifier.weight
+    assert (weight.dtype, weight.shape, weight.size(0), weight.dim()) == (torch.float32, (8, 64), 8, 2)
+    with pytest.raises(Refused, match="computes with the weight of a linear layer itself"):
+        module(torch.randn(3, 64))

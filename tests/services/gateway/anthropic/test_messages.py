@@ -11,7 +11,7 @@ import anthropic
 import httpx
 import pytest
 
-from tests.services.gateway.fakes import MODEL, FakeMesh
+from tests.services.gateway.fakes import LIMITS, MODEL, FakeMesh
 from tokenloom.request import errors
 from tokenloom.v1 import types_pb2
 
@@ -73,6 +73,15 @@ async def test_sampling_and_stop_sequences_reach_the_engine(mesh: FakeMesh, http
     request.answer("x", stop_reason="END")
     message = (await task).json()
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "END")
+
+
+async def test_max_tokens_may_exceed_what_the_prompt_leaves(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    task = asyncio.create_task(post(http, max_tokens=32_000))
+    request = await mesh.outputs.next_request()
+    left = LIMITS.max_model_len - len(request.submit.prompt.token_ids)
+    assert request.submit.sampling_params.max_tokens == left > 64
+    request.answer("x")
+    assert (await task).status_code == 200
 
 
 async def test_the_model_continues_what_the_client_began(mesh: FakeMesh, http: httpx.AsyncClient) -> None:

@@ -7,17 +7,13 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from asyncio.subprocess import DEVNULL, PIPE
 from pathlib import Path
-from random import Random
 from urllib.parse import urlsplit
 
-import httpx
-
 from tests.e2e.conftest import Served, serving
-from tests.plain_text import PLAIN_TEXT
-from tests.services.gateway.page.chromium import SECONDS, Page, page
+from tests.services.gateway.page.chromium import Page, page
+from tests.services.gateway.page.other_clients import other_clients
 from tests.services.gateway.page.page_audit import CONTRASTS, FOCUS, MIN_CONTRAST, UNNAMED
 
 IMAGES = Path(__file__).parents[4] / "docs" / "images"
@@ -25,7 +21,6 @@ KEY, ADMIN_KEY = "key-of-the-test", "admin-key-of-the-test"
 ENGINE = "engine-1"
 WIDTH, HEIGHT = 1280, 800
 MAX_PICTURE_BYTES = 150_000
-NUM_CLIENTS = 2
 MIN_INTERVALS = 9
 """Of the charts, in a picture."""
 QUESTION = "What is 3 plus 4?"
@@ -91,7 +86,7 @@ class Checks:
         await self.answered()
         note = await self.page.run(f"{_ANSWER}.querySelector('.timeline').textContent")
         self.expect("stopped" in note, f"a stopped answer: {note}")
-        await self.set("Max tokens", "24")
+        await self.set("Max tokens", "60")
         await self.click(_ANSWER, "Regenerate")
         await self.page.until(f"{_ANSWER}?.querySelector('.timeline') && !{_ANSWER}.textContent.includes('stopped')")
         count = await self.page.run("document.querySelectorAll('.message.assistant').length")
@@ -129,12 +124,12 @@ class Checks:
 
     async def tokens(self) -> None:
         """Show the tokens of an answer that is drawn freely, and choose one with the keyboard."""
-        for label, value in (("Log probabilities", "5"), ("Temperature", "1.6"), ("Seed", "7"), ("Max tokens", "40")):
+        for label, value in (("Log probabilities", "5"), ("Temperature", "1"), ("Seed", "3"), ("Max tokens", "60")):
             await self.set(label, value)
-        await self.ask("Tell me something.")
+        await self.ask("Tell me a story.")
         await self.answered()
         await self.page.run(f"{_ANSWER}.querySelector('.tokens').focus()")
-        await self.page.press("ArrowRight", "ArrowRight")
+        await self.page.press(*["ArrowRight"] * 6)
         rows = await self.page.run(f"{_ANSWER}.querySelectorAll('.inspector li').length")
         self.expect(rows >= 3, f"a token shows {rows} alternatives")
         await self.set("Log probabilities", "")
@@ -150,6 +145,24 @@ class Checks:
         self.expect(text.startswith("{"), f"an answer in the form of a schema: {text!r}")
         await self.set("JSON schema", "")
 
+    async def tool(self) -> None:
+        """Offer a tool, give its result, and see the model continue."""
+        parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+        function = {"name": "get_weather", "description": "Current weather", "parameters": parameters}
+        await self.set("Tools", json.dumps([{"type": "function", "function": function}]))
+        await self.ask("What is the weather in Paris?")
+        await self.answered()
+        call = await self.page.run(f"{_ANSWER}.querySelector('.tool-call').textContent")
+        self.expect("get_weather" in call and "Paris" in call, f"a tool is called: {call}")
+        await self.page.run(f"{_ANSWER}.querySelector('.tool-result textarea').focus()")
+        await self.page.write('{"weather": "sunny"}')
+        await self.page.run(f"{_ANSWER}.querySelector('.tool-result').requestSubmit()")
+        await self.page.until(f"!{_ANSWER}.querySelector('.tool-call')")
+        await self.answered()
+        text = await self.page.run(f"{_ANSWER}.querySelector('.message-text').textContent")
+        self.expect(text, f"the model continues with the tool's result: {text!r}")
+        await self.set("Tools", "")
+
     async def new_chat(self, *questions: str) -> None:
         """Begin another conversation."""
         await self.page.run("document.querySelector('#new-chat').click()")
@@ -158,15 +171,20 @@ class Checks:
             await self.answered()
 
     async def code(self) -> None:
-        """Show the request as a command and as a program, without the key."""
+        """Show the request as a command and as a program, without the key, and run them."""
+        await self.new_chat(QUESTION)
         await self.page.run("document.querySelector('#open-code').click()")
         shown = [await self.page.run(_TEXT.format("#code"))]
         await self.page.run("document.querySelector('input[value=python]').click()")
         shown.append(await self.page.run(_TEXT.format("#code")))
         await self.page.press("Escape")
-        self.expect("curl" in shown[0] and "OpenAI(" in shown[1], "the request as curl and as Python")
-        self.expect(not any(KEY in each for each in shown), "no key in them")
-        compile(shown[1], "copied", "exec")
+        self.expect(not any(KEY in each for each in shown), "the request as curl and as Python, without the key")
+        for command in (("bash", "-c", shown[0]), (sys.executable, "-c", shown[1])):
+            process = await asyncio.create_subprocess_exec(
+                *command, env={**os.environ, "TOKENLOOM_API_KEY": KEY}, stdout=PIPE, stderr=DEVNULL
+            )
+            output, _ = await process.communicate()
+            self.expect(b"7" in output, f"{Path(command[0]).name} runs what was copied: {output[-60:]!r}")
 
     async def requests(self) -> None:
         """See the last requests with the admin key."""
@@ -229,32 +247,6 @@ class Checks:
         self.expect(not complaints, f"the browser complains about nothing {complaints or ''}")
 
 
-@asynccontextmanager
-async def load(url: str) -> AsyncIterator[None]:
-    """Let other clients ask too, so that the mesh has something to do."""
-
-    async def ask(client: httpx.AsyncClient, random: Random) -> None:
-        while True:
-            body = {
-                "messages": [
-                    {"role": "user", "content": f"What is {random.randint(1, 9)} plus {random.randint(1, 9)}?"}
-                ],
-                "max_tokens": random.randint(20, 200),
-                "ignore_eos": True,
-            }
-            await client.post("/v1/chat/completions", json=body)  # whatever the answer: an engine is killed meanwhile
-
-    headers = {"authorization": f"Bearer {KEY}"}
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=SECONDS, verify=PLAIN_TEXT) as client:
-        clients = [asyncio.create_task(ask(client, Random(seed))) for seed in range(NUM_CLIENTS)]
-        try:
-            yield
-        finally:
-            for each in clients:
-                each.cancel()
-            await asyncio.gather(*clients, return_exceptions=True)
-
-
 async def check(served: Served, directory: Path) -> list[str]:
     """Return what is not as it should be."""
     async with page(directory) as tab:
@@ -263,10 +255,13 @@ async def check(served: Served, directory: Path) -> list[str]:
         await tab.open(served.url)
         await checks.keys()
         await checks.parts()
-        async with load(served.url):
-            for step in (checks.stream, checks.edit, checks.schema, checks.code, checks.requests, checks.reach):
+        async with other_clients(served.url, KEY):
+            for step in (
+                *(checks.stream, checks.edit, checks.schema, checks.tool),
+                *(checks.code, checks.requests, checks.reach),
+            ):
                 await step()
-            await checks.new_chat("What is the capital of France?", QUESTION)
+            await checks.new_chat(QUESTION, "Explain prefill and decode.")
             await checks.looks("light")
             await checks.new_chat()
             await checks.tokens()

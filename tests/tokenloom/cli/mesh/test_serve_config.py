@@ -153,6 +153,17 @@ def test_names_in_the_file_on_the_command_line_and_behind_the_model(meshes: list
         assert (result.exit_code, message in result.output) == (2, True), result.output
 
 
+def test_a_directory_of_batches_need_not_exist_and_belongs_to_one_gateway(
+    meshes: list[MeshOptions], tmp_path: Path
+) -> None:
+    directory = str(tmp_path / "new")
+    result = run(tmp_path / "mesh.toml", "", "--batch-dir", directory)
+    assert result.exit_code == 0, result.output
+    assert f"--batch-dir={directory}" in meshes[0].flags["gateway"]
+    result = run(tmp_path / "mesh.toml", "", "--batch-dir", directory, "--gateways", "2")
+    assert (result.exit_code, "belongs to one gateway" in result.output) == (2, True), result.output
+
+
 def test_a_wrong_template_starts_nothing(meshes: list[MeshOptions], tmp_path: Path) -> None:
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages }}")

@@ -21,8 +21,16 @@ export const startCodeDialog = (currentBody) => {
   const show = () => {
     const language = dialog.querySelector("input:checked").value;
     const base = new URL("v1", document.baseURI).href;
-    setText(byId("code"), WRITERS[language](currentBody(), base, Boolean(readKey("api"))));
-    setText(byId("code-note"), "");
+    let code = "";
+    let problem = "";
+    try {
+      code = WRITERS[language](currentBody(), base, Boolean(readKey("api")));
+    } catch (error) {
+      problem = `The settings are not right: ${error.message}`;
+    }
+    setText(byId("code"), code);
+    setText(byId("code-note"), problem);
+    byId("copy-code").disabled = !code;
   };
   byId("open-code").addEventListener("click", () => {
     show();

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections.abc import Callable
 from ctypes import CDLL, Structure, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
@@ -39,6 +40,26 @@ class HeadsArgs(Structure):
     ]
 
 
+def load_once(load: Callable[..., CDLL]) -> Callable[..., CDLL]:
+    """Remember the library that ``load`` returns, or why there is none: every layer of a model asks for it."""
+
+    @functools.cache
+    def attempt(*march: str) -> CDLL | str:
+        try:
+            return load(*march)
+        except KernelsUnavailable as error:
+            return str(error)
+
+    @functools.wraps(load)
+    def remembered(*march: str) -> CDLL:
+        found = attempt(*march)
+        if isinstance(found, str):
+            raise KernelsUnavailable(found)
+        return found
+
+    return remembered
+
+
 @functools.cache
 def load_attention(head_size: int, march: str = "native", softcap: bool = False, int8: bool = False) -> CDLL:
     """Load attention for one head size, a multiple of 16.
@@ -67,19 +88,19 @@ def load_fused(march: str = "native") -> CDLL:
     return library
 
 
-@functools.cache
+@load_once
 def load_few_rows(march: str = "native") -> CDLL:
     """Load products of few bfloat16 rows. Raises :class:`KernelsUnavailable`, also if the CPU has no matrix unit."""
     return _load_products("few_rows", march, _MATRIX_UNIT)
 
 
-@functools.cache
+@load_once
 def load_few_float_rows(march: str = "native") -> CDLL:
     """Load products of few float32 rows. Raises :class:`KernelsUnavailable`, also without AVX-512."""
     return _load_products("few_float_rows", march, "AVX-512")
 
 
-@functools.cache
+@load_once
 def load_int8(march: str = "native") -> CDLL:
     """Load products with int8 matrices. Raises what :func:`load_few_rows` raises."""
     library = _load(build("int8", march))
@@ -89,7 +110,7 @@ def load_int8(march: str = "native") -> CDLL:
     return library
 
 
-@functools.cache
+@load_once
 def load_quantized(march: str = "native") -> CDLL:
     """Load products with matrices of 4 and 8 bits, and rounding to 4 bits. Raises
     :class:`KernelsUnavailable`, also if the CPU has no AVX2."""
@@ -102,7 +123,7 @@ def load_quantized(march: str = "native") -> CDLL:
     return library
 
 
-@functools.cache
+@load_once
 def load_bfloat16(march: str = "native") -> CDLL:
     """Load products with bfloat16 matrices in float32 arithmetic. Raises :class:`KernelsUnavailable`, also without
     FMA."""

@@ -33,7 +33,7 @@ def status_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes, c
     status = StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.names)
     return {
         **status.routes(),
-        **(page_routes(mesh, host, counts, status.root) if settings.page else {}),
+        **(page_routes(meshes, host, counts, status.root) if settings.page else {}),
         "/api/tags": get(lambda: ollama_tags(meshes.names)),
         **document_routes(mesh.health, admin=settings.has_admin, batches=settings.batch_dir is not None),
     }

@@ -38,6 +38,7 @@ class ChatTemplate:
         """``special_tokens``: ``bos_token`` and the like. Raises ``ValueError`` when ``source`` is not Jinja."""
         self.source = source
         self.special_tokens = dict(special_tokens or {})
+        self._knows_developers = "developer" in source
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -61,13 +62,16 @@ class ChatTemplate:
         """Return the conversation as the model reads it, to be encoded without adding special tokens.
 
         Args:
-            messages, tools: In OpenAI's form.
+            messages, tools: In OpenAI's form. A template that does not mention developers gets their turns as the
+                system's, which OpenAI's API defines as the same: most templates would leave them out.
             continue_final_message: End with the words of the last message, so that the model continues them.
             template_kwargs: Arguments that the template documents; they cannot replace the names given here.
 
         Raises ``TemplateRefused`` or ``TemplateTooLong``.
         """
         context: dict[str, Any] = {"documents": None, **(template_kwargs or {}), **self.special_tokens}
+        if not self._knows_developers:
+            messages = list(map(_without_developer, messages))
         context.update(messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt)
         parts: list[str] = []
         length = 0
@@ -100,6 +104,10 @@ class _GenerationTag(Extension):
 
     def _contents(self, caller: Callable[[], str]) -> str:
         return caller()
+
+
+def _without_developer(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 
 def _ended_within(text: str, message: Mapping[str, Any]) -> str:

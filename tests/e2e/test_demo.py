@@ -1,12 +1,16 @@
 """``tokenloom demo``: one command, an answer, a table, nothing left."""
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+
+from tokenloom.checkpoint import DEMO_MODEL
 
 COMMAND = (sys.executable, "-m", "tokenloom.cli.main", "demo")
 
@@ -30,8 +34,10 @@ def test_it_answers_shows_the_times_and_leaves_nothing(socket_dir: Path) -> None
 
 
 def test_a_failure_shows_the_logs_and_ends_with_status_1(socket_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
-    done = run(socket_dir, "--model", str(tmp_path))
+    broken = Path(shutil.copytree(DEMO_MODEL, tmp_path / "broken"))
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 3}))
+    done = run(socket_dir, "--model", str(broken))
     assert done.returncode == 1
     assert "did not start" in done.stderr
     assert "ERROR" in done.stderr, "the parts' own words"

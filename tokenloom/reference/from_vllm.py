@@ -14,8 +14,9 @@ _HEAD = """# From vLLM
 `make docs` writes the tables of this page from the code, and tests try what they say.
 
 Replace `vllm serve MODEL` by `tokenloom serve MODEL`. The OpenAI API, vLLM's additional request fields, the sampling
-parameters, the offline `LLM` class and the names of the metrics stay. A flag, field or option that is not known is an
-error that names it, and a flag of vLLM that Tokenloom lacks is answered with what to use instead.
+parameters, the offline `LLM` class and the names of the metrics stay. An unknown flag is an error; for a flag of vLLM
+that Tokenloom lacks, the error says what to use instead. A request field without effect is named in the response header
+`x-tokenloom-ignored`.
 
 | | vLLM | Tokenloom |
 |---|---|---|
@@ -79,7 +80,8 @@ _OTHERS = """
   architectures that are read from GGUF.
 - `llama-server --port 8080 -m FILE` becomes `tokenloom serve FILE --port 8080`; `-c N` becomes `--max-model-len N`, and
   `-np N` becomes `--max-num-seqs N`.
-- Clients that use OpenAI's API keep working: change the base URL to `http://127.0.0.1:8000/v1`.
+- Clients that use OpenAI's API keep working: change the base URL to `http://127.0.0.1:8000/v1`. Ollama's clients keep
+  working with `OLLAMA_HOST=http://127.0.0.1:8000` ([clients](../use/clients.md#ollamas-clients)).
 - Chat templates come from the file or from the checkpoint, as there.
 - `ollama run` becomes `tokenloom chat`, and `ollama ps` becomes `tokenloom ps`.
 """

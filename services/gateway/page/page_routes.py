@@ -1,6 +1,7 @@
 """Lists the routes of the page: its files, and what it shows as JSON."""
 
 from collections.abc import Callable
+from urllib.parse import parse_qs
 
 from tokenloom.services.runtime.host.host import Host
 
@@ -9,15 +10,16 @@ from ..http.exchange import Exchange
 from ..http.response_counts import ResponseCounts
 from ..http.sse import encode_json
 from ..served_mesh import ServedMesh
+from ..served_meshes import ServedMeshes
 from .mesh_state import mesh_state
 from .static_files import INDEX, static_files
-from .traffic import Traffic
+from .traffic import Traffics
 
 
-def page_routes(mesh: ServedMesh, host: Host, counts: ResponseCounts, root: Handler) -> Routes:
+def page_routes(meshes: ServedMeshes, host: Host, counts: ResponseCounts, root: Handler) -> Routes:
     """Return the routes by path. ``root``: answers clients other than browsers at ``/``."""
-    traffic = Traffic(mesh.metrics, counts, mesh.view.load)
-    host.spawn(traffic.run(), name="traffic of the last ten minutes")
+    traffics = Traffics(meshes, counts)
+    host.spawn(traffics.run(), name="traffic of the last ten minutes")
     files = static_files()
 
     async def index(exchange: Exchange) -> None:
@@ -27,15 +29,18 @@ def page_routes(mesh: ServedMesh, host: Host, counts: ResponseCounts, root: Hand
     return {
         "/": {"GET": index},
         **{PAGE_FILES + name: {"GET": file} for name, file in files.items() if name != INDEX},
-        "/mesh": {"GET": _json(lambda: mesh_state(mesh))},
-        "/traffic": {"GET": _json(traffic.columns)},
+        "/mesh": {"GET": _json(meshes, lambda mesh: {"models": list(meshes.states()), **mesh_state(mesh)})},
+        "/traffic": {"GET": _json(meshes, lambda mesh: traffics.of(mesh).columns())},
     }
 
 
-def _json(describe: Callable[[], object]) -> Handler:
-    """Return a handler that answers with what ``describe`` returns; nothing keeps it."""
+def _json(meshes: ServedMeshes, describe: Callable[[ServedMesh], object]) -> Handler:
+    """Return a handler that describes the mesh of the model that the query names, the first one by default. Browsers
+    do not keep the answer."""
 
     async def handler(exchange: Exchange) -> None:
-        await exchange.respond(200, encode_json(describe()), headers=[(b"cache-control", b"no-store")])
+        names = parse_qs(exchange.query.decode("latin-1")).get("model")
+        mesh = meshes.pick(names[-1]) if names else meshes.first
+        await exchange.respond(200, encode_json(describe(mesh)), headers=[(b"cache-control", b"no-store")])
 
     return handler

@@ -14,6 +14,8 @@ from tokenloom.services.runtime.telemetry.quantile import quantile
 from ..http.response_counts import ResponseCounts
 from ..mesh.mesh_view import MeshLoad
 from ..metrics import GatewayMetrics
+from ..served_mesh import ServedMesh
+from ..served_meshes import ServedMeshes
 
 INTERVAL_SECONDS = 5.0
 NUM_INTERVALS = 120
@@ -55,7 +57,7 @@ class _Totals:
 
 
 class Traffic:
-    """Compares the gateway's counters at an interval. A task of the host calls :meth:`run`."""
+    """Compares the counters of one model at an interval."""
 
     def __init__(self, metrics: GatewayMetrics, counts: ResponseCounts, load: Callable[[], MeshLoad]) -> None:
         """``load``: returns the load of all engines now."""
@@ -65,12 +67,6 @@ class Traffic:
         self._intervals: deque[Interval] = deque(maxlen=NUM_INTERVALS)
         self._ended_at = time.time()
         self._before = self._totals()
-
-    async def run(self) -> NoReturn:
-        """End an interval every :data:`INTERVAL_SECONDS`, until cancelled."""
-        while True:
-            await asyncio.sleep(INTERVAL_SECONDS)
-            self.end_interval()
 
     def end_interval(self) -> None:
         """Add what happened since the last call."""
@@ -118,6 +114,31 @@ class Traffic:
             waiting=load.num_waiting,
             kv_usage=round(load.kv_usage, 4),
         )
+
+
+class Traffics:
+    """Holds the traffic of every model. Refused requests are those of all models: some name none."""
+
+    def __init__(self, meshes: ServedMeshes, counts: ResponseCounts) -> None:
+        self._meshes = meshes
+        self._counts = counts
+        self._by_model = {mesh.model: self._of(mesh) for mesh in meshes}
+
+    def of(self, mesh: ServedMesh) -> Traffic:
+        """Return the traffic of a model, which begins now if its mesh has just been connected."""
+        if mesh.model not in self._by_model:
+            self._by_model[mesh.model] = self._of(mesh)
+        return self._by_model[mesh.model]
+
+    async def run(self) -> NoReturn:
+        """End an interval every :data:`INTERVAL_SECONDS`, until cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL_SECONDS)
+            for mesh in self._meshes:
+                self.of(mesh).end_interval()
+
+    def _of(self, mesh: ServedMesh) -> Traffic:
+        return Traffic(mesh.metrics, self._counts, mesh.view.load)
 
 
 def _quantiles(

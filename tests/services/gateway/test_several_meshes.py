@@ -237,3 +237,17 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> Non
 def test_several_meshes_need_names() -> None:
     with pytest.raises(ValueError, match="--meshes needs --served-model-name"):
         GatewaySettings.of(tokenizers="x:1", output_processors="x:1", coordinator="x:1", meshes="m.toml")
+
+
+async def test_the_page_shows_the_mesh_of_a_model(socket_dir: Path, other_dir: Path) -> None:
+    async with both(socket_dir, other_dir) as (mesh, other), mesh.http() as http:
+        await other.coordinator.set_engines("other-engine")
+        async with asyncio.timeout(SOON):
+            while "other-engine" not in (shown := await http.get("/mesh?model=b")).text:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        first = (await http.get("/mesh")).json()
+        assert (first["model"], first["models"], shown.json()["model"]) == ("a", ["a", "b"], "b")
+        assert "other-engine" not in str(first)
+        for name in ("a2", "b"):
+            assert (await http.get("/traffic", params={"model": name})).json()["running"] == []
+        assert (await http.get("/mesh?model=c")).status_code == 404

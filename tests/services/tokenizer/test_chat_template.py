@@ -47,6 +47,17 @@ def demo() -> ChatTemplate:
     return template
 
 
+@pytest.mark.parametrize(
+    ("source", "rendered"),
+    [
+        ("{% for m in messages %}{{ m.role }} {{ m.content }};{% endfor %}", "system Be brief.;"),
+        ("{% for m in messages if m.role in ('system', 'developer') %}{{ m.role }};{% endfor %}", "developer;"),
+    ],
+)
+def test_a_developer_is_the_system_to_templates_that_do_not_know_the_role(source: str, rendered: str) -> None:
+    assert ChatTemplate(source).render([{"role": "developer", "content": "Be brief."}]) == rendered
+
+
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])

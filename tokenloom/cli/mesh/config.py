@@ -36,9 +36,8 @@ class Setting:
 def config(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="Checkpoint directory, GGUF file or hub id.")] = DEMO_MODEL_NAME,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="Name that clients use; by default the last part of the directory.")
-    ] = None,
+    more_names: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    served_model_name: Annotated[list[str] | None, typer.Option(help="Names that clients use, as for serve.")] = None,
     config: Annotated[
         Path | None, typer.Option(callback=as_defaults, is_eager=True, help="File with these options, as for serve.")
     ] = None,
@@ -49,7 +48,11 @@ def config(
     """Print the configuration with which `tokenloom serve` would run for the same arguments, and nothing else."""
     rows = [
         Setting("model", model, _source(context, "model", config)),
-        Setting("served_model_name", served_model_name or "", _source(context, "served_model_name", config)),
+        Setting(
+            "served_model_name",
+            ",".join([*(served_model_name or ()), *(more_names or ())]),
+            _source(context, "served_model_name", config),
+        ),
         *(_setting(context, offer.option, chosen.get(name), config) for name, offer in OFFERS.items()),
         *_of_services(config),
     ]

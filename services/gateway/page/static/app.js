@@ -2,6 +2,7 @@
 
 import { startKeys } from "./keys.js";
 import { startMesh } from "./mesh/mesh.js";
+import { startModels } from "./model.js";
 import { startPlayground } from "./playground/playground.js";
 import { startRequests } from "./traffic/requests.js";
 import { startTheme } from "./theme.js";
@@ -9,9 +10,8 @@ import { startTraffic } from "./traffic/traffic.js";
 
 startTheme();
 startKeys();
-const playground = startPlayground();
-startMesh((model) => {
-  playground.model = model;
-});
+startModels();
+startPlayground();
+startMesh();
 startTraffic();
 startRequests();

@@ -2,6 +2,7 @@
 
 import { call } from "./api.js";
 import { onKeys, readKey } from "./keys.js";
+import { ofModel } from "./model.js";
 
 /** Calls `onValue` with each object, and `onError` with each ApiError. With an admin key it asks only once it has one. */
 export class Poll {
@@ -21,7 +22,7 @@ export class Poll {
     let show;
     let isRefused = false;
     try {
-      const value = await (await call(this.path, { key: this.key })).json();
+      const value = await (await call(ofModel(this.path), { key: this.key })).json();
       show = () => this.onValue(value);
     } catch (error) {
       show = () => this.onError(error);

@@ -32,6 +32,11 @@ def test_every_value_has_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert found["host"] == ("127.0.0.1", "default")
 
 
+def test_several_names_are_listed() -> None:
+    found = sources("--changed", "./model", "--served-model-name", "a", "b")
+    assert found == {"model": ("./model", "flag"), "served_model_name": ("a,b", "flag")}
+
+
 def test_defaults_can_be_left_out() -> None:
     assert sources("--changed", "--engines", "2") == {"engines": ("2", "flag")}
 

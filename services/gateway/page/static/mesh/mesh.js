@@ -4,6 +4,7 @@ import { byId, html, setText } from "../dom.js";
 import { askForKeys, readKey } from "../keys.js";
 import { MeshEvents } from "./mesh_events.js";
 import { MeshMap } from "./mesh_map.js";
+import { onModel, showModels } from "../model.js";
 import { count, milliseconds, several } from "../numbers.js";
 import { Poll } from "../poll.js";
 import { isBad, isWell } from "./part_states.js";
@@ -42,15 +43,13 @@ const showLinks = (links) => {
       milliseconds(link.wait_ms / Math.max(link.prompts, 1))} each`)));
 };
 
-/** `onModel`: called with the name of the served model, whenever it was reported. */
-export const startMesh = (onModel) => {
+export const startMesh = () => {
   const map = new MeshMap(byId("map"));
   const events = new MeshEvents(byId("events"));
   let asked = false;
 
   const show = (mesh) => {
-    setText(byId("model"), mesh.model);
-    onModel(mesh.model);
+    showModels(mesh);
     showHealth(...judge(mesh));
     setText(byId("mesh-summary"), summary(mesh));
     map.show(mesh);
@@ -70,5 +69,10 @@ export const startMesh = (onModel) => {
       showHealth("bad", error.message);
     }
   };
-  new Poll("mesh", SECONDS, show, fail).now();
+  const poll = new Poll("mesh", SECONDS, show, fail);
+  onModel(() => {
+    events.forget();
+    poll.now();
+  });
+  poll.now();
 };

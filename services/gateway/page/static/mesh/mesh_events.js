@@ -31,6 +31,13 @@ export class MeshEvents {
     while (this.root.children.length > MAX_EVENTS) this.root.lastChild.remove();
   }
 
+  /** Begin again: the parts are those of another mesh. */
+  forget() {
+    this.states = null;
+    this.last = "";
+    this.root.replaceChildren();
+  }
+
   compare(before, after) {
     for (const [name, state] of after) {
       const old = before.get(name);

@@ -1,6 +1,7 @@
 // Lets a conversation with the model run: send, stop, regenerate, edit.
 
 import { byId, html } from "../dom.js";
+import { modelName } from "../model.js";
 import { receive } from "./answer_stream.js";
 import { startCodeDialog } from "./code_dialog.js";
 import { Conversation, Message } from "./conversation.js";
@@ -18,7 +19,6 @@ class Playground {
     this.list = byId("messages");
     this.draft = byId("draft");
     this.live = null; // the AbortController of the answer that streams
-    this.model = undefined; // without a name the served model answers
     this.actions = {
       regenerate: (message) => this.again(message),
       edited: (message, text) => this.edited(message, text),
@@ -56,14 +56,14 @@ class Playground {
     const messages = this.conversation.forApi();
     if (draft || !messages.length) messages.push({ role: "user", content: draft || "Hello!" });
     else if (messages.at(-1).role === "assistant") messages.pop();
-    return requestBody(this.settings.read(), messages, this.model);
+    return requestBody(this.settings.read(), messages, modelName());
   }
 
   async answer() {
     let body;
     const message = new Message("assistant");
     try {
-      body = requestBody(this.settings.read(), this.conversation.forApi(), this.model);
+      body = requestBody(this.settings.read(), this.conversation.forApi(), modelName());
     } catch (error) {
       Object.assign(message, { state: "failed", error: `The settings are not right: ${error.message}` });
       this.append(message);
@@ -150,7 +150,6 @@ const toggleSettings = () => {
   byId("toggle-settings").setAttribute("aria-expanded", String(!form.hidden));
 };
 
-/** Return the playground; its `model` is set once it is known. */
 export const startPlayground = () => {
   const playground = new Playground();
   byId("composer").addEventListener("submit", (event) => {
@@ -169,5 +168,4 @@ export const startPlayground = () => {
   byId("new-chat").addEventListener("click", () => playground.clear());
   byId("toggle-settings").addEventListener("click", toggleSettings);
   startCodeDialog(() => playground.body());
-  return playground;
 };

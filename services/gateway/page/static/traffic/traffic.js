@@ -2,9 +2,11 @@
 
 import { Chart } from "./chart.js";
 import { byId } from "../dom.js";
+import { onModel } from "../model.js";
 import { count, milliseconds, percent } from "../numbers.js";
 import { Poll } from "../poll.js";
 
+const SECONDS = 5;
 const MIN_SLOTS = 12; // a young gateway shows its first minute
 const total = (reasons) => Object.values(reasons).reduce((sum, number) => sum + number, 0);
 const named = (reasons) =>
@@ -32,6 +34,7 @@ export const startTraffic = () => {
     const duration = 1000 * slots * traffic.interval_seconds;
     for (const { names, chart } of charts) chart.show(names.map((name) => columns[name]), times, slots, duration);
   };
-  const seconds = 5;
-  new Poll("traffic", seconds, show, () => {}).now(); // the mesh reports why nothing comes
+  const poll = new Poll("traffic", SECONDS, show, () => {}); // the mesh reports why nothing comes
+  onModel(() => poll.now());
+  poll.now();
 };

@@ -71,7 +71,7 @@ def _in_file(path: Path) -> Iterator[MeshSpec]:
         raise _wrong(str(error).removeprefix("--config: ")) from None
     tables = values.pop("mesh", None)
     if values or not isinstance(tables, list) or not tables:
-        raise _wrong(f"{path.name} must hold tables [[mesh]] and nothing else")
+        raise _wrong(f"{path.name} must hold tables [[mesh]] only")
     for number, table in enumerate(tables, start=1):
         yield _read(number, table)
 

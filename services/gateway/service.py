@@ -206,14 +206,7 @@ async def _open_edges(
     finished = FinishedRequests(RecentRequests(), AccessLog(time.monotonic) if settings.access_log else None)
     host.authorize_calls(admit_calls(keys))
     host.observe_calls(observe_calls(ResponseCounts(host.metrics, GRPC), finished))
-    inference = InferenceServicer(meshes, shares, settings.request_timeout)
-    generates: dict[str, type[Message]] = dict.fromkeys(("Generate", "GenerateSession"), inference_pb2.GenerateRequest)
-    generates["Resume"] = inference_pb2.InferenceResumeRequest
-    generates["Cancel"] = inference_pb2.InferenceCancelRequest
-    host.add_servicer(bounded(inference_pb2_grpc.add_InferenceServicer_to_server, generates), inference)
-    kserve = KServeServicer(reader, meshes, shares)
-    infers = dict.fromkeys(("ModelInfer", "ModelStreamInfer"), grpc_service_pb2.ModelInferRequest)
-    host.add_servicer(bounded(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, infers), kserve)
+    _add_grpc_services(settings, host, meshes, shares, reader)
     store = ResponseStore(settings.max_stored_response_bytes)
 
     def routes_of(mesh: ServedMesh) -> Routes:
@@ -229,6 +222,19 @@ async def _open_edges(
     admin_routes = await _admin_routes(settings, host, meshes, finished.recent)
     origins, forms = settings.cors_origins, {**MESSAGE_ERRORS, **OLLAMA_ERRORS}
     return App(routes, keys, admin_routes, admin_keys, guard, shares, origins, forms, counts=counts, finished=finished)
+
+
+def _add_grpc_services(
+    settings: GatewaySettings, host: Host, meshes: ServedMeshes, shares: TenantShares, reader: BodyReader
+) -> None:
+    inference = InferenceServicer(meshes, shares, settings.request_timeout)
+    generates: dict[str, type[Message]] = dict.fromkeys(("Generate", "GenerateSession"), inference_pb2.GenerateRequest)
+    generates["Resume"] = inference_pb2.InferenceResumeRequest
+    generates["Cancel"] = inference_pb2.InferenceCancelRequest
+    host.add_servicer(bounded(inference_pb2_grpc.add_InferenceServicer_to_server, generates), inference)
+    kserve = KServeServicer(reader, meshes, shares)
+    infers = dict.fromkeys(("ModelInfer", "ModelStreamInfer"), grpc_service_pb2.ModelInferRequest)
+    host.add_servicer(bounded(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, infers), kserve)
 
 
 async def _admin_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes, recent: RecentRequests) -> Routes:

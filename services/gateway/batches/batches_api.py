@@ -30,7 +30,7 @@ _WINDOW = re.compile(r"([0-9]{1,3})h")
 
 @dataclass(frozen=True, slots=True)
 class BatchesApi:
-    """Answers requests of clients, who see only the batches of their own tenant."""
+    """Answers requests of clients; a client sees only the batches of its own tenant."""
 
     reader: BodyReader
     files: FileStore

@@ -139,7 +139,7 @@ class FileStore:
         self._in_use.setdefault(file_id, set()).add(user)
 
     def end_use(self, file_id: str, user: str) -> None:
-        """Permit the deletion of a file, unless something else uses it."""
+        """Permit the deletion of a file, unless another batch uses it."""
         users = self._in_use.get(file_id, set())
         users.discard(user)
         if not users:

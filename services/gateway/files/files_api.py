@@ -27,7 +27,7 @@ PIECE_BYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class FilesApi:
-    """Answers requests of clients, who see only the files of their own tenant."""
+    """Answers requests of clients; a client sees only the files of its own tenant."""
 
     disk: Disk
     store: FileStore

@@ -150,17 +150,22 @@ class RequestBody:
                 self._release()
                 yield piece
             elif cycle.more_body:
-                cycle.message_event.clear()
-                cycle.flow.resume_reading()
-                try:
-                    async with asyncio.timeout(BODY_SECONDS):
-                        await cycle.message_event.wait()
-                except TimeoutError:
-                    raise BodyTimeout(f"no more of the body arrived within {BODY_SECONDS:g} s") from None
+                await self._more()
             else:
                 return
         assert self._refusal is not None
         raise self._refusal
+
+    async def _more(self) -> None:
+        """Wait until more of a streamed body has arrived, or it has ended."""
+        cycle = self._cycle
+        cycle.message_event.clear()
+        cycle.flow.resume_reading()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                await cycle.message_event.wait()
+        except TimeoutError:
+            raise BodyTimeout(f"no more of the body arrived within {BODY_SECONDS:g} s") from None
 
     def close(self) -> None:
         """Drop the bytes and release their reservation; ignore bytes that arrive later."""

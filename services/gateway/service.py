@@ -18,14 +18,12 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 
 from .anthropic.message_routes import ERROR_FORMS as MESSAGE_ERRORS
-from .api_routes import api_routes, status_routes
 from .batches.open_batches import Batches, absent_routes, open_batches
 from .gateway_settings import NUM_EDGES, GatewaySettings
 from .generation.resumable import UnattendedMetrics
 from .grpc.inference_servicer import InferenceServicer
 from .grpc.message_bounds import bounded
 from .grpc.observed_calls import observe_calls
-from .http.admin_routes import AdminRoutes
 from .http.app import App, Routes
 from .http.browser_guard import BrowserGuard
 from .http.byte_budget import ByteBudget
@@ -33,7 +31,6 @@ from .http.connections import Connections
 from .http.http_server import HttpServer
 from .http.internal_call import InternalCalls
 from .http.json_body import BodyParser
-from .http.models_routes import ModelsRoutes
 from .http.response_counts import GRPC, OTHER, ResponseCounts
 from .kserve.kserve_servicer import KServeServicer
 from .mesh_spec import MeshSpec, mesh_specs
@@ -48,6 +45,9 @@ from .request_log.finished_requests import FinishedRequests
 from .request_log.recent_requests import RecentRequests
 from .request_log.request_routes import request_routes
 from .responses.response_store import ResponseStore
+from .routes.admin_routes import AdminRoutes
+from .routes.api_routes import api_routes, status_routes
+from .routes.models_routes import ModelsRoutes
 from .served_mesh import MeshMetrics, ServedMesh, connect
 from .served_meshes import ServedMeshes
 from .tenants.api_keys import ApiKeys

@@ -1,1 +1,1 @@
-"""The HTTP edge: server, bodies, keys, routes and server-sent events."""
+"""The HTTP edge: server, bodies, keys, endpoints and server-sent events."""

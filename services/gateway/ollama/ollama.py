@@ -10,10 +10,10 @@ from ..health import MeshHealth
 from ..http.app import Routes
 from ..http.endpoint import Api, Endpoint
 from ..http.error_form import ErrorForm
-from ..http.status_routes import OLLAMA_DETAILS as DETAILS
-from ..http.status_routes import get
 from ..openai.chat import ChatApi
 from ..openai.openai_models import Body, Options
+from ..routes.status_routes import OLLAMA_DETAILS as DETAILS
+from ..routes.status_routes import get
 from ..tenants.tenant import Tenant
 from .ollama_answer import OllamaAnswer
 from .ollama_body import OPTIONS, OllamaRequest, chat_body

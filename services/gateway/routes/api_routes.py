@@ -2,29 +2,29 @@
 
 from tokenloom.services.runtime.host.host import Host
 
-from .anthropic.count_tokens import CountTokens
-from .anthropic.message_routes import message_routes
-from .anthropic.messages import MessagesApi
-from .gateway_settings import GatewaySettings
-from .http.app import Routes
-from .http.endpoint import Api, Endpoint
-from .http.json_body import BodyParser
-from .http.response_counts import ResponseCounts
-from .http.status_routes import StatusRoutes, get, ollama_tags
-from .http.tokenize_routes import TokenizeRoutes
-from .http.turn_share import ANSWERS_PER_TURN, TurnShare
-from .ollama.ollama import ollama_routes
-from .openai.chat import ChatApi
-from .openai.completions import CompletionsApi
-from .openai.openai_models import BodyReader
-from .openapi.openapi_routes import document_routes
-from .page.page_routes import page_routes
-from .responses.response_routes import response_routes
-from .responses.response_store import ResponseStore
-from .responses.responses import ResponsesApi
-from .responses.responses_endpoint import ResponsesEndpoint
-from .served_mesh import ServedMesh
-from .served_meshes import ServedMeshes
+from ..anthropic.count_tokens import CountTokens
+from ..anthropic.message_routes import message_routes
+from ..anthropic.messages import MessagesApi
+from ..gateway_settings import GatewaySettings
+from ..http.app import Routes
+from ..http.endpoint import Api, Endpoint
+from ..http.json_body import BodyParser
+from ..http.response_counts import ResponseCounts
+from ..http.turn_share import ANSWERS_PER_TURN, TurnShare
+from ..ollama.ollama import ollama_routes
+from ..openai.chat import ChatApi
+from ..openai.completions import CompletionsApi
+from ..openai.openai_models import BodyReader
+from ..openapi.openapi_routes import document_routes
+from ..page.page_routes import page_routes
+from ..responses.response_routes import response_routes
+from ..responses.response_store import ResponseStore
+from ..responses.responses import ResponsesApi
+from ..responses.responses_endpoint import ResponsesEndpoint
+from ..served_mesh import ServedMesh
+from ..served_meshes import ServedMeshes
+from .status_routes import StatusRoutes, get, ollama_tags
+from .tokenize_routes import TokenizeRoutes
 
 
 def status_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes, counts: ResponseCounts) -> Routes:

@@ -9,17 +9,17 @@ from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.v1 import tokenizer_pb2
 
 from ..health import MeshHealth
+from ..http.app import Handler
+from ..http.endpoint import check_model
+from ..http.exchange import Exchange
+from ..http.json_body import BodyParser
+from ..http.sse import encode_json
+from ..http.time_limit import limited
 from ..mesh.tokenizer_client import TokenizerClient
 from ..openai.chat_messages import read_chat
 from ..openai.openai_models import Body, BodyReader
 from ..openapi.request_schemas import DetokenizeRequest, TokenizeRequest
 from ..tools.tool_request import read_tools
-from .app import Handler
-from .endpoint import check_model
-from .exchange import Exchange
-from .json_body import BodyParser
-from .sse import encode_json
-from .time_limit import limited
 
 T = TypeVar("T")
 

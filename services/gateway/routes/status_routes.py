@@ -12,10 +12,10 @@ from tokenloom.v1 import coordinator_pb2, types_pb2
 
 from ..generation.generator import Generator
 from ..health import MeshHealth, PartState
+from ..http.app import Handler, Routes
+from ..http.exchange import Exchange
+from ..http.sse import encode_json
 from ..mesh.mesh_view import MeshView
-from .app import Handler, Routes
-from .exchange import Exchange
-from .sse import encode_json
 
 OLLAMA_DETAILS = {"family": "tokenloom", "format": "safetensors"}
 """What Ollama's API says of every model."""

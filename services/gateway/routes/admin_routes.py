@@ -13,11 +13,11 @@ from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.v1 import coordinator_pb2, engine_pb2_grpc
 from tokenloom.v1 import engine_pb2 as pb
 
+from ..http.app import Handler
+from ..http.exchange import Exchange
+from ..http.sse import encode_json
 from ..mesh.mesh_view import MeshView
 from ..served_meshes import ServedMeshes
-from .app import Handler
-from .exchange import Exchange
-from .sse import encode_json
 
 _MODES = {"abort": pb.PAUSE_MODE_ABORT, "wait": pb.PAUSE_MODE_WAIT, "keep": pb.PAUSE_MODE_KEEP}
 _TAGS = {"weights": pb.WAKE_TAG_WEIGHTS, "kv_cache": pb.WAKE_TAG_KV_CACHE}

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from ..health import PARTS, PartState
+from ..http.app import Routes
+from ..http.exchange import Exchange
 from ..served_meshes import ServedMeshes
-from .app import Routes
-from .exchange import Exchange
 from .status_routes import get, health_object, model_object, respond_health
 
 

@@ -41,8 +41,10 @@ from .warm_up import (
     LargestStep,
     decode_batches,
     free_rows,
+    is_small_step,
     largest_step,
     num_differing_layers,
+    one_thread,
     run_decode_steps,
     within,
 )
@@ -166,6 +168,7 @@ class ModelWorker:
 
         On a CPU it computes one token in all layers, which reads every weight, and the whole step in as many layers
         as differ: each frees its activations before the next one, so the peak is the same in much less time.
+        One thread computes a small step.
         """
         block_size, model_config = self._config.cache.block_size, self._kv_config
         num_blocks = sum(-(-length // block_size) for length in lengths)
@@ -177,8 +180,10 @@ class ModelWorker:
                 runner.dummy_run([1], block_size)
             runner.dummy_run(lengths, block_size, num_layers)
 
+        is_small = num_layers is not None and is_small_step(sum(lengths), num_layers, model_config.hidden_size)
         started = time.perf_counter()
-        peak = self._platform.peak_of(run)
+        with one_thread(is_small):
+            peak = self._platform.peak_of(run)
         kv_bytes = sum(lengths) * self._pool_layers.written_bytes_per_token(num_layers)
         if self._drafting is not None:
             kv_bytes += sum(lengths) * self._drafting.kv_bytes_per_token

@@ -1,8 +1,11 @@
 """Computes steps of the sizes that will run, so that kernels, layouts and buffers exist before the first request."""
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+
+import torch
 
 from tokenloom.engine_core.config import SchedulerConfig
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
@@ -16,6 +19,10 @@ _NEARLY_FREE = 1.5
 """How many times as long as a step of one row a step may take for its rows to be nearly free."""
 _AROUND_SECONDS = 0.001
 """What a step takes in addition to the model, for scheduling, sampling and messages."""
+_MATRICES_PER_LAYER = 12
+"""How many matrices of hidden_size x hidden_size a usual layer of a transformer is as large as."""
+_SMALL_STEP = 1 << 33
+"""Multiplications that one core does in about half a second."""
 _ROWS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _REPEATS = 3
 
@@ -61,6 +68,28 @@ def num_differing_layers(windows: Sequence[int | None]) -> int:
     """Return how many layers from the first one on include every window, and one that begins as all later ones do: with
     the memory that a whole layer has freed. ``windows`` [num_layers]: those of the layers."""
     return max(3, *(windows.index(window) + 1 for window in set(windows)))
+
+
+def is_small_step(num_tokens: int, num_layers: int, hidden_size: int) -> bool:
+    """Return whether one thread computes a step of so many tokens and layers in about half a second."""
+    return num_tokens * num_layers * _MATRICES_PER_LAYER * hidden_size**2 <= _SMALL_STEP
+
+
+@contextlib.contextmanager
+def one_thread(wanted: bool) -> Iterator[None]:
+    """Compute on the host with one thread, if ``wanted``, and then with as many as before.
+
+    Threads that share a step spin until the last one is done. While other programs use the cores, as at the start of a
+    mesh, a small step takes them several times as much CPU and time as one thread.
+    """
+    before = torch.get_num_threads()
+    if wanted:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if wanted:
+            torch.set_num_threads(before)
 
 
 def run_decode_steps(runner: ModelRunner, batches: list[int], block_size: int) -> None:

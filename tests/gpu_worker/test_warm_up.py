@@ -2,7 +2,7 @@ from itertools import pairwise
 
 import pytest
 
-from tokenloom.gpu_worker.warm_up import free_rows, num_differing_layers
+from tokenloom.gpu_worker.warm_up import free_rows, is_small_step, num_differing_layers
 
 
 class Machine:
@@ -45,3 +45,10 @@ def test_a_delay_of_some_steps_changes_nothing() -> None:
 )
 def test_the_profiled_layers_include_every_window(windows: tuple[int | None, ...], expected: int) -> None:
     assert num_differing_layers(windows) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "hidden_size", "expected"), [(3, 256, True), (6, 256, False), (3, 1024, False), (28, 4096, False)]
+)
+def test_one_thread_is_for_tiny_models(num_layers: int, hidden_size: int, expected: bool) -> None:
+    assert is_small_step(2048, num_layers, hidden_size) is expected

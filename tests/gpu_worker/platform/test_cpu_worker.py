@@ -196,6 +196,23 @@ def test_warm_up_covers_the_sizes_that_will_run(blocks, context, profiles, decod
     assert not np.frombuffer(worker.kv_pool().memory.buffer, dtype=np.uint8).any(), "no page of the pool is left in use"
 
 
+def test_one_thread_profiles_a_tiny_model(monkeypatch):
+    """Threads that share a small step would spin for each other on a busy machine."""
+    run, threads = ModelRunner.dummy_run, []
+
+    def note_run(runner, query_lens, block_size, num_layers=None):
+        threads.append((torch.get_num_threads(), sum(query_lens)))
+        return run(runner, query_lens, block_size, num_layers)
+
+    monkeypatch.setattr(ModelRunner, "dummy_run", note_run)
+    worker = make_worker()
+    worker.load_model()
+    torch.set_num_threads(2)
+    worker.determine_available_memory()
+    worker.initialize_kv_cache(KVCacheConfig(4, 64))
+    assert threads == [(1, 1), (1, 128), (2, 1), (2, 2), (2, 4)], "the steps of decode have all threads"
+
+
 def test_a_worker_that_computes_wrong_sums_is_not_healthy(monkeypatch):
     worker = make_worker()
     worker.load_model()

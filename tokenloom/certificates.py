@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from .services.runtime.peers.callers import OPERATOR
-from .services.runtime.peers.tls import dns_name
+from .services.runtime.peers.service_names import dns_name
 
 PARTS = ("gateway", "tokenizer", "output_processor", "coordinator", "engine", OPERATOR, "prometheus")
 """The owners of certificates: the services, the operator of the mesh, and Prometheus."""

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,8 @@ from .gguf.description import (
     load_gguf_tokenizer,
     save_gguf_tokenizer,
 )
-from .gguf.gguf_file import SUFFIX, is_gguf
-from .hub_files import HubCache, download, hub_id, weight_paths
+from .gguf.gguf_file import is_gguf
+from .hub_files import weight_paths
 from .request import validation
 from .request.errors import InvalidArgument, NotFound, TokenloomError
 from .request.narrowing import narrow_sampling
@@ -26,11 +25,6 @@ from .v1 import types_pb2
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
-DEMO_MODEL = Path(str(resources.files("tokenloom.demo_model")))
-"""The checkpoint that comes with the package."""
-DEMO_MODEL_NAME = "tokenloom-demo"
-"""The name under which it is served and requested."""
-
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -40,39 +34,6 @@ _TOKENIZER_FILES = (
     "chat_template.json",
 )
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-def resolve(model: str, *, weights: bool = True, cache: HubCache | None = None) -> Path:
-    """Return the directory of the demo model, of a local checkpoint, or of a hub id (cached or downloaded), or the path
-    of a GGUF file.
-
-    A hub id may end in ``@revision``. Without ``weights`` only the files that describe the model are downloaded, into
-    ``cache``. Raises ``NotFound``.
-    """
-    path = DEMO_MODEL if model == DEMO_MODEL_NAME else Path(model).expanduser()
-    if is_checkpoint(path):
-        return path.resolve()
-    if path.is_dir():
-        files = ", ".join(sorted(file.name for file in path.glob(f"*{SUFFIX}")))
-        way_out = f"; name one of its GGUF files: {files}" if files else ""
-        raise NotFound(f"model {model!r}: the directory has no config.json{way_out}", field="model")
-    if model.startswith((".", "/", "~")) or hub_id(model).count("/") > 1 or model.endswith(SUFFIX):
-        raise NotFound(f"model {model!r}: no such directory or {SUFFIX} file", field="model")
-    return download(model, weights=weights, cache=cache)
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Return whether the path is that of a checkpoint directory or of a GGUF file."""
-    return path.is_file() if is_gguf(path) else (path / "config.json").is_file()
-
-
-def served_name(path: Path, model: str = "") -> str:
-    """Return the default name for clients: the hub id, the last part of the directory, or a GGUF file's stem."""
-    if path.resolve() == DEMO_MODEL.resolve():
-        return DEMO_MODEL_NAME
-    if is_gguf(path):
-        return path.stem
-    return hub_id(model) if model and not Path(model).expanduser().exists() else path.name
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import statistics
 import time
 from dataclasses import dataclass
 
-from tokenloom.checkpoint import DEMO_MODEL
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.executor import make_executor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.model_path import DEMO_MODEL
 from tokenloom.services.engine.core.workers import make_worker
 
 from ..load.datasets import DatasetOptions, make_prompts

@@ -9,7 +9,8 @@ import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 from prometheus_client import Counter
 
-from tokenloom.request.errors import Aborted, InvalidArgument, NotFound, ResourceExhausted, TokenloomError, to_proto
+from tokenloom.request.errors import Aborted, InvalidArgument, NotFound, ResourceExhausted, TokenloomError
+from tokenloom.request.wire_errors import to_proto
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello, make_hello
 from tokenloom.v1 import coordinator_pb2_grpc

@@ -6,8 +6,7 @@ from msgspec import Meta
 
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 
-from .engine_placement import PD_THRESHOLD
-from .engine_registry import SETTLE_SECONDS
+from .defaults import PD_THRESHOLD, SETTLE_SECONDS
 
 
 class CoordinatorSettings(ServiceSettings, frozen=True, kw_only=True):

@@ -8,11 +8,8 @@ from tokenloom.services.runtime.peers import pairing
 from tokenloom.v1.coordinator_pb2 import EngineRef, PickRequest
 from tokenloom.v1.types_pb2 import EngineRole
 
+from .defaults import PD_THRESHOLD
 from .engine_record import WAITING_WEIGHT, EngineRecord
-
-PD_THRESHOLD = 128
-"""As many prompt tokens as a CPU engine computes in a step alongside decodes: a shorter prompt delays others by one
-step at most, and a pair costs more than that."""
 
 _UNSPECIFIED, _DECODE = EngineRole.ENGINE_ROLE_UNSPECIFIED, EngineRole.ENGINE_ROLE_DECODE
 

@@ -9,13 +9,10 @@ from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import EngineRole
 
 from . import engine_placement
+from .defaults import SETTLE_SECONDS
 from .engine_record import EngineRecord
 
 log = logging.getLogger(__name__)
-
-SETTLE_SECONDS = 2.0
-"""How long a new coordinator waits for engines to re-join before it calls its view complete."""
-
 
 _MAX_POOLS = 64
 

@@ -8,7 +8,8 @@ from typing import NoReturn, TypeAlias
 
 import grpc.aio
 
-from tokenloom.request.errors import Aborted, TokenloomError, Unavailable, of_exception
+from tokenloom.request.errors import Aborted, TokenloomError, Unavailable
+from tokenloom.request.wire_errors import of_exception
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2

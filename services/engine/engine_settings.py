@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from msgspec import Meta
 from msgspec.structs import replace
 
-from tokenloom.checkpoint import DEMO_MODEL_NAME, resolve
 from tokenloom.engine_core.config import (
     EngineConfig,
     SchedulerConfig,
@@ -15,13 +14,12 @@ from tokenloom.engine_core.config import (
     TLSFiles,
     WorkerConfig,
 )
+from tokenloom.model_path import DEMO_MODEL_NAME, resolve
 from tokenloom.request.chat_template import check_chat_template, read_chat_template
 from tokenloom.request.errors import NotFound
-from tokenloom.request.validation import DEFAULT_MAX_LOGPROBS
+from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
 from tokenloom.services.runtime.host.service_settings import Count, OptionalAddress, ServiceSettings
-from tokenloom.services.runtime.peers.tls import dns_name
-
-from .core.grammar_config import reasoning_config, structured_output_config
+from tokenloom.services.runtime.peers.service_names import dns_name
 
 DrainMode: TypeAlias = Literal["finish", "migrate"]
 
@@ -100,6 +98,9 @@ def for_checkpoint(config: EngineConfig, checkpoint: str, chat_template: str | N
     config = replace(config, speculative=_with_path(config.speculative, Path(checkpoint)))
     if not checkpoint:
         return replace(config, worker=worker, structured_output=None)
+    # Imported here because it takes protobuf, and the help of a command needs only the options.
+    from .core.grammar_config import reasoning_config, structured_output_config
+
     path = Path(checkpoint)
     grammars = structured_output_config(path, config.structured_output)
     reasoning = reasoning_config(path, config.reasoning, chat_template)

@@ -5,7 +5,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
-from tokenloom import checkpoint
+from tokenloom import model_path
 from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
 from tokenloom.request.errors import TryElsewhere
 from tokenloom.services.runtime.host.host import Host
@@ -60,8 +60,8 @@ class EngineService:
 async def _start(
     settings: EngineSettings, client: AsyncClient | None, host: Host, undo: contextlib.AsyncExitStack
 ) -> RunningEngine:
-    path = await asyncio.to_thread(checkpoint.resolve, settings.engine.worker.model)
-    name = settings.served_model_name or checkpoint.served_name(path, settings.engine.worker.model)
+    path = await asyncio.to_thread(model_path.resolve, settings.engine.worker.model)
+    name = settings.served_model_name or model_path.served_name(path, settings.engine.worker.model)
     load = LoadTracker(settings.engine.scheduler.max_num_seqs, settings.max_waiting, host.clock.seconds)
     client = client or process_client(settings, str(path))
     undo.push_async_callback(client.close)

@@ -10,12 +10,15 @@ from tokenloom.request.reasoning import ReasoningParserName
 from tokenloom.services.runtime.host.descriptors import for_clients
 from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
 from tokenloom.services.runtime.host.service_settings import Address, Count, ServiceSettings
-from tokenloom.services.runtime.peers.certificate import CertificateFiles
-from tokenloom.services.runtime.peers.members import parse_member
+from tokenloom.services.runtime.peers.addresses import parse_member
+from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
 
-from .generation.backlog import ALWAYS_QUEUED, DEFAULT_QUEUE_SECONDS
-from .generation.request_cost import DEFAULT_MAX_VALUES
-from .generation.resumable import DEFAULT_SECONDS as DEFAULT_UNATTENDED_SECONDS
+from .generation.defaults import (
+    ALWAYS_QUEUED,
+    DEFAULT_MAX_VALUES,
+    DEFAULT_QUEUE_SECONDS,
+    DEFAULT_UNATTENDED_SECONDS,
+)
 from .tenants.tenant import TenantLimits
 
 

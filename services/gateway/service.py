@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from tokenloom.services.runtime.host.descriptors import for_clients
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.addresses import parse
+from tokenloom.services.runtime.peers.certificate import wait_for_files
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.services.runtime.telemetry.process_metrics import show_token_cost
@@ -242,7 +243,7 @@ async def _admin_routes(settings: GatewaySettings, host: Host, meshes: ServedMes
         return {}
     channels = host.channels
     if (files := settings.operator_certificate) is not None:
-        await files.wait()
+        await wait_for_files(files)
         tls = MeshTLS(files)
         channels = Channels(tls)
         host.certificates.show("operator", tls.expiry)

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from tokenloom.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name, tokenizer_fingerprint
+from tokenloom.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_fingerprint
+from tokenloom.model_path import resolve, served_name
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1.coordinator_pb2 import EngineIdentity

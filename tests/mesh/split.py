@@ -15,7 +15,6 @@ import pytest
 from tests.engine_core.client.inproc import AsyncInprocClient
 from tests.engine_core.invariants import check_idle
 from tests.mesh.harness import SOON, VOCAB_SIZE, Mesh, Part
-from tokenloom.checkpoint import DEMO_MODEL, resolve
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.executor import Executor
@@ -26,6 +25,7 @@ from tokenloom.engine_core.fake_workers import hash_worker
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.kv_transfer import kv_copier
 from tokenloom.engine_core.worker import Worker
+from tokenloom.model_path import DEMO_MODEL, resolve
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine.core.core_main import make_transports

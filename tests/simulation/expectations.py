@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 
-import grpc
-
-from tokenloom.request.errors import EngineKiller, RequestLost, ResourceExhausted, TokenloomError
+from tokenloom.request.errors import Code, EngineKiller, RequestLost, ResourceExhausted, TokenloomError
 
 from .load import Answer
 from .plan import Fault, Plan
@@ -16,7 +14,7 @@ PATIENT_SECONDS = 15.0
 """A request with at least so much time is judged: others may end because their time has run out."""
 _ENGINE_DEATHS = ("crash", "core_crash", "hang")
 """Kinds of faults that an engine's core does not survive."""
-_RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED)
+_RETRYABLE = (Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED, Code.DEADLINE_EXCEEDED)
 
 
 def must_complete(plan: Plan, happened: Sequence[Fault], answer: Answer) -> bool:

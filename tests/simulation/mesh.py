@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from tokenloom.checkpoint import DEMO_MODEL, tokenizer_fingerprint
+from tokenloom.checkpoint import tokenizer_fingerprint
+from tokenloom.model_path import DEMO_MODEL
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine.engine_settings import EngineSettings

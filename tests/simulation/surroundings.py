@@ -16,7 +16,8 @@ from tokenloom.services.runtime.host.surroundings import Network as HostNetwork
 from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.local_streams.call import LocalCall
 from tokenloom.services.runtime.local_streams.server import ServerCall
-from tokenloom.services.runtime.peers.channels import MAX_MESSAGE_BYTES, Channels
+from tokenloom.services.runtime.peers.channels import Channels
+from tokenloom.services.runtime.peers.message_limit import MAX_MESSAGE_BYTES
 from tokenloom.services.runtime.peers.tls import MeshTLS
 
 from .exchange import Exchange, Served

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tokenloom.certificates import PARTS, Pair, make_certificates, make_separate_certificates
 from tokenloom.cli.main import app
-from tokenloom.services.runtime.peers.certificate import CertificateFiles
+from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
 from tokenloom.services.runtime.peers.tls import MeshTLS
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from tokenloom import checkpoint
+from tokenloom import checkpoint, model_path
 from tokenloom.checkpoint import CheckpointInfo
 from tokenloom.request.errors import InvalidArgument, NotFound
 from tokenloom.v1.types_pb2 import SamplingParams
@@ -20,7 +20,7 @@ def model(tmp_path: Path) -> Path:
     """A copy of the demo model's small files, to be changed."""
     path = tmp_path / "my-model"
     path.mkdir()
-    for file in checkpoint.DEMO_MODEL.iterdir():
+    for file in model_path.DEMO_MODEL.iterdir():
         if file.suffix in (".json", ".jinja"):
             shutil.copy(file, path)
     (path / "model.safetensors").write_bytes(b"weights")
@@ -33,48 +33,48 @@ def change(path: Path, **values: object) -> None:
 
 
 def test_resolve(model: Path) -> None:
-    assert checkpoint.resolve("tokenloom-demo") == checkpoint.DEMO_MODEL.resolve()
-    assert checkpoint.resolve(str(model)) == model.resolve()
+    assert model_path.resolve("tokenloom-demo") == model_path.DEMO_MODEL.resolve()
+    assert model_path.resolve(str(model)) == model.resolve()
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere", "no-such/model", "a/b/c", ""])
 def test_resolve_names_what_it_did_not_find(name: str) -> None:
     with pytest.raises(NotFound) as caught:
-        checkpoint.resolve(name)
+        model_path.resolve(name)
     assert repr(name) in caught.value.message
 
 
 def test_a_directory_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"config\.json"):
-        checkpoint.resolve(str(tmp_path))
+        model_path.resolve(str(tmp_path))
 
 
 def test_a_gguf_file_is_a_checkpoint(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "small.Q4_0.gguf"
     file.write_bytes(b"GGUF")
-    assert checkpoint.resolve(str(file)) == file.resolve()
-    assert checkpoint.served_name(file, str(file)) == "small.Q4_0"
+    assert model_path.resolve(str(file)) == file.resolve()
+    assert model_path.served_name(file, str(file)) == "small.Q4_0"
     assert len(checkpoint.weights_fingerprint(file, tmp_path / "cache")) == 32
     with pytest.raises(NotFound, match=r"config\.json; name one of its GGUF files: small\.Q4_0\.gguf"):
-        checkpoint.resolve(str(tmp_path))
+        model_path.resolve(str(tmp_path))
     with pytest.raises(NotFound, match=r"no such directory or \.gguf file"):
-        checkpoint.resolve("none.gguf")
+        model_path.resolve("none.gguf")
     with pytest.raises(InvalidArgument, match=r"small\.Q4_0\.gguf is not a valid GGUF file"):
         CheckpointInfo.load(file)
 
 
 def test_served_names(model: Path) -> None:
-    assert checkpoint.served_name(checkpoint.DEMO_MODEL) == "tokenloom-demo"
-    assert checkpoint.served_name(model) == "my-model"
-    assert checkpoint.served_name(model, str(model)) == "my-model"
-    assert checkpoint.served_name(Path("/cache/snapshots/abc"), "org/name") == "org/name"
+    assert model_path.served_name(model_path.DEMO_MODEL) == "tokenloom-demo"
+    assert model_path.served_name(model) == "my-model"
+    assert model_path.served_name(model, str(model)) == "my-model"
+    assert model_path.served_name(Path("/cache/snapshots/abc"), "org/name") == "org/name"
 
 
 def test_the_demo_model() -> None:
-    info = CheckpointInfo.load(checkpoint.DEMO_MODEL)
-    tokenizer = checkpoint.load_tokenizer(checkpoint.DEMO_MODEL)
+    info = CheckpointInfo.load(model_path.DEMO_MODEL)
+    tokenizer = checkpoint.load_tokenizer(model_path.DEMO_MODEL)
     assert tokenizer.token_to_id(info.special_tokens["eos_token"]) in info.eos_token_ids
-    assert info.chat_template == (checkpoint.DEMO_MODEL / "chat_template.jinja").read_text()
+    assert info.chat_template == (model_path.DEMO_MODEL / "chat_template.jinja").read_text()
 
 
 def test_end_tokens_of_generation_config_win(model: Path) -> None:

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 import typer
 
 from tokenloom.preflight.refusal import Refused
-from tokenloom.supervisor.part import PartFailed
+from tokenloom.supervisor.part_failed import PartFailed
 from tokenloom.supervisor.ports import PortTaken
 from tokenloom.supervisor.state_dir import StateDirError
-
-from .server import RequestFailed
 
 FAILED = 1
 """Exit status of a failed command."""
@@ -18,6 +16,10 @@ REFUSED = 2
 """Exit status for wrong arguments, also for a model or a port that cannot be served."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
+
+
+class RequestFailed(Exception):
+    """The server answered with an error, or its answer was incomplete."""
 
 
 class CommandFailed(Exception):

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.gguf.gguf_file import SUFFIX, read_gguf
 from tokenloom.hub_files import weight_paths
+from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 
 from .failures import reported
 from .server_options import ApiKey, BaseUrl, connect

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from .failures import RequestFailed
+
 _CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-
-
-class RequestFailed(Exception):
-    """The server answered with an error, or its answer was incomplete."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 import grpc.aio
 
-from tokenloom.request import errors
+from tokenloom.request import wire_errors
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 from . import connection
@@ -180,7 +180,7 @@ class AsyncClient:
             try:
                 result = await attempt(stub, deadline - time.monotonic())
             except grpc.aio.AioRpcError as failed:
-                error = errors.from_rpc(failed)
+                error = wire_errors.from_rpc(failed)
                 wait = self._retries.wait(error, failures, deadline - time.monotonic())
                 if wait is None:
                     raise error from failed

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import grpc.aio
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.v1 import inference_pb2
 
 from .answer_course import AnswerCourse, NextCall
@@ -71,11 +71,11 @@ class AsyncResponses(AsyncIterator[inference_pb2.GenerateResponse]):
 
     async def _recover(self, failed: grpc.aio.AioRpcError) -> None:
         """Wait until the next call may be made. Raises the final error."""
-        error = errors.from_rpc(failed)
+        error = wire_errors.from_rpc(failed)
         if self._is_closed:
             raise error from failed
         try:
-            wait = self._course.failed(error, was_cut=errors.was_cut(failed))
+            wait = self._course.failed(error, was_cut=wire_errors.was_cut(failed))
         except errors.TokenloomError as final:
             raise final from failed
         self._call = self._reading = None

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import grpc.aio
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.v1 import inference_pb2, types_pb2
 
 from .client_request import check_streamed, prompt_request
@@ -77,7 +77,7 @@ class AsyncSession:
             response = await self._call.read()
         except grpc.aio.AioRpcError as error:
             self._is_answering = False
-            raise errors.from_rpc(error) from error
+            raise wire_errors.from_rpc(error) from error
         if not isinstance(response, inference_pb2.GenerateResponse):
             self._is_answering = False
             raise errors.Unavailable("the gateway ended the session")

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar, cast
 
 import grpc
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 from . import connection
@@ -189,7 +189,7 @@ def _channel(address: str, secret: grpc.ChannelCredentials | None) -> grpc.Chann
 
 
 def _translated(error: grpc.RpcError) -> errors.TokenloomError:
-    return errors.from_rpc(cast(grpc.Call, error))  # as every error of a call is
+    return wire_errors.from_rpc(cast(grpc.Call, error))  # as every error of a call is
 
 
 def _ignoring_errors(send: Callable[[], object]) -> None:

@@ -6,7 +6,7 @@ from typing import TypeAlias, cast
 
 import grpc
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.v1 import inference_pb2
 
 from .answer_course import AnswerCourse, NextCall
@@ -63,11 +63,11 @@ class Responses(Iterator[inference_pb2.GenerateResponse]):
     def _recover(self, failed: grpc.RpcError) -> None:
         """Wait until the next call may be made. Raises the final error."""
         call = cast(grpc.Call, failed)  # as every error of a call is
-        error = errors.from_rpc(call)
+        error = wire_errors.from_rpc(call)
         if self._is_closed:
             raise error from failed
         try:
-            wait = self._course.failed(error, was_cut=errors.was_cut(call))
+            wait = self._course.failed(error, was_cut=wire_errors.was_cut(call))
         except errors.TokenloomError as final:
             raise final from failed
         self._call = None

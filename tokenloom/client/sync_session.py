@@ -7,7 +7,7 @@ from typing import Any, Self, TypeAlias, cast
 
 import grpc
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.v1 import inference_pb2, types_pb2
 
 from .client_request import check_streamed, prompt_request
@@ -71,7 +71,7 @@ class Session:
             response = next(self._call)
         except grpc.RpcError as error:
             self._is_answering = False
-            raise errors.from_rpc(cast(grpc.Call, error)) from error
+            raise wire_errors.from_rpc(cast(grpc.Call, error)) from error
         except StopIteration:
             self._is_answering = False
             raise errors.Unavailable("the gateway ended the session") from None

@@ -8,11 +8,12 @@ from typing import Any, cast
 
 from tokenizers import Tokenizer
 
-from tokenloom.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name
+from tokenloom.checkpoint import CheckpointInfo, load_tokenizer
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.executor import make_executor
-from tokenloom.request import validation
+from tokenloom.model_path import resolve, served_name
 from tokenloom.request.errors import TokenloomError
+from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
 from tokenloom.services.engine.core.grammar_config import reasoning_mode
 from tokenloom.services.engine.core.workers import WORKER_COMMAND, make_worker
 from tokenloom.services.engine.engine_settings import for_checkpoint
@@ -47,7 +48,7 @@ class LLM:
         seed: int | None = 0,
         gpu_memory_utilization: float | None = None,
         served_model_name: str | None = None,
-        max_logprobs: int = validation.DEFAULT_MAX_LOGPROBS,
+        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         enable_prompt_embeds: bool = False,
         **engine: Any,
     ) -> None:

@@ -18,6 +18,8 @@ from typing import Annotated, Any, get_args
 from msgspec import Meta, Struct
 from msgspec.structs import fields
 
+DEFAULT_MAX_LOGPROBS = 20
+"""Alternatives per position when the engine sets no limit, as in vLLM."""
 MAX_SAMPLES = 128
 """Limits the samples of one prompt."""
 MAX_REPETITION = 1024

@@ -18,7 +18,7 @@ from tokenloom.v1.types_pb2 import SamplingParams as Params
 from .errors import InvalidArgument
 from .narrowing import ALL_LOGPROBS, MIN_TEMPERATURE, check_bias_count, rows
 from .output_constraints import check_structured_outputs
-from .sampling_params import MAX_REPETITION, MAX_SAMPLES, SamplingFields
+from .sampling_params import DEFAULT_MAX_LOGPROBS, MAX_REPETITION, MAX_SAMPLES, SamplingFields
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -26,8 +26,6 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 128
 MAX_OUTPUTS = 1024
 """Samples of all prompts of one request."""
-DEFAULT_MAX_LOGPROBS = 20
-"""Alternatives per position when the engine sets no limit, as in vLLM."""
 DEFAULT_MAX_TOKENS = 16
 """For completions and the offline API, as in vLLM and OpenAI."""
 _U32 = 2**32 - 1

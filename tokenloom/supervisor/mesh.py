@@ -9,7 +9,8 @@ from pathlib import Path
 from tokenloom.services.runtime.host.tasks import first_of
 
 from .output import LineCopier
-from .part import Part, PartFailed
+from .part import Part
+from .part_failed import PartFailed
 from .part_spec import PartSpec
 from .state_dir import MeshRecord, PartState, write_record
 

@@ -6,6 +6,7 @@ import signal
 
 from . import part_health
 from .output import LineCopier
+from .part_failed import PartFailed
 from .part_spec import PartSpec
 from .predecessors import Predecessors
 from .process import Process
@@ -19,10 +20,6 @@ START_ATTEMPTS = 3
 USAGE_ERROR = 2
 """Exit status for wrong settings, with which another start would fail too."""
 _POLL_SECONDS = 0.05
-
-
-class PartFailed(Exception):
-    """A part cannot be started; the message says which one and how it ended."""
 
 
 class Part:

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from tokenloom import checkpoint
+from tokenloom import checkpoint, model_path
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument, TokenloomError
 from tokenloom.v1 import engine_pb2
 
@@ -26,7 +26,7 @@ class Weights:
         ``FailedPrecondition`` too, and the engine sleeps until other weights are loaded and it is woken up.
         """
         directory = Path(path)
-        if not directory.is_absolute() or not checkpoint.is_checkpoint(directory):
+        if not directory.is_absolute() or not model_path.is_checkpoint(directory):
             wanted = "path must be the absolute path of a checkpoint directory or a GGUF file on this host"
             raise InvalidArgument(wanted, "path")
         task = self._engine.host.spawn(self._try(directory), name="engine-weights")

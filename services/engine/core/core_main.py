@@ -12,8 +12,7 @@ from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.executor import make_executor
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
 from tokenloom.engine_core.process.core_process import run_engine_core
-from tokenloom.services.runtime.peers.certificate import CertificateFiles
-from tokenloom.services.runtime.peers.tls import MeshTLS
+from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
 from tokenloom.services.runtime.telemetry import logs
 
 from .workers import WORKER_COMMAND, make_worker
@@ -29,6 +28,10 @@ def make_transports(config: EngineConfig) -> list[KVTransport]:
     kv = config.kv
     tls = None
     if (files := kv.socket_tls) is not None:
+        from tokenloom.services.runtime.peers.tls import (
+            MeshTLS,
+        )  # here, because it takes gRPC, which a core has no use for
+
         mesh = MeshTLS(CertificateFiles(Path(files.ca), Path(files.cert), Path(files.key)))
         tls = TLS(mesh.server_context(), mesh.client_context, files.peer_name)
     return kv_transports.make_transports(

@@ -16,7 +16,8 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.engine_core.wire.embedding_rows import content_salt
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
-from tokenloom.request.errors import Unavailable, of_exception
+from tokenloom.request.errors import Unavailable
+from tokenloom.request.wire_errors import of_exception
 from tokenloom.services.runtime.host.tasks import Tasks, first_of
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.v1 import engine_pb2, kv_transfer_pb2

@@ -9,7 +9,7 @@ import grpc.aio
 
 from tokenloom.engine_core.kv_transfer.kv_messages import KV_FAILURES, KVTarget
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.v1 import kv_transfer_pb2
 
 from .kv_peers import Stub
@@ -21,10 +21,10 @@ CALL_SECONDS = 6.0
 stopped or cut off is noticed by gRPC's pings."""
 RENEW_SECONDS = 5.0
 _REASON_OF_CODE = {
-    grpc.StatusCode.UNAVAILABLE: "owner_lost",
-    grpc.StatusCode.CANCELLED: "owner_lost",
-    grpc.StatusCode.DEADLINE_EXCEEDED: "timeout",
-    grpc.StatusCode.NOT_FOUND: "not_found",
+    errors.Code.UNAVAILABLE: "owner_lost",
+    errors.Code.CANCELLED: "owner_lost",
+    errors.Code.DEADLINE_EXCEEDED: "timeout",
+    errors.Code.NOT_FOUND: "not_found",
 }
 
 
@@ -129,7 +129,7 @@ def _check_answer(
 
 def read_failure(cause: grpc.aio.AioRpcError) -> KVTransferError:
     """Return the failure that a gRPC error stands for. An owner with an unknown answer counts as lost."""
-    error = errors.from_rpc(cause)
+    error = wire_errors.from_rpc(cause)
     reason = error.reason.lower()
     if reason not in KV_FAILURES:
         reason = _REASON_OF_CODE.get(error.code, "owner_lost")

@@ -14,7 +14,7 @@ from tokenloom.engine_core.wire.messages import (
     Logprobs,
     PrefillStats,
 )
-from tokenloom.request import errors, validation
+from tokenloom.request import errors, validation, wire_errors
 from tokenloom.request.routed_experts import routed_message
 from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.services.runtime.telemetry.tracing import pick_headers
@@ -113,7 +113,7 @@ class Attempts:
                 slot=add.slot,
                 reason=types_pb2.FINISH_REASON_ERROR,
                 num_output_tokens=len(add.accepted_token_ids),
-                error=errors.to_proto(error),
+                error=wire_errors.to_proto(error),
             )
         )
 
@@ -222,7 +222,7 @@ class Attempts:
                 stop_token_id=stop_token_id,
                 cached_tokens=stats.num_cached_tokens,
                 kv=kv,
-                error=errors.to_proto(error) if error else None,
+                error=wire_errors.to_proto(error) if error else None,
                 queued_ns=stats.queued_ns,
                 kv_wait_ns=attempt.kv.wait_ns,
                 prefill_ns=stats.prefill_ns,

@@ -8,16 +8,12 @@ from typing import Final
 from tokenloom.request.errors import ResourceExhausted
 
 from ..mesh.capacity import Capacity
+from .defaults import ALWAYS_QUEUED
 from .job import Chat, EmbedsPrompt, Job
 
-DEFAULT_QUEUE_SECONDS: Final = 10.0
-"""A person who waits longer for the first word has often given up."""
 UNMEASURED_WAITING: Final = 256
 """Requests that may wait before any rate was measured, if not more of them run: few enough to be answered by any
 engine, and more than a mesh without load ever refuses."""
-ALWAYS_QUEUED: Final = 32
-"""Outputs that may wait whatever the estimate says: few requests are no overload, and rates that were measured with few
-are unreliable."""
 SPARE_SEATS: Final = 0.75
 """Part of the engines' seats that may be taken when a sheddable request begins: it cannot be moved away under the
 policy fcfs, so seats stay free for requests that come later."""

@@ -20,10 +20,10 @@ from ..tenants.tenant import Tenant
 from .admission import Admission, Place
 from .beam_outputs import BeamTexts
 from .claim import NEW, Claim
+from .defaults import DEFAULT_MAX_VALUES
 from .generation import Generation
 from .job import Job
 from .preparation import Preparer
-from .request_cost import DEFAULT_MAX_VALUES
 from .request_trace import traced
 from .resumable import ResumableRequests
 

@@ -15,8 +15,9 @@ from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
 from ..mesh.mesh_view import MeshView
 from ..mesh.tokenizer_client import TokenizerClient
 from .beam_plan import BeamPlan, plan_beams
+from .defaults import DEFAULT_MAX_VALUES
 from .job import SHEDDABLE_PRIORITY, Chat, EmbedsPrompt, Job
-from .request_cost import DEFAULT_MAX_VALUES, RequestCost, check_copies
+from .request_cost import RequestCost, check_copies
 
 EncodedPrompt: TypeAlias = tokenizer_pb2.TokenizedPrompt | types_pb2.Prompt
 """The latter for prompts with embeddings."""

@@ -8,8 +8,6 @@ from tokenloom.v1 import output_processor_pb2, types_pb2
 
 Submits = Iterable[output_processor_pb2.Submit]
 
-DEFAULT_MAX_VALUES = 1 << 21
-"""16,384 tokens of 128 samples, or 100,000 tokens with 20 alternatives each."""
 MAX_PARAMETER_BYTES = 32 << 20
 """Limits the sampling parameters of all prompts of a request together: each prompt is sent with its own copy."""
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from tokenloom.request.errors import of_exception
+from tokenloom.request.wire_errors import of_exception
 from tokenloom.services.runtime.telemetry.tracing import CURRENT, Attributes, Headers, Tracer
 from tokenloom.v1 import inference_pb2, output_processor_pb2
 

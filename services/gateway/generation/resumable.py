@@ -4,15 +4,12 @@ import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.host.tasks import Tasks
-
-DEFAULT_SECONDS: Final = 15.0
-"""A client of ours notices a dead connection after 10 s at most; the gateway may have noticed it at once."""
 
 
 class Resumable(Protocol):

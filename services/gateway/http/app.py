@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 
 from ..request_log.finished_requests import FinishedRequests
@@ -91,7 +91,7 @@ class App:
             log.debug("%s %s: the client left", exchange.method, exchange.path)
             self._end(exchange, exchange.status or _CLIENT_LEFT, "CANCELLED")
         except Exception as error:
-            await self._report(exchange, errors.of_exception(error))
+            await self._report(exchange, wire_errors.of_exception(error))
         else:
             self._end(exchange, exchange.status)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 
 from .sse import encode_json
 
@@ -30,4 +30,4 @@ class ErrorForm:
         return b"%bdata: %b\n\n" % (name, self.body(error))
 
 
-OPENAI = ErrorForm(errors.openai_body)
+OPENAI = ErrorForm(wire_errors.openai_body)

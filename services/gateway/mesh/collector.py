@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.v1 import output_processor_pb2
 
 
@@ -112,7 +112,7 @@ class Collector:
     def finish(self, index: int, finished: output_processor_pb2.RequestFinished) -> None:
         """End an index. An error of one index is an error of the request."""
         if finished.HasField("error"):
-            self.fail(errors.from_proto(finished.error))
+            self.fail(wire_errors.from_proto(finished.error))
             return
         num_tokens = self.num_tokens(index)
         if finished.completion_tokens != num_tokens:
@@ -155,7 +155,7 @@ class Collector:
         try:
             return outlet(delta)
         except Exception as error:  # an error of one request must not end the stream of all
-            self.fail(errors.of_exception(error))
+            self.fail(wire_errors.of_exception(error))
             return True
 
     def _wake(self) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 import grpc
 import grpc.aio
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers import hello
 from tokenloom.services.runtime.peers.silence import PeerSilent, was_silent
@@ -181,7 +181,7 @@ class ProcessStream:
             return
         if finished.HasField("error") and finished.error.reason == errors.TryElsewhere.reason:
             self.cancel(finished.slot)  # its other samples move with it
-            self._owner.on_moved(self, target, errors.from_proto(finished.error))
+            self._owner.on_moved(self, target, wire_errors.from_proto(finished.error))
             return
         if finished.error.reason == errors.RequestLost.reason and target.is_sought:
             del self._slots[finished.slot]

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
 from tokenloom.services.runtime.peers.members import Members
@@ -145,7 +145,7 @@ class TokenizerClient:
             try:
                 return await getattr(stub, method)(request, metadata=tuple(CURRENT.get().items()))
             except grpc.aio.AioRpcError as failure:
-                error = errors.from_rpc(failure)
+                error = wire_errors.from_rpc(failure)
                 if failure.code() not in _LOST:
                     raise error from failure
                 self._alive.discard(address)
@@ -168,7 +168,7 @@ class TokenizerClient:
                 )
         except grpc.aio.AioRpcError as failure:
             if failure.code() not in (*_LOST, grpc.StatusCode.DEADLINE_EXCEEDED):
-                raise errors.from_rpc(failure) from failure
+                raise wire_errors.from_rpc(failure) from failure
         raise errors.Unavailable("The tokenizer became unavailable; retry.")
 
     async def _keep(self, address: str) -> None:

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from tokenloom.request import errors
+from tokenloom.request import wire_errors
 from tokenloom.services.runtime.host.host import Host
 
 from ..generation.generator import Generator
@@ -79,7 +79,7 @@ class ResponsesEndpoint:
             self.store.end(request.response_id, response_of(head_of(request), "cancelled"))
             raise
         except Exception as error:
-            failure = {"code": "server_error", "message": errors.of_exception(error).message}
+            failure = {"code": "server_error", "message": wire_errors.of_exception(error).message}
             self.store.end(request.response_id, response_of(head_of(request), "failed", error=failure))
 
 

@@ -8,7 +8,7 @@ from urllib.parse import parse_qs
 
 import grpc.aio
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.v1 import coordinator_pb2, engine_pb2_grpc
 from tokenloom.v1 import engine_pb2 as pb
@@ -129,7 +129,7 @@ class AdminRoutes:
             try:
                 return await send(engine_pb2_grpc.EngineAdminStub(channel))
             except grpc.aio.AioRpcError as failure:
-                raise errors.from_rpc(failure) from failure
+                raise wire_errors.from_rpc(failure) from failure
 
 
 def _alive(view: MeshView) -> Iterator[coordinator_pb2.EngineIdentity]:
@@ -140,7 +140,7 @@ def _alive(view: MeshView) -> Iterator[coordinator_pb2.EngineIdentity]:
 def _checked(engine_id: str, answer: T | BaseException) -> T:
     if not isinstance(answer, BaseException):
         return answer
-    error = errors.of_exception(answer)
+    error = wire_errors.of_exception(answer)
     error.message = f"{engine_id}: {error.message}"
     raise error
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import grpc.aio
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.v1 import coordinator_pb2_grpc
 from tokenloom.v1.coordinator_pb2 import PickBatch, PickRequest, PickResponse, PickResult, PickResults
@@ -118,7 +118,7 @@ class PickStream:
         if future.done():
             return  # the request ended meanwhile
         if result.HasField("error"):
-            _fail(future, errors.from_proto(result.error))
+            _fail(future, wire_errors.from_proto(result.error))
         else:
             future.set_result(result.response)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.tasks import Tasks, first_of
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
@@ -203,7 +203,7 @@ class Placer:
         try:
             return await response
         except grpc.aio.AioRpcError as failure:
-            error = errors.from_rpc(failure)
+            error = wire_errors.from_rpc(failure)
             if isinstance(error, errors.DeadlineExceeded):
                 self._picks.suspend()
             elif not isinstance(error, errors.Unavailable):

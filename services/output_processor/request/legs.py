@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.v1.engine_pb2 import Finished, KVSource
@@ -228,7 +228,7 @@ class Legs:
             self._end(self._output.finish, finished)
         elif is_prefilled:
             self._hand_over(attempt, finished)
-        elif finished.reason == _ERROR and self._retries.refused(attempt, errors.from_proto(finished.error)):
+        elif finished.reason == _ERROR and self._retries.refused(attempt, wire_errors.from_proto(finished.error)):
             self._replace(attempt)
         else:
             self._end(self._output.finish, finished)

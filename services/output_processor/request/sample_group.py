@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.request.sample_seed import sample_seed
 from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SamplePosition, Submit
@@ -182,7 +182,7 @@ class SampleGroup:
         waiting, self._waiting = self._waiting, []
         for sample in waiting:
             if first.reason == FinishReason.FINISH_REASON_ERROR:
-                sample.fail(errors.from_proto(first.error))
+                sample.fail(wire_errors.from_proto(first.error))
             else:
                 sample.start()
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
-from tokenloom.request import errors, logprob_columns
+from tokenloom.request import errors, logprob_columns, wire_errors
 from tokenloom.v1.engine_pb2 import Finished
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, SamplePosition, SlotTextLogprobs, Submit
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs, Timeline
@@ -150,7 +150,7 @@ class SampleOutput:
         if self.stop_match is not None:
             return self._end(_STOP, self.stop_match.stop_string)
         if finished.reason == _ERROR:
-            return self.fail(errors.from_proto(finished.error))
+            return self.fail(wire_errors.from_proto(finished.error))
         if finished.num_output_tokens != len(self.token_ids):
             return self.fail(errors.Internal("the engine's last tokens are missing"))
         if text := self._unsent(self._detokenizer.finish()):
@@ -274,7 +274,7 @@ class SampleOutput:
             sample_index=sample_index,
             reason=reason,
             stop_reason=stop_reason,
-            error=None if error is None else errors.to_proto(error),
+            error=None if error is None else wire_errors.to_proto(error),
             prompt_tokens=len(self._submit.prompt.token_ids),
             completion_tokens=len(self.token_ids),
             cached_tokens=self._num_cached,

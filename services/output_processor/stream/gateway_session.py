@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, NO_CREDIT_SECONDS, Credit, check_hello
 from tokenloom.v1.output_processor_pb2 import (
@@ -178,7 +178,7 @@ class Session:
 
     def _refuse(self, slot: int, error: BaseException) -> None:
         reason = FinishReason.FINISH_REASON_ERROR
-        self._outbox.finish(RequestFinished(slot=slot, reason=reason, error=errors.to_proto(error)))
+        self._outbox.finish(RequestFinished(slot=slot, reason=reason, error=wire_errors.to_proto(error)))
 
     def abandon(self, error: BaseException) -> None:
         """End the stream with an error, whatever is live."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from tokenloom.request.errors import TokenloomError
+from tokenloom.services.runtime.peers.certificate import wait_for_files
 
 from ..peers.callers import check_caller
 from ..peers.tls import MeshTLS, PublicTLS
@@ -105,7 +106,7 @@ class Host:
         """Bind, and serve health checks with NOT_SERVING."""
         settings = self.settings
         if (files := settings.certificate) is not None:
-            await files.wait()
+            await wait_for_files(files)
             self.tls = MeshTLS(files)
             self.channels = self.network.channels(self.tls)
             self.certificates.show("mesh", self.tls.expiry)

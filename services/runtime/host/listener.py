@@ -13,7 +13,8 @@ from tokenloom.request.errors import Unavailable
 from ..local_streams import sockets
 from ..local_streams.server import LocalServer
 from ..peers import addresses
-from ..peers.channels import KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
+from ..peers.channels import KEEPALIVE_OPTIONS
+from ..peers.message_limit import MAX_MESSAGE_BYTES
 from ..peers.tls import MeshTLS, PublicTLS
 from .held_port import HeldPort
 from .held_socket import adopt

@@ -13,8 +13,8 @@ from msgspec.structs import force_setattr
 from tokenloom.request.errors import InvalidArgument
 
 from ..peers import addresses
-from ..peers.certificate import CertificateFiles
-from ..peers.channels import MAX_MESSAGE_BYTES
+from ..peers.certificate_files import CertificateFiles
+from ..peers.message_limit import MAX_MESSAGE_BYTES
 from .foreign_flags import answer_unknown
 from .grpc_limits import GrpcLimits
 from .options import (

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 
 from ..telemetry.tracing import CURRENT, Tracer, pick_headers
 
@@ -109,7 +109,7 @@ class Edge(grpc.GenericRpcHandler):
         async def refuse(_: object, context: _Context) -> None:
             if observe is not None:
                 observe(name)(error)
-            await errors.abort(context, error)
+            await wire_errors.abort(context, error)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
@@ -157,7 +157,7 @@ def _guarded(
             observe_end(errors.Cancelled(""))
             raise
         except Exception as error:
-            return await _abort(context, errors.of_exception(error), observe_end, ends)
+            return await _abort(context, wire_errors.of_exception(error), observe_end, ends)
 
     return call
 
@@ -170,7 +170,7 @@ async def _abort(
     observe_end(error)
     if ends.are_held:
         await ends.wait()
-    await errors.abort(context, error)
+    await wire_errors.abort(context, error)
 
 
 def _ignore(_: errors.TokenloomError | None) -> None:
@@ -251,7 +251,7 @@ def _traced(behaviour: Any, method: str, tracer: Tracer) -> Any:
             error = ""
             return response
         except Exception as raised:
-            error = errors.of_exception(raised).message
+            error = wire_errors.of_exception(raised).message
             raise
         finally:
             span.end({"rpc.system": "grpc"}, error)

@@ -9,6 +9,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from tokenloom.request.errors import TokenloomError
+from tokenloom.request.wire_errors import status_of
 
 from .connection import Connection, IsPeerStopped, is_peer_stopped
 from .frames import Kind, decode_status, status
@@ -139,7 +140,7 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
             self._fail(grpc.StatusCode.INTERNAL, f"the server sent a {kind.name} frame")
 
     def on_broken(self, error: TokenloomError) -> None:
-        self._fail(error.code, error.message)
+        self._fail(status_of(error), error.message)
 
     def on_lost(self) -> None:
         self._end(_SILENT if self.connection.was_silent else _LOST)

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from tokenloom.request.errors import Internal, ResourceExhausted, TokenloomError
+from tokenloom.request.wire_errors import status_of
 
 from ..host.tasks import Tasks
 from . import sockets
@@ -151,7 +152,7 @@ class ServerCall:
             raise Internal(f"a {kind.name} frame came out of turn")
 
     def on_broken(self, error: TokenloomError) -> None:
-        self.end(error.code, error.message)
+        self.end(status_of(error), error.message)
 
     def on_lost(self) -> None:
         if self.handler is not None:

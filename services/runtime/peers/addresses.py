@@ -7,6 +7,8 @@ from tokenloom.request.errors import InvalidArgument
 
 MAX_UNIX_PATH = 107
 """Bytes that Linux allows for a socket's path, without the closing zero."""
+DNS = "dns:///"
+"""Prefix of an address (``dns:///name:port``) whose name has an entry per replica, as a headless Service's has."""
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,13 @@ def check_closed(address: Address, *, insecure: bool, field: str = "listen", rem
             f"listen on loopback or a unix socket, {remedy}, or pass --insecure",
             field,
         )
+
+
+def parse_member(text: str, *, field: str = "address") -> str:
+    """Return an address or DNS name in its canonical form. Raises ``InvalidArgument`` naming ``field``."""
+    if not text.startswith(DNS):
+        return str(parse(text, field=field))
+    named = parse(text.removeprefix(DNS), field=field)
+    if named.path:
+        raise InvalidArgument(f"expected dns:///name:port, not {text!r}", field)
+    return f"{DNS}{named}"

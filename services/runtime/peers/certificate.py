@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from tokenloom.request.errors import InvalidArgument
+
+from .certificate_files import CertificateFiles
 
 log = logging.getLogger(__name__)
 
@@ -20,40 +21,16 @@ WAIT_SECONDS = 60.0
 _POLL_SECONDS = 0.2
 
 
-@dataclass(frozen=True)
-class CertificateFiles:
-    """Paths of a certificate and its key, in PEM.
-
-    Attributes:
-        ca: Certificates of the authorities that peers must have theirs from; None: peers need no certificate.
-        field: The option to name in errors.
-    """
-
-    ca: Path | None
-    cert: Path
-    key: Path
-    field: str = "tls_cert"
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        return (self.cert, self.key) if self.ca is None else (self.ca, self.cert, self.key)
-
-    @property
-    def names(self) -> str:
-        """Return the files' names for a message, without their folder."""
-        *first, last = (path.name for path in self.paths)
-        return f"{', '.join(first)} and {last}"
-
-    async def wait(self, seconds: float = WAIT_SECONDS) -> None:
-        """Return once all files exist. Raises ``InvalidArgument`` naming the one that does not appear."""
-        for path in self.paths:
-            if not path.exists():
-                log.info("waiting for the certificate file %s", path)
-            deadline = time.monotonic() + seconds
-            while not path.exists():
-                if time.monotonic() > deadline:
-                    raise InvalidArgument(f"the certificate file {path} does not exist", self.field)
-                await asyncio.sleep(_POLL_SECONDS)
+async def wait_for_files(files: CertificateFiles, seconds: float = WAIT_SECONDS) -> None:
+    """Return once all files exist. Raises ``InvalidArgument`` naming the one that does not appear."""
+    for path in files.paths:
+        if not path.exists():
+            log.info("waiting for the certificate file %s", path)
+        deadline = time.monotonic() + seconds
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise InvalidArgument(f"the certificate file {path} does not exist", files.field)
+            await asyncio.sleep(_POLL_SECONDS)
 
 
 @dataclass(frozen=True)

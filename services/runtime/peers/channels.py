@@ -5,11 +5,10 @@ import grpc.aio
 
 from ..local_streams import sockets
 from ..local_streams.channel import LocalChannel
+from .message_limit import MAX_MESSAGE_BYTES
 from .renewed_channel import RenewedChannel
-from .tls import MeshTLS, dns_name
-
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Limit of every channel and server; gRPC's default of 4 MiB is too small for a long prompt."""
+from .service_names import dns_name
+from .tls import MeshTLS
 
 KEEPALIVE_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 1000),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.v1 import types_pb2
 
-from .channels import MAX_MESSAGE_BYTES
+from .message_limit import MAX_MESSAGE_BYTES
 from .patience import Patience
 
 PROTOCOL_VERSION = 1

@@ -5,29 +5,15 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from tokenloom.request.errors import InvalidArgument
-
 from . import addresses
-from .addresses import Address
+from .addresses import DNS, Address
 
 log = logging.getLogger(__name__)
 
-DNS = "dns:///"
-"""Prefix of an address (``dns:///name:port``) whose name has an entry per replica, as a headless Service's has."""
 REFRESH_SECONDS = 2.0
 
 Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
 """Returns the IP addresses of a name and port. Raises ``OSError`` when they are not known now."""
-
-
-def parse_member(text: str, *, field: str = "address") -> str:
-    """Return an address or DNS name in its canonical form. Raises ``InvalidArgument`` naming ``field``."""
-    if not text.startswith(DNS):
-        return str(addresses.parse(text, field=field))
-    named = addresses.parse(text.removeprefix(DNS), field=field)
-    if named.path:
-        raise InvalidArgument(f"expected dns:///name:port, not {text!r}", field)
-    return f"{DNS}{named}"
 
 
 class Members:

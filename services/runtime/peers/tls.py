@@ -4,27 +4,12 @@ files change: the next handshake uses the new one, established connections conti
 
 import ssl
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import grpc
 
-from .certificate import Certificate, CertificateFiles, Loaded
-
-DOMAIN = "tokenloom.internal"
-
-
-def dns_name(service: str) -> str:
-    """Return the name in the certificate of a service, of an ``operator`` or of ``prometheus``."""
-    return f"{service.replace('_', '-')}.{DOMAIN}"
-
-
-def service_of(names: Iterable[str]) -> str | None:
-    """Return the service that these DNS names of a certificate belong to; None for one from outside the mesh."""
-    for name in names:
-        service, dot, domain = name.partition(".")
-        if dot and domain == DOMAIN:
-            return service.replace("-", "_")
-    return None
+from .certificate import Certificate, Loaded
+from .certificate_files import CertificateFiles
 
 
 class MeshTLS:

@@ -3,8 +3,8 @@
 import pytest
 
 from tokenloom.bench.engine.speculation import SpeculationOptions, run_speculation, table
-from tokenloom.checkpoint import DEMO_MODEL
 from tokenloom.gpu_worker import model_worker
+from tokenloom.model_path import DEMO_MODEL
 
 
 def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tokenloom.bench.peers.compare import PeerFailed, PeerOptions, num_runs, run_peers, tables, vocab_size, write_plot
 from tokenloom.bench.peers.workloads import WORKLOADS, Workload
-from tokenloom.checkpoint import DEMO_MODEL
+from tokenloom.model_path import DEMO_MODEL
 
 
 def test_prompts_share_what_they_should_and_nothing_between_seeds() -> None:

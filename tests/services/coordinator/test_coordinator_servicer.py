@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.runtime.host.host import Host
@@ -107,7 +107,7 @@ async def status_of(call: Any) -> errors.TokenloomError:
         while await call.read() is not grpc.aio.EOF:
             pass
     except grpc.aio.AioRpcError as error:
-        return errors.from_rpc(error)
+        return wire_errors.from_rpc(error)
     raise AssertionError("the stream ended without an error")
 
 
@@ -123,7 +123,7 @@ async def test_an_engine_joins_reports_and_leaves(coordinator: Coordinator) -> N
     await until(watch, names="")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await coordinator.pick()
-    error = errors.from_rpc(caught.value)
+    error = wire_errors.from_rpc(caught.value)
     assert isinstance(error, errors.Unavailable)
     assert error.retry_after
 
@@ -246,6 +246,6 @@ async def test_picks_of_a_stream_are_counted_and_answered_in_their_order(coordin
     placed = [result.response for result in results if result.HasField("response")]
     assert {placed[0].engine.engine_id, placed[1].engine.engine_id} == {"a", "b"}  # each counts before the next
     assert [response.pick.number for response in placed] == [1, 2, 3]
-    assert isinstance(errors.from_proto(results[1].error), errors.InvalidArgument)
+    assert isinstance(wire_errors.from_proto(results[1].error), errors.InvalidArgument)
     await call.write(PickBatch(pick=[request]))
     assert (await call.read()).result[0].response.pick.number == 4

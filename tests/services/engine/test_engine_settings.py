@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.engine_core.config import EngineConfig, SpeculativeConfig
+from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.services.engine.engine_settings import EngineSettings, for_checkpoint
 
 

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.engine_core.processes import has_ended
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings, running_engine
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.types_pb2 import FINISH_REASON_ERROR
@@ -85,7 +85,7 @@ async def test_sigterm_lets_live_requests_finish_refuses_new_ones_and_leaves_not
             slot += 1
             await peer.send(make_add(slot, [3, 4], 1))
             await peer.read_until_finished([slot])
-        error = errors.from_proto(peer.received.finished[slot].error)
+        error = wire_errors.from_proto(peer.received.finished[slot].error)
         assert isinstance(error, errors.Unavailable)
         assert error.retry_after is not None
         await peer.send(abort_slots=[2])

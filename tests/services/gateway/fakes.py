@@ -11,7 +11,7 @@ import grpc.aio
 import httpx
 
 from tests.plain_text import PLAIN_TEXT
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.service import GatewayService
 from tokenloom.services.runtime.host.listener import SERVER_OPTIONS
@@ -85,7 +85,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def _count(self, context: Any) -> None:
         self.calls += 1
         if self.unavailable:
-            await errors.abort(context, errors.Unavailable("the fake tokenizer is away"))
+            await wire_errors.abort(context, errors.Unavailable("the fake tokenizer is away"))
 
     def _prompt(
         self, data: bytes, request: tokenizer_pb2.EncodeRequest | tokenizer_pb2.EncodeChatRequest
@@ -136,7 +136,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[coordinator_pb2.Snapshot]:
         while True:
             if self.is_away:
-                await errors.abort(context, errors.Unavailable("the fake coordinator is away"))
+                await wire_errors.abort(context, errors.Unavailable("the fake coordinator is away"))
             seen = self._num_changes  # what changes while the snapshot is sent needs another one
             entries = [self._entry(name) for name in self.engines]
             yield coordinator_pb2.Snapshot(complete=True, engines=entries)
@@ -198,7 +198,7 @@ class FakeRequest:
 
     def fail(self, error: errors.TokenloomError) -> None:
         finished = output_processor_pb2.RequestFinished(
-            slot=self.submit.slot, reason=types_pb2.FINISH_REASON_ERROR, error=errors.to_proto(error)
+            slot=self.submit.slot, reason=types_pb2.FINISH_REASON_ERROR, error=wire_errors.to_proto(error)
         )
         self._session.frames.put_nowait(output_processor_pb2.ProcessFrame(finished=[finished]))
 

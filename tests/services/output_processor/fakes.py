@@ -8,7 +8,7 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.local_streams.frames import status
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1.coordinator_pb2 import (
@@ -175,7 +175,7 @@ class FakeCoordinator(CoordinatorServicer):
         try:
             return await self._pick(request)
         except errors.TokenloomError as error:
-            await errors.abort(context, error)
+            await wire_errors.abort(context, error)
 
     async def PickStream(  # type: ignore[override]
         self, requests: AsyncIterator[PickBatch], context: grpc.aio.ServicerContext[Any, Any]
@@ -189,7 +189,7 @@ class FakeCoordinator(CoordinatorServicer):
                 try:
                     result = PickResult(response=await self._pick(request))
                 except errors.TokenloomError as error:
-                    result = PickResult(error=errors.to_proto(error))
+                    result = PickResult(error=wire_errors.to_proto(error))
                 yield PickResults(result=[result])
 
     async def _pick(self, request: PickRequest) -> PickResponse:

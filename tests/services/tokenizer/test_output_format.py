@@ -2,7 +2,8 @@
 
 import pytest
 
-from tokenloom.checkpoint import DEMO_MODEL, CheckpointInfo
+from tokenloom.checkpoint import CheckpointInfo
+from tokenloom.model_path import DEMO_MODEL
 from tokenloom.services.tokenizer.output_format import opens_reasoning, tool_call_parser
 
 LOOP = "{% for call in message.tool_calls %}"

@@ -10,7 +10,8 @@ import grpc.aio
 import pytest
 from tokenizers import Tokenizer
 
-from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, load_tokenizer, tokenizer_fingerprint
+from tokenloom.checkpoint import load_tokenizer, tokenizer_fingerprint
+from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.prompt_block_hash import block_hashes
 from tokenloom.services.runtime.host.service import running

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from tests.hub_mirror import COMMIT, HubMirror
 from tokenloom import hub_files
-from tokenloom.checkpoint import DEMO_MODEL
 from tokenloom.cli.main import app
+from tokenloom.model_path import DEMO_MODEL
 
 runner = CliRunner()
 

@@ -79,6 +79,23 @@ def test_the_help_of_the_commands_imports_none_of_them() -> None:
     assert "Measure the engine and the mesh on this machine." in result.stdout
 
 
+HEAVY = {"asyncio", "google.protobuf", "grpc", "jinja2", "numpy", "prometheus_client", "tokenizers", "torch"}
+
+
+LIGHT = ("serve", "stop", "fetch", "chat", "complete", "models", "config", "doctor", "certs", "build-kernels")
+"""Commands whose options are imported without what runs them."""
+
+
+@pytest.mark.parametrize("command", LIGHT)
+def test_the_help_of_a_command_imports_only_its_options(command: str) -> None:
+    code = f"import sys; from tokenloom.cli.main import app; app([{command!r}, '--help'], standalone_mode=False); "
+    code += "sys.exit(' '.join(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    imported = set(result.stderr.split())
+    assert "tokenloom.cli.main" in imported
+    assert not HEAVY & imported
+
+
 def test_every_command_has_a_summary_in_the_help() -> None:
     lines = CliRunner().invoke(app, ["--help"]).stdout.splitlines()
     for command in COMMANDS:

@@ -3,7 +3,8 @@
 import pytest
 
 from tests.tokenloom.cli.fake_server import FakeServer
-from tokenloom.cli.server import RequestFailed, Server
+from tokenloom.cli.failures import RequestFailed
+from tokenloom.cli.server import Server
 
 
 def test_a_key_and_a_path_before_the_api_are_kept(server: FakeServer) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc.aio
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.v1 import inference_pb2 as pb
 from tokenloom.v1 import inference_pb2_grpc, types_pb2
 
@@ -59,7 +59,7 @@ class FakeGateway(inference_pb2_grpc.InferenceServicer):
         if request.request_id not in self._mesh.kept:
             error = errors.NotFound("The request is not known.")
             error.reason = "REQUEST_LOST"
-            await errors.abort(context, error)
+            await wire_errors.abort(context, error)
         await self._write(request.request, request.request_id, {p.index: p for p in request.positions}, context)
 
     async def _write(

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 from tests.engine_core.processes import has_ended
 from tokenloom import LLM, SamplingParams
-from tokenloom.checkpoint import DEMO_MODEL
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, ParallelConfig, WorkerConfig
 from tokenloom.engine_core.errors import ExecutorFailedError, UtilityError
@@ -18,6 +17,7 @@ from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams as CoreParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest, FinishReason
 from tokenloom.gpu_worker.platform.devices import CPUWorker
+from tokenloom.model_path import DEMO_MODEL
 from tokenloom.services.engine.core.workers import WORKER_COMMAND
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2)

@@ -6,8 +6,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tokenloom import SamplingParams
-from tokenloom.checkpoint import DEMO_MODEL
 from tokenloom.engine_core.errors import EnginePausedError, UtilityError
+from tokenloom.model_path import DEMO_MODEL
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 STORY = "Once upon a time"

@@ -3,7 +3,7 @@
 import pytest
 
 from tokenloom import RequestOutputKind
-from tokenloom.checkpoint import DEMO_MODEL, load_tokenizer
+from tokenloom.checkpoint import load_tokenizer
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import (
     EngineCoreOutput,
@@ -12,6 +12,7 @@ from tokenloom.engine_core.wire.messages import (
     Logprobs,
     PrefillStats,
 )
+from tokenloom.model_path import DEMO_MODEL
 from tokenloom.offline.offline_request import OfflineRequest
 from tokenloom.offline.offline_sample import OfflineSample, TextSettings
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, Vocabulary

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenloom.checkpoint import DEMO_MODEL, load_tokenizer
+from tokenloom.checkpoint import load_tokenizer
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import (
     EngineCoreOutput,
@@ -11,6 +11,7 @@ from tokenloom.engine_core.wire.messages import (
     Logprobs,
     RoutedExperts,
 )
+from tokenloom.model_path import DEMO_MODEL
 from tokenloom.offline.offline_sample import OfflineSample, TextSettings
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, Vocabulary
 

@@ -1,8 +1,9 @@
 import pytest
 
 from tokenloom import Logprob
-from tokenloom.checkpoint import DEMO_MODEL, load_tokenizer
+from tokenloom.checkpoint import load_tokenizer
 from tokenloom.engine_core.wire.messages import Logprobs
+from tokenloom.model_path import DEMO_MODEL
 from tokenloom.offline.offline_sample import token_logprobs
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from tokenloom.certificates import make_certificates
 from tokenloom.cli.main import app
-from tokenloom.cli.mesh import serve
+from tokenloom.cli.mesh import serving
 from tokenloom.preflight import packages, platforms
 from tokenloom.preflight.files import check_certificate
 from tokenloom.preflight.listening import check_addresses
@@ -29,7 +29,7 @@ def started(monkeypatch: pytest.MonkeyPatch, socket_dir: Path) -> list[Any]:
         found.append(options)
         return Outcome(interrupted=True, clean=True)
 
-    monkeypatch.setattr(serve, "run_mesh", run_mesh)
+    monkeypatch.setattr(serving, "run_mesh", run_mesh)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(socket_dir))
     return found
 

@@ -6,11 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.tokenloom.preflight.odd_checkpoints import ODD, Odd, good, safetensors
-from tokenloom.checkpoint import DEMO_MODEL
 from tokenloom.cli.main import app
-from tokenloom.cli.mesh import serve
+from tokenloom.cli.mesh import serving
 from tokenloom.gpu_worker.checkpoint.quantization.schemes import METHODS
 from tokenloom.gpu_worker.checkpoint.supported import QUANTIZATION_METHODS
+from tokenloom.model_path import DEMO_MODEL
 from tokenloom.preflight.model import check_checkpoint
 from tokenloom.preflight.refusal import Refused
 
@@ -20,7 +20,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch, socket_dir: Path) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("a mesh would have started")
 
-    monkeypatch.setattr(serve, "run_mesh", fail)
+    monkeypatch.setattr(serving, "run_mesh", fail)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(socket_dir))
 
 

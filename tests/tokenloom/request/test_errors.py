@@ -8,7 +8,7 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.v1 import types_pb2
 
 
@@ -27,8 +27,8 @@ def rpc_error(
 
 
 def as_rpc(error: errors.TokenloomError) -> grpc.aio.AioRpcError:
-    metadata = (("grpc-status-details-bin", errors.to_status(error).SerializeToString()),)
-    return rpc_error(error.code, error.message, metadata)
+    metadata = (("grpc-status-details-bin", wire_errors.to_status(error).SerializeToString()),)
+    return rpc_error(wire_errors.status_of(error), error.message, metadata)
 
 
 def test_reasons_are_unique() -> None:
@@ -40,7 +40,7 @@ def test_reasons_are_unique() -> None:
 def test_every_class_survives_both_ways(cls: type[errors.TokenloomError]) -> None:
     error = cls("what was wrong", field="temperature")
     error.retry_after = 1.5
-    for back in (errors.from_proto(errors.to_proto(error)), errors.from_rpc(as_rpc(error))):
+    for back in (wire_errors.from_proto(wire_errors.to_proto(error)), wire_errors.from_rpc(as_rpc(error))):
         assert type(back) is cls
         retry_after = None if cls.is_final else 1.5
         assert (back.message, back.field, back.retry_after) == ("what was wrong", "temperature", retry_after)
@@ -81,7 +81,7 @@ def test_every_class_says_whether_it_may_be_retried() -> None:
 def test_only_what_may_be_retried_has_retry_info(cls: type[errors.TokenloomError]) -> None:
     error = cls("what was wrong")
     error.retry_after = 1.5
-    details = [detail.TypeName().rpartition(".")[2] for detail in errors.to_status(error).details]
+    details = [detail.TypeName().rpartition(".")[2] for detail in wire_errors.to_status(error).details]
     assert ("RetryInfo" in details) is not FINAL[cls.__name__]
 
 
@@ -112,50 +112,50 @@ def test_what_is_temporary_says_when_to_come_again() -> None:
     assert errors.Unavailable("gone").retry_after == 1.0
     assert errors.ResourceExhausted("full").retry_after == 1.0
     assert errors.InvalidArgument("bad").retry_after is None
-    assert not errors.to_proto(errors.InvalidArgument("bad")).HasField("retry_after")
+    assert not wire_errors.to_proto(errors.InvalidArgument("bad")).HasField("retry_after")
 
 
 def test_unknown_reasons_and_codes_become_the_nearest_class() -> None:
     unavailable = grpc.StatusCode.UNAVAILABLE.value[0]
-    assert type(errors.from_proto(types_pb2.Error(code=unavailable, reason="NEW"))) is errors.Unavailable
+    assert type(wire_errors.from_proto(types_pb2.Error(code=unavailable, reason="NEW"))) is errors.Unavailable
     not_found = grpc.StatusCode.NOT_FOUND.value[0]
-    assert type(errors.from_proto(types_pb2.Error(code=not_found))) is errors.NotFound
+    assert type(wire_errors.from_proto(types_pb2.Error(code=not_found))) is errors.NotFound
     invalid = grpc.StatusCode.INVALID_ARGUMENT.value[0]
-    assert type(errors.from_proto(types_pb2.Error(code=invalid))) is errors.InvalidArgument
-    assert type(errors.from_proto(types_pb2.Error(code=999))) is errors.Internal
+    assert type(wire_errors.from_proto(types_pb2.Error(code=invalid))) is errors.InvalidArgument
+    assert type(wire_errors.from_proto(types_pb2.Error(code=999))) is errors.Internal
 
 
 def test_the_transports_text_reaches_nobody() -> None:
     secret = "failed to connect to ipv4:10.0.0.3:5000: unix:/run/x"
-    error = errors.from_rpc(rpc_error(grpc.StatusCode.UNAVAILABLE, secret))
+    error = wire_errors.from_rpc(rpc_error(grpc.StatusCode.UNAVAILABLE, secret))
     assert type(error) is errors.Unavailable
     assert error.retry_after == 1.0
     assert "10.0.0.3" not in error.message
     assert "/run" not in error.message
-    assert type(errors.from_rpc(rpc_error(grpc.StatusCode.DATA_LOSS, secret))) is errors.Internal
+    assert type(wire_errors.from_rpc(rpc_error(grpc.StatusCode.DATA_LOSS, secret))) is errors.Internal
 
 
 def test_unexpected_exceptions_are_logged_and_hidden(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
-        proto = errors.to_proto(ValueError("/etc/passwd"))
+        proto = wire_errors.to_proto(ValueError("/etc/passwd"))
     assert (proto.message, proto.reason) == ("internal error", "INTERNAL")
     assert caplog.records[0].exc_info is not None
 
 
 def test_openai_body() -> None:
-    body = errors.openai_body(errors.InvalidArgument("top_p must be a number", "top_p"))
+    body = wire_errors.openai_body(errors.InvalidArgument("top_p must be a number", "top_p"))
     expected = {"message": "top_p must be a number", "type": "invalid_request_error", "param": "top_p"}
     assert json.loads(json.dumps(body)) == {"error": {**expected, "code": "invalid_argument"}}
-    assert errors.openai_body(errors.ModelNotFound("no"))["error"]["code"] == "model_not_found"
+    assert wire_errors.openai_body(errors.ModelNotFound("no"))["error"]["code"] == "model_not_found"
 
 
 def test_a_tenants_limit_travels_by_name() -> None:
     error = errors.RateLimitExceeded("2 sessions are open", limit="sessions", retry_after=3)
-    body = errors.openai_body(error)["error"]
+    body = wire_errors.openai_body(error)["error"]
     assert (body["type"], body["code"], body["limit"]) == ("rate_limit_error", "rate_limit_exceeded", "sessions")
-    back = errors.from_rpc(as_rpc(error))
+    back = wire_errors.from_rpc(as_rpc(error))
     assert isinstance(back, errors.RateLimitExceeded)
     assert (back.limit, back.retry_after) == ("sessions", 3)
     quota = error_details_pb2.QuotaFailure()
-    assert any(detail.Unpack(quota) for detail in errors.to_status(error).details)
+    assert any(detail.Unpack(quota) for detail in wire_errors.to_status(error).details)
     assert quota.violations[0].subject == "sessions"

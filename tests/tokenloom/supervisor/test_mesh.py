@@ -10,7 +10,7 @@ import pytest
 
 from tokenloom.supervisor.mesh import Mesh
 from tokenloom.supervisor.output import LineCopier
-from tokenloom.supervisor.part import PartFailed
+from tokenloom.supervisor.part_failed import PartFailed
 from tokenloom.supervisor.part_spec import PartSpec
 
 MakeSpec = Callable[..., PartSpec]

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from tokenloom.supervisor.output import LineCopier
-from tokenloom.supervisor.part import Part, PartFailed, describe_exit
+from tokenloom.supervisor.part import Part, describe_exit
+from tokenloom.supervisor.part_failed import PartFailed
 from tokenloom.supervisor.part_spec import PartSpec
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]

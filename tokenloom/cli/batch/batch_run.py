@@ -5,7 +5,8 @@ import threading
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from ..server import Reply, RequestFailed, Server
+from ..failures import RequestFailed
+from ..server import Reply, Server
 from .batch_request import BadRequest, BatchRequest, error_line, read_request, reply_line
 
 Line = dict[str, Any]

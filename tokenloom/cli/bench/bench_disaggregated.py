@@ -12,7 +12,7 @@ from tokenloom.bench.load.datasets import DatasetName, DatasetOptions
 from tokenloom.bench.load.slo import Objectives
 from tokenloom.bench.mesh.disaggregated import Contender, compare, report, serve_command, table, write_plot
 from tokenloom.bench.mesh.serve import ServeOptions
-from tokenloom.checkpoint import DEMO_MODEL_NAME
+from tokenloom.model_path import DEMO_MODEL_NAME
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.supervisor.ports import reserved_ports
 

@@ -8,7 +8,7 @@ import typer
 
 from tokenloom.bench.mesh import mesh as mesh_bench
 from tokenloom.bench.report import machine
-from tokenloom.checkpoint import DEMO_MODEL_NAME
+from tokenloom.model_path import DEMO_MODEL_NAME
 
 from ..mesh.model_directory import model_directory
 from .bench_load import AsJson, OutputJson

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..failures import reported
+from ..failures import RequestFailed, reported
 from ..options import given
-from ..server import RequestFailed, Server
+from ..server import Server
 from ..server_options import ApiKey, BaseUrl, ServedModel, connect
 from . import chat_commands
 from .chat_client import Answer, stream_chat

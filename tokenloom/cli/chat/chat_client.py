@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..server import RequestFailed, Server
+from ..failures import RequestFailed
+from ..server import Server
 
 
 @dataclass

@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from ..failures import reported
+from ..failures import RequestFailed, reported
 from ..options import given
-from ..server import RequestFailed
 from ..server_options import ApiKey, BaseUrl, ServedModel, connect
 from .sampling_options import MaxTokens, SampleSeed, Stop, Temperature, TopK, TopP
 from .standard_input import with_piped

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tokenloom.checkpoint import DEMO_MODEL_NAME
+from tokenloom.model_path import DEMO_MODEL_NAME
 from tokenloom.supervisor.layout import MeshOptions
 from tokenloom.supervisor.mesh import Mesh
 from tokenloom.supervisor.output import LineCopier, Tail

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from tokenloom import checkpoint
+from tokenloom import model_path
 from tokenloom.preflight.model_place import check_place
 from tokenloom.request.errors import TokenloomError
 
@@ -13,11 +13,11 @@ from ..failures import reported
 
 def model_directory(model: str, served_name: str | None) -> tuple[Path, str]:
     """Return the checkpoint's path and the name it is served as; exits with a usage error if it is not found."""
-    if model != checkpoint.DEMO_MODEL_NAME:
+    if model != model_path.DEMO_MODEL_NAME:
         with reported():
             check_place(model, Path(model).expanduser())
     try:
-        path = checkpoint.resolve(model)
+        path = model_path.resolve(model)
     except TokenloomError as error:
         raise typer.BadParameter(error.message, param_hint="MODEL") from None
-    return path, served_name or checkpoint.served_name(path, model)
+    return path, served_name or model_path.served_name(path, model)

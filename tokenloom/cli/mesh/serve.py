@@ -1,28 +1,17 @@
 """``tokenloom serve``: keeps a local mesh up."""
 
-import asyncio
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tokenloom.checkpoint import DEMO_MODEL_NAME
-from tokenloom.request.chat_template import read_chat_template
+from tokenloom.model_path import DEMO_MODEL_NAME
 from tokenloom.services.runtime.host.options import options_of
-from tokenloom.supervisor.context_length import context_length
-from tokenloom.supervisor.layout import MeshOptions, with_names
-from tokenloom.supervisor.mesh import Mesh
-from tokenloom.supervisor.output import LineCopier, bare, prefixed
-from tokenloom.supervisor.run import run_mesh
+from tokenloom.supervisor.layout import MeshOptions
 
-from ..failures import reported
-from ..options import built, given, offers
-from .model_directory import model_directory
-from .prechecks import check_host, check_model
-from .serve_config import as_defaults, service_flags
-from .serve_options import OFFERS, service_arguments
+from ..options import given, offers
+from .serve_config import as_defaults
+from .serve_options import OFFERS
 
 
 @offers((offer.option for offer in OFFERS.values() if offer.services), variables=True)
@@ -44,75 +33,7 @@ def serve(
     **chosen: Any,
 ) -> None:
     """Serve MODEL (by default the demo model) on this machine until Ctrl-C; a second Ctrl-C kills."""
-    values = given(**chosen)
-    _check_template(values.get("chat_template"))
-    path, name = model_directory(model, None)
-    with reported():
-        check_model(path, values)
-    options = _mesh_options(path, name, values, service_flags(config))
-    options = with_names(options, _names(served_model_name or [], more_names or []))
-    write_line = bare(sys.stderr) if values.get("log_format") == "json" else prefixed(sys.stderr)
-    scheme = "https" if "public_tls_cert" in values else "http"
-    with reported():
-        check_host(options, values)
-        outcome = asyncio.run(
-            run_mesh(
-                options,
-                LineCopier(write_line),
-                lambda mesh: _announce_and_wait(mesh, options.served_model_name, scheme),
-            )
-        )
-    raise typer.Exit(0 if outcome.clean else 1)
+    # Imported here because the help needs the options only: what runs a mesh takes gRPC, asyncio and more.
+    from .serving import serve_model
 
-
-def _names(given: list[str], more: list[str]) -> list[str]:
-    """Return the names for clients. ``more``: the words behind the model, which are names as in
-    ``serve MODEL --served-model-name A B``."""
-    if more and not given:
-        raise typer.BadParameter(f"unexpected extra argument {more[0]!r}", param_hint="MODEL")
-    names = [name.strip() for each in (*given, *more) for name in each.split(",")]
-    if "" in names:
-        raise typer.BadParameter("a name is empty", param_hint="--served-model-name")
-    return list(dict.fromkeys(names))
-
-
-def _check_template(given: str | None) -> None:
-    """Exits with a usage error if the chat template is not Jinja, before any part starts."""
-    if given is None:
-        return
-    from tokenloom.services.tokenizer.chat_template import ChatTemplate  # here, because Jinja costs time
-
-    try:
-        ChatTemplate(read_chat_template(given))
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--chat-template") from None
-
-
-def _mesh_options(
-    path: Path, name: str, values: Mapping[str, Any], in_file: Mapping[str, tuple[str, ...]]
-) -> MeshOptions:
-    """Exits with a usage error unless engines are of one kind, and none of the pair is missing."""
-    if ("prefill" in values) != ("decode" in values):
-        raise typer.BadParameter("each needs the other", param_hint="--prefill, --decode")
-    if "engines" in values and "prefill" in values:
-        raise typer.BadParameter("cannot be combined with --prefill and --decode", param_hint="--engines")
-    if "batch_dir" in values and int(values.get("gateways", 1)) > 1:
-        raise typer.BadParameter("belongs to one gateway; set --gateways 1", param_hint="--batch-dir")
-    flags, environment = service_arguments(values)
-    if "public_tls_cert" in values:  # the supervisor has no certificate with which to ask for the gateway's health
-        flags["gateway"] += ("--health-listen=127.0.0.1:0",)
-    flags = {service: (*in_file.get(service, ()), *flags.get(service, ())) for service in {*flags, *in_file}}
-    return built(MeshOptions(model=path, served_model_name=name, flags=flags, environment=environment), values)
-
-
-async def _announce_and_wait(mesh: Mesh, name: str, scheme: str) -> None:
-    await mesh.wait_serving()
-    length = await context_length([engine.address for engine in mesh.states("engine")])
-    context = f", context: {length} tokens" if length else ""
-    await mesh.output_settled()  # so that the lines below are the last ones
-    for gateway in mesh.gateways:
-        url = f"{scheme}://{gateway.http}"
-        print(
-            f"{name} is served at {url} (page: {url}/, gRPC: {gateway.address}{context}). Ctrl-C stops it.", flush=True
-        )
-    await mesh.wait_failed()
+    serve_model(model, served_model_name or [], more_names or [], config, given(**chosen))

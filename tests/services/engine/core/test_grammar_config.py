@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.checkpoint import DEMO_MODEL, load_tokenizer
+from tokenloom.checkpoint import load_tokenizer
 from tokenloom.engine_core.config import ReasoningConfig
+from tokenloom.model_path import DEMO_MODEL
 from tokenloom.services.engine.core.grammar_config import reasoning_config, reasoning_mode
 from tokenloom.v1 import types_pb2
 

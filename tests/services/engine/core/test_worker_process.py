@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine_core.processes import has_ended
 from tests.mesh.faults.test_killed_workers import workers_of
 from tests.services.engine.peer import Peer, make_add, make_settings
-from tokenloom.checkpoint import DEMO_MODEL
+from tokenloom.model_path import DEMO_MODEL
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running

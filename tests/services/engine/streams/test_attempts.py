@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.services.engine.peer import Received, make_add
 from tokenloom.engine_core.wire.messages import EngineCoreOutput, ErrorKind, FinishReason, PrefillStats, RoutedExperts
-from tokenloom.request.errors import DeadlineExceeded, InvalidArgument, RateLimitExceeded, ResourceExhausted, from_proto
+from tokenloom.request.errors import DeadlineExceeded, InvalidArgument, RateLimitExceeded, ResourceExhausted
+from tokenloom.request.wire_errors import from_proto
 from tokenloom.services.engine.streams.attempt import Attempt
 from tokenloom.services.engine.streams.attempts import Attempts
 from tokenloom.services.engine.streams.frame_builder import FrameBuilder

@@ -11,7 +11,7 @@ import pytest
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings, running_engine, seconds
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers import hello
 from tokenloom.services.runtime.peers.channels import open_channel
@@ -243,7 +243,7 @@ class TestBadRequests:
         await peer.send(make_add(1, prompt, **fields), make_add(2, [1, 2, 3]))
         received = await peer.read_until_finished([1, 2])
         assert received.finished[1].reason == FINISH_REASON_ERROR
-        error = errors.from_proto(received.finished[1].error)
+        error = wire_errors.from_proto(received.finished[1].error)
         assert isinstance(error, errors.InvalidArgument)
         assert error.field == field
         assert received.token_ids[2] == expected_tokens([1, 2, 3], 5, VOCAB_SIZE)
@@ -260,7 +260,7 @@ class TestBadRequests:
         async with running_engine(settings) as host, Peer(host.address) as peer:
             await peer.send(*(make_add(slot, [slot], ENDLESS) for slot in (1, 2, 3)))
             received = await peer.read_until_finished([3])
-            error = errors.from_proto(received.finished[3].error)
+            error = wire_errors.from_proto(received.finished[3].error)
             assert isinstance(error, errors.ResourceExhausted)
             assert error.retry_after is not None
             await peer.send(abort_slots=[1, 2])
@@ -348,7 +348,7 @@ async def test_when_the_core_dies_every_live_request_hears_of_it(socket_dir: Pat
         await peer.send(make_add(2, [6, 6, 6]))
         received = await peer.read_until_finished([1, 2])
         for slot in (1, 2):
-            error = errors.from_proto(received.finished[slot].error)
+            error = wire_errors.from_proto(received.finished[slot].error)
             assert isinstance(error, errors.Unavailable)
             assert error.retry_after is not None
         assert (await peer.status())[0] is grpc.StatusCode.UNAVAILABLE

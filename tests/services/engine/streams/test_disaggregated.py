@@ -11,10 +11,10 @@ import pytest
 from tests.engine_core.client.inproc import AsyncInprocClient
 from tests.services.engine.kv.kv_fakes import running_coordinator
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings
-from tokenloom.checkpoint import DEMO_MODEL
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.gpu_worker.kv_connector.kv_transports import make_transports
+from tokenloom.model_path import DEMO_MODEL
 from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.runtime.host.host import Host

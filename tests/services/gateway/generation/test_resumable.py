@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeRequest
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.gateway.generation.resumable import ResumableRequests, UnattendedMetrics
 from tokenloom.v1 import inference_pb2
 
@@ -273,5 +273,5 @@ async def test_a_malformed_cancellation(mesh: FakeMesh) -> None:
         ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Cancel(request)
-            error = errors.of_exception(caught.value)
+            error = wire_errors.of_exception(caught.value)
             assert (error.reason, error.field) == ("INVALID_ARGUMENT", field)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.loop_clock import pass_time
 from tests.services.gateway.fakes import EOS, MODEL, FakeMesh
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.gateway import service
 from tokenloom.v1 import inference_pb2, types_pb2
 
@@ -86,7 +86,7 @@ async def test_an_error_keeps_its_code(mesh: FakeMesh) -> None:
         (await mesh.outputs.next_request()).fail(errors.ResourceExhausted("full"))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(call))
-    error = errors.from_rpc(caught.value)
+    error = wire_errors.from_rpc(caught.value)
     assert isinstance(error, errors.ResourceExhausted)
     assert error.retry_after == 1.0
 
@@ -152,7 +152,7 @@ async def test_calls_without_a_parser_are_refused(mesh: FakeMesh) -> None:
     async with mesh.inference() as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(stub.Generate(chat_request(tools=TOOLS))))
-    error = errors.from_rpc(caught.value)
+    error = wire_errors.from_rpc(caught.value)
     assert isinstance(error, errors.InvalidArgument)
     assert error.field == "tool_choice"
     assert mesh.outputs.requests.empty()
@@ -250,5 +250,5 @@ async def test_a_turn_of_a_session_cannot_be_resumed(mesh: FakeMesh) -> None:
         call = stub.GenerateSession(iter([inference_pb2.GenerateRequest(model=MODEL, text="a", resumable=True)]))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(call))
-    error = errors.from_rpc(caught.value)
+    error = wire_errors.from_rpc(caught.value)
     assert (error.reason, error.field) == ("INVALID_ARGUMENT", "resumable")

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from tests.services.gateway.fakes import MODEL, FakeMesh
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.peers import channels
 from tokenloom.v1.kserve import grpc_service_pb2 as pb
 from tokenloom.v1.kserve import grpc_service_pb2_grpc
@@ -155,7 +155,7 @@ def _broken(change: Any) -> Any:
 async def test_errors_name_the_field(mesh: FakeMesh, stub: Any, request_: Any, field: str | None) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.ModelInfer(request_)
-    error = errors.from_rpc(caught.value)
+    error = wire_errors.from_rpc(caught.value)
     assert isinstance(error, errors.InvalidArgument)
     assert error.field == field
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.gateway.mesh.collector import Collector, Delta
 from tokenloom.v1 import types_pb2
 from tokenloom.v1.output_processor_pb2 import RequestFinished
@@ -71,7 +71,7 @@ async def test_one_error_ends_all_and_the_first_stays() -> None:
     collector = Collector(2)
     taken = asyncio.create_task(collector.take())
     await asyncio.sleep(0)
-    error = errors.to_proto(errors.Unavailable("gone"))
+    error = wire_errors.to_proto(errors.Unavailable("gone"))
     collector.finish(1, RequestFinished(reason=types_pb2.FINISH_REASON_ERROR, error=error))
     collector.fail(errors.Internal())
     with pytest.raises(errors.Unavailable, match="gone"):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.loop_clock import pass_time
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeRequest
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.peers import channels
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
@@ -177,7 +177,7 @@ async def test_idle_sessions_of_one_tenant_do_not_refuse_another(
             refused = stub.GenerateSession(metadata=METADATA_A)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await refused.read()
-            error = errors.from_rpc(caught.value)
+            error = wire_errors.from_rpc(caught.value)
             assert isinstance(error, errors.RateLimitExceeded)
             assert (error.limit, error.retry_after) == ("sessions", 1.0)
         others = [await open_session(METADATA_B) for _ in range(2)]
@@ -200,7 +200,7 @@ async def test_grpc_and_kserve_report_the_limit(socket_dir: Path) -> None:
             with pytest.raises(grpc.aio.AioRpcError) as inferred:
                 await kserve.ModelInfer(infer, metadata=METADATA_A)
             for caught in (generated, inferred):
-                error = errors.from_rpc(caught.value)
+                error = wire_errors.from_rpc(caught.value)
                 assert isinstance(error, errors.RateLimitExceeded)
                 assert (error.limit, error.retry_after) == ("live_outputs", 1.0)
                 assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -243,7 +243,7 @@ async def test_messages_of_the_grpc_api_count_as_bytes(socket_dir: Path) -> None
         assert await metric(http, "body_bytes", "a") == long.ByteSize()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             _ = [response async for response in stub.Generate(long, metadata=METADATA_A)]
-        error = errors.from_rpc(caught.value)
+        error = wire_errors.from_rpc(caught.value)
         assert isinstance(error, errors.RateLimitExceeded)
         assert error.limit == "body_bytes"
         request.answer("x")

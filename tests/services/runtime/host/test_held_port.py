@@ -14,7 +14,7 @@ import uvloop
 
 from tokenloom.certificates import make_certificates
 from tokenloom.services.runtime.host.held_port import HeldPort
-from tokenloom.services.runtime.peers.tls import dns_name
+from tokenloom.services.runtime.peers.service_names import dns_name
 
 LIMIT = 30.0
 SIZE = 3 << 20

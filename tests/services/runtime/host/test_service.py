@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from msgspec.structs import replace
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
@@ -101,7 +101,7 @@ async def test_not_serving_while_starting(settings: ServiceSettings) -> None:
         assert await health(channel, "liveness") == SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await coordinator_pb2_grpc.CoordinatorStub(channel).Pick(coordinator_pb2.PickRequest())
-        assert isinstance(errors.from_rpc(caught.value), errors.Unavailable)
+        assert isinstance(wire_errors.from_rpc(caught.value), errors.Unavailable)
         assert service.host.address == settings.listen  # a service may tell it while it starts
         service.may_start.set()
         await task

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
@@ -62,7 +62,7 @@ CASES = [
 
 def check(caught: Exception, expected: type[errors.TokenloomError]) -> None:
     assert isinstance(caught, grpc.aio.AioRpcError)
-    error = errors.from_rpc(caught)
+    error = wire_errors.from_rpc(caught)
     assert type(error) is expected
     assert "/etc" not in error.message
     assert error.field == ("top_p" if expected is errors.InvalidArgument else None)
@@ -105,7 +105,7 @@ async def test_a_failed_call_passes_on(raising: Any) -> None:
     service.error = inner.value  # what a handler raises that called another service
     with pytest.raises(grpc.aio.AioRpcError) as outer:
         await stub.Pick(pb.PickRequest())
-    error = errors.from_rpc(outer.value)
+    error = wire_errors.from_rpc(outer.value)
     assert type(error) is errors.ModelNotFound
     assert error.message == "no model 'x'"
 
@@ -127,7 +127,7 @@ async def test_messages_that_are_none(socket_dir: Path, caplog: pytest.LogCaptur
         for call in calls:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call
-            assert type(errors.from_rpc(caught.value)) is errors.InvalidArgument
+            assert type(wire_errors.from_rpc(caught.value)) is errors.InvalidArgument
     assert not caplog.records, "it is the caller's mistake"
 
 

@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.services.runtime.local_streams.conftest import SOON
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
@@ -155,7 +155,7 @@ async def test_the_edge_makes_statuses_of_errors(
         await call.write(BATCH)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
-    told = errors.from_rpc(caught.value)
+    told = wire_errors.from_rpc(caught.value)
     assert type(told) is expected
     assert "/etc" not in told.message
     assert told.field == ("top_p" if expected is errors.InvalidArgument else None)
@@ -175,7 +175,7 @@ async def test_messages_that_are_none(picking: Picking, caplog: pytest.LogCaptur
         await call.write(b"\xff" * 9)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
-    assert type(errors.from_rpc(caught.value)) is errors.InvalidArgument
+    assert type(wire_errors.from_rpc(caught.value)) is errors.InvalidArgument
     assert not caplog.records, "it is the caller's mistake"
 
 

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from tokenloom.services.runtime.peers.certificate import CertificateFiles
+from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
 
 NOW = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
 

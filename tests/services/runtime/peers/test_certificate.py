@@ -12,7 +12,8 @@ from cryptography import x509
 
 from tests.services.runtime.peers.issuing import NOW, authority, issue, write
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.runtime.peers.certificate import CHECK_SECONDS, Certificate, CertificateFiles
+from tokenloom.services.runtime.peers.certificate import CHECK_SECONDS, Certificate
+from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
 
 ENGINE = x509.DNSName("engine.tokenloom.internal")
 GATEWAY = x509.DNSName("gateway.tokenloom.internal")

@@ -8,7 +8,6 @@ from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.engine.kv import kv_reading
 from tokenloom.services.gateway.mesh import output_link, tokenizer_client
 from tokenloom.services.output_processor.placement import engine_link
-from tokenloom.services.runtime.peers.channels import MAX_MESSAGE_BYTES
 from tokenloom.services.runtime.peers.hello import (
     HEARTBEAT_SECONDS,
     NO_CREDIT_SECONDS,
@@ -19,6 +18,7 @@ from tokenloom.services.runtime.peers.hello import (
     fingerprint_difference,
     make_hello,
 )
+from tokenloom.services.runtime.peers.message_limit import MAX_MESSAGE_BYTES
 from tokenloom.v1.types_pb2 import Fingerprint, Hello
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.peers import members
-from tokenloom.services.runtime.peers.members import Members, parse_member
+from tokenloom.services.runtime.peers.addresses import parse_member
+from tokenloom.services.runtime.peers.members import Members
 
 
 class Zone:

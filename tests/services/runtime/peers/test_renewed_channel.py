@@ -16,7 +16,8 @@ from tests.services.runtime.peers.test_certificate import Clock
 from tokenloom.services.runtime.peers.certificate import CHECK_SECONDS
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.renewed_channel import RenewedChannel
-from tokenloom.services.runtime.peers.tls import MeshTLS, dns_name
+from tokenloom.services.runtime.peers.service_names import dns_name
+from tokenloom.services.runtime.peers.tls import MeshTLS
 
 SOON = 20.0
 

@@ -14,8 +14,10 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
-from tokenloom.services.runtime.peers.certificate import CertificateFiles
-from tokenloom.services.runtime.peers.tls import MeshTLS, PublicTLS, dns_name, service_of
+from tokenloom.services.runtime.peers.certificate import wait_for_files
+from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
+from tokenloom.services.runtime.peers.service_names import dns_name, service_of
+from tokenloom.services.runtime.peers.tls import MeshTLS, PublicTLS
 from tokenloom.supervisor.part_health import is_serving
 
 
@@ -38,7 +40,7 @@ def test_a_service_is_read_off_its_name() -> None:
 
 
 async def test_files_that_come_late_are_waited_for(tmp_path: Path, certificates: Path) -> None:
-    waiting = asyncio.create_task(files(tmp_path, "engine").wait(seconds=20))
+    waiting = asyncio.create_task(wait_for_files(files(tmp_path, "engine"), seconds=20))
     await asyncio.sleep(0)
     for name in ("ca.crt", "engine.crt", "engine.key"):
         (tmp_path / name).write_bytes((certificates / name).read_bytes())
@@ -48,7 +50,7 @@ async def test_files_that_come_late_are_waited_for(tmp_path: Path, certificates:
 
 async def test_files_that_do_not_come_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"ca\.crt"):
-        await files(tmp_path, "engine").wait(seconds=0)
+        await wait_for_files(files(tmp_path, "engine"), seconds=0)
 
 
 async def test_probes_and_scrapes_of_a_part_with_a_certificate(socket_dir: Path, certificates: Path) -> None:

@@ -4,7 +4,8 @@ import pytest
 
 from tests.tokenloom.cli.fake_server import FakeServer, events, piece
 from tokenloom.cli.chat.chat_client import Answer, stream_chat
-from tokenloom.cli.server import RequestFailed, Server
+from tokenloom.cli.failures import RequestFailed
+from tokenloom.cli.server import Server
 
 
 def ask(url: str) -> tuple[Answer, list[str], list[str]]:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from tokenloom.checkpoint import DEMO_MODEL_NAME
 from tokenloom.cli.main import app
-from tokenloom.cli.mesh import serve
+from tokenloom.cli.mesh import serving
 from tokenloom.cli.mesh.serve_options import DECIDED, OFFERS, SETTINGS
+from tokenloom.model_path import DEMO_MODEL_NAME
 from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
@@ -27,7 +27,7 @@ def meshes(monkeypatch: pytest.MonkeyPatch) -> list[MeshOptions]:
         started.append(options)
         return Outcome(interrupted=False, clean=True)
 
-    monkeypatch.setattr(serve, "run_mesh", run_mesh)
+    monkeypatch.setattr(serving, "run_mesh", run_mesh)
     return started
 
 

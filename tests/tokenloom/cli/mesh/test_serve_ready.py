@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tokenloom.cli.mesh import serve
+from tokenloom.cli.mesh import serving
 from tokenloom.supervisor.state_dir import PartState
 
 
@@ -39,9 +39,9 @@ def test_the_last_line_says_where_and_what_is_served(
     async def context_length(addresses: list[str]) -> int | None:
         return length
 
-    monkeypatch.setattr(serve, "context_length", context_length)
+    monkeypatch.setattr(serving, "context_length", context_length)
     mesh = FakeMesh()
-    asyncio.run(serve._announce_and_wait(mesh, "demo", "http"))  # type: ignore[arg-type]
+    asyncio.run(serving._announce_and_wait(mesh, "demo", "http"))  # type: ignore[arg-type]
     assert mesh.events == ["serving", "settled", "waits"]
     assert capsys.readouterr().out == (
         f"demo is served at http://127.0.0.1:8123 (page: http://127.0.0.1:8123/, gRPC: 127.0.0.1:9123{context}). "

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tokenloom.cli.main import app
-from tokenloom.cli.mesh import serve
+from tokenloom.cli.mesh import serving
 from tokenloom.supervisor.layout import MeshOptions, parts_of
 from tokenloom.supervisor.ports import GatewayPorts
 from tokenloom.supervisor.run import Outcome
@@ -24,7 +24,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[MeshOptions]:
         started.append(options)
         return Outcome(interrupted=True, clean=True)
 
-    monkeypatch.setattr(serve, "run_mesh", run_mesh)
+    monkeypatch.setattr(serving, "run_mesh", run_mesh)
     return started
 
 

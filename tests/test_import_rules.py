@@ -34,6 +34,7 @@ GGUF_FILE = "tokenloom.gguf.gguf_file"
 ABOUT_REQUESTS = (
     "tokenloom.request",
     "tokenloom.checkpoint",
+    "tokenloom.model_path",
     "tokenloom.byte_level_tokenizer",
     "tokenloom.saved_tokenizer",
     "tokenloom.hub_files",

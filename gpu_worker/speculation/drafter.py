@@ -19,7 +19,7 @@ class Drafter(Protocol):
 
     @property
     def at_once(self) -> GreedyDrafts | None:
-        """What drafts for greedy requests in one call, with the same KV caches; None: nothing does."""
+        """Return what drafts for greedy requests in one call, with the same KV caches; None: :meth:`forward` does."""
 
     def states(self, step: StepInputs, hidden: Tensor, places: Ints, inputs: StepInputs) -> Tensor | None:
         """Return what :meth:`forward` needs of the model for ``inputs``, or None: the states before their tokens.

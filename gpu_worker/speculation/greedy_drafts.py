@@ -31,9 +31,7 @@ class GreedyDrafts:
     """Computes the tokens that a draft model lacks, and the most likely ones after them."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
-        """Raises :class:`KernelsUnavailable`, also for a model that :func:`fits` does not accept."""
-        if not fits(config):
-            raise KernelsUnavailable(f"{checkpoint.path.name} is too large or has parts that only its model computes")
+        """``config`` is one that :func:`fits` accepts. Raises :class:`KernelsUnavailable`."""
         self._kernels = load_drafts()
         self._kept: list[Tensor] = []
         self._layers = (DraftLayer * config.num_layers)(
@@ -68,12 +66,12 @@ class GreedyDrafts:
         kv_caches: Sequence[KVCache],
         least_confidence: float,
     ) -> list[list[int]]:
-        """Compute positions and draft what follows them.
+        """Compute the tokens that the drafter lacks, and draft those that follow.
 
         ``ranges`` are rows of the batch, the first position of each, the position after the last, and the most drafts;
-        all [n]. A draft that all drafts of its row are right with a lower probability than ``least_confidence`` is the
-        last one. The keys and values of all tokens but a last draft are in ``kv_caches`` then. Returns drafts by row;
-        a row without a finite logit gets none.
+        all [n]. Drafting for a row ends after the draft with which the probability that all its drafts are right falls
+        below ``least_confidence``. ``kv_caches`` then hold the keys and values of all tokens but the last draft of a
+        row. Returns drafts by row; a row without a finite logit gets none.
         """
         rows, starts, ends, counts = (np.ascontiguousarray(each, dtype=np.int64) for each in ranges)
         most = int(counts.max(initial=0))

@@ -3,56 +3,31 @@
 import asyncio
 import logging
 import math
-import time
 from functools import partial
-
-from google.protobuf.message import Message
 
 from tokenloom.services.runtime.host.descriptors import for_clients
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.services.runtime.peers.addresses import parse
-from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.services.runtime.telemetry.process_metrics import show_token_cost
-from tokenloom.v1 import inference_pb2, inference_pb2_grpc
-from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 
-from .anthropic.message_routes import ERROR_FORMS as MESSAGE_ERRORS
 from .batches.open_batches import Batches, absent_routes, open_batches
+from .edges import open_edges
 from .gateway_settings import NUM_EDGES, GatewaySettings
 from .generation.resumable import UnattendedMetrics
-from .grpc.inference_servicer import InferenceServicer
-from .grpc.message_bounds import bounded
-from .grpc.observed_calls import observe_calls
-from .http.app import App, Routes
-from .http.browser_guard import BrowserGuard
 from .http.byte_budget import ByteBudget
 from .http.connections import Connections
 from .http.http_server import HttpServer
 from .http.internal_call import InternalCalls
 from .http.json_body import BodyParser
-from .http.response_counts import GRPC, OTHER, ResponseCounts
-from .kserve.kserve_servicer import KServeServicer
+from .http.response_counts import OTHER, ResponseCounts
 from .mesh_spec import MeshSpec, mesh_specs
 from .metrics import count_moved
-from .model_door import ModelDoor
 from .model_metrics import ModelRegistries
-from .ollama.ollama import ERROR_FORMS as OLLAMA_ERRORS
-from .openai.openai_models import READ_FIELDS, WITHOUT_EFFECT, BodyReader
+from .openai.openai_models import READ_FIELDS, WITHOUT_EFFECT
 from .part_gauges import PartGauges
-from .request_log.access_log import AccessLog
-from .request_log.finished_requests import FinishedRequests
-from .request_log.recent_requests import RecentRequests
-from .request_log.request_routes import request_routes
-from .responses.response_store import ResponseStore
-from .routes.admin_routes import AdminRoutes
-from .routes.api_routes import api_routes, status_routes
-from .routes.models_routes import ModelsRoutes
-from .served_mesh import MeshMetrics, ServedMesh, connect
+from .served_mesh import MeshMetrics, connect
 from .served_meshes import ServedMeshes
 from .tenants.api_keys import ApiKeys
 from .tenants.cache_salts import CacheSalts
-from .tenants.call_tenant import admit_calls
 from .tenants.key_usage import KeyUsage
 from .tenants.tenant_limits import MAX_SESSIONS, gateway_limits
 from .tenants.tenant_metrics import TenantMetrics
@@ -89,7 +64,7 @@ class GatewayService:
         counts, budget = ResponseCounts(host.metrics), ByteBudget(settings.max_body_bytes_in_flight)
         self._batches = await open_batches(settings, host, keys)
         batch_routes = absent_routes() if self._batches is None else self._batches.routes
-        app = await _open_edges(settings, host, meshes, keys, shares, self._parser, counts, batch_routes)
+        app = await open_edges(settings, host, meshes, keys, shares, self._parser, counts, batch_routes)
         http = HttpServer(
             app,
             settings.http_listen,
@@ -187,66 +162,6 @@ async def _connect(meshes: ServedMeshes, settings: GatewaySettings, host: Host, 
         await meshes.wait_connected()
     show_token_cost(host.metrics, lambda: sum(mesh.metrics.generation_tokens.value for mesh in meshes))
     host.metrics.register(PartGauges(meshes))
-
-
-async def _open_edges(
-    settings: GatewaySettings,
-    host: Host,
-    meshes: ServedMeshes,
-    keys: ApiKeys,
-    shares: TenantShares,
-    parser: BodyParser,
-    counts: ResponseCounts,
-    batch_routes: Routes,
-) -> App:
-    """Add the gRPC services to the host's server and return the HTTP application. Waits for the operator's certificate
-    where the admin routes need one."""
-    admin_keys = ApiKeys.load_admin(settings.admin_api_key, settings.admin_api_key_file)
-    reader = BodyReader(strict=settings.strict)
-    finished = FinishedRequests(RecentRequests(), AccessLog(time.monotonic) if settings.access_log else None)
-    host.authorize_calls(admit_calls(keys))
-    host.observe_calls(observe_calls(ResponseCounts(host.metrics, GRPC), finished))
-    _add_grpc_services(settings, host, meshes, shares, reader)
-    store = ResponseStore(settings.max_stored_response_bytes)
-
-    def routes_of(mesh: ServedMesh) -> Routes:
-        return api_routes(settings, host, mesh, parser, reader, store)
-
-    if meshes.is_one:
-        routes = routes_of(meshes.first)
-    else:
-        door = ModelDoor(meshes, routes_of, max_body_bytes=settings.max_body_bytes)
-        routes = {**door.routes(), **ModelsRoutes(meshes).routes()}
-    routes = {**status_routes(settings, host, meshes, counts), **routes, **batch_routes}
-    guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
-    admin_routes = await _admin_routes(settings, host, meshes, finished.recent)
-    origins, forms = settings.cors_origins, {**MESSAGE_ERRORS, **OLLAMA_ERRORS}
-    return App(routes, keys, admin_routes, admin_keys, guard, shares, origins, forms, counts=counts, finished=finished)
-
-
-def _add_grpc_services(
-    settings: GatewaySettings, host: Host, meshes: ServedMeshes, shares: TenantShares, reader: BodyReader
-) -> None:
-    inference = InferenceServicer(meshes, shares, settings.request_timeout)
-    generates: dict[str, type[Message]] = dict.fromkeys(("Generate", "GenerateSession"), inference_pb2.GenerateRequest)
-    generates["Resume"] = inference_pb2.InferenceResumeRequest
-    generates["Cancel"] = inference_pb2.InferenceCancelRequest
-    host.add_servicer(bounded(inference_pb2_grpc.add_InferenceServicer_to_server, generates), inference)
-    kserve = KServeServicer(reader, meshes, shares)
-    infers = dict.fromkeys(("ModelInfer", "ModelStreamInfer"), grpc_service_pb2.ModelInferRequest)
-    host.add_servicer(bounded(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, infers), kserve)
-
-
-async def _admin_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes, recent: RecentRequests) -> Routes:
-    if not settings.has_admin:
-        return {}
-    channels = host.channels
-    if (files := settings.operator_certificate) is not None:
-        await files.wait()
-        tls = MeshTLS(files)
-        channels = Channels(tls)
-        host.certificates.show("operator", tls.expiry)
-    return {**AdminRoutes(meshes, channels, settings.request_timeout).routes(), **request_routes(recent)}
 
 
 async def _wait_whole(meshes: ServedMeshes, seconds: float = math.inf) -> None:

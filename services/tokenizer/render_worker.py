@@ -86,13 +86,27 @@ def _answer(template: ChatTemplate, job: Job) -> bytes:
 
 
 def _render(template: ChatTemplate, job: Job) -> str:
+    messages = _objects(job["messages_json"])
+    if job["continue_final_message"] and not messages:
+        raise ValueError("there is no final message to continue")
     return template.render(
-        json.loads(job["messages_json"]),
-        json.loads(job["tools_json"] or "null"),
+        messages,
+        _objects(job["tools_json"] or "[]"),
         add_generation_prompt=job["add_generation_prompt"],
         continue_final_message=job["continue_final_message"],
-        template_kwargs=json.loads(job["template_kwargs_json"] or "null"),
+        template_kwargs=_objects(f"[{job['template_kwargs_json'] or '{}'}]")[0],
     )
+
+
+def _objects(text: str) -> list[dict[str, Any]]:
+    """Return what a JSON list of objects holds. Raises ``ValueError`` for any other JSON."""
+    values = json.loads(text)
+    if not isinstance(values, list):
+        raise ValueError(f"a list of objects is expected, not {type(values).__name__}")
+    for value in values:
+        if not isinstance(value, dict):
+            raise ValueError(f"a list of objects is expected, but it has {type(value).__name__}")
+    return values
 
 
 def _printable(text: str) -> str:

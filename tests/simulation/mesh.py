@@ -16,7 +16,8 @@ from tokenloom.services.engine.service import EngineService
 from tokenloom.services.gateway import service as gateway_service
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.generation.generator import Generator
-from tokenloom.services.gateway.served_mesh import connect
+from tokenloom.services.gateway.mesh_spec import mesh_specs
+from tokenloom.services.gateway.served_meshes import ServedMeshes
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
 from tokenloom.services.output_processor.service import OutputProcessorService
 from tokenloom.services.runtime.host.host import Host
@@ -76,9 +77,10 @@ class SimulatedGateway:
     async def start(self, host: Host) -> None:
         settings = self._settings
         shares = gateway_service._divide(settings, gateway_service._load_keys(settings))
-        mesh = await connect(settings, host, shares)
-        await gateway_service._wait_whole(mesh.health)
-        self.generator = mesh.generator
+        meshes = ServedMeshes(mesh_specs(settings))
+        await gateway_service._connect(meshes, settings, host, shares)
+        await gateway_service._wait_whole(meshes)
+        self.generator = meshes.first.generator
 
     async def drain(self) -> None:
         await self.generator.drain()

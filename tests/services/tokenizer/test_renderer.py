@@ -59,7 +59,10 @@ BAD = [
     (job("long"), errors.ResourceExhausted, "longer than"),
     (job("memory"), errors.ResourceExhausted, "memory"),
     (raw_job("[1"), errors.InvalidArgument, "not the expected JSON"),
-    (raw_job("7"), errors.InvalidArgument, "int"),
+    (raw_job("7"), errors.InvalidArgument, "expected, not int"),
+    (raw_job("[7]"), errors.InvalidArgument, "has int"),
+    (raw_job("[]") | {"continue_final_message": True}, errors.InvalidArgument, "no final message"),
+    (raw_job("[{}]") | {"template_kwargs_json": "[]"}, errors.InvalidArgument, "has list"),
     (raw_job('[{"role": "user", "content": "\\ud83d"}]'), errors.InvalidArgument, "surrogate"),
     (raw_job("[" * 100_000), errors.InvalidArgument, "recursion"),
 ]

@@ -120,6 +120,18 @@ class BlockPool:
                 for listener in self.listeners:
                     listener.forgot(block_hash)
 
+    def forget_content(self, keys: Iterable[bytes]) -> None:
+        """Let no block with this content be found any more, held or free, here or where a listener has saved it."""
+        for key in keys:
+            block_id = self._by_hash.pop(key, None)
+            if block_id is not None:
+                self._hashes[block_id] = None
+                if not self.ref_counts[block_id]:
+                    del self._cached[block_id]
+                    self._blank.append(block_id)
+            for listener in self.listeners:
+                listener.forgot(key)
+
     def forget_all(self) -> None:
         """Let no block be found any more; held blocks stay held."""
         for block_id in self._by_hash.values():

@@ -176,6 +176,12 @@ class GroupedKVCacheManager:
         request.num_registered_blocks = 0
         request.num_computed_tokens = 0
 
+    def forget(self, request: Request) -> None:
+        """Let nothing be hit that a request computed or shared, because it may be wrong; its windows have left some."""
+        self.pool.forget_content(
+            group_key(block_hash, group) for block_hash in request.block_hashes for group in range(self.num_groups)
+        )
+
     # Parts
 
     def _blocks_for(self, num_tokens: int) -> int:

@@ -109,6 +109,10 @@ class KVCacheManager:
         if self.enable_prefix_caching and num_full_blocks > request.num_registered_blocks:
             self._register_blocks(request, num_full_blocks)
 
+    def forget(self, request: Request) -> None:
+        """Let nothing be hit that a request computed or shared, because it may be wrong."""
+        self.pool.forget(request.block_ids)
+
     def free(self, request: Request) -> None:
         """Take all blocks of a request back; their content can be hit until the blocks are needed."""
         self.pool.release(request.block_ids)

@@ -61,7 +61,7 @@ class EndedRequests:
 
     def end_useless(self, request: Request, error: str) -> None:
         """Fail a request that this engine cannot compute; it is in no queue. Its blocks are not found any more."""
-        self._kv.pool.forget(request.block_ids)
+        self._kv.forget(request)
         self.end_early(request, RequestStatus.FINISHED_ERROR, error)
         self.outputs[-1].error_kind = ErrorKind.INTERNAL
 

@@ -8,6 +8,7 @@ from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_pool
 from tests.engine_core.kv_cache.grouped_hash_worker import groups_of
 from tokenloom.engine_core.config import CacheConfig
+from tokenloom.engine_core.kv_cache.group_events import group_key
 from tokenloom.engine_core.kv_cache.grouped_kv_cache_manager import GroupedKVCacheManager
 from tokenloom.engine_core.kv_cache.kv_events import BlockRemoved, BlockStored, KVEventLog
 from tokenloom.engine_core.kv_cache.kv_groups import NULL_BLOCK, partition_layers
@@ -225,6 +226,21 @@ def test_a_load_from_a_tier_shares_what_the_pool_has() -> None:
     check_pool(kv.pool, [first, request])
     kv.free(request)
     check_pool(kv.pool, [first])
+
+
+def test_wrong_content_is_forgotten_where_windows_left_it() -> None:
+    kv = make_kv(40)
+    request = make_request_of(list(range(40)))
+    compute(kv, request, [8] * 4)
+    left = [group_key(block_hash, group) for block_hash in block_hashes(list(range(32)), BLOCK) for group in (0, 1)]
+    assert len([key for key in left if kv.pool.find(key) is not None]) > len(
+        [each for each in request.block_ids if each]
+    )
+    kv.forget(request)
+    assert [key for key in left if kv.pool.find(key) is not None] == []
+    check_pool(kv.pool, [request])
+    kv.free(request)
+    check_pool(kv.pool, [])
 
 
 def test_events_follow_full_attention() -> None:

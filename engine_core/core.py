@@ -62,6 +62,7 @@ class EngineCore:
             kv_policy=config.kv.policy,
             grammars=self._grammars,
             speculative=config.speculative,
+            lends=bool(config.kv.transports),
         )
         self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)

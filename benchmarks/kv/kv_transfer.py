@@ -145,7 +145,7 @@ def _offload(shape: Shape, target: KVPool) -> Iterator[Move]:
             while not tier.has_room(1):
                 time.sleep(0.001)
             tier.save(TierSave(slot, hashes[slot], b"".join(view[block_id].data for view in source.views)))
-        load = TierLoad("", list(range(len(ids))), hashes, shape.scatter(1).tolist(), 0)
+        load = TierLoad("", list(range(len(ids))), hashes, shape.scatter(1).tolist(), range(len(ids)))
 
         def move() -> None:
             tier.load(load)

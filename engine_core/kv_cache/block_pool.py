@@ -28,10 +28,12 @@ class BlockPool:
     A registered block is found by the hash of its content until it gets a new holder.
     """
 
-    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
-        """Make a pool of the ids in [0, num_blocks). With several groups, ``NULL_BLOCK`` is never free."""
-        first = 1 if num_groups > 1 else 0
-        self.num_groups = num_groups
+    def __init__(self, num_blocks: int, windows: Sequence[int | None] = (None,)) -> None:
+        """Make a pool of the ids in [0, num_blocks). With several groups, ``NULL_BLOCK`` is never free. ``windows``:
+        the window of each group; None: full attention."""
+        first = 1 if len(windows) > 1 else 0
+        self.windows = windows
+        self.num_groups = len(windows)
         """How many blocks hold the KV of one block of tokens."""
         self.num_blocks = num_blocks - first
         """Blocks that requests can have."""

@@ -41,11 +41,11 @@ class GroupedKVCacheManager:
         self.block_size = config.block_size
         self.enable_prefix_caching = config.enable_prefix_caching
         self.num_groups = len(groups)
-        self.pool = BlockPool(num_blocks, self.num_groups)
+        self._windows = [group.window for group in groups]
+        self.pool = BlockPool(num_blocks, self._windows)
         self._need = KVNeed(groups, config.block_size, max_chunk, lends=lends)
         self.num_slots = self._need.capacity(self.pool.num_blocks) * config.block_size
         """Tokens of the longest request that the empty pool has room for."""
-        self._windows = [group.window for group in groups]
         self._windowed = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
         self._hash_seed = config.block_hash_seed
         self._events = events
@@ -77,8 +77,13 @@ class GroupedKVCacheManager:
 
     # Admission
 
-    def can_admit(self, request: Request, hits: list[int], num_tokens: int, num_spare: int) -> bool:
-        """Return whether ``num_tokens`` tokens of a waiting request fit and leave ``num_spare`` blocks free."""
+    def can_admit(
+        self, request: Request, hits: list[int], num_tokens: int, num_spare: int, num_external_tokens: int = 0
+    ) -> bool:
+        """Return whether ``num_tokens`` tokens of a waiting request fit and leave ``num_spare`` blocks free. The blocks
+        of the ``num_external_tokens`` tokens that it loads after its hits must fit all at once."""
+        if num_external_tokens and not self._has_room_to_load(request, hits, num_spare, num_external_tokens):
+            return False
         table = hits or request.block_ids
         num_held = len(table) // self.num_groups
         position = request.num_computed_tokens or num_held * self.block_size
@@ -114,12 +119,16 @@ class GroupedKVCacheManager:
 
     def reserve_load(self, request: Request, num_external_tokens: int) -> None:
         """Allocate the blocks that an admitted request loads after its hits; those that it will not see are left out,
-        and given up if it hit them."""
+        and given up if it hit them. Blocks that another engine does not send are shared if the pool has them."""
         end = request.num_computed_tokens + num_external_tokens
         position = min(end, request.num_tokens - 1)
         self._give_up_unseen(request, position)
-        begin = len(request.block_ids) // self.num_groups
-        request.block_ids += self._allocate_from(self._first_seen(position), begin, self._blocks_for(end))
+        begin, first = len(request.block_ids) // self.num_groups, self._first_seen(position)
+        is_from_tier = request.remote is not None and request.remote.target is None
+        if is_from_tier:
+            request.block_ids += self._share_or_allocate(request, first, begin, self._blocks_for(end))
+        else:
+            request.block_ids += self._allocate_from(first, begin, self._blocks_for(end))
 
     def finish_load(self, request: Request, num_tokens: int) -> None:
         """Count the first ``num_tokens`` tokens, which were loaded, as computed; full blocks can be hit from now on."""
@@ -192,6 +201,30 @@ class GroupedKVCacheManager:
         kept = [index >= first[group] for index in range(begin, end) for group in range(self.num_groups)]
         fresh = iter(self.pool.allocate(sum(kept)))
         return [next(fresh) if is_kept else NULL_BLOCK for is_kept in kept]
+
+    def _share_or_allocate(self, request: Request, first: Sequence[int], begin: int, end: int) -> list[int]:
+        """Return what :meth:`_allocate_from` returns, with blocks that the pool has instead of new ones."""
+        entries: list[int | None] = [
+            self.pool.find(group_key(self._hash(request, index), group)) if index >= first[group] else NULL_BLOCK
+            for index in range(begin, end)
+            for group in range(self.num_groups)
+        ]
+        self.pool.share(block_id for block_id in entries if block_id)  # before an allocation can evict them
+        fresh = iter(self.pool.allocate(entries.count(None)))
+        return [next(fresh) if block_id is None else block_id for block_id in entries]
+
+    def _has_room_to_load(self, request: Request, hits: list[int], num_spare: int, num_external_tokens: int) -> bool:
+        """Return whether the blocks that a request would load and those of its hits that it would keep fit."""
+        end = self.num_hit_tokens(hits) + num_external_tokens
+        first = self._first_seen(min(end, request.num_tokens - 1))
+        num_held, total = len(hits) // self.num_groups, self._blocks_for(end)
+        num_new = sum(max(0, total - max(num_held, index)) for index in first)
+        kept = [
+            block_id
+            for entry, block_id in enumerate(hits)
+            if entry // self.num_groups >= first[entry % self.num_groups]
+        ]
+        return num_new + self.pool.count_free(kept) + num_spare <= self.pool.num_free
 
     def _hash(self, request: Request, index: int) -> bytes:
         """Return the hash of the block of tokens at ``index``, which is full; the request keeps the hashes."""

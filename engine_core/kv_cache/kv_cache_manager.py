@@ -54,8 +54,11 @@ class KVCacheManager:
         """Return how many tokens the found blocks hold."""
         return len(hits) * self.block_size
 
-    def can_admit(self, request: Request, hits: list[int], num_tokens: int, num_spare: int) -> bool:
-        """Return whether ``num_tokens`` tokens of a waiting request fit and leave ``num_spare`` blocks free."""
+    def can_admit(
+        self, request: Request, hits: list[int], num_tokens: int, num_spare: int, num_external_tokens: int = 0
+    ) -> bool:
+        """Return whether ``num_tokens`` tokens of a waiting request fit and leave ``num_spare`` blocks free. The
+        ``num_external_tokens`` tokens that it loads are among them."""
         num_new = self._blocks_for(num_tokens) - max(len(hits), len(request.block_ids))
         return num_new + self.pool.count_free(hits) + num_spare <= self.pool.num_free
 

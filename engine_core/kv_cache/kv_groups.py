@@ -5,15 +5,12 @@ groups share one pool: a block holds the KV of one group for ``block_size`` toke
 i-th layer of every group, so that every block has the same size.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
 from ..config import EngineConfig
-
-log = logging.getLogger(__name__)
 
 NULL_BLOCK = 0
 """The block that stands in a table of a grouped pool for content that is not kept. No request ever writes to it."""
@@ -42,9 +39,6 @@ def model_groups(
     ``sources``: for each layer the one whose keys and values it attends to; empty: its own. Only such layers have KV.
     """
     groups = partition_layers(windows, max_model_len, sorted(set(sources)) or None)
-    if groups and config.kv.offload_path:
-        log.warning("layers with a window keep the KV of the whole context, because offloading does not know groups")
-        return []
     return [] if config.cache.disable_hybrid_kv_cache_manager else groups
 
 

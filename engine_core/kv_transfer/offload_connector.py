@@ -13,6 +13,7 @@ from ..scheduling.request import Request
 from ..wire.scheduler_output import SchedulerOutput
 from .kv_connector import KVConnectorMetadata, KVConnectorOutput, KVConnectorStats
 from .kv_transport import KVPool
+from .offload_groups import find_tier_hits
 from .offload_tier import OffloadTier, TierIndex, TierLoad, TierSave
 
 
@@ -88,13 +89,18 @@ class OffloadConnector:
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._matches.pop(request.request_id, None)
         first = num_computed_tokens // self._block_size
+        assert self._blocks is not None, "bind_block_pool comes first"
+        if self._blocks.num_groups > 1:
+            return self._match_groups(request, self._blocks, first)
         slots = self._find_slots(request, first)
         if not slots:
             return 0, False
         hashes = request.block_hashes[first : first + len(slots)]
         for block_hash in hashes:
             self._index.touch(block_hash)
-        self._matches[request.request_id] = TierLoad(request.request_id, slots, hashes, [], first)
+        self._matches[request.request_id] = TierLoad(
+            request.request_id, slots, hashes, [], range(first, first + len(slots))
+        )
         return len(slots) * self._block_size, True
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
@@ -102,7 +108,7 @@ class OffloadConnector:
         if load is None or not num_external_tokens:
             return
         # Allocating blocks may have evicted one whose save took over a slot of this load; the tier notices that.
-        load.block_ids = block_ids[load.first_block : load.first_block + len(load.slots)]
+        load.block_ids = [block_ids[position] for position in load.positions]
         self._loads.append(load)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMetadata:
@@ -205,6 +211,22 @@ class OffloadConnector:
                 break
             slots.append(slot)
         return slots
+
+    def _match_groups(self, request: Request, pool: BlockPool, first_block: int) -> tuple[int, bool]:
+        """Note what a request of a grouped model would load after its first blocks; it may share more of the pool's.
+        A request whose load has failed computes instead, because nothing of that load was kept."""
+        if request.remote is not None and request.remote.failure:
+            return 0, False
+        limit = (request.num_tokens - 1) // self._block_size
+        found = find_tier_hits(
+            lambda index: self._block_hash(request, index), pool, self._index.find, first_block, limit, self._block_size
+        )
+        if not found.slots:
+            return 0, False
+        for key in found.keys:
+            self._index.touch(key)
+        self._matches[request.request_id] = TierLoad(request.request_id, found.slots, found.keys, [], found.positions)
+        return (found.num_blocks - first_block) * self._block_size, True
 
     def _block_hash(self, request: Request, index: int) -> bytes:
         """Return the hash of the block at ``index``; the request keeps the computed hashes."""

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -74,8 +74,8 @@ class TierLoad(msgspec.Struct):
     slots: list[int]
     block_hashes: list[bytes]
     block_ids: list[int]
-    first_block: int
-    """Index of the first block within the request."""
+    positions: Sequence[int]
+    """Entries of the request's block table that the blocks fill."""
 
 
 class OffloadTier:

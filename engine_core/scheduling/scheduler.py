@@ -46,6 +46,7 @@ class Scheduler:
         kv_policy: str = "recompute",
         grammars: StructuredOutputManager | None = None,
         speculative: SpeculativeConfig | None = None,
+        lends: bool = False,
     ) -> None:
         """Raises ``ValueError`` naming a setting that does not work.
 
@@ -55,12 +56,13 @@ class Scheduler:
             kv_policy: As ``KVConfig.policy``.
             grammars: Constrains structured outputs; without it they are refused.
             speculative: Lets steps verify drafts, if given.
+            lends: Whether other engines may read blocks.
         """
         check_config(config, kv_cache.max_model_len, speculates=speculative is not None)
         self.config = config
         self.max_model_len = kv_cache.max_model_len
         self.kv_events = KVEventLog(cache.block_size) if cache.kv_events else None
-        self.kv = make_kv_manager(kv_cache, cache, config, self.kv_events, lends=connector is not None)
+        self.kv = make_kv_manager(kv_cache, cache, config, self.kv_events, lends=lends)
         self.requests: dict[str, Request] = {}
         self._policy = SchedulingPolicy(config.policy)
         self.waiting = WaitingRequests(PriorityQueue if self._policy is SchedulingPolicy.PRIORITY else FCFSQueue)

@@ -145,7 +145,7 @@ class Admission:
             num_tokens = request.num_tokens
             if not self._reserve_full_prompt and request.remote is None and not num_external:
                 num_tokens = min(num_tokens, num_here + min(max_tokens, self._max_chunk))
-            if self._admit(request, hits, num_tokens, others_run=others_run):
+            if self._admit(request, hits, num_tokens, num_external, others_run=others_run):
                 if not num_external:
                     return request
                 assert self._remote is not None
@@ -158,10 +158,12 @@ class Admission:
     def _head_begun(self) -> Request | None:
         return next((request for request in self._queue if request.status is RequestStatus.PREEMPTED), None)
 
-    def _admit(self, request: Request, hits: list[int], num_tokens: int, *, others_run: bool) -> bool:
+    def _admit(
+        self, request: Request, hits: list[int], num_tokens: int, num_external: int, *, others_run: bool
+    ) -> bool:
         """Take a request out of the queue, with the cached blocks it shares, if ``num_tokens`` of its tokens fit."""
         keeps_spare = others_run or (self._remote is not None and self._remote.holds_blocks)
-        if not self._kv.can_admit(request, hits, num_tokens, self._watermark if keeps_spare else 0):
+        if not self._kv.can_admit(request, hits, num_tokens, self._watermark if keeps_spare else 0, num_external):
             return False
         self._blocked = None
         self._queue.remove(request)

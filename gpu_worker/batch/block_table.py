@@ -21,6 +21,11 @@ class BlockTable:
         self._block_ids = np.zeros((max_num_seqs, -(-max_model_len // block_size) * num_groups), dtype=np.int32)
         self._counts = np.zeros(max_num_seqs, dtype=np.int64)
 
+    @property
+    def block_ids(self) -> npt.NDArray[np.int32]:
+        """Return the tables of all rows, as they are at any later time."""
+        return self._block_ids
+
     def replace(self, row: int, block_ids: Sequence[int]) -> None:
         """Replace the whole table of a row."""
         self._counts[row] = 0

@@ -190,6 +190,11 @@ class InputBatch:
         row = self._row_of[req_id]
         return self._token_ids[row, : self._num_tokens[row]]
 
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """Return the tokens of all rows, [max_num_seqs, max_model_len], as they are at any later time."""
+        return self._token_ids
+
     def num_tokens(self, rows: Ints) -> Ints:
         """Return how many tokens of prompt and output these rows have, [n]."""
         return self._num_tokens[rows]

@@ -40,6 +40,24 @@ class HeadsArgs(Structure):
     ]
 
 
+class DraftLayer(Structure):
+    """Mirrors the struct in ``drafts.cpp``."""
+
+    _fields_ = _fields(_P, "input_norm qkv head_norm out post_norm gate_up down keys values")
+
+
+class DraftArgs(Structure):
+    """Mirrors the struct in ``drafts.cpp``."""
+
+    _fields_ = [
+        *_fields(_P, "layers embedding norm output frequencies tokens tables rows starts ends counts drafts found"),
+        *_fields(_I64, "num_requests most num_layers vocab hidden inner num_heads num_kv_heads head_size"),
+        *_fields(_I64, "cache_head_size block_size tokens_stride tables_stride"),
+        *_fields(_F, "eps scale rotation_factor least_confidence"),
+        *_fields(_I32, "is_bf16"),
+    ]
+
+
 def load_once(load: Callable[..., CDLL]) -> Callable[..., CDLL]:
     """Remember the library that ``load`` returns, or why there is none: every layer of a model asks for it."""
 
@@ -133,6 +151,16 @@ def load_bfloat16(march: str = "native") -> CDLL:
     library.multiply_bfloat16.argtypes = [*[_P] * 4, *[_I64] * 3, _I32]
     library.pack_bfloat16.argtypes = [*[_P] * 2, *[_I64] * 2, _I32]
     library.multiply_bfloat16.restype = library.pack_bfloat16.restype = None
+    return library
+
+
+@load_once
+def load_drafts(march: str = "native") -> CDLL:
+    """Load the steps of small draft models. Raises :class:`KernelsUnavailable`."""
+    library = _load(build("drafts", march))
+    library.panel_outputs.restype = _I64
+    library.draft_greedily.argtypes = [_P]
+    library.draft_greedily.restype = None
     return library
 
 

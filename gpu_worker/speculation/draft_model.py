@@ -7,6 +7,7 @@ from torch import Tensor
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..batch.input_batch import Ints, StepInputs
 from ..models.model import Model
+from .greedy_drafts import GreedyDrafts
 
 
 class DraftModel:
@@ -14,8 +15,9 @@ class DraftModel:
 
     keeps_drafts = True
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, at_once: GreedyDrafts | None = None) -> None:
         self._model = model
+        self.at_once = at_once
 
     def states(self, step: StepInputs, hidden: Tensor, places: Ints, inputs: StepInputs) -> None:
         return None

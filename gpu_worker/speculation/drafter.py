@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..batch.input_batch import Ints, StepInputs
+from .greedy_drafts import GreedyDrafts
 
 
 class Drafter(Protocol):
@@ -15,6 +16,10 @@ class Drafter(Protocol):
     @property
     def keeps_drafts(self) -> bool:
         """Whether the KV of a draft is that of the same token once it is accepted."""
+
+    @property
+    def at_once(self) -> GreedyDrafts | None:
+        """Return what drafts for greedy requests in one call, with the same KV caches; None: :meth:`forward` does."""
 
     def states(self, step: StepInputs, hidden: Tensor, places: Ints, inputs: StepInputs) -> Tensor | None:
         """Return what :meth:`forward` needs of the model for ``inputs``, or None: the states before their tokens.

@@ -24,11 +24,13 @@ from ..ops.torch_ops import TorchOps
 from .draft_model import DraftModel
 from .drafter import Drafter
 from .eagle import EagleHead, EmbedsTokens
+from .greedy_drafts import load_greedy_drafts
 from .interface import Proposer
 from .model_proposer import ModelProposer
 from .ngram import NgramProposer
 from .rejection import RejectionSampler
 
+_CPU = torch.device("cpu")
 GetModel = Callable[[], Model]
 """Returns the model that is drafted for, which sleep and new weights replace."""
 _FIELD = "speculative_config.model"
@@ -80,7 +82,7 @@ class Drafting:
             memory = PoolPart(memory, self._offset(num_blocks, block_size))
         backend = make_backend(self.kv_config)
         make_kv_caches = functools.partial(backend.allocate, num_blocks, memory)
-        device = self._loader.device or torch.device("cpu")
+        device = self._loader.device or _CPU
         proposer = ModelProposer(batch, self._drafter, backend, make_kv_caches, device, rejection)
         self._proposers = [proposer]  # that of a profile before it is gone
         return proposer, rejection
@@ -122,7 +124,7 @@ class Drafting:
         model = self._loader.load(self._path)
         if isinstance(model, CheckedModel):
             raise ValueError(f"{_FIELD}: {self._path.name} needs transformers' modules, which do not draft")
-        return DraftModel(model)
+        return DraftModel(model, load_greedy_drafts(self._path, self.kv_config, self._loader.device or _CPU))
 
     def _load_head(self, config: ModelConfig) -> EagleHead:
         target = self._target().config
@@ -133,7 +135,7 @@ class Drafting:
                 f"{_FIELD}: the head has {config.num_layers} layers of size {config.hidden_size}; it needs one of the "
                 f"model's size, {target.hidden_size}"
             )
-        loader, device = self._loader, self._loader.device or torch.device("cpu")
+        loader, device = self._loader, self._loader.device or _CPU
         get_target = cast("Callable[[], EmbedsTokens]", self._target)
         with Checkpoint(self._path, config.dtype, device, config.scheme) as checkpoint:
             head = EagleHead(checkpoint, config, loader.ops or TorchOps(), device, get_target)

@@ -37,6 +37,7 @@ class EagleHead:
     """Fulfils :class:`~.drafter.Drafter`."""
 
     keeps_drafts = False  # it is computed anew from the model's own hidden states
+    at_once = None
 
     def __init__(
         self,

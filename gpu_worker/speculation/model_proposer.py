@@ -15,12 +15,17 @@ from ..batch.input_batch import InputBatch, Ints, StepInputs
 from ..batch.transfer import to_device
 from ..sampler import Purpose, Sampler
 from .drafter import Drafter
+from .greedy_drafts import GreedyDrafts
 from .interface import StepArrays
 from .rejection import RejectionSampler, distribution
 
 LEAST_CONFIDENCE = 0.4
 """A draft that all drafts of its step are right with a lower probability than this is the last one: computing the next
 one would cost more than it gains."""
+_FEW_REQUESTS = 8
+"""Up to so many requests are drafted for one after the other, in one call."""
+_FEW_TOKENS = 8
+"""Up to so many tokens of a request are computed one after the other, in one call."""
 
 
 class _Ranges(NamedTuple):
@@ -100,11 +105,11 @@ class ModelProposer:
 
     def _propose(self, step: StepInputs, hidden: Tensor, ranges: _Ranges) -> dict[str, list[int]]:
         req_ids = [step.req_ids[place] for place in ranges.places.tolist()]
-        inputs = self._batch.gather(req_ids, step.rows[ranges.places], ranges.starts, ranges.lengths)
-        states = self._awake.states(step, hidden, ranges.places, inputs)
-        output = self._forward(inputs, states)
+        at_once = self._awake.at_once
+        if at_once is not None and self._is_greedy(step.rows[ranges.places], ranges.counts):
+            return self._draft_at_once(at_once, step, hidden, ranges, req_ids)
+        inputs, output = self._compute(step, hidden, ranges, req_ids)
         ends = ranges.starts + ranges.lengths
-        self._computed.update(zip(req_ids, ends.tolist(), strict=True))
         drawing = np.flatnonzero(ranges.counts)
         if not len(drawing):
             return {}
@@ -114,6 +119,40 @@ class ModelProposer:
         if self._awake.keeps_drafts:
             for req_id, tokens in drafts.items():
                 self._computed[req_id] += len(tokens) - 1  # nothing follows the last one
+        return drafts
+
+    def _compute(
+        self, step: StepInputs, hidden: Tensor, ranges: _Ranges, req_ids: list[str]
+    ) -> tuple[StepInputs, Tensor]:
+        """Compute the tokens of ``ranges``. Returns them and the drafter's states."""
+        inputs = self._batch.gather(req_ids, step.rows[ranges.places], ranges.starts, ranges.lengths)
+        output = self._forward(inputs, self._awake.states(step, hidden, ranges.places, inputs))
+        self._computed.update(zip(req_ids, (ranges.starts + ranges.lengths).tolist(), strict=True))
+        return inputs, output
+
+    def _is_greedy(self, rows: Ints, counts: Ints) -> bool:
+        """Return whether the drafts of a few requests are those of the largest logits."""
+        batch = self._batch
+        if self._rejection is not None or batch.logits_processors or batch.block_table.num_groups > 1:
+            return False
+        return len(rows) <= _FEW_REQUESTS and all(
+            params.temperature == 0.0 for params in batch.sampling(rows[counts > 0])[0]
+        )
+
+    def _draft_at_once(
+        self, at_once: GreedyDrafts, step: StepInputs, hidden: Tensor, ranges: _Ranges, req_ids: list[str]
+    ) -> dict[str, list[int]]:
+        starts, ends = ranges.starts, ranges.starts + ranges.lengths
+        if ranges.lengths.max() > _FEW_TOKENS:
+            self._compute(step, hidden, ranges, req_ids)
+            starts = ends - 1  # the state of the last token is needed again
+        columns = (step.rows[ranges.places], starts, ends, ranges.counts)
+        found = at_once.draft(self._batch, columns, self._kv_caches, self.least_confidence)
+        drafts = {}
+        for req_id, end, tokens in zip(req_ids, ends.tolist(), found, strict=True):
+            self._computed[req_id] = end + max(len(tokens) - 1, 0)  # nothing follows the last one
+            if tokens:
+                drafts[req_id] = tokens
         return drafts
 
     def _ranges(self, step: StepInputs, wanted: Mapping[str, int]) -> _Ranges:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -181,15 +181,22 @@ class Mesh:
                 await asyncio.sleep(0.01)
 
     async def _gauges(self, http: httpx.AsyncClient, *names: str) -> dict[str, float]:
-        """Their sum, by engine; each engine of this mesh must have all of them."""
+        """Their sum, by engine, once the gateway knows all of them of each engine of this mesh."""
+        async with asyncio.timeout(SOON):
+            values = await self._known(http, names)
+            while min(map(len, values.values())) < len(names):
+                await asyncio.sleep(0.01)
+                values = await self._known(http, names)
+        return {engine: sum(found) for engine, found in values.items()}
+
+    async def _known(self, http: httpx.AsyncClient, names: Sequence[str]) -> dict[str, list[float]]:
         full_names = {f"tokenloom_engine_{name}" for name in names}
         values: dict[str, list[float]] = {part.settings.instance_id: [] for part in self.engines}
         for family in text_string_to_metric_families((await http.get("/metrics")).text):
             for sample in family.samples:
                 if sample.name in full_names:
                     values.setdefault(sample.labels["engine"], []).append(sample.value)
-        assert all(len(found) == len(names) for found in values.values()), (names, values)
-        return {engine: sum(found) for engine, found in values.items()}
+        return values
 
     def _coordinator(self) -> Part:
         settings = CoordinatorSettings.of(**self._common("coordinator-0"))

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.gpu_worker.kv_connector import engine_pair
 from tests.gpu_worker.kv_connector.engine_pair import MAKE, Pair
 from tests.parity.engine import Engine
 from tests.parity.reference import save_random
@@ -97,3 +98,37 @@ def test_a_decode_engine_loads_after_what_it_hits(
         for index, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True)):
             assert pair.ask(f"{number}-{index}", prompt, params) == tokens
     assert pair.decode.core.scheduler.stats().kv_recomputes == {}
+
+
+def test_evicted_blocks_come_back_from_a_file(
+    tmp_path: Path, checkpoint: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    engine = engine_pair.Engine(
+        [], model=str(checkpoint), num_blocks=60, offload_path=str(tmp_path), offload_bytes=64 << 20
+    )
+    assert engine.core.ready.num_kv_groups > 1
+    params = SamplingParams(max_tokens=_NUM_TOKENS, seed=0, temperature=0.0)
+    for number in range(2):
+        for index, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True)):
+            engine.add(f"{number}-{index}", prompt, params)
+            assert [token for output in engine.run(f"{number}-{index}") for token in output.new_token_ids] == tokens
+    stats = engine.core.scheduler.stats()
+    assert stats.kv_blocks_received > 0
+    assert stats.kv_bytes_received["offload"] == stats.kv_blocks_received * engine.core.executor.kv_pool().block_bytes
+    assert stats.kv_recomputes == {}
+    engine.core.shutdown()
+
+
+def test_pulling_and_offloading_by_group(
+    tmp_path: Path, checkpoint: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    pair = Pair(MAKE["shm"], model=str(checkpoint), num_blocks=80, offload_path=str(tmp_path), offload_bytes=64 << 20)
+    params = SamplingParams(max_tokens=_NUM_TOKENS, seed=0, temperature=0.0)
+    for number in range(2):
+        for index, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True)):
+            assert pair.ask(f"{number}-{index}", prompt, params) == tokens
+    prefill, decode = (engine.core.scheduler.stats() for engine in (pair.prefill, pair.decode))
+    assert prefill.kv_bytes_received["offload"] > 0
+    assert decode.kv_bytes_received["shm"] > 0
+    assert prefill.kv_recomputes == decode.kv_recomputes == {}
+    pair.close()

@@ -131,7 +131,7 @@ def test_misuse_is_detected() -> None:
 
 
 def test_the_null_block_of_groups_is_never_free() -> None:
-    pool = BlockPool(4, num_groups=2)
+    pool = BlockPool(4, (None, 8))
     assert (pool.num_blocks, pool.num_free, pool.usage) == (3, 3, 0.0)
     assert sorted(pool.allocate(3)) == [1, 2, 3]
     pool.share([NULL_BLOCK, 1])

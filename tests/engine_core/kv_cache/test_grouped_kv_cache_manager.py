@@ -191,6 +191,42 @@ def test_a_load_after_a_hit_gives_up_the_windows_of_the_hit() -> None:
     check_pool(kv.pool, [first, request])
 
 
+@pytest.mark.parametrize("num_free", [15, 16])
+def test_a_load_needs_room_for_all_its_blocks_at_once(num_free: int) -> None:
+    """Another request holds the window of the hit too, so giving it up frees no block."""
+    kv = make_kv(1 + 16 + num_free, windows=(None, 40))
+    first, request = make_request_of(list(range(33))), make_request_of(list(range(65)))
+    compute(kv, first, [8] * 4)
+    hits = kv.find_cached_blocks(request)
+    assert (kv.num_hit_tokens(hits), kv.pool.num_free) == (32, num_free)
+    assert kv.can_admit(request, hits, 65, 0), "computing it in chunks needs fewer blocks of the window"
+    fits = kv.can_admit(request, hits, 65, 0, 32)
+    assert fits == (num_free == 16)
+    if fits:
+        kv.admit(request, hits)
+        kv.reserve_load(request, 32)
+        assert kv.pool.num_free == 0
+        check_pool(kv.pool, [first, request])
+
+
+def test_a_load_from_a_tier_shares_what_the_pool_has() -> None:
+    kv = make_kv()
+    first, request = make_request_of(list(range(33))), make_request_of(list(range(33)))
+    compute(kv, first, [8] * 4)
+    kv.pool.forget([first.block_ids[0]])  # block 0 of full attention
+    assert kv.find_cached_blocks(request) == []
+    request.remote = RemoteKVState()
+    kv.admit(request, [])
+    kv.reserve_load(request, 32)
+    same = [
+        index for index, pair in enumerate(zip(first.block_ids, request.block_ids, strict=True)) if len({*pair}) == 1
+    ]
+    assert [index for index in same if first.block_ids[index] != NULL_BLOCK] == [2, 4, 6, 8, 10, 12, 13, 14, 15]
+    check_pool(kv.pool, [first, request])
+    kv.free(request)
+    check_pool(kv.pool, [first])
+
+
 def test_events_follow_full_attention() -> None:
     events = KVEventLog(BLOCK)
     kv = make_kv(12, events=events)

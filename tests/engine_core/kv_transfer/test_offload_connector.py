@@ -1,81 +1,24 @@
 """Small cores over the hash worker whose evicted blocks go to a file: wrong bytes anywhere would change tokens."""
 
-import os
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine_core.executor.late import EXECUTORS
-from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request, tokens_of
+from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_idle
-from tokenloom.engine_core.config import KVConfig
-from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.kv_transfer.core_kv import make_core_kv
-from tokenloom.engine_core.kv_transfer.offload_tier import OffloadTier, TierLoad
-from tokenloom.engine_core.wire.messages import EngineCoreOutput
-
-BLOCK_SIZE = 4
-BLOCK_BYTES = 8 * BLOCK_SIZE
-
-
-class OffloadingCore:
-    """A core and what tells when it may go on."""
-
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        slots: int = 64,
-        policy: str = "recompute",
-        executor: str = "uniproc",
-        **config: object,
-    ) -> None:
-        base = make_config(
-            block_size=BLOCK_SIZE,
-            async_scheduling=executor != "uniproc",
-            **config,  # type: ignore[arg-type]
-        )
-        kv = KVConfig(offload_path=str(directory), offload_bytes=slots * BLOCK_BYTES, policy=policy)
-        self.config = msgspec.structs.replace(base, kv=kv)
-        self.core = EngineCore(
-            self.config,
-            EXECUTORS[executor](HashWorker(self.config, vocab_size=VOCAB_SIZE, max_model_len=256)),
-            make_core_kv(self.config, ()),
-        )
-        self._news = threading.Event()
-        self.core.on_news(self._news.set)
-
-    def run(self, *prompts: Sequence[int], max_tokens: int = 4) -> list[list[int]]:
-        """Tokens of each prompt, all asked for at once."""
-        for index, prompt in enumerate(prompts):
-            self.core.add_request(make_request(str(index), prompt, max_tokens))
-        outputs: dict[str, list[EngineCoreOutput]] = {}
-        while self.core.has_requests():
-            self._news.clear()
-            if not self.core.has_work():
-                assert self._news.wait(10), "a request waits for nothing"
-            for output in self.core.step().outputs:
-                outputs.setdefault(output.request_id, []).append(output)
-                assert not output.error
-        return [tokens_of(outputs[str(index)]) for index in range(len(prompts))]
-
-    def settle(self, tier: OffloadTier) -> None:
-        """Waits until all that was saved is written: jobs are done in order."""
-        self._news.clear()
-        tier.load(TierLoad("nobody's", [], [], [], 0))
-        assert self._news.wait(10)
-
-    @property
-    def blocks_loaded(self) -> int:
-        return self.core.scheduler.stats().kv_blocks_received
+from tests.engine_core.kv_transfer.offloading_core import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    OffloadingCore,
+    expected,
+    prompt_of,
+    rot,
+)
 
 
 @pytest.fixture
@@ -91,14 +34,6 @@ def make_core(tmp_path: Path) -> Iterator[Callable[..., OffloadingCore]]:
         check_idle(core.core.scheduler)
         core.core.shutdown()
         core.core.shutdown()
-
-
-def prompt_of(seed: int, num_tokens: int) -> list[int]:
-    return [(seed * 31 + i * 7) % VOCAB_SIZE for i in range(num_tokens)]
-
-
-def expected(prompt: Sequence[int], max_tokens: int = 4) -> list[int]:
-    return expected_tokens(prompt, max_tokens, VOCAB_SIZE)
 
 
 def test_an_evicted_prefix_comes_back(make_core: Callable[..., OffloadingCore]) -> None:
@@ -169,14 +104,6 @@ def test_salts_do_not_share(make_core: Callable[..., OffloadingCore]) -> None:
     while core.core.has_requests():
         core.core.step()
     assert core.blocks_loaded == 0
-
-
-def rot(core: OffloadingCore) -> None:
-    """Every byte in the file is another."""
-    connector: Any = core.core._connector
-    core.settle(connector._tier)
-    file = connector._tier._file.fileno()
-    os.pwrite(file, b"\xa5" * os.fstat(file).st_size, 0)
 
 
 def test_a_file_that_rots_costs_time_and_no_token(make_core: Callable[..., OffloadingCore]) -> None:

@@ -46,7 +46,7 @@ class Tier:
         return data
 
     def load(self, slots: list[int], hashes: list[bytes], block_ids: list[int]) -> tuple[int, str]:
-        self.tier.load(TierLoad("r", slots, hashes, block_ids, 0))
+        self.tier.load(TierLoad("r", slots, hashes, block_ids, range(len(slots))))
         _, count, failure = self._loaded.get(timeout=30)
         return count, failure
 
@@ -79,7 +79,7 @@ def test_a_slot_given_to_another_block_is_noticed(tier: Tier) -> None:
 
 def test_a_load_given_before_a_save_reads_the_old_content(tier: Tier) -> None:
     data = tier.save(0, b"a", 0)
-    tier.tier.load(TierLoad("r", [0], [b"a"], [4], 0))
+    tier.tier.load(TierLoad("r", [0], [b"a"], [4], range(1)))
     tier.save(0, b"b", 1)
     assert tier._loaded.get(timeout=30)[1:] == (1, "")
     assert content(tier.pool, 4) == data

@@ -47,8 +47,8 @@ class RemoteKVMachine(RuleBasedStateMachine):
         executor: str,
         copies_at_once: bool,
     ) -> None:
-        if self.windows:  # blocks of a request of 48 tokens, with all of its windows
-            num_blocks *= len(self.windows)
+        if self.windows:  # blocks of a request of 48 tokens, with all of its windows, and the block that is never used
+            num_blocks = num_blocks * len(self.windows) + 1
         kv = KVConfig(transports=("memory",), checksum=True, failpoints=tuple(f"{name}=0.3" for name in faults))
         self.pair = Pair(
             kvs=[kv, kv],

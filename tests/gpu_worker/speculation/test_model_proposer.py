@@ -81,10 +81,13 @@ class Caches:
         ]
 
 
-@pytest.mark.parametrize(("method", "folder"), [("draft_model", "draft"), ("eagle", "eagle")])
-def test_every_computed_token_has_the_drafters_kv(model, method, folder):
+@pytest.mark.parametrize(
+    ("method", "folder", "request_name"),
+    [("draft_model", "draft", "filtered"), ("draft_model", "draft", "greedy"), ("eagle", "eagle", "filtered")],
+)
+def test_every_computed_token_has_the_drafters_kv(model, method, folder, request_name):
     """Blocks may be hit by another request, or sent: nothing may be missing, whatever drafts were proposed before."""
-    prompt, sampling = PLAIN["filtered"]
+    prompt, sampling = PLAIN[request_name]
     driver = make_driver(model, method, folder)
     wanted = iter([3, 0, 0, 2, 3, 3, 0, 3, 0, 0, 0, 1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3])
     execute = driver.runner.execute

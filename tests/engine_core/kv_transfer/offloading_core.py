@@ -1,0 +1,100 @@
+"""A small core over the hash worker whose evicted blocks go to a file."""
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.engine_core.executor.late import EXECUTORS
+from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request, tokens_of
+from tests.engine_core.kv_cache.grouped_hash_worker import GroupedHashWorker
+from tokenloom.engine_core.config import KVConfig
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
+from tokenloom.engine_core.kv_transfer.core_kv import make_core_kv
+from tokenloom.engine_core.kv_transfer.offload_tier import TierLoad
+from tokenloom.engine_core.wire.messages import EngineCoreOutput
+
+BLOCK_SIZE = 4
+BLOCK_BYTES = 8 * BLOCK_SIZE
+
+
+class OffloadingCore:
+    """A core and what tells when it may go on."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        slots: int = 64,
+        policy: str = "recompute",
+        executor: str = "uniproc",
+        windows: Sequence[int | None] = (),
+        **config: object,
+    ) -> None:
+        """``windows``: those of the groups of layers, if there are several."""
+        base = make_config(
+            block_size=BLOCK_SIZE,
+            async_scheduling=executor != "uniproc",
+            **config,  # type: ignore[arg-type]
+        )
+        kv = KVConfig(offload_path=str(directory), offload_bytes=slots * BLOCK_BYTES, policy=policy)
+        self.config = msgspec.structs.replace(base, kv=kv)
+        worker = HashWorker(self.config, vocab_size=VOCAB_SIZE, max_model_len=256)
+        if windows:
+            worker = GroupedHashWorker(self.config, windows)
+        self.core = EngineCore(self.config, EXECUTORS[executor](worker), make_core_kv(self.config, ()))
+        self._news = threading.Event()
+        self.core.on_news(self._news.set)
+
+    def run(self, *prompts: Sequence[int], max_tokens: int = 4) -> list[list[int]]:
+        """Tokens of each prompt, all asked for at once."""
+        for index, prompt in enumerate(prompts):
+            self.core.add_request(make_request(str(index), prompt, max_tokens))
+        outputs: dict[str, list[EngineCoreOutput]] = {}
+        while self.core.has_requests():
+            for output in self.step():
+                outputs.setdefault(output.request_id, []).append(output)
+                assert not output.error
+        return [tokens_of(outputs[str(index)]) for index in range(len(prompts))]
+
+    def step(self) -> list[EngineCoreOutput]:
+        """One step, after a load if nothing else can be done."""
+        self._news.clear()
+        if not self.core.has_work():
+            assert self._news.wait(10), "a request waits for nothing"
+        return self.core.step().outputs
+
+    def settle(self) -> None:
+        """Waits until all that was saved is written: jobs are done in order."""
+        connector: Any = self.core._connector
+        self._news.clear()
+        connector._tier.load(TierLoad("nobody's", [], [], [], ()))
+        assert self._news.wait(10)
+
+    @property
+    def blocks_loaded(self) -> int:
+        return self.core.scheduler.stats().kv_blocks_received
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    return [(seed * 31 + i * 7) % VOCAB_SIZE for i in range(num_tokens)]
+
+
+def expected(prompt: Sequence[int], max_tokens: int = 4) -> list[int]:
+    return expected_tokens(prompt, max_tokens, VOCAB_SIZE)
+
+
+def rot(core: OffloadingCore, spared: Sequence[bytes] = ()) -> None:
+    """Every byte in the file is another, except in the slots of the ``spared`` blocks."""
+    connector: Any = core.core._connector
+    core.settle()
+    file = connector._tier._file.fileno()
+    offsets = [connector._index.find(key) * BLOCK_BYTES for key in spared]
+    blocks = [os.pread(file, BLOCK_BYTES, offset) for offset in offsets]
+    os.pwrite(file, b"\xa5" * os.fstat(file).st_size, 0)
+    for offset, block in zip(offsets, blocks, strict=True):
+        os.pwrite(file, block, offset)

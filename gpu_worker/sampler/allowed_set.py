@@ -66,7 +66,9 @@ def allowed_set(
     if 0 < params.top_k < len(logits):
         token_ids = largest(logits, params.top_k)
         logits = logits[token_ids]
-    weights = all_weights(logits[None], np.array([params.temperature]))[0]
+    weights: npt.NDArray[np.float64] = np.subtract(logits, logits.max(), dtype=np.float64)
+    with np.errstate(over="ignore"):  # as in `all_weights`, without the calls that several rows need
+        np.exp(np.divide(weights, params.temperature, out=weights), out=weights)
     if params.min_p > 0.0:
         token_ids, weights = _select(token_ids, weights, np.flatnonzero(weights >= params.min_p))
     if params.top_p < 1.0:

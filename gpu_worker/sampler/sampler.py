@@ -96,7 +96,16 @@ def _draw(logits: npt.NDArray[np.float32], params: SamplingParams, u: float) -> 
 
 def first_past(weights: npt.NDArray[np.float64], u: float) -> int:
     """Return the index of the first weight, [n], at which the running sum passes ``u`` of the whole; u in [0, 1)."""
+    if len(weights) < _LONG:
+        running = np.cumsum(weights)
+        return _search_one(weights, running, u * float(running[-1]))
     return int(_firsts_past(weights[None], np.array([u]))[0])
+
+
+def _search_one(weights: npt.NDArray[np.float64], running: npt.NDArray[np.float64], target: float) -> int:
+    """Do what :func:`_search` does for one short row, [n], with a third of its calls."""
+    index = int(np.searchsorted(running, target, side="right"))
+    return index if index < len(weights) else int(np.flatnonzero(weights)[-1])
 
 
 def _firsts_past(weights: npt.NDArray[np.float64], numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:

@@ -55,6 +55,9 @@ def _params(rng: random.Random) -> SamplingParams:
         return value if rng.random() < share else default
 
     temperature = rng.choice([0.0, 0.0, 0.3, 0.7, 1.0, 1.4])
+    constraint = maybe(0.12, _constraint(rng), None)
+    allowed = maybe(0.05, rng.sample(range(2048), 200), None)
+    bad_words = maybe(0.15, [rng.choice([" the", " a", "."]), " was"], None)
     return SamplingParams(
         max_tokens=rng.randint(1, 40),
         seed=rng.randrange(1 << 40),
@@ -67,15 +70,15 @@ def _params(rng: random.Random) -> SamplingParams:
         frequency_penalty=maybe(0.2, rng.uniform(-1, 1), 0.0),
         repetition_penalty=maybe(0.2, rng.uniform(0.8, 1.3), 1.0),
         logit_bias=maybe(0.15, {rng.randrange(2048): rng.uniform(-9, 9) for _ in range(5)}, None),
-        allowed_token_ids=maybe(0.05, rng.sample(range(2048), 200), None),
-        bad_words=maybe(0.15, [rng.choice([" the", " a", "."]), " was"], None),
+        allowed_token_ids=None if constraint else allowed,  # with a constraint they may leave no token
+        bad_words=None if constraint else bad_words,
         min_tokens=0,
         ignore_eos=rng.random() < 0.3,
         stop=maybe(0.2, rng.sample([".", " and", "e", " in"], 2), None),
         stop_token_ids=maybe(0.2, rng.sample(range(2048), 8), None),
         logprobs=maybe(0.3, rng.randint(0, 5), None),
         prompt_logprobs=maybe(0.15, rng.randint(0, 3), None),
-        structured_outputs=maybe(0.12, _constraint(rng), None),
+        structured_outputs=constraint,
     )
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from importlib.metadata import version
 
-from tokenloom.v1 import coordinator_pb2, types_pb2
+from tokenloom.v1 import coordinator_pb2
 
+from ..mesh.engine_words import engine_words
 from ..mesh.kv_flow import KvFlow
 from ..served_mesh import ServedMesh
 
@@ -55,8 +56,7 @@ def _engine(entry: coordinator_pb2.EngineEntry) -> dict[str, object]:
     report = entry.report
     return {
         "name": entry.identity.engine_id,
-        "role": types_pb2.EngineRole.Name(report.role).removeprefix("ENGINE_ROLE_").lower(),
-        "state": coordinator_pb2.EngineState.Name(report.state).removeprefix("ENGINE_STATE_").lower(),
+        **engine_words(entry),
         "running": report.running,
         "waiting": entry.waiting,
         "waiting_tokens": entry.waiting_tokens,

@@ -15,6 +15,7 @@ from ..health import MeshHealth, PartState
 from ..http.app import Handler, Routes
 from ..http.exchange import Exchange
 from ..http.sse import encode_json
+from ..mesh.engine_words import engine_words
 from ..mesh.mesh_view import MeshView
 
 OLLAMA_DETAILS = {"family": "tokenloom", "format": "safetensors"}
@@ -142,8 +143,7 @@ def _engine_object(entry: coordinator_pb2.EngineEntry) -> dict[str, object]:
     report = entry.report
     return {
         "engine_id": entry.identity.engine_id,
-        "role": types_pb2.EngineRole.Name(report.role).removeprefix("ENGINE_ROLE_").lower(),
-        "state": coordinator_pb2.EngineState.Name(report.state).removeprefix("ENGINE_STATE_").lower(),
+        **engine_words(entry),
         "running": report.running,
         "waiting": report.waiting,
         "kv_cache_usage": round(report.kv_usage, 6),

@@ -23,7 +23,7 @@ BLOCK_BYTES = 8 * BLOCK_SIZE
 
 
 class OffloadingCore:
-    """A core and what tells when it may go on."""
+    """A core, and the events that let it continue."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class OffloadingCore:
         """Waits until all that was saved is written: jobs are done in order."""
         connector: Any = self.core._connector
         self._news.clear()
-        connector._tier.load(TierLoad("nobody's", [], [], [], ()))
+        connector._tier.load(TierLoad("of no request", [], [], [], ()))
         assert self._news.wait(10)
 
     @property

@@ -155,11 +155,11 @@ async def test_the_edge_makes_statuses_of_errors(
         await call.write(BATCH)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
-    told = wire_errors.from_rpc(caught.value)
-    assert type(told) is expected
-    assert "/etc" not in told.message
-    assert told.field == ("top_p" if expected is errors.InvalidArgument else None)
-    assert told.retry_after == (2.5 if expected is errors.ResourceExhausted else None)
+    received = wire_errors.from_rpc(caught.value)
+    assert type(received) is expected
+    assert "/etc" not in received.message
+    assert received.field == ("top_p" if expected is errors.InvalidArgument else None)
+    assert received.retry_after == (2.5 if expected is errors.ResourceExhausted else None)
 
 
 async def test_a_method_left_to_the_generated_class(picking: Picking, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,6 +19,7 @@ from .batch.transfer import to_device
 from .expert_report import expert_loads, routed_experts
 from .models.expert_routes import routes_of
 from .models.model import Model
+from .recorded.recorded_model import RecordedModel
 from .sampler.device_sampler import DeviceSampler
 from .sampler.step_sampler import StepSampler
 from .speculation.interface import Proposer
@@ -46,6 +47,7 @@ class ModelRunner:
         logits_metrics_interval: int = 0,
         proposer: Proposer | None = None,
         rejection: RejectionSampler | None = None,
+        recorded: RecordedModel | None = None,
     ) -> None:
         """``memory`` holds the KV caches; None: torch allocates them. ``device`` is that of model and backend.
 
@@ -53,7 +55,9 @@ class ModelRunner:
         drawn on the host. ``count_nans``: whether NaN logits of every step are counted. The
         logits of one step of ``logits_metrics_interval`` are measured; 0: none. ``proposer`` proposes drafts, which
         ``rejection`` accepts; without it a draft counts if it equals the token that is drawn.
+        ``recorded`` runs the steps of which it can make recordings; None: the model computes every step.
         """
+        self._recorded = recorded
         self.set_model(model)
         self._backend = backend
         self._batch = batch
@@ -71,6 +75,11 @@ class ModelRunner:
         """Use other weights of the same shapes from now on."""
         self._model = model
         self._routes = routes_of(model)
+        self._forget_recordings()
+
+    def _forget_recordings(self) -> None:
+        if self._recorded is not None:
+            self._recorded.forget()
 
     def make_kv_caches(self) -> None:
         """Allocate empty KV caches, if there are none."""
@@ -82,6 +91,7 @@ class ModelRunner:
     def drop_kv_caches(self) -> None:
         """Drop the KV caches with their content; no step may run before :meth:`make_kv_caches`."""
         self._kv_caches = []
+        self._forget_recordings()
         if self._speculation is not None:
             self._speculation.proposer.drop_kv_caches()
 
@@ -117,11 +127,20 @@ class ModelRunner:
             inputs = self._batch.prepare(step.num_scheduled_tokens, step.draft_token_ids)
             if self._routes is not None:
                 self._routes.begin(keep_choices=bool(self._batch.routed))
-            hidden = self._forward(inputs)
+            hidden, logits = self._compute(inputs)
             routed = self._routed_experts(inputs) if self._routes is not None else {}
             prompt_logprobs = self._prompt_logprobs(inputs, hidden)
             kept = hidden if self._speculation is not None else None
-            self._executed = _Executed(inputs, kept, self._logits(inputs, hidden), prompt_logprobs, routed)
+            self._executed = _Executed(inputs, kept, logits, prompt_logprobs, routed)
+
+    def _compute(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the last hidden states of the step, and the logits of the rows that draw a token."""
+        if self._recorded is not None and self._routes is None:
+            computed = self._recorded.compute(self._model, inputs, self._kv_caches)
+            if computed is not None:
+                return computed
+        hidden = self._forward(inputs)
+        return hidden, self._logits(inputs, hidden)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         tails = self._batch.take_foreign_tails(inputs) if self._backend.reads_tails else None

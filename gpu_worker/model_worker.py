@@ -21,6 +21,7 @@ from tokenloom.engine_core.worker import FreedMemory, ModelInfo
 from .attention.attention_backend import AttentionBackend
 from .attention.attention_backends import make_attention_backend
 from .attention.cache import make_kv_pool
+from .attention.fixed_plan import make_fixed_plan
 from .attention.pool_layers import PoolLayers
 from .batch.input_batch import InputBatch
 from .checkpoint.model_config import ModelConfig
@@ -35,6 +36,7 @@ from .ops.ops_choice import make_ops
 from .platform.affinity import bind_to
 from .platform.platform import Platform
 from .platform.profiler import Profiler
+from .recorded.recorded_model import MOST_TOKENS, RecordedModel
 from .sampler.device_sampler import DeviceSampler
 from .speculation.drafting import Drafting
 from .warm_up import (
@@ -309,7 +311,16 @@ class ModelWorker:
             logits_metrics_interval=config.worker.logits_metrics_interval,
             proposer=proposer,
             rejection=rejection,
+            recorded=self._make_recorded(),
         )
+
+    def _make_recorded(self) -> RecordedModel | None:
+        assert self._backend is not None, "load_model comes first"
+        if self._config.worker.enforce_eager:
+            return None
+        most_blocks = -(-self._max_model_len // self._config.cache.block_size)
+        plan = make_fixed_plan(self._backend, MOST_TOKENS, most_blocks)
+        return None if plan is None else RecordedModel(plan)
 
     def _make_backend(self, model_config: ModelConfig) -> AttentionBackend:
         config = self._config

@@ -34,7 +34,7 @@ class FewRows:
     """Views a matrix [out, in] that oneDNN packed; ``packed`` must outlive it.
 
     Raises :class:`KernelsUnavailable` without a compiler, if the CPU lacks what the kernel needs (bfloat16: the matrix
-    unit; float32: AVX-512), and for shapes that it does not support.
+    unit; float32: AVX2), and for shapes that it does not support.
     """
 
     def __init__(self, packed: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:

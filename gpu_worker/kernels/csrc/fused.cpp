@@ -150,3 +150,15 @@ extern "C" void silu_mul(int32_t is_bf16, const void* gate_up, void* out, int64_
 extern "C" void gelu_mul(int32_t is_bf16, const void* gate_up, void* out, int64_t rows, int64_t size, int32_t threads) {
   gate<Gelu>(is_bf16, gate_up, out, rows, size, threads);
 }
+
+// The cosines and sines, [count, half], of the angles that `frequencies` [half] give to each position, times `factor`.
+extern "C" void rotations(const int64_t* positions, const float* frequencies, float* cosines, float* sines,
+                          int64_t count, int64_t half, float factor, int32_t threads) {
+#pragma omp parallel for num_threads(threads) if (count * half > SMALL / 8)
+  for (int64_t t = 0; t < count; ++t)
+    for (int64_t i = 0; i < half; ++i) {
+      const float angle = (float)positions[t] * frequencies[i];
+      cosines[t * half + i] = std::cos(angle) * factor;
+      sines[t * half + i] = std::sin(angle) * factor;
+    }
+}

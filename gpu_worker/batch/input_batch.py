@@ -276,6 +276,13 @@ class InputBatch:
         wanted = members.params if members is not None and rows is members.rows else [params[x] for x in rows.tolist()]
         return wanted, self._num_tokens[rows] - self._num_prompt_tokens[rows]
 
+    def extend(self, row: int, token_ids: Sequence[int]) -> None:
+        """Append drawn tokens to a row, as :meth:`append` does, while no request asks for changed logits."""
+        end = self._num_tokens.item(row)
+        kept = token_ids[: self._token_ids.shape[1] - end]
+        self._token_ids[row, end : end + len(kept)] = kept
+        self._num_tokens[row] = end + len(kept)
+
     def append(self, rows: Ints, token_ids: Ints) -> None:
         """Append a drawn token to each of these rows, for the next step to compute.
 

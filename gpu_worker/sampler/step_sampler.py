@@ -61,6 +61,11 @@ class StepSampler:
             by_row = kept.logprobs_of(tokens)
             output.logprobs = {inputs.req_ids[indices[row]]: logprobs for row, logprobs in by_row.items()}
 
+    @property
+    def measures(self) -> bool:
+        """Return whether the logits of some steps are measured."""
+        return self._meter is not None
+
     def measure(self, inputs: StepInputs, logits: Tensor, output: ModelRunnerOutput) -> None:
         """Report statistics of ``logits`` [S, vocab] of ``inputs.sampled``, if this step is to be measured."""
         if self._meter is not None and self._meter.is_due():

@@ -24,7 +24,7 @@ LEAST_CONFIDENCE = 0.4
 one would cost more than it gains."""
 _FEW_REQUESTS = 8
 """Up to so many requests are drafted for one after the other, in one call."""
-_FEW_TOKENS = 8
+_FEW_TOKENS = 32
 """Up to so many tokens of a request are computed one after the other, in one call."""
 
 
@@ -156,19 +156,28 @@ class ModelProposer:
         return drafts
 
     def _ranges(self, step: StepInputs, wanted: Mapping[str, int]) -> _Ranges:
-        starts = step.positions[step.cu_query_lens[:-1]]
-        known, room = self._batch.num_tokens(step.rows), self._batch.num_slots(step.rows)
-        # The last token was drawn in this step, and the model has not computed it.
-        computed = np.minimum(step.seq_lens, known - 1)
-        counts = np.array([wanted.get(req_id, 0) for req_id in step.req_ids], dtype=np.int64)
-        counts = np.minimum(counts, room - known + 1).clip(0)
-        ends = np.where(counts > 0, known, computed)
-        done = np.array([self._computed.get(req_id, 1 << 60) for req_id in step.req_ids], dtype=np.int64)
-        done = np.where(done == 1 << 60, starts, np.minimum(done, computed))
-        # A draft that was rejected has the KV of another token.
-        self._computed.update(zip(step.req_ids, done.tolist(), strict=True))
-        places = np.flatnonzero(ends > done)
-        return _Ranges(places, done[places], (ends - done)[places], counts[places], computed)
+        batch, rows = self._batch, step.rows
+        firsts = step.positions[step.cu_query_lens[:-1]].tolist()
+        columns = zip(
+            step.req_ids,
+            firsts,
+            step.seq_lens.tolist(),
+            batch.num_tokens(rows).tolist(),
+            batch.num_slots(rows).tolist(),
+            strict=True,
+        )
+        found, computed = [], []
+        for place, (req_id, first, seq_len, known, room) in enumerate(columns):
+            # The last token was drawn in this step, and the model has not computed it.
+            computed.append(min(seq_len, known - 1))
+            count = max(0, min(wanted.get(req_id, 0), room - known + 1))
+            end = known if count else computed[-1]
+            # A draft that was rejected has the KV of another token.
+            done = self._computed[req_id] = min(self._computed.get(req_id, first), computed[-1])
+            if end > done:
+                found.append((place, done, end - done, count))
+        numbers = np.array(found, dtype=np.int64).reshape(-1, 4).T
+        return _Ranges(*numbers, np.array(computed, dtype=np.int64))
 
     def _draw(self, req_ids: list[str], rows: Ints, ends: Ints, counts: Ints, last: Tensor) -> dict[str, list[int]]:
         """Draw ``counts`` [n] drafts of these requests one after the other, the first from the states ``last``."""

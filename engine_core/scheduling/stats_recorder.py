@@ -1,5 +1,6 @@
 """Counts what happens to requests in the scheduler, and attaches their events to their outputs."""
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 
 from ..config import CacheConfig, SchedulerConfig
@@ -66,7 +67,7 @@ class StatsRecorder:
 
     def stats(self, waiting: WaitingRequests, running: Sequence[Request], pool: BlockPool) -> SchedulerStats:
         """Return the counters, and gauges of the requests and blocks as they are now."""
-        stats = self._counters.__copy__()  # what `copy.copy` calls, after six other calls
+        stats = copy.copy(self._counters)
         stats.num_waiting = len(waiting)
         stats.num_running = len(running)
         stats.num_waiting_tokens = waiting.num_tokens

@@ -46,7 +46,7 @@ class _FixedArrays:
         self.num_requests, self.num_groups = count, 0
         finder = self._backend.prefixes
         if count >= finder.fewest_members:
-            self._share(finder.find(np.diff(query_starts), seq_lens, np.ascontiguousarray(tables)))
+            self._share(finder.find(np.diff(query_starts), seq_lens.copy(), tables.copy()))
 
     def _share(self, prefixes: SharedPrefixes) -> None:
         fixed = self._arrays.prefixes
@@ -66,8 +66,7 @@ class FixedPlan:
         self._parts = [_FixedArrays(part, most_tokens, most_blocks) for part in parts]
 
     def fill(self, cu_query_lens: IntArray, seq_lens: IntArray, tables: IntArray, slots: IntArray) -> None:
-        """Copy the arrays of a step, as :meth:`.attention_backend.AttentionBackend.plan` gets them. ``seq_lens`` and
-        ``tables`` must not change afterwards."""
+        """Copy the arrays of a step, as :meth:`.attention_backend.AttentionBackend.plan` gets them."""
         if len(self._parts) == 1:
             self._parts[0].fill(cu_query_lens, seq_lens, tables, slots)
             return

@@ -13,6 +13,7 @@ from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRe
 
 from ..sampler import LogprobRows, make_logits_processors
 from .block_table import BlockTable
+from .gatherer import make_gatherer
 from .members import Members
 from .prompt_logprobs import PromptLogprobs
 from .prompt_rows import PromptEmbeds, TokenRows
@@ -70,6 +71,7 @@ class InputBatch:
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_owned_blocks = np.zeros(max_num_seqs, dtype=np.int64)  # with nothing foreign behind the tokens
         self._max_num_seqs = max_num_seqs
+        self._gatherer = make_gatherer(self._token_ids, self._num_computed, self._num_tokens, self.block_table)
         self.clear()
 
     def clear(self) -> None:
@@ -165,15 +167,15 @@ class InputBatch:
     def prepare(self, num_scheduled_tokens: Mapping[str, int], drafts: Mapping[str, list[int]] = _NONE) -> StepInputs:
         """Gather the arrays of a step that computes so many tokens of each of these requests, ``drafts`` included."""
         members = self._members_of(list(num_scheduled_tokens))
-        counts, rows = num_scheduled_tokens.values(), members.rows
-        if sum(counts) == len(rows):  # every request decodes
-            return self._gather_decode(members)
-        lengths = np.fromiter(counts, dtype=np.int64, count=len(rows))
         for req_id, token_ids in drafts.items():
             # They lie behind the request's tokens, where drawn tokens replace them.
             row = self._row_of[req_id]
-            end = self._num_tokens[row]
+            end = self._num_tokens.item(row)
             self._token_ids[row, end : end + len(token_ids)] = token_ids
+        counts, rows = num_scheduled_tokens.values(), members.rows
+        if self._gatherer is not None and not self.prompt_embeds:
+            return StepInputs(members.req_ids, rows, *self._gatherer.gather(members, counts), drafts=drafts)
+        lengths = np.fromiter(counts, dtype=np.int64, count=len(rows))
         return self.gather(members.req_ids, rows, self._num_computed[rows], lengths, drafts)
 
     def _members_of(self, req_ids: list[str]) -> Members:
@@ -181,29 +183,6 @@ class InputBatch:
         if members is None or members.req_ids != req_ids:
             members = self._members = Members.find(req_ids, self._row_of, self._params)
         return members
-
-    def _gather_decode(self, members: Members) -> StepInputs:
-        """Do what :meth:`gather` does for one token of each request, with half of its calls."""
-        rows, table = members.rows, self.block_table
-        starts = self._num_computed[rows]
-        seq_lens = starts + 1
-        draws = seq_lens >= self._num_tokens[rows]
-        return StepInputs(
-            req_ids=members.req_ids,
-            rows=rows,
-            token_ids=self._token_ids[rows, starts].astype(np.int64),
-            positions=starts,
-            cu_query_lens=members.query_starts,
-            seq_lens=seq_lens.astype(np.int32),
-            block_tables=table.gather(rows),
-            slot_mapping=table.slots(rows, starts),
-            sampled=members.places if draws.all() else draws.nonzero()[0],
-            embeds=self._gather_embeds(members) if self.prompt_embeds else (),
-        )
-
-    def _gather_embeds(self, members: Members) -> Sequence[TokenRows]:
-        rows = members.rows
-        return self.prompt_embeds.gather(rows, self._num_computed[rows], np.ones_like(rows), members.query_starts)
 
     def gather(
         self, req_ids: list[str], rows: Ints, starts: Ints, lengths: Ints, drafts: Mapping[str, list[int]] = _NONE

@@ -60,6 +60,16 @@ class DraftArgs(Structure):
     ]
 
 
+class GatherArgs(Structure):
+    """Mirrors the struct in ``batch.cpp``."""
+
+    _fields_ = [
+        *_fields(_P, "tokens computed known tables num_blocks rows lengths token_ids positions slots"),
+        *_fields(_P, "query_starts seq_lens block_tables sampled"),
+        *_fields(_I64, "num_requests tokens_stride tables_stride block_size num_tokens num_sampled width"),
+    ]
+
+
 def load_once(load: Callable[..., CDLL]) -> Callable[..., CDLL]:
     """Remember the library that ``load`` returns, or why there is none: every layer of a model asks for it."""
 
@@ -182,6 +192,15 @@ def load_replay(march: str = "native") -> CDLL:
     functions = (library.replay, library.gather_rows, library.copy_rows, library.add_to, library.scale, library.widen)
     for function in functions:
         function.restype = None
+    return library
+
+
+@load_once
+def load_batch(march: str = "native") -> CDLL:
+    """Load what gathers the arrays of steps. Raises :class:`KernelsUnavailable`."""
+    library = _load(build("batch", march))
+    library.gather.argtypes = [_P]
+    library.gather.restype = None
     return library
 
 

@@ -176,8 +176,8 @@ class ModelProposer:
             done = self._computed[req_id] = min(self._computed.get(req_id, first), computed[-1])
             if end > done:
                 found.append((place, done, end - done, count))
-        numbers = np.array(found, dtype=np.int64).reshape(-1, 4).T
-        return _Ranges(*numbers, np.array(computed, dtype=np.int64))
+        places, starts, lengths, counts = np.array(found, dtype=np.int64).reshape(-1, 4).T
+        return _Ranges(places, starts, lengths, counts, np.array(computed, dtype=np.int64))
 
     def _draw(self, req_ids: list[str], rows: Ints, ends: Ints, counts: Ints, last: Tensor) -> dict[str, list[int]]:
         """Draw ``counts`` [n] drafts of these requests one after the other, the first from the states ``last``."""

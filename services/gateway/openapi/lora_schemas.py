@@ -15,12 +15,10 @@ class AdapterBody(msgspec.Struct):
     ] = None
 
 
-class LoadAdapter(AdapterBody):
+class LoadAdapter(AdapterBody, kw_only=True):
     """Names an adapter to load on every engine."""
 
-    lora_path: Annotated[
-        str, Meta(description="Directory on the engines' hosts, in the layout of the peft library.")
-    ] = msgspec.field(kw_only=True)
+    lora_path: Annotated[str, Meta(description="Directory on the engines' hosts, in the layout of the peft library.")]
     load_inplace: Annotated[bool, Meta(description="Replace another adapter of this name.")] = False
 
 

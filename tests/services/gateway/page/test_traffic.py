@@ -13,10 +13,14 @@ from tokenloom.services.gateway.tenants.key_usage import KeyUsage
 LOAD = MeshLoad(num_running=1, num_waiting=2, kv_usage=0.5)
 
 
+def gateway_metrics(registry: CollectorRegistry) -> GatewayMetrics:
+    return GatewayMetrics(registry, "m", KeyUsage(registry), AdapterUsage(registry))
+
+
 async def test_an_interval_compares_the_counters() -> None:
     registry = CollectorRegistry()
     metrics, counts = (
-        GatewayMetrics(registry, "m", KeyUsage(registry), AdapterUsage(registry)),
+        gateway_metrics(registry),
         ResponseCounts(registry),
     )
     traffic = Traffic(metrics, counts, lambda: LOAD)
@@ -40,7 +44,7 @@ async def test_an_interval_compares_the_counters() -> None:
 async def test_older_intervals_are_dropped() -> None:
     registry = CollectorRegistry()
     traffic = Traffic(
-        GatewayMetrics(registry, "m", KeyUsage(registry), AdapterUsage(registry)),
+        gateway_metrics(registry),
         ResponseCounts(registry),
         lambda: LOAD,
     )

@@ -36,7 +36,7 @@ class LoraRoutes:
             "/v1/load_lora_adapter": {"POST": self.load},
             "/v1/unload_lora_adapter": {"POST": self.unload},
             "/v1/pin_lora_adapter": {"POST": self.pin},
-            "/v1/lora_adapters": {"GET": self.list},
+            "/v1/lora_adapters": {"GET": self.show},
         }
 
     async def load(self, exchange: Exchange) -> None:
@@ -63,7 +63,7 @@ class LoraRoutes:
             200, encode_json({"status": "pinned" if body.pinned else "unpinned", "engines": engines})
         )
 
-    async def list(self, exchange: Exchange) -> None:
+    async def show(self, exchange: Exchange) -> None:
         """Answer with the adapters of all models, and what each engine has of them."""
         found = [await self._states(mesh) for mesh in self._meshes]
         await exchange.respond(200, encode_json({"adapters": [each for states in found for each in states]}))

@@ -272,4 +272,5 @@ def _pick_request(submit: Submit, leg: EngineRole, num_output_tokens: int, pool:
         tenant=submit.tenant,
         priority=submit.priority,
         timeout=submit.timeout if submit.HasField("timeout") else None,
+        adapter=submit.prompt.adapter,
     )

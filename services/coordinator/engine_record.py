@@ -91,7 +91,8 @@ class EngineRecord:
         self.last_turn = 0
         self.adapters: frozenset[bytes] = frozenset()
         size = identity.num_kv_blocks * identity.fingerprint.block_size
-        self.max_tokens = min(size, identity.limits.max_model_len or size)
+        limit = identity.limits.max_model_len
+        self.max_tokens = min(size, limit or size) if size else limit  # encoders keep no KV
         self._shown = EngineReport()
         self._reported_at = self._progressed_at = now
         # In order of expiry. As many as are picked within PICK_SECONDS.

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from tokenloom.request.reasoning import ReasoningMarks, ReasoningParserName
 
+from .pooler_config import PoolerConfig as PoolerConfig
 from .speculative_config import SpeculativeConfig as SpeculativeConfig
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -51,6 +52,16 @@ class WorkerConfig(Struct, frozen=True):
         "library over the paged KV cache; auto: native where the architecture and the features that its configuration "
         "asks for are built in, otherwise transformers.",
     ] = "auto"
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        "What the model serves: generate: text; pooling: embeddings, classes or scores; auto: what its class does, and "
+        "embeddings in addition if the checkpoint has the files of sentence-transformers, or with --pooler-config.",
+    ] = "auto"
+    pooler_config: Annotated[
+        PoolerConfig | None,
+        "How a prompt becomes a vector: a JSON object with pooling_type (LAST, MEAN or CLS), normalize and "
+        "use_activation; by default as the checkpoint says.",
+    ] = None
     attention_backend: Annotated[
         AttentionBackendName, "How attention is computed; auto: with C++ kernels if they can be built, otherwise torch."
     ] = "auto"

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.compiler import KernelsUnavailable
-from .few_rows import FewRows
+from .few_rows import make_few_rows
 
 _ROWS = 32
 """oneDNN chooses the layout for this number of rows. It chooses the same one from one to hundreds of rows."""
@@ -26,20 +25,13 @@ class PackedLinear:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
         self._bias = bias
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
-        self._few_rows = self._make_few_rows(weight)
+        self._few_rows = make_few_rows(self._weight, (weight.shape[0], weight.shape[1]), bias, self._multiply)
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         if self._few_rows is not None and 0 < len(x) <= self._few_rows.most_rows:
             return self._few_rows(x, dtype or x.dtype)
         result: Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
         return result if dtype is None else result.to(dtype)
-
-    def _make_few_rows(self, weight: Tensor) -> FewRows | None:
-        try:
-            few_rows = FewRows(self._weight, (weight.shape[0], weight.shape[1]), self._bias)
-        except KernelsUnavailable:
-            return None
-        return few_rows if few_rows.agrees(self._multiply, self._weight) else None
 
 
 @functools.cache

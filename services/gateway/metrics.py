@@ -13,6 +13,7 @@ from tokenloom.services.runtime.telemetry.fast_metrics import TracedHistogram
 from tokenloom.services.runtime.telemetry.tracing import CURRENT, trace_id_of
 from tokenloom.v1 import inference_pb2, types_pb2
 
+from .adapters.adapter_usage import AdapterUsage
 from .generation.backlog import Backlog
 from .mesh.collector import Delta
 from .mesh.kv_flow import KvFlow
@@ -34,8 +35,10 @@ FINISH_REASONS = {
 class GatewayMetrics:
     """Holds the gateway's counters and histograms, and what its page shows besides."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str, key_usage: KeyUsage) -> None:
-        """``key_usage``: counts what is generated with each key, for all models of the gateway."""
+    def __init__(
+        self, registry: CollectorRegistry, model_name: str, key_usage: KeyUsage, adapter_usage: AdapterUsage
+    ) -> None:
+        """``key_usage``, ``adapter_usage``: count what is generated with each key and each adapter, for all models."""
         labels = {"model_name": model_name}
 
         def traced(name: str, text: str, buckets: Sequence[float]) -> TracedHistogram:
@@ -80,7 +83,9 @@ class GatewayMetrics:
             registry=registry,
         )
         self._sizes = RequestSizes(registry, labels)
+        self._model_name = model_name
         self._key_usage = key_usage
+        self._adapter_usage = adapter_usage
 
     def observe_pooled(
         self, task: str, usage: inference_pb2.Usage, tenant: Tenant, num_prompts: int, seconds: float
@@ -94,11 +99,18 @@ class GatewayMetrics:
     def observe_end(self, generation: "EndedGeneration", tenant: Tenant) -> None:
         """Observe a request that has ended, whatever ended it."""
         self._sizes.observe(generation)
-        self._key_usage.add(tenant, generation.usage)
+        usage = generation.usage
+        self._key_usage.add(tenant, usage)
+        if generation.model != self._model_name:
+            self._adapter_usage.add(generation.model, usage)
 
 
 class EndedGeneration(Sized, Protocol):
     """Describes what is read of a generation at its end."""
+
+    @property
+    def model(self) -> str:
+        """The name of the model or adapter."""
 
     @property
     def usage(self) -> inference_pb2.Usage:

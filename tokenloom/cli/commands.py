@@ -10,6 +10,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
+
 from .command import Command, Group
 from .help_page import help_page
 
@@ -31,7 +33,9 @@ class LazyCommands(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._built:
             module, panel = self._places[name]
-            self._built[name] = _built(getattr(import_module(module), _last(module)), name, panel)
+            with uncollected_imports():
+                imported = import_module(module)
+            self._built[name] = _built(getattr(imported, _last(module)), name, panel)
         return self._built[name]
 
     def __setitem__(self, name: str, command: Any) -> None:

@@ -198,14 +198,16 @@ class KVGrant(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., kv: _Optional[_Union[KVSource, _Mapping]] = ...) -> None: ...
 
 class LoadLoraRequest(_message.Message):
-    __slots__ = ("name", "path", "digest")
+    __slots__ = ("name", "path", "digest", "in_place")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    IN_PLACE_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
     digest: bytes
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    in_place: bool
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., digest: _Optional[bytes] = ..., in_place: _Optional[bool] = ...) -> None: ...
 
 class LoadLoraResponse(_message.Message):
     __slots__ = ("adapter",)

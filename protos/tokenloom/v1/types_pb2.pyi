@@ -226,14 +226,16 @@ class PromptEmbeds(_message.Message):
     def __init__(self, position: _Optional[int] = ..., num_tokens: _Optional[int] = ..., rows: _Optional[bytes] = ...) -> None: ...
 
 class Adapter(_message.Message):
-    __slots__ = ("digest", "name", "pinned")
+    __slots__ = ("digest", "name", "pinned", "path")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
     digest: bytes
     name: str
     pinned: bool
-    def __init__(self, digest: _Optional[bytes] = ..., name: _Optional[str] = ..., pinned: _Optional[bool] = ...) -> None: ...
+    path: str
+    def __init__(self, digest: _Optional[bytes] = ..., name: _Optional[str] = ..., pinned: _Optional[bool] = ..., path: _Optional[str] = ...) -> None: ...
 
 class PoolingParams(_message.Message):
     __slots__ = ("task", "dimensions", "use_activation", "first_part_tokens", "late_interaction")

@@ -193,6 +193,8 @@ def _submit(
         trace_headers=CURRENT.get(),
     )
     submit.prompt.cache_salt = job.cache_salt
+    if job.adapter is not None:
+        submit.prompt.adapter = job.adapter.digest
     params = submit.sampling_params
     is_chat = isinstance(job.prompts, Chat)
     validation.fill_max_tokens(

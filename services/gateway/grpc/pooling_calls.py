@@ -11,6 +11,7 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import inference_pb2, types_pb2
 
+from ..adapters.model_names import NamedAdapter
 from ..generation.job import Job
 from ..generation.pooling_tasks import TASKS
 from ..pooling.pooler import Pooler
@@ -35,10 +36,12 @@ class PoolingCall:
     Attributes:
         pooler: Of the model that the request names.
         tenant: Of the client's key.
+        adapter: The LoRA adapter that the request names; None: the model itself.
     """
 
     pooler: Pooler
     tenant: Tenant
+    adapter: NamedAdapter | None
 
     async def pool(self, request: InputsRequest, params: types_pb2.PoolingParams, context: Context) -> None:
         """Write the results of a request with inputs. Raises ``InvalidArgument`` naming the field."""
@@ -86,6 +89,7 @@ class PoolingCall:
             field,
             types_pb2.SamplingParams(),
             tenant=self.tenant,
+            adapter=self.adapter,
             priority=options.priority,
             truncate_prompt_tokens=optional(options, "truncate_prompt_tokens"),
             add_special_tokens=optional(options, "add_special_tokens") is not False,

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -11,6 +11,7 @@ from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, pick_headers
 
+from ..adapters.model_names import ModelNames
 from ..generation.claim import Claim
 from ..generation.delivered import Delivered
 from ..generation.generation import Generation
@@ -90,8 +91,7 @@ class Endpoint:
 
     api: Api
     generator: Generator
-    names: Collection[str]
-    """The names of the model."""
+    names: ModelNames
     parser: BodyParser
     max_body_bytes: int
     answers: TurnShare
@@ -136,8 +136,9 @@ class Endpoint:
             return job, options, claim
 
     def _job(self, tenant: Tenant, body: Body) -> tuple[Job, Options]:
-        check_model(body.get("model"), self.names)
-        return self.api.read(body, tenant)
+        adapter = self.names.find(body.get("model"))
+        job, options = self.api.read(body, tenant)
+        return job if adapter is None else replace(job, adapter=adapter), options
 
     def _headers(self, exchange: Exchange, options: Options) -> HeaderPairs:
         """Return the mesh's present load, if the client asks for it, and the fields that had no effect."""
@@ -150,20 +151,6 @@ def listed(names: Sequence[str]) -> bytes:
     """Return names as a header's value; those that a header cannot hold are left out."""
     fit = [name for name in names[:MAX_IGNORED] if name.isascii() and name.isprintable() and len(name) <= MAX_NAME]
     return ", ".join(fit).encode()
-
-
-def check_model(name: object, names: Collection[str]) -> None:
-    """Raise :class:`errors.ModelNotFound` for a model other than the served one; None means the served one.
-
-    ``names``: of the served model.
-    """
-    if name is None or name in names:
-        return
-    if not isinstance(name, str):
-        raise errors.InvalidArgument("model must be a string", "model")
-    raise errors.ModelNotFound(
-        f"model {name[:128]!r} is not served; GET /v1/models lists the served models", field="model"
-    )
 
 
 def trace_headers(exchange: Exchange) -> Headers:

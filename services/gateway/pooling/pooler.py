@@ -90,7 +90,7 @@ class Pooler:
                         self._observe(pooling, call, started_ns)
                         yield call
                     finally:
-                        record_generation(self._model, call)
+                        record_generation(call)
                         call.close()
             except TimeoutError:
                 raise errors.DeadlineExceeded(f"the request took longer than {timeout:g} s") from None
@@ -100,7 +100,7 @@ class Pooler:
         place.reserve(sum(len(prompt.token_ids) for prompt in prompts))
         on_end = _Progress(place, len(prompts)).step
         priority = self._priority(pooling.job, limits)
-        return Pooling(pooling, prompts, priority, self._draw_id(), self._draw_id, on_end)
+        return Pooling(pooling, prompts, self._model, priority, self._draw_id(), self._draw_id, on_end)
 
     def _priority(self, job: Job, limits: types_pb2.ModelLimits) -> int:
         if job.priority:

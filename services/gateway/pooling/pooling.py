@@ -24,6 +24,7 @@ class Pooling:
     """Holds a pooling call in work, and its results.
 
     Attributes:
+        model: Name of the model or adapter.
         request_id: Random.
         finished: Nothing: the ends of prompts are not kept.
         ttft_seconds: None: nothing is generated.
@@ -36,6 +37,7 @@ class Pooling:
         self,
         pooling: PoolingJob,
         prompts: Sequence[tokenizer_pb2.TokenizedPrompt],
+        model: str,
         priority: int,
         request_id: str,
         draw_id: Callable[[], str],
@@ -46,6 +48,7 @@ class Pooling:
         on_end: Called when a prompt has ended with a result.
         """
         job = pooling.job
+        self.model = model if job.adapter is None else job.adapter.name
         self.request_id = request_id
         self._num_queries = pooling.num_queries
         self._prompts = prompts
@@ -54,7 +57,9 @@ class Pooling:
             tenant=job.tenant.name,
             priority=priority,
             pooling_params=pooling.params,
-            prompt=types_pb2.Prompt(cache_salt=job.cache_salt),
+            prompt=types_pb2.Prompt(
+                cache_salt=job.cache_salt, adapter=b"" if job.adapter is None else job.adapter.digest
+            ),
             trace_headers=CURRENT.get(),
         )
         self._draw_id = draw_id

@@ -36,12 +36,11 @@ class ListAnswer:
 
     prefix: str
     """Begins the answer's id."""
-    model: str
 
     def blocks(self, pooling: Pooling, items: Iterable[bytes]) -> Iterator[bytes]:
         """``items``: blocks of the list's JSON, with its commas."""
         head: dict[str, object] = {"id": f"{self.prefix}-{pooling.request_id}", "object": "list"}
-        head |= {"created": int(time.time()), "model": self.model}
+        head |= {"created": int(time.time()), "model": pooling.model}
         yield sse.encode_json(head)[:-1] + b',"data":['
         yield from items
         yield b'],"usage":%b}' % sse.encode_json(usage_object(pooling))

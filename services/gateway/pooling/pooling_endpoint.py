@@ -1,10 +1,11 @@
 """An endpoint that pools: reads a body, runs the call and writes JSON."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..http.endpoint import IGNORED_HEADER, check_model, listed, trace_headers
+from ..adapters.model_names import ModelNames
+from ..http.endpoint import IGNORED_HEADER, listed, trace_headers
 from ..http.exchange import Exchange
 from ..http.json_body import BodyParser
 from ..http.pieces import respond_in_pieces
@@ -21,8 +22,7 @@ class PoolingEndpoint:
 
     api: PoolingApi
     pooler: Pooler
-    names: Collection[str]
-    """The names of the model."""
+    names: ModelNames
     parser: BodyParser
     max_body_bytes: int
 
@@ -37,5 +37,6 @@ class PoolingEndpoint:
                 await respond_in_pieces(exchange, shape(pooling), headers)
 
     def _read(self, tenant: Tenant, body: Body) -> tuple[PoolingJob, Shape, Sequence[str]]:
-        check_model(body.get("model"), self.names)
-        return self.api.read(body, tenant)
+        adapter = self.names.find(body.get("model"))
+        job, shape, ignored = self.api.read(body, tenant)
+        return replace(job, job=replace(job.job, adapter=adapter)), shape, ignored

@@ -12,12 +12,12 @@ from .vectors import ClassifyApi, EmbeddingsApi, PoolApi
 
 def pooling_routes(mesh: ServedMesh, parser: BodyParser, reader: BodyReader, max_body_bytes: int) -> Routes:
     """Return the routes of one model. ``max_body_bytes``: limits their bodies."""
-    model, limits = mesh.model, mesh.pooler.limits
-    score, rerank = ScoreApi(reader, model, limits), RerankApi(reader, model, limits)
+    limits = mesh.pooler.limits
+    score, rerank = ScoreApi(reader, limits), RerankApi(reader, limits)
     apis: dict[str, PoolingApi] = {
-        "/v1/embeddings": EmbeddingsApi(reader, model),
-        "/pooling": PoolApi(reader, model, limits),
-        "/classify": ClassifyApi(reader, model, limits),
+        "/v1/embeddings": EmbeddingsApi(reader),
+        "/pooling": PoolApi(reader, limits),
+        "/classify": ClassifyApi(reader, limits),
         "/score": score,
         "/v1/score": score,
         "/rerank": rerank,
@@ -25,6 +25,6 @@ def pooling_routes(mesh: ServedMesh, parser: BodyParser, reader: BodyReader, max
         "/v2/rerank": rerank,
     }
     return {
-        path: {"POST": PoolingEndpoint(api, mesh.pooler, mesh.names, parser, max_body_bytes)}
+        path: {"POST": PoolingEndpoint(api, mesh.pooler, mesh.models, parser, max_body_bytes)}
         for path, api in apis.items()
     }

@@ -23,7 +23,6 @@ class ScoreApi:
     """Reads bodies of ``/score``."""
 
     reader: BodyReader
-    model: str
     limits: Limits
 
     def read(self, body: Body, tenant: Tenant) -> tuple[PoolingJob, Shape, Sequence[str]]:
@@ -36,7 +35,7 @@ class ScoreApi:
                 item = encode_json({"object": "score", "index": index, "score": score})
                 yield b"," + item if index else item
 
-        answer = ListAnswer("score", self.model)
+        answer = ListAnswer("score")
         return scoring.job, lambda pooling: answer.blocks(pooling, items(pooling)), ignored_fields(body, fields)
 
 
@@ -45,7 +44,6 @@ class RerankApi:
     """Reads bodies of ``/rerank``, in the form of Jina's and Cohere's APIs."""
 
     reader: BodyReader
-    model: str
     limits: Limits
 
     def read(self, body: Body, tenant: Tenant) -> tuple[PoolingJob, Shape, Sequence[str]]:
@@ -66,7 +64,7 @@ class RerankApi:
         self, pooling: Pooling, scores: list[float], fields: RerankRequest, documents: Sequence[str]
     ) -> Iterator[bytes]:
         order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[: fields.top_n or len(scores)]
-        head = {"id": f"rerank-{pooling.request_id}", "model": self.model, "created": int(time.time())}
+        head = {"id": f"rerank-{pooling.request_id}", "model": pooling.model, "created": int(time.time())}
         yield encode_json(head)[:-1] + b',"results":['
         for number, index in enumerate(order):
             result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}

@@ -36,11 +36,10 @@ class EmbeddingsApi:
     """Reads bodies of ``/v1/embeddings``."""
 
     reader: BodyReader
-    model: str
 
     def read(self, body: Body, tenant: Tenant) -> tuple[PoolingJob, Shape, Sequence[str]]:
         fields = self.reader.read(body, EmbeddingRequest)
-        shape = _vectors(fields, ListAnswer("embd", self.model), b"embedding", b"embedding")
+        shape = _vectors(fields, ListAnswer("embd"), b"embedding", b"embedding")
         return _vector_job(fields, types_pb2.POOLING_TASK_EMBED, tenant), shape, ignored_fields(body, fields)
 
 
@@ -49,12 +48,11 @@ class PoolApi:
     """Reads bodies of ``/pooling``."""
 
     reader: BodyReader
-    model: str
     limits: Limits
 
     def read(self, body: Body, tenant: Tenant) -> tuple[PoolingJob, Shape, Sequence[str]]:
         fields = self.reader.read(body, PoolingRequest)
-        shape = _vectors(fields, ListAnswer("pool", self.model), b"pooling", b"data")
+        shape = _vectors(fields, ListAnswer("pool"), b"pooling", b"data")
         return _vector_job(fields, self._task(fields.task), tenant), shape, ignored_fields(body, fields)
 
     def _task(self, name: str | None) -> types_pb2.PoolingTask:
@@ -69,7 +67,6 @@ class ClassifyApi:
     """Reads bodies of ``/classify``."""
 
     reader: BodyReader
-    model: str
     limits: Limits
 
     def read(self, body: Body, tenant: Tenant) -> tuple[PoolingJob, Shape, Sequence[str]]:
@@ -79,7 +76,7 @@ class ClassifyApi:
         return job, self._shape, ignored_fields(body, fields)
 
     def _shape(self, pooling: Pooling) -> Iterator[bytes]:
-        return ListAnswer("classify", self.model).blocks(pooling, self._items(pooling))
+        return ListAnswer("classify").blocks(pooling, self._items(pooling))
 
     def _items(self, pooling: Pooling) -> Iterator[bytes]:
         labels = self.limits().class_labels

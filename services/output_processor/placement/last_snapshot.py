@@ -59,7 +59,7 @@ class LastSnapshot:
         """Answer like the coordinator, by its rule, but without a pick's id: the serving engine of the lowest score.
 
         Ties rotate. The pick counts until the next snapshot or ``release``. Cached prefixes are not considered: only
-        the coordinator knows them. Raises ``Unavailable`` when no engine serves.
+        the coordinator knows them. Raises ``Unavailable`` when no engine serves, or none has the request's adapter.
         """
         count = len(self._entries)
         candidates = [
@@ -113,6 +113,7 @@ def _is_candidate(entry: EngineEntry, request: PickRequest, exclude: Collection[
         _is_serving(entry)
         and _key(entry) not in exclude
         and pairing.in_pool(request.fingerprint, entry.identity.fingerprint, request.role)
+        and (not request.adapter or any(each.digest == request.adapter for each in entry.report.adapters))
     )
 
 

@@ -8,9 +8,10 @@ from .bench_mesh import mesh
 from .bench_offline import step, throughput
 from .bench_overload import overload
 from .bench_peers import model, peers
+from .bench_regress import regress
 from .bench_serve import serve
 from .bench_speculation import speculation
 
 bench = typer.Typer(help="Measure the engine and the mesh on this machine.", no_args_is_help=True, add_completion=False)
-for command in (serve, throughput, mesh, overload, step, speculation, kv, disaggregated, peers, model):
+for command in (serve, throughput, mesh, overload, step, speculation, kv, disaggregated, peers, regress, model):
     bench.command()(command)

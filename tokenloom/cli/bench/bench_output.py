@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tokenloom.bench.load.events import Outcome
-from tokenloom.bench.mesh.disaggregated import ServerBroke
+from tokenloom.bench.mesh.contenders import ServerBroke
 from tokenloom.bench.mesh.local_mesh import MeshBroke
 from tokenloom.bench.peers.compare import PeerFailed
 

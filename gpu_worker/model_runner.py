@@ -95,7 +95,6 @@ class ModelRunner:
         if self._speculation is not None:
             self._speculation.proposer.drop_kv_caches()
 
-    @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
         """Compute the scheduled tokens, and the logits of each request whose known tokens are then all computed.
 
@@ -139,8 +138,9 @@ class ModelRunner:
             computed = self._recorded.compute(self._model, inputs, self._kv_caches)
             if computed is not None:
                 return computed
-        hidden = self._forward(inputs)
-        return hidden, self._logits(inputs, hidden)
+        with torch.inference_mode():
+            hidden = self._forward(inputs)
+            return hidden, self._logits(inputs, hidden)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         tails = self._batch.take_foreign_tails(inputs) if self._backend.reads_tails else None
@@ -177,7 +177,11 @@ class ModelRunner:
         asking = self._batch.prompt_logprobs
         if not asking:
             return {}
-        result = {}
+        with torch.inference_mode():
+            return self._compute_prompt_logprobs(inputs, hidden)
+
+    def _compute_prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, Logprobs]:
+        asking, result = self._batch.prompt_logprobs, {}
         for index, (req_id, row) in enumerate(zip(inputs.req_ids, inputs.rows.tolist(), strict=True)):
             begin, end = inputs.cu_query_lens[index : index + 2].tolist()
             start = int(inputs.positions[begin])

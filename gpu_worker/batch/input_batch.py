@@ -255,6 +255,10 @@ class InputBatch:
         wanted = members.params if members is not None and rows is members.rows else [params[x] for x in rows.tolist()]
         return wanted, self._num_tokens[rows] - self._num_prompt_tokens[rows]
 
+    def are_greedy(self, rows: Ints) -> bool:
+        """Return whether these rows take the tokens of the largest logits."""
+        return all(self._params[row].temperature == 0.0 for row in rows.tolist())
+
     def extend(self, row: int, token_ids: Sequence[int]) -> None:
         """Append drawn tokens to a row, as :meth:`append` does, while no request asks for changed logits."""
         end = self._num_tokens.item(row)

@@ -84,11 +84,14 @@ class RecordedModel:
         self._places[:num_tokens] = inputs.positions
         self._plan.fill(inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping)
         if step is None:
-            return self._record(size, model, kv_caches)
+            with torch.inference_mode():
+                return self._record(size, model, kv_caches)
         step.plan.adapt()
         step.recording.run()
-        logits = step.logits
-        return step.hidden, model.compute_logits(step.hidden) if logits is None else logits
+        if step.logits is not None:
+            return step.hidden, step.logits
+        with torch.inference_mode():
+            return step.hidden, model.compute_logits(step.hidden)
 
     def _record(self, size: tuple[int, int], model: Model, kv_caches: list[KVCache]) -> tuple[Tensor, Tensor]:
         """Compute a step as ever, and keep its recording if that computes the same."""

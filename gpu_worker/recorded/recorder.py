@@ -34,6 +34,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.failure: str | None = None
         self._thread = threading.get_ident()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise the first operation imports PyTorch's compiler, which takes seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.failure is None:

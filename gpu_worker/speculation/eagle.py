@@ -75,6 +75,7 @@ class EagleHead:
             states[row] = self._before.get(req_id, 0.0)
         return states
 
+    @torch.inference_mode()
     def keep(self, step: StepInputs, hidden: Tensor, computed: Ints) -> None:
         rows = step.cu_query_lens[:-1] + computed - 1 - step.positions[step.cu_query_lens[:-1]]
         self._before.update(zip(step.req_ids, hidden[to_device(rows, hidden.device)], strict=True))

@@ -96,7 +96,6 @@ class ModelProposer:
             self._computed.pop(req_id, None)
         self._awake.forget(changed)
 
-    @torch.inference_mode()
     def propose(self, step: StepInputs, hidden: Tensor, wanted: Mapping[str, int]) -> dict[str, list[int]]:
         ranges = self._ranges(step, wanted)
         drafts = self._propose(step, hidden, ranges) if len(ranges.places) else {}
@@ -108,6 +107,11 @@ class ModelProposer:
         at_once = self._awake.at_once
         if at_once is not None and self._is_greedy(step.rows[ranges.places], ranges.counts):
             return self._draft_at_once(at_once, step, hidden, ranges, req_ids)
+        with torch.inference_mode():
+            return self._draft(step, hidden, ranges, req_ids)
+
+    def _draft(self, step: StepInputs, hidden: Tensor, ranges: _Ranges, req_ids: list[str]) -> dict[str, list[int]]:
+        """Compute the tokens of ``ranges``, then draw drafts with the drafter's operations."""
         inputs, output = self._compute(step, hidden, ranges, req_ids)
         ends = ranges.starts + ranges.lengths
         drawing = np.flatnonzero(ranges.counts)
@@ -135,16 +139,15 @@ class ModelProposer:
         batch = self._batch
         if self._rejection is not None or batch.logits_processors or batch.block_table.num_groups > 1:
             return False
-        return len(rows) <= _FEW_REQUESTS and all(
-            params.temperature == 0.0 for params in batch.sampling(rows[counts > 0])[0]
-        )
+        return len(rows) <= _FEW_REQUESTS and batch.are_greedy(rows[counts > 0])
 
     def _draft_at_once(
         self, at_once: GreedyDrafts, step: StepInputs, hidden: Tensor, ranges: _Ranges, req_ids: list[str]
     ) -> dict[str, list[int]]:
         starts, ends = ranges.starts, ranges.starts + ranges.lengths
         if ranges.lengths.max() > _FEW_TOKENS:
-            self._compute(step, hidden, ranges, req_ids)
+            with torch.inference_mode():
+                self._compute(step, hidden, ranges, req_ids)
             starts = ends - 1  # the state of the last token is needed again
         columns = (step.rows[ranges.places], starts, ends, ranges.counts)
         found = at_once.draft(self._batch, columns, self._kv_caches, self.least_confidence)

@@ -70,7 +70,7 @@ class Verifier:
         rows = rows_of(inputs, inputs.sampled)
         params, first_indices = batch.sampling(rows)
         all_params = [each for each, count in zip(params, counts.tolist(), strict=True) for _ in range(count)]
-        output_indices = np.arange(len(logits)) + np.repeat(first_indices - starts, counts)
+        output_indices = np.arange(logits.shape[0]) + np.repeat(first_indices - starts, counts)
         if sampler.device_sampler is not None:
             tokens = sampler.device_sampler.sample(logits, all_params, output_indices)
         else:

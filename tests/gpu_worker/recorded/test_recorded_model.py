@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.gpu_worker.recorded.steps import generate, load, make_runner
 from tokenloom import demo_model
 from tokenloom.gpu_worker.recorded.recorded_model import RecordedModel
+from tokenloom.gpu_worker.recorded.recorder import Recorder
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 
@@ -96,6 +97,11 @@ def test_a_recording_that_computes_something_else_is_not_used(demo: Any) -> None
     runner, recorded = make_runner(Forgetful(), records=True)
     assert generate(runner) == expected
     assert count(recorded) == 0
+
+
+def test_recording_imports_no_compiler() -> None:
+    """PyTorch wraps this method of modes in a function that imports ``torch._dynamo`` at the first operation."""
+    assert not hasattr(Recorder.__torch_dispatch__, "__wrapped__")
 
 
 def test_another_number_of_threads_gets_its_own_recording(demo: Any) -> None:

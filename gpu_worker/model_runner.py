@@ -134,13 +134,18 @@ class ModelRunner:
 
     def _compute(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the last hidden states of the step, and the logits of the rows that draw a token."""
-        if self._recorded is not None and self._routes is None:
-            computed = self._recorded.compute(self._model, inputs, self._kv_caches)
-            if computed is not None:
-                return computed
+        computed = self._compute_recorded(inputs)
+        if computed is not None:
+            return computed
         with torch.inference_mode():
             hidden = self._forward(inputs)
             return hidden, self._logits(inputs, hidden)
+
+    def _compute_recorded(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the same from a recording; None: the step cannot be recorded."""
+        if self._recorded is None or self._routes is not None:
+            return None
+        return self._recorded.compute(self._model, inputs, self._kv_caches)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         tails = self._batch.take_foreign_tails(inputs) if self._backend.reads_tails else None
@@ -232,6 +237,18 @@ class ModelRunner:
         if self._speculation is not None:
             self._speculation.proposer.dummy_run(positions, hidden, arrays)
         return self._model.compute_logits(hidden[self._to_device(cu_query_lens[1:] - 1)])
+
+    def dummy_decode(self, num_requests: int, block_size: int) -> torch.Tensor:
+        """Compute the first token of so many requests, each in a block of its own, as a step does that decodes: from a
+        recording if it can be recorded. Returns the logits [num_requests, vocab]. No request may hold a block."""
+        places, num_groups = np.arange(num_requests), self._batch.block_table.num_groups
+        tokens, positions = np.zeros((2, num_requests), dtype=np.int64)
+        starts, lengths = np.arange(num_requests + 1, dtype=np.int32), np.ones(num_requests, dtype=np.int32)
+        tables = np.repeat(places[:, None], num_groups, axis=1).astype(np.int32)
+        slots = places * block_size if num_groups == 1 else np.tile(places * block_size, (num_groups, 1))
+        inputs = StepInputs([], places, tokens, positions, starts, lengths, tables, slots, places)
+        computed = self._compute_recorded(inputs)
+        return self.dummy_run([1] * num_requests, block_size) if computed is None else computed[1]
 
     def dummy_sample(self, logits: torch.Tensor, params: SamplingParams) -> None:
         """Draw a token for each row of ``logits`` [n, vocab], as a step would whose requests all have ``params``."""

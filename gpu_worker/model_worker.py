@@ -155,7 +155,7 @@ class ModelWorker:
 
     def _free_rows(self, num_blocks: int) -> int:
         runner, block_size = self._require_runner(), self._config.cache.block_size
-        return free_rows(lambda count: runner.dummy_run([1] * count, block_size)[:1].cpu(), num_blocks)
+        return free_rows(lambda count: runner.dummy_decode(count, block_size)[:1].cpu(), num_blocks)
 
     def _make_pool(self, num_blocks: int, memory: PoolMemory | None) -> None:
         layers, block_size = self._pool_layers, self._config.cache.block_size

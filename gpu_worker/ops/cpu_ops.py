@@ -55,7 +55,7 @@ class CPUOps:
         return out
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
-        assert positions.is_contiguous()
+        positions = positions.contiguous()
         count, half = len(positions), len(frequencies)
         cosines, sines = torch.empty(count, 1, half), torch.empty(count, 1, half)
         pointers_to = (each.data_ptr() for each in (positions, frequencies, cosines, sines))

@@ -179,7 +179,8 @@ class ModelProposer:
             done = self._computed[req_id] = min(self._computed.get(req_id, first), computed[-1])
             if end > done:
                 found.append((place, done, end - done, count))
-        places, starts, lengths, counts = np.array(found, dtype=np.int64).reshape(-1, 4).T
+        numbers = np.array(found, dtype=np.int64).reshape(-1, 4)
+        places, starts, lengths, counts = np.ascontiguousarray(numbers.T)
         return _Ranges(places, starts, lengths, counts, np.array(computed, dtype=np.int64))
 
     def _draw(self, req_ids: list[str], rows: Ints, ends: Ints, counts: Ints, last: Tensor) -> dict[str, list[int]]:

@@ -1,11 +1,10 @@
 // Products of few rows with a large float32 matrix. Needs AVX-512, whose 32 registers hold the sums of six rows.
 //
 // The matrix lies as oneDNN packs it: panels of 64 outputs, in a panel the inputs one after the other, of each its 64
-// numbers. Each thread reads a stretch of it once. A sum adds its inputs in their order, whatever the other rows are.
-#include <omp.h>
-
+// numbers. Every stretch of it is read once. A sum adds its inputs in their order, whatever the other rows are.
 #include <algorithm>
 
+#include "parallel.h"
 #include "vec.h"
 
 namespace {
@@ -93,6 +92,7 @@ extern "C" int32_t can_multiply() { return USABLE; }
 extern "C" void multiply(const float* rows, const float* matrix, const float* bias, float* out, int64_t num_rows,
                          int64_t inputs, int64_t outputs, int32_t /* to_float */, int32_t threads) {
   const Product p = {rows, matrix, bias, out, num_rows, inputs, outputs};
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t panel = 0; panel < outputs / WIDTH; ++panel) multiply_panel(p, panel);
+  for_ranges(outputs / WIDTH, 1, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) multiply_panel(p, panel);
+  });
 }

@@ -15,6 +15,7 @@ _COMMANDS = {
         "bench_kv:kv",
         "bench_disaggregated:disaggregated",
         "bench_peers:peers",
+        "bench_regress:regress",
         "bench_peers:model",
     )
 }

@@ -55,7 +55,7 @@ def show(report: Any, tables: Sequence[RenderableType], *, as_json: bool, path: 
 def failures() -> Iterator[None]:
     """Print expected failures as one line and exit."""
     # Imported here, because they take gRPC, which the help of a command does not need.
-    from tokenloom.bench.mesh.disaggregated import ServerBroke
+    from tokenloom.bench.mesh.contenders import ServerBroke
     from tokenloom.bench.mesh.local_mesh import MeshBroke
     from tokenloom.bench.peers.compare import PeerFailed
 

@@ -139,7 +139,8 @@ class ModelWorker:
         started = time.perf_counter()
         self._make_pool(kv_cache.num_blocks, memory)
         batches = decode_batches(scheduler, kv_cache.num_blocks)
-        run_decode_steps(self._require_runner(), batches, block_size)
+        with one_thread(self._is_small(sum(batches), self._kv_config.num_layers)):
+            run_decode_steps(self._require_runner(), batches, block_size)
         num_free = 0 if self._config.speculative is None else self._free_rows(kv_cache.num_blocks)
         if self._pool is not None:
             self._pool.memory.discard()  # pages take memory when a request writes to them
@@ -152,6 +153,10 @@ class ModelWorker:
             activation_bytes=self._largest.activation_bytes,
             free_rows=num_free,
         )
+
+    def _is_small(self, num_tokens: int, num_layers: int) -> bool:
+        """Return whether one thread of the host computes so many tokens in so many layers in about half a second."""
+        return self._platform.pool_is_on_host and is_small_step(num_tokens, num_layers, self._kv_config.hidden_size)
 
     def _free_rows(self, num_blocks: int) -> int:
         runner, block_size = self._require_runner(), self._config.cache.block_size
@@ -185,9 +190,8 @@ class ModelWorker:
                 runner.dummy_run([1], block_size)
             runner.dummy_run(lengths, block_size, num_layers)
 
-        is_small = num_layers is not None and is_small_step(sum(lengths), num_layers, model_config.hidden_size)
         started = time.perf_counter()
-        with one_thread(is_small):
+        with one_thread(num_layers is not None and self._is_small(sum(lengths), num_layers)):
             peak = self._platform.peak_of(run)
         kv_bytes = sum(lengths) * self._pool_layers.written_bytes_per_token(num_layers)
         if self._drafting is not None:

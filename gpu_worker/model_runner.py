@@ -17,6 +17,7 @@ from .attention.attention_backend import AttentionBackend, IntArray, KVCache
 from .batch.input_batch import InputBatch, StepInputs
 from .batch.transfer import to_device
 from .expert_report import expert_loads, routed_experts
+from .lora.slots import LoraSlots
 from .models.expert_routes import routes_of
 from .models.model import Model
 from .sampler.device_sampler import DeviceSampler
@@ -46,13 +47,15 @@ class ModelRunner:
         logits_metrics_interval: int = 0,
         proposer: Proposer | None = None,
         rejection: RejectionSampler | None = None,
+        loras: LoraSlots | None = None,
     ) -> None:
         """``memory`` holds the KV caches; None: torch allocates them. ``device`` is that of model and backend.
 
         ``device_sampler`` draws if no request asks for changed logits or log probabilities; None: all tokens are
         drawn on the host. ``count_nans``: whether NaN logits of every step are counted. The
         logits of one step of ``logits_metrics_interval`` are measured; 0: none. ``proposer`` proposes drafts, which
-        ``rejection`` accepts; without it a draft counts if it equals the token that is drawn.
+        ``rejection`` accepts; without it a draft counts if it equals the token that is drawn. ``loras`` holds the
+        adapters that requests name; None: they name none.
         """
         self.set_model(model)
         self._backend = backend
@@ -61,6 +64,7 @@ class ModelRunner:
             batch, device_sampler, count_nans=count_nans, logits_metrics_interval=logits_metrics_interval
         )
         self._speculation = Speculation(self._sampler, proposer, rejection) if proposer is not None else None
+        self._loras = loras
         self._device = device
         self._make_kv_caches = functools.partial(backend.allocate, num_blocks, memory)
         self._kv_caches: list[KVCache] = []
@@ -110,6 +114,8 @@ class ModelRunner:
 
     def _execute(self, step: SchedulerOutput) -> None:
         self._batch.update(step)
+        if self._loras is not None and step.lora_slots is not None:
+            self._loras.occupy(step.lora_slots)
         self._executed = None
         if self._speculation is not None:
             self._speculation.update(step)
@@ -117,7 +123,7 @@ class ModelRunner:
             inputs = self._batch.prepare(step.num_scheduled_tokens, step.draft_token_ids)
             if self._routes is not None:
                 self._routes.begin(keep_choices=bool(self._batch.routed))
-            hidden = self._forward(inputs)
+            hidden = self._forward(inputs) if self._loras is None else self._forward_adapted(self._loras, inputs)
             routed = self._routed_experts(inputs) if self._routes is not None else {}
             prompt_logprobs = self._prompt_logprobs(inputs, hidden)
             kept = hidden if self._speculation is not None else None
@@ -132,6 +138,13 @@ class ModelRunner:
         # Copied: arrays from a message are read-only, which torch does not support.
         embeds = [(start, self._to_device(rows.copy())) for start, rows in inputs.embeds]
         return self._model.forward(token_ids, positions, self._kv_caches, plan, embeds)
+
+    def _forward_adapted(self, loras: LoraSlots, inputs: StepInputs) -> torch.Tensor:
+        loras.begin(self._batch.adapters, inputs)
+        try:
+            return self._forward(inputs)
+        finally:
+            loras.end()
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return to_device(array, self._device)

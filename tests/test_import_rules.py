@@ -47,6 +47,7 @@ SERVICES = ("coordinator", "engine", "gateway", "output_processor", "tokenizer")
 PLAIN_DATA = {
     f"tokenloom.engine_core.{name}"
     for name in (
+        "adapter_files",
         "config",
         "kv_cache.kv_cache_config",
         "kv_cache.kv_groups",
@@ -58,6 +59,7 @@ PLAIN_DATA = {
         "wire.core_sampling_params",
         "wire.embedding_rows",
         "wire.handshake",
+        "wire.lora",
         "wire.messages",
         "wire.scheduler_output",
         "worker",

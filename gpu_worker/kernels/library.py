@@ -58,6 +58,18 @@ class DraftArgs(Structure):
     ]
 
 
+class LoraPart(Structure):
+    """Mirrors the struct in ``lora.cpp``."""
+
+    _fields_ = [*_fields(_P, "down up"), *_fields(_I64, "rank column outputs")]
+
+
+class LoraRows(Structure):
+    """Mirrors the struct in ``lora.cpp``."""
+
+    _fields_ = [*_fields(_P, "rows starts slots"), *_fields(_I64, "num_groups")]
+
+
 def load_once(load: Callable[..., CDLL]) -> Callable[..., CDLL]:
     """Remember the library that ``load`` returns, or why there is none: every layer of a model asks for it."""
 
@@ -161,6 +173,16 @@ def load_drafts(march: str = "native") -> CDLL:
     library.panel_outputs.restype = _I64
     library.draft_greedily.argtypes = [_P]
     library.draft_greedily.restype = None
+    return library
+
+
+@load_once
+def load_lora(march: str = "native") -> CDLL:
+    """Load the products with the matrices of LoRA adapters. Raises :class:`KernelsUnavailable`."""
+    library = _load(build("lora", march))
+    library.rank_step.restype = _I64
+    library.add_lora.argtypes = [_I32, *[_P] * 4, *[_I64] * 3, _I32]
+    library.add_lora.restype = None
     return library
 
 

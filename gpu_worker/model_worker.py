@@ -89,7 +89,7 @@ class ModelWorker:
         self._slot = ModelSlot(Path(config.model), self._adapting(loader))
         model_config = self._kv_config
         if self._loras is not None:
-            self._loras.check_model(model_config.dtype)
+            self._loras.check_model()
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
         if self._config.speculative is not None:

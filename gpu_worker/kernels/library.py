@@ -64,10 +64,16 @@ class LoraPart(Structure):
     _fields_ = [*_fields(_P, "down up"), *_fields(_I64, "rank column outputs")]
 
 
+class LoraLayer(Structure):
+    """Mirrors the struct in ``lora.cpp``."""
+
+    _fields_ = [*_fields(_P, "parts"), *_fields(_I64, "num_parts inputs outputs is_bf16")]
+
+
 class LoraRows(Structure):
     """Mirrors the struct in ``lora.cpp``."""
 
-    _fields_ = [*_fields(_P, "rows starts slots"), *_fields(_I64, "num_groups")]
+    _fields_ = [*_fields(_P, "rows starts slots"), *_fields(_I64, "num_groups num_threads")]
 
 
 def load_once(load: Callable[..., CDLL]) -> Callable[..., CDLL]:
@@ -181,7 +187,7 @@ def load_lora(march: str = "native") -> CDLL:
     """Load the products with the matrices of LoRA adapters. Raises :class:`KernelsUnavailable`."""
     library = _load(build("lora", march))
     library.rank_step.restype = _I64
-    library.add_lora.argtypes = [_I32, *[_P] * 4, *[_I64] * 3, _I32]
+    library.add_lora.argtypes = [_P] * 4
     library.add_lora.restype = None
     return library
 

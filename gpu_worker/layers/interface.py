@@ -14,6 +14,6 @@ class Linear(Protocol):
         """Map [n, in] to [n, out] of ``dtype``, by default the dtype of x."""
 
 
-Adapt: TypeAlias = Callable[[Linear, Sequence[str], int, Sequence[int]], Linear]
-"""Wraps a layer that consists of the layers of these names, with so many inputs and each with so many outputs, so that
-LoRA adapters can change it."""
+Adapt: TypeAlias = Callable[[Linear, Sequence[str], int, Sequence[int], torch.dtype], Linear]
+"""Wraps a layer that consists of the layers of these names, with so many inputs and each with so many outputs of this
+dtype, so that LoRA adapters can change it."""

@@ -81,7 +81,7 @@ def load_linear(
     the layer.
     """
     layer = _load_linear(checkpoint, names, inputs, outputs, bias, quantization)
-    return layer if checkpoint.adapt is None else checkpoint.adapt(layer, names, inputs, outputs)
+    return layer if checkpoint.adapt is None else checkpoint.adapt(layer, names, inputs, outputs, checkpoint.dtype)
 
 
 def _load_linear(

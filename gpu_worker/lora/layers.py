@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.library import LoraPart
+from ..kernels.library import LoraLayer, LoraPart
 from ..layers.interface import Linear
 from .adapter import Adapter, Matrices
 from .step_rows import StepRows
@@ -40,18 +40,20 @@ class LoraLinear:
         max_loras: int,
         current: CurrentRows,
         kernel: LoraKernel | None,
+        dtype: torch.dtype,
     ) -> None:
         """``names`` and ``outputs``: of the parts, whose outputs lie next to each other. ``kernel``: None where torch
-        computes the products."""
+        computes the products. ``dtype``: of inputs and outputs."""
         self._base = base
         self._names = names
-        self._inputs = inputs
         self._outputs = outputs
         self._current = current
         self._kernel = kernel
         self._matrices: list[list[Matrices | None]] = [[None] * len(names) for _ in range(max_loras)]
         self._parts = (LoraPart * (max_loras * len(names)))()
-        self._parts_at = ctypes.addressof(self._parts)
+        is_bf16 = dtype == torch.bfloat16
+        self._struct = LoraLayer(ctypes.addressof(self._parts), len(names), inputs, sum(outputs), is_bf16)
+        self._at = ctypes.addressof(self._struct)
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         out = self._base(x, dtype)
@@ -76,17 +78,7 @@ class LoraLinear:
             self._add_with_torch(x, out, rows)
             return
         x = x.contiguous()
-        self._kernel(
-            x.dtype == torch.bfloat16,
-            x.data_ptr(),
-            out.data_ptr(),
-            rows.at,
-            self._parts_at,
-            len(self._names),
-            self._inputs,
-            out.shape[1],
-            torch.get_num_threads(),
-        )
+        self._kernel(x.data_ptr(), out.data_ptr(), rows.at, self._at)
 
     def _add_with_torch(self, x: Tensor, out: Tensor, rows: StepRows) -> None:
         for slot, indices in rows.groups(x.device):

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tokenloom.engine_core.config import LoraConfig
@@ -36,13 +37,17 @@ class LoraSlots:
         self._adapters: dict[bytes, Adapter] = {}
         self._slots: list[bytes] = [b""] * config.max_loras
         """The digest of the adapter in each slot; empty: none."""
-        self._dtype = torch.float32
+        self._dtype = torch.float32  # of the model's activations
+        self._grouped: tuple[list[int], bytes, StepRows] | None = None
 
-    def adapt(self, base: Linear, names: Sequence[str], inputs: int, outputs: Sequence[int]) -> Linear:
+    def adapt(
+        self, base: Linear, names: Sequence[str], inputs: int, outputs: Sequence[int], dtype: torch.dtype
+    ) -> Linear:
         """Wrap a layer of the model, if adapters may change it (fulfils :data:`..layers.interface.Adapt`)."""
         if any(name.rpartition(".")[2] not in _KINDS or ".experts." in name for name in names):
             return base
-        layer = LoraLinear(base, names, inputs, outputs, len(self._slots), self._current, self._kernel)
+        layer = LoraLinear(base, names, inputs, outputs, len(self._slots), self._current, self._kernel, dtype)
+        self._dtype = dtype
         self._shapes.update((name, (rows, inputs)) for name, rows in zip(names, outputs, strict=True))
         self._layers[names[0]] = layer
         for slot, digest in enumerate(self._slots):
@@ -50,9 +55,8 @@ class LoraSlots:
                 layer.occupy(slot, self._adapters[digest], self._device)
         return layer
 
-    def check_model(self, dtype: torch.dtype) -> None:
-        """Note the dtype of the model's activations. Raises ``ValueError`` if no layer of it can have an adapter."""
-        self._dtype = dtype
+    def check_model(self) -> None:
+        """Raise ``ValueError`` if no layer of the model that was loaded can have an adapter."""
         if not self._shapes:
             raise ValueError(
                 "enable_lora: no layer of this model can have an adapter; its architecture is not supported"
@@ -86,12 +90,19 @@ class LoraSlots:
         number = {digest: slot for slot, digest in enumerate(self._slots) if digest}
         of_requests = [number[adapters[row]] if row in adapters else -1 for row in inputs.rows.tolist()]
         if max(of_requests) >= 0:
-            slots = np.repeat(np.array(of_requests, dtype=np.int32), np.diff(inputs.cu_query_lens))
-            self._current.rows = StepRows(slots)
+            self._current.rows = self._group(of_requests, inputs.cu_query_lens)
 
     def end(self) -> None:
         """Forget the rows of the step: what is computed next has no adapter."""
         self._current.rows = None
+
+    def _group(self, of_requests: list[int], cu_query_lens: npt.NDArray[np.int32]) -> StepRows:
+        """Return the rows by slots; while the same requests decode, those of the step before."""
+        lengths = cu_query_lens.tobytes()
+        if self._grouped is None or self._grouped[:2] != (of_requests, lengths):
+            slots = np.repeat(np.array(of_requests, dtype=np.int32), np.diff(cu_query_lens))
+            self._grouped = of_requests, lengths, StepRows(slots)
+        return self._grouped[2]
 
     def _fill(self, slot: int, digest: bytes) -> None:
         self._slots[slot] = digest

@@ -26,7 +26,11 @@ class StepRows:
         self._slots, starts = np.unique(slots[self._rows], return_index=True)
         self._starts = np.append(starts, len(self._rows)).astype(np.int32)
         self._struct = LoraRows(
-            self._rows.ctypes.data, self._starts.ctypes.data, self._slots.ctypes.data, len(self._slots)
+            self._rows.ctypes.data,
+            self._starts.ctypes.data,
+            self._slots.ctypes.data,
+            len(self._slots),
+            torch.get_num_threads(),
         )
         self.at = ctypes.addressof(self._struct)
 

@@ -81,7 +81,7 @@ def test_adapters_and_the_base_in_one_batch_equal_merged_weights(adapted: Adapte
 
 
 def test_chunked_and_preempted(adapted: Adapted) -> None:
-    engine = adapted.engine(budget=24, num_blocks=24, max_num_seqs=8)
+    engine = adapted.engine(budget=24, num_blocks=20, max_num_seqs=8, max_model_len=160)
     adapted.check(engine)
     assert engine.stats.num_preemptions
     assert engine.most_scheduled > 2

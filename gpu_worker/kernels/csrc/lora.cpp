@@ -8,8 +8,18 @@
 
 #include "parallel.h"
 #include "vec.h"
+#ifdef __ARM_NEON
+#include <arm_neon.h>
+#endif
 
 extern "C" {
+
+// A layer, for all steps.
+struct LoraLayer {
+  const struct LoraPart* parts;  // [slots, num_parts]
+  int64_t num_parts, inputs, outputs;
+  int64_t is_bf16;  // rows and matrices; otherwise they are floats
+};
 
 // One part of a layer with the matrices of one adapter.
 struct LoraPart {
@@ -24,7 +34,7 @@ struct LoraRows {
   const int32_t* rows;    // [n], those of an adapter next to each other
   const int32_t* starts;  // [num_groups + 1]: where those of each adapter begin
   const int32_t* slots;   // [num_groups]: the slot of each of these adapters
-  int64_t num_groups;
+  int64_t num_groups, num_threads;
 };
 
 }  // extern "C"
@@ -45,13 +55,31 @@ struct Task {
 
 inline int64_t whole(int64_t rank) { return (rank + LANES - 1) / LANES * LANES; }
 
-inline float number(const float* p) { return *p; }
-inline float number(const BF16* p) { return as_float((int32_t)((uint32_t)p->bits << 16)); }
+// a * b + c, rounded once where the processor can. The compiler would fuse some of these and not others, so that a row's
+// result would depend on how many rows are computed with it.
+inline Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__) && defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__ARM_NEON)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
+
+// Rows as floats: a copy in `space`, unless they are.
+inline const float* floats(const float* x, int64_t, float*) { return x; }
+inline const float* floats(const BF16* x, int64_t n, float* space) {
+  for (int64_t i = 0; i < n; i += LANES) store(space + i, load(x + i, n - i), n - i);
+  return space;
+}
 
 // sums [R, width] = x · down, V vectors of the rank at a time. Even and odd inputs have sums of their own: one sum for
 // both would wait for each addition.
 template <int R, int V, class T>
-void shrink(const T* const* x, const T* down, int64_t inputs, int64_t width, float* sums) {
+void shrink(const float* const* x, const T* down, int64_t inputs, int64_t width, float* sums) {
   Vec even[R][V] = {}, odd[R][V] = {};
   int64_t k = 0;
   for (; k + 2 <= inputs; k += 2) {
@@ -61,20 +89,20 @@ void shrink(const T* const* x, const T* down, int64_t inputs, int64_t width, flo
       const Vec a = load(first + v * LANES), b = load(second + v * LANES);
 #pragma GCC unroll 2
       for (int r = 0; r < R; ++r) {
-        even[r][v] += a * number(x[r] + k);
-        odd[r][v] += b * number(x[r] + k + 1);
+        even[r][v] = multiply_add(a, splat(x[r][k]), even[r][v]);
+        odd[r][v] = multiply_add(b, splat(x[r][k + 1]), odd[r][v]);
       }
     }
   }
   for (int v = 0; v < V; ++v)
     for (int r = 0; r < R; ++r) {
-      if (k < inputs) even[r][v] += load(down + k * width + v * LANES) * number(x[r] + k);
+      if (k < inputs) even[r][v] = multiply_add(load(down + k * width + v * LANES), splat(x[r][k]), even[r][v]);
       store(sums + r * width + v * LANES, even[r][v] + odd[r][v]);
     }
 }
 
-template <int R, class T>
-void shrink_rows(const T* const* x, const LoraPart& part, int64_t inputs, float* sums) {
+template <class T, int R>
+void shrink_rows(const float* const* x, const LoraPart& part, int64_t inputs, float* sums) {
   const int64_t width = whole(part.rank);
   const T* down = (const T*)part.down;
   int64_t i = 0;
@@ -91,7 +119,7 @@ void expand(T* const* out, const float* sums, int64_t width, const T* up, int64_
     for (int v = 0; v < V; ++v) {
       const Vec b = V > 1 ? load(up + j * stride + v * LANES) : load(up + j * stride, n);
 #pragma GCC unroll 2
-      for (int r = 0; r < R; ++r) total[r][v] += b * sums[r * width + j];
+      for (int r = 0; r < R; ++r) total[r][v] = multiply_add(b, splat(sums[r * width + j]), total[r][v]);
     }
   }
   for (int r = 0; r < R; ++r)
@@ -124,15 +152,18 @@ void expand_rows(T* const* out, const Task& task, const float* sums) {
 
 template <class T>
 void shrink_task(const T* x, int64_t inputs, const Task& task) {
+  static thread_local std::vector<float> space;
+  if ((int64_t)space.size() < ROWS * inputs) space.resize(ROWS * inputs);
   const int64_t width = whole(task.part->rank);
   for (int64_t r = 0; r < task.num_rows; r += ROWS) {
-    const T* from[ROWS];
+    const float* from[ROWS];
     const int64_t count = std::min<int64_t>(ROWS, task.num_rows - r);
-    for (int64_t i = 0; i < count; ++i) from[i] = x + task.rows[r + i] * inputs;
+    for (int64_t i = 0; i < count; ++i)
+      from[i] = floats(x + task.rows[r + i] * inputs, inputs, space.data() + i * inputs);
     if (count == ROWS)
-      shrink_rows<ROWS>(from, *task.part, inputs, task.sums + r * width);
+      shrink_rows<T, ROWS>(from, *task.part, inputs, task.sums + r * width);
     else
-      shrink_rows<1>(from, *task.part, inputs, task.sums + r * width);
+      shrink_rows<T, 1>(from, *task.part, inputs, task.sums + r * width);
   }
 }
 
@@ -151,17 +182,17 @@ void expand_task(T* out, int64_t outputs, const Task& task) {
 }
 
 template <class T>
-void add(const T* x, T* out, const LoraRows& step, const LoraPart* parts, int64_t num_parts, int64_t inputs,
-         int64_t outputs, int threads) {
+void add(const T* x, T* out, const LoraRows& step, const LoraLayer& layer) {
   static thread_local std::vector<float> scratch;
   static thread_local std::vector<Task> down, up;
   down.clear();
   up.clear();
+  const int64_t inputs = layer.inputs, num_parts = layer.num_parts;
   int64_t needed = 0, work = 0;
   const auto each_part = [&](auto&& take) {
     for (int64_t g = 0; g < step.num_groups; ++g)
       for (int64_t p = 0; p < num_parts; ++p) {
-        const LoraPart& part = parts[step.slots[g] * num_parts + p];
+        const LoraPart& part = layer.parts[step.slots[g] * num_parts + p];
         if (part.down) take(part, step.starts[g], step.starts[g + 1] - step.starts[g]);
       }
   };
@@ -180,9 +211,9 @@ void add(const T* x, T* out, const LoraRows& step, const LoraPart* parts, int64_
     sums += rows * whole(part.rank);
   });
   const std::vector<Task>&shrinks = down, &expands = up;  // of this thread, for all of them
-  threads = work > SMALL ? threads : 1;
+  const int threads = work > SMALL ? step.num_threads : 1;
   for_pieces(shrinks.size(), threads, [&](int64_t i) { shrink_task(x, inputs, shrinks[i]); });
-  for_pieces(expands.size(), threads, [&](int64_t i) { expand_task(out, outputs, expands[i]); });
+  for_pieces(expands.size(), threads, [&](int64_t i) { expand_task(out, layer.outputs, expands[i]); });
 }
 
 }  // namespace
@@ -190,11 +221,10 @@ void add(const T* x, T* out, const LoraRows& step, const LoraPart* parts, int64_
 // How many numbers `down` has for each input are multiples of this.
 extern "C" int64_t rank_step() { return LANES; }
 
-// x [n, inputs] and out [n, outputs] have one dtype, and so do the matrices. parts: [slots, num_parts].
-extern "C" void add_lora(int32_t is_bf16, const void* x, void* out, const LoraRows* step, const LoraPart* parts,
-                         int64_t num_parts, int64_t inputs, int64_t outputs, int32_t threads) {
-  if (is_bf16)
-    add((const BF16*)x, (BF16*)out, *step, parts, num_parts, inputs, outputs, threads);
+// x [n, inputs] and out [n, outputs] of the layer's dtype.
+extern "C" void add_lora(const void* x, void* out, const LoraRows* step, const LoraLayer* layer) {
+  if (layer->is_bf16)
+    add((const BF16*)x, (BF16*)out, *step, *layer);
   else
-    add((const float*)x, (float*)out, *step, parts, num_parts, inputs, outputs, threads);
+    add((const float*)x, (float*)out, *step, *layer);
 }

@@ -29,7 +29,7 @@ class Layer:
         self.current = CurrentRows()
         kernel = library.add_lora if use_kernel else None
         base = make_linear(self.weight)
-        self.layer = LoraLinear(base, NAMES, INPUTS, OUTPUTS, len(ranks), self.current, kernel)
+        self.layer = LoraLinear(base, NAMES, INPUTS, OUTPUTS, len(ranks), self.current, kernel, dtype)
         self.changes = []
         for slot, rank in enumerate(ranks):
             names = NAMES if slot < len(ranks) - 1 else NAMES[1:2]

@@ -17,13 +17,15 @@ from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import coordinator_pb2
 from tokenloom.v1 import engine_pb2 as pb
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
-from tokenloom.v1.types_pb2 import Adapter, Prompt
+from tokenloom.v1.types_pb2 import Adapter
 
 PROMPT = [5, 6, 7]
 
 
-def prompt_with(adapter: bytes) -> Prompt:
-    return Prompt(token_ids=PROMPT, adapter=adapter, cache_salt=adapter_salt(b"", adapter))
+def make_add_with(slot: int, adapter: bytes) -> pb.AddRequest:
+    add = make_add(slot, PROMPT)
+    add.prompt.adapter, add.prompt.cache_salt = adapter, adapter_salt(b"", adapter)
+    return add
 
 
 @pytest.fixture
@@ -72,13 +74,13 @@ async def test_an_adapter_is_loaded_named_and_forgotten(
     (state,) = (await admin.ListLoras(pb.ListLorasRequest())).adapters
     assert (state.adapter.name, state.rank, state.in_slot, state.requests) == ("pirate", 8, False, 0)
     async with Peer(engine.host.address) as peer:
-        await peer.send(make_add(1, [], prompt=prompt_with(digest)))
-        await peer.send(make_add(2, [], prompt=prompt_with(b"")))
+        await peer.send(make_add_with(1, digest))
+        await peer.send(make_add_with(2, b""))
         received = await peer.read_until_finished([1, 2])
         for slot, each in ((1, digest), (2, b"")):
             assert received.token_ids[slot] == expected_tokens(PROMPT, 5, VOCAB_SIZE, each)
         await admin.UnloadLora(pb.UnloadLoraRequest(name="pirate"))
-        await peer.send(make_add(3, [], prompt=prompt_with(digest)))
+        await peer.send(make_add_with(3, digest))
         error = (await peer.read_until_finished([3])).finished[3].error
         assert error.reason == "TRY_ELSEWHERE"
     assert not (await admin.ListLoras(pb.ListLorasRequest())).adapters
@@ -125,7 +127,7 @@ async def test_without_the_option_adapters_are_refused(host: Any, tmp_path: Path
         admin = EngineAdminStub(channel)
         assert await status_of(load(admin, tmp_path / "one")) is grpc.StatusCode.FAILED_PRECONDITION
     async with Peer(host.address) as peer:
-        await peer.send(make_add(1, [], prompt=prompt_with(b"0" * 32)))
-        await peer.send(make_add(2, [], prompt=prompt_with(b"0" * 31)))
+        await peer.send(make_add_with(1, b"0" * 32))
+        await peer.send(make_add_with(2, b"0" * 31))
         received = await peer.read_until_finished([1, 2])
     assert [received.finished[slot].error.reason for slot in (1, 2)] == ["TRY_ELSEWHERE", "INVALID_ARGUMENT"]

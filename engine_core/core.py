@@ -10,6 +10,7 @@ from .config import EngineConfig
 from .control.pausing import Pausing
 from .control.sessions import Sessions
 from .control.sleeping import Sleeping
+from .encoder_config import encoder_config
 from .errors import ExecutorFailedError
 from .executor.executor import Executor, PendingOutput, PoolSpec
 from .executor.step_in_flight import StepInFlight, drain, take_oldest
@@ -59,6 +60,8 @@ class EngineCore:
         self._connector = kv.connector if kv is not None else None
         model = executor.load_model()
         self.adapters = Adapters(config.lora, WorkerAdapters(executor)) if config.lora.enable else None
+        if model.pooling.is_encoder:
+            config = encoder_config(config, model.max_model_len)
         kv_cache = size_kv_cache(config, model, executor.determine_available_memory)
         self._grammars: StructuredOutputManager | None = None
         if config.structured_output is not None:
@@ -74,6 +77,7 @@ class EngineCore:
             speculative=config.speculative,
             lends=bool(config.kv.transports),
             adapters=self.adapters,
+            pooling=model.pooling,
         )
         self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)
@@ -108,6 +112,7 @@ class EngineCore:
             warm_up=warm_up,
             finds_reasoning=config.reasoning.marks is not None,
             loras=self.adapters.answer().adapters if self.adapters is not None else [],
+            pooling=model.pooling,
         )
 
     def add_request(self, request: EngineCoreRequest) -> None:

@@ -86,6 +86,7 @@ class StepPlan:
                 num_computed_tokens=request.num_computed_tokens,
                 prompt_embeds=request.prompt_embeds,
                 adapter=request.adapter,
+                pooling_params=request.pooling_params,
             )
         )
         request.num_computed_tokens += num_new_tokens

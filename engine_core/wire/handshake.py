@@ -4,6 +4,7 @@ import msgspec
 
 from ..config import EngineConfig
 from .array_arena import ArenaAddress
+from .core_pooling_params import ModelPooling
 from .lora import LoraState
 
 
@@ -75,6 +76,8 @@ class CoreReady(msgspec.Struct, tag="READY"):
     """How many of the pool's blocks hold the KV of one block of tokens."""
     loras: list[LoraState] = []
     """The LoRA adapters that were loaded at start, by name."""
+    pooling: ModelPooling = ModelPooling()
+    """As in ``ModelInfo``."""
 
 
 class CoreFailed(msgspec.Struct, tag="FAILED"):

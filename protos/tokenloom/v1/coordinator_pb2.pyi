@@ -106,7 +106,7 @@ class AdapterChanges(_message.Message):
     def __init__(self, load: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., unload: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PickRequest(_message.Message):
-    __slots__ = ("fingerprint", "role", "prompt_tokens", "max_new_tokens", "block_hash_prefixes", "tenant", "priority", "timeout", "exclude", "adapter", "query_id")
+    __slots__ = ("fingerprint", "role", "prompt_tokens", "max_new_tokens", "block_hash_prefixes", "tenant", "priority", "timeout", "exclude", "adapter", "query_id", "pools")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,7 @@ class PickRequest(_message.Message):
     EXCLUDE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     QUERY_ID_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     fingerprint: _types_pb2.Fingerprint
     role: _types_pb2.EngineRole
     prompt_tokens: int
@@ -129,7 +130,8 @@ class PickRequest(_message.Message):
     exclude: _containers.RepeatedCompositeFieldContainer[EngineRef]
     adapter: bytes
     query_id: str
-    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., exclude: _Optional[_Iterable[_Union[EngineRef, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., query_id: _Optional[str] = ...) -> None: ...
+    pools: bool
+    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., exclude: _Optional[_Iterable[_Union[EngineRef, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., query_id: _Optional[str] = ..., pools: _Optional[bool] = ...) -> None: ...
 
 class EngineRef(_message.Message):
     __slots__ = ("engine_id", "epoch")

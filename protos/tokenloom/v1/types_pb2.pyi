@@ -320,7 +320,7 @@ class Timeline(_message.Message):
     def __init__(self, placement_ns: _Optional[int] = ..., queued_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., kv_transfer_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., detokenize_ns: _Optional[int] = ..., prefill_engine: _Optional[str] = ..., decode_engine: _Optional[str] = ..., tokenize_ns: _Optional[int] = ..., drafts: _Optional[_Union[DraftCounts, _Mapping]] = ...) -> None: ...
 
 class ModelLimits(_message.Message):
-    __slots__ = ("max_model_len", "vocab_size", "max_logprobs", "priorities", "hidden_size", "reasoning", "experts_per_token", "pooling_tasks", "generates", "matryoshka", "max_lora_rank")
+    __slots__ = ("max_model_len", "vocab_size", "max_logprobs", "priorities", "hidden_size", "reasoning", "experts_per_token", "pooling_tasks", "generates", "matryoshka", "max_lora_rank", "class_labels")
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +332,7 @@ class ModelLimits(_message.Message):
     GENERATES_FIELD_NUMBER: _ClassVar[int]
     MATRYOSHKA_FIELD_NUMBER: _ClassVar[int]
     MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
+    CLASS_LABELS_FIELD_NUMBER: _ClassVar[int]
     max_model_len: int
     vocab_size: int
     max_logprobs: int
@@ -343,7 +344,8 @@ class ModelLimits(_message.Message):
     generates: bool
     matryoshka: bool
     max_lora_rank: int
-    def __init__(self, max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., priorities: _Optional[bool] = ..., hidden_size: _Optional[int] = ..., reasoning: _Optional[_Union[ReasoningMode, str]] = ..., experts_per_token: _Optional[int] = ..., pooling_tasks: _Optional[_Iterable[_Union[PoolingTask, str]]] = ..., generates: _Optional[bool] = ..., matryoshka: _Optional[bool] = ..., max_lora_rank: _Optional[int] = ...) -> None: ...
+    class_labels: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., priorities: _Optional[bool] = ..., hidden_size: _Optional[int] = ..., reasoning: _Optional[_Union[ReasoningMode, str]] = ..., experts_per_token: _Optional[int] = ..., pooling_tasks: _Optional[_Iterable[_Union[PoolingTask, str]]] = ..., generates: _Optional[bool] = ..., matryoshka: _Optional[bool] = ..., max_lora_rank: _Optional[int] = ..., class_labels: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RoutedExperts(_message.Message):
     __slots__ = ("start", "num_layers", "top_k", "id_bytes", "expert_ids")

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from tokenloom.request.reasoning import ReasoningMarks, ReasoningParserName
 
+from .lora_config import LoraConfig as LoraConfig
 from .pooler_config import PoolerConfig as PoolerConfig
 from .speculative_config import SpeculativeConfig as SpeculativeConfig
 
@@ -315,6 +316,7 @@ class EngineConfig(Struct, frozen=True):
         "num_speculative_tokens and what the method needs (docs/use/speculation.md). No token changes.",
         Meta(extra={"name": "speculative_config"}),
     ] = None
+    lora: LoraConfig = LoraConfig()
     max_model_len: Annotated[
         Count | None,
         "Most tokens of prompt and output together; by default what the model supports and the KV cache can hold.",

@@ -17,6 +17,7 @@ from .attention.attention_backend import AttentionBackend, IntArray, KVCache
 from .batch.input_batch import InputBatch, StepInputs
 from .batch.transfer import to_device
 from .expert_report import expert_loads, routed_experts
+from .lora.slots import LoraSlots
 from .models.expert_routes import routes_of
 from .models.model import Model
 from .recorded.recorded_model import RecordedModel
@@ -48,6 +49,7 @@ class ModelRunner:
         proposer: Proposer | None = None,
         rejection: RejectionSampler | None = None,
         recorded: RecordedModel | None = None,
+        loras: LoraSlots | None = None,
     ) -> None:
         """``memory`` holds the KV caches; None: torch allocates them. ``device`` is that of model and backend.
 
@@ -56,6 +58,7 @@ class ModelRunner:
         logits of one step of ``logits_metrics_interval`` are measured; 0: none. ``proposer`` proposes drafts, which
         ``rejection`` accepts; without it a draft counts if it equals the token that is drawn.
         ``recorded`` runs the steps of which it can make recordings; None: the model computes every step.
+        ``loras`` holds the adapters that requests name; None: they name none.
         """
         self._recorded = recorded
         self.set_model(model)
@@ -65,6 +68,7 @@ class ModelRunner:
             batch, device_sampler, count_nans=count_nans, logits_metrics_interval=logits_metrics_interval
         )
         self._speculation = Speculation(self._sampler, proposer, rejection) if proposer is not None else None
+        self._loras = loras
         self._device = device
         self._make_kv_caches = functools.partial(backend.allocate, num_blocks, memory)
         self._kv_caches: list[KVCache] = []
@@ -119,6 +123,8 @@ class ModelRunner:
 
     def _execute(self, step: SchedulerOutput) -> None:
         self._batch.update(step)
+        if self._loras is not None and step.lora_slots is not None:
+            self._loras.occupy(step.lora_slots)
         self._executed = None
         if self._speculation is not None:
             self._speculation.update(step)
@@ -134,12 +140,22 @@ class ModelRunner:
 
     def _compute(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the last hidden states of the step, and the logits of the rows that draw a token."""
+        if self._loras is not None and self._batch.adapters:
+            return self._compute_adapted(self._loras, inputs)
         computed = self._compute_recorded(inputs)
-        if computed is not None:
-            return computed
+        return self._compute_eagerly(inputs) if computed is None else computed
+
+    def _compute_eagerly(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.inference_mode():
             hidden = self._forward(inputs)
             return hidden, self._logits(inputs, hidden)
+
+    def _compute_adapted(self, loras: LoraSlots, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        loras.begin(self._batch.adapters, inputs)
+        try:
+            return self._compute_eagerly(inputs)
+        finally:
+            loras.end()
 
     def _compute_recorded(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the same from a recording; None: the step cannot be recorded."""

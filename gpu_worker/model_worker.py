@@ -15,6 +15,7 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.engine_core.process.process_memory import resident_bytes
 from tokenloom.engine_core.wire.handshake import WarmUp
+from tokenloom.engine_core.wire.lora import LoraInfo
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.worker import FreedMemory, ModelInfo
 
@@ -27,6 +28,7 @@ from .batch.input_batch import InputBatch
 from .checkpoint.model_config import ModelConfig
 from .kernels.levels import limit_level
 from .layers.rounding import input_rounding
+from .lora.slots import LoraSlots
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
@@ -68,6 +70,7 @@ class ModelWorker:
         self._config = config
         self._platform = platform
         self._device = platform.device
+        self._loras = LoraSlots(config.lora, platform.device) if config.lora.enable else None
         self._slot: ModelSlot | None = None
         self._backend: AttentionBackend | None = None
         self._runner: ModelRunner | None = None
@@ -88,8 +91,10 @@ class ModelWorker:
         ops = make_ops(config.attention_backend, self._device)
         longest = self._config.max_model_len
         loader = ModelLoader(config.dtype, self._device, ops, config.quantization, config.model_impl, longest)
-        self._slot = ModelSlot(Path(config.model), loader)
+        self._slot = ModelSlot(Path(config.model), self._adapting(loader))
         model_config = self._kv_config
+        if self._loras is not None:
+            self._loras.check_model()
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
         if self._config.speculative is not None:
@@ -117,6 +122,9 @@ class ModelWorker:
             numerics="/".join(part for part in numerics if part),
             kv_groups=self._layers.groups,
         )
+
+    def _adapting(self, loader: ModelLoader) -> ModelLoader:
+        return loader if self._loras is None else replace(loader, adapt=self._loras.adapt)
 
     def _choose_groups(self, config: ModelConfig) -> list[KVGroup]:
         if self._drafting is not None and self._drafting.kv_bytes_per_token:
@@ -251,6 +259,12 @@ class ModelWorker:
         if self._drafting is not None:
             self._drafting.restore()
 
+    def load_lora(self, path: str) -> LoraInfo:
+        return self._require_loras().load(Path(path))
+
+    def drop_lora(self, digest: bytes) -> None:
+        self._require_loras().drop(digest)
+
     def profile(self, start: bool) -> None:
         if start:
             self._profiler.start()
@@ -293,6 +307,10 @@ class ModelWorker:
     def _take_model(self) -> None:
         self._require_runner().set_model(self._model)
 
+    def _require_loras(self) -> LoraSlots:
+        assert self._loras is not None, "LoRA adapters are not enabled"
+        return self._loras
+
     def _require_runner(self) -> ModelRunner:
         assert self._runner is not None, "call initialize_kv_cache first"
         return self._runner
@@ -319,6 +337,7 @@ class ModelWorker:
             proposer=proposer,
             rejection=rejection,
             recorded=self._make_recorded(),
+            loras=self._loras,
         )
 
     def _make_recorded(self) -> RecordedModel | None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .offline.beam_search import BeamSearchParams as BeamSearchParams
     from .offline.beam_search import BeamSearchSequence as BeamSearchSequence
     from .offline.llm import LLM as LLM
+    from .offline.lora_request import LoRARequest as LoRARequest
     from .offline.outputs import CompletionOutput as CompletionOutput
     from .offline.outputs import Logprob as Logprob
     from .offline.outputs import RequestOutput as RequestOutput
@@ -27,6 +28,7 @@ _HOMES = {
     "BeamSearchSequence": ".offline.beam_search",
     "LLM": ".offline.llm",
     "CompletionOutput": ".offline.outputs",
+    "LoRARequest": ".offline.lora_request",
     "Logprob": ".offline.outputs",
     "RepetitionDetectionParams": ".request.sampling_params",
     "RequestOutput": ".offline.outputs",
@@ -40,6 +42,7 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "LoRARequest",
     "Logprob",
     "RepetitionDetectionParams",
     "RequestOutput",

@@ -56,6 +56,7 @@ class _Request:
     params: SamplingParams
     num_prompt_tokens: int
     prompt_embeds: list[EmbedsSpan]
+    adapter: bytes
 
 
 class InputBatch:
@@ -82,6 +83,8 @@ class InputBatch:
         self.prompt_embeds = PromptEmbeds()
         self.routed: set[int] = set()
         """Rows of requests that ask which experts computed their tokens."""
+        self.adapters: dict[int, bytes] = {}
+        """The digests of LoRA adapters, by rows of requests that have one."""
         self._requests: dict[str, _Request] = {}
         self._row_of: dict[str, int] = {}
         self._params: dict[int, SamplingParams] = {}
@@ -104,7 +107,9 @@ class InputBatch:
         self._update_cached(step.scheduled_cached_reqs)
 
     def _add(self, new: NewRequestData) -> None:
-        self._requests[new.req_id] = _Request(new.sampling_params, len(new.prompt_token_ids), new.prompt_embeds)
+        self._requests[new.req_id] = _Request(
+            new.sampling_params, len(new.prompt_token_ids), new.prompt_embeds, new.adapter
+        )
         token_ids = new.prompt_token_ids + new.output_token_ids
         self._add_row(new.req_id, token_ids, new.block_ids, new.num_computed_tokens)
 
@@ -149,6 +154,8 @@ class InputBatch:
         self.prompt_logprobs.add(row, request.params, token_ids, request.num_prompt_tokens)
         if request.params.return_routed_experts:
             self.routed.add(row)
+        if request.adapter:
+            self.adapters[row] = request.adapter
         if request.prompt_embeds:
             self.prompt_embeds.add(row, request.prompt_embeds)
 
@@ -162,6 +169,7 @@ class InputBatch:
             self.prompt_logprobs.remove(row)
             self.prompt_embeds.remove(row)
             self.routed.discard(row)
+            self.adapters.pop(row, None)
             self._free_rows.append(row)
 
     def prepare(self, num_scheduled_tokens: Mapping[str, int], drafts: Mapping[str, list[int]] = _NONE) -> StepInputs:

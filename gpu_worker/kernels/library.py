@@ -68,6 +68,22 @@ class GatherArgs(Structure):
         *_fields(_P, "query_starts seq_lens block_tables sampled"),
         *_fields(_I64, "num_requests tokens_stride tables_stride block_size num_tokens num_sampled width"),
     ]
+class LoraPart(Structure):
+    """Mirrors the struct in ``lora.cpp``."""
+
+    _fields_ = [*_fields(_P, "down up"), *_fields(_I64, "rank column outputs")]
+
+
+class LoraLayer(Structure):
+    """Mirrors the struct in ``lora.cpp``."""
+
+    _fields_ = [*_fields(_P, "parts"), *_fields(_I64, "num_parts inputs outputs is_bf16")]
+
+
+class LoraRows(Structure):
+    """Mirrors the struct in ``lora.cpp``."""
+
+    _fields_ = [*_fields(_P, "rows starts slots"), *_fields(_I64, "num_groups num_threads")]
 
 
 def load_once(load: Callable[..., CDLL]) -> Callable[..., CDLL]:
@@ -214,6 +230,15 @@ def load_batch(march: str = "native") -> CDLL:
 def loaded_libraries() -> Sequence[CDLL]:
     """Return every library that was loaded so far."""
     return _loaded
+
+
+def load_lora(march: str = "native") -> CDLL:
+    """Load the products with the matrices of LoRA adapters. Raises :class:`KernelsUnavailable`."""
+    library = _load(build("lora", march))
+    library.rank_step.restype = _I64
+    library.add_lora.argtypes = [_P] * 4
+    library.add_lora.restype = None
+    return library
 
 
 @functools.cache

@@ -35,6 +35,7 @@ class Identity:
             experts_per_token=ready.experts_per_token,
             hidden_size=ready.hidden_size if settings.enable_prompt_embeds else 0,
             reasoning=reasoning_mode(settings.engine.reasoning, finds_reasoning=ready.finds_reasoning),
+            max_lora_rank=settings.engine.lora.max_lora_rank if settings.engine.lora.enable else 0,
             pooling_tasks=[types_pb2.PoolingTask.ValueType(task) for task in ready.pooling.tasks],
             generates=ready.pooling.generates,
             matryoshka=ready.pooling.matryoshka,

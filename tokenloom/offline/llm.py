@@ -22,6 +22,7 @@ from tokenloom.v1 import types_pb2
 from .beam_search import BeamSearchOutput, BeamSearchParams, OfflineBeamSearch
 from .chat_prompts import ChatPrompts
 from .engine_args import engine_config
+from .lora_request import LoRARequests, OfflineLoras
 from .offline_loop import OfflineLoop
 from .offline_request import OfflineRequest
 from .outputs import RequestOutput
@@ -89,6 +90,7 @@ class LLM:
             reasoning=reasoning_mode(config.reasoning, finds_reasoning=ready.finds_reasoning),
         )
         self._builder = RequestBuilder(self._info, self._tokenizer, limits, seed, config.reasoning.marks)
+        self._loras = OfflineLoras(self._client, are_enabled=config.lora.enable)
         self._loop = OfflineLoop(self._client)
         self._chats = ChatPrompts(self._info, self._tokenizer, self.model_name)
 
@@ -98,6 +100,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; return the outputs in the order of the prompts.
 
@@ -106,16 +109,19 @@ class LLM:
                 token ids, or a list of these.
             sampling_params: One for all, or one for each; None: the model's own (``get_default_sampling_params``).
             use_tqdm: Whether to show a progress bar, or what to make it with.
+            lora_request: A LoRA adapter for all, or one or None for each; needs ``enable_lora=True``.
         """
         with _as_value_error():
             tokenized = [read_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
-            requests = self._builder.build(tokenized, sampling_params)
+            requests = self._builder.build(self._loras.apply(tokenized, lora_request), sampling_params)
         return self._run(requests, use_tqdm)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequests = None,
     ) -> Iterator[RequestOutput]:
         """Continue each prompt like :meth:`generate`, and yield an output whenever a sample has new tokens.
 
@@ -124,7 +130,7 @@ class LLM:
         """
         with _as_value_error():
             tokenized = [read_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
-            requests = self._builder.build(tokenized, sampling_params)
+            requests = self._builder.build(self._loras.apply(tokenized, lora_request), sampling_params)
         return self._stream(requests)
 
     def chat(
@@ -137,6 +143,7 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several.
 
@@ -146,6 +153,7 @@ class LLM:
             add_generation_prompt: Whether the prompt ends where the assistant's turn begins.
             tools: Functions in OpenAI's form, for the template to describe.
             chat_template_kwargs: More names for the template.
+            lora_request: A LoRA adapter for all, or one or None for each; needs ``enable_lora=True``.
         """
         with _as_value_error():
             encoded = self._chats.encode(
@@ -155,7 +163,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 template_kwargs=chat_template_kwargs,
             )
-            requests = self._builder.build(encoded, sampling_params)
+            requests = self._builder.build(self._loras.apply(encoded, lora_request), sampling_params)
         return self._run(requests, use_tqdm)
 
     def beam_search(

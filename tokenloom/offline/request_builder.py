@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from tokenloom.checkpoint import CheckpointInfo
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.request import bad_words, validation
+from tokenloom.request.adapter_salt import adapter_salt
 from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.request.reasoning import Reasoning, ReasoningMarks
 from tokenloom.request.sample_seed import sample_seed
@@ -113,8 +114,9 @@ class RequestBuilder:
                 request_id=request_id if n == 1 else f"{index}_{request_id}",
                 prompt_token_ids=prompt.token_ids,
                 sampling_params=replace(others if index else first, seed=sample_seed(first.seed, index)),
-                cache_salt=prompt.cache_salt,
+                cache_salt=adapter_salt(prompt.cache_salt, prompt.adapter),
                 prompt_embeds=to_spans(prompt.embeds),
+                adapter=prompt.adapter,
             )
             for index in range(n)
         ]

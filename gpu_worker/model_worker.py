@@ -79,7 +79,7 @@ class ModelWorker:
         """Load the weights. Raises ``ValueError`` naming what in the checkpoint is wrong or not supported."""
         config = self._config.worker
         bind_to(config.cpus)
-        self._platform.start(config.num_threads)
+        self._platform.start(config.num_threads, self._config.cache.engines_on_host)
         ops = make_ops(config.attention_backend, self._device)
         longest = self._config.max_model_len
         loader = ModelLoader(config.dtype, self._device, ops, config.quantization, config.model_impl, longest)
@@ -194,6 +194,7 @@ class ModelWorker:
         return self._pool
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        self._platform.before_step()
         self._require_runner().execute(scheduler_output)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:

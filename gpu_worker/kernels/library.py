@@ -164,6 +164,17 @@ def load_drafts(march: str = "native") -> CDLL:
     return library
 
 
+@load_once
+def load_pool(march: str = "native") -> CDLL:
+    """Load what sets how the kernels of this process share their work among threads. Raises
+    :class:`KernelsUnavailable`."""
+    library = _load(build("pool", march))
+    library.set_waiting.argtypes = [_I32, _I64]
+    library.set_most_threads.argtypes = [_I32]
+    library.set_waiting.restype = library.set_most_threads.restype = None
+    return library
+
+
 @functools.cache
 def warn_unavailable(reason: str) -> None:
     """Log a warning, once for each reason."""

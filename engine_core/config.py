@@ -12,12 +12,14 @@ from msgspec import Meta, Struct
 
 from tokenloom.request.reasoning import ReasoningMarks, ReasoningParserName
 
+from .pooler_config import PoolerConfig as PoolerConfig
 from .speculative_config import SpeculativeConfig as SpeculativeConfig
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 KVCacheDtype = Literal["auto", "int8"]
 ModelImpl = Literal["auto", "native", "transformers"]
 AttentionBackendName = Literal["auto", "cpu", "torch", "reference"]
+ProcessorLevel = Literal["auto", "x86-64-amx", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3-vnni", "x86-64-v3", "aarch64"]
 Count = Annotated[int, Meta(ge=1)]
 Size = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -51,8 +53,23 @@ class WorkerConfig(Struct, frozen=True):
         "library over the paged KV cache; auto: native where the architecture and the features that its configuration "
         "asks for are built in, otherwise transformers.",
     ] = "auto"
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        "What the model serves: generate: text; pooling: embeddings, classes or scores; auto: what its class does, and "
+        "embeddings in addition if the checkpoint has the files of sentence-transformers, or with --pooler-config.",
+    ] = "auto"
+    pooler_config: Annotated[
+        PoolerConfig | None,
+        "How a prompt becomes a vector: a JSON object with pooling_type (LAST, MEAN or CLS), normalize and "
+        "use_activation; by default as the checkpoint says.",
+    ] = None
     attention_backend: Annotated[
         AttentionBackendName, "How attention is computed; auto: with C++ kernels if they can be built, otherwise torch."
+    ] = "auto"
+    processor_level: Annotated[
+        ProcessorLevel,
+        "Instructions that the CPU's products and kernels may use, to compare them on one processor; auto: all that it "
+        "has.",
     ] = "auto"
     num_threads: Annotated[Size, "Compute threads; 0: the library decides."] = 0
     cpus: Annotated[tuple[Size, ...], "Cores that the worker is bound to, by number; by default any."] = ()

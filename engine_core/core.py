@@ -9,6 +9,7 @@ from .config import EngineConfig
 from .control.pausing import Pausing
 from .control.sessions import Sessions
 from .control.sleeping import Sleeping
+from .encoder_config import encoder_config
 from .errors import ExecutorFailedError
 from .executor.executor import Executor, PendingOutput, PoolSpec
 from .executor.step_in_flight import StepInFlight, drain, take_oldest
@@ -49,6 +50,8 @@ class EngineCore:
         self._kv = kv
         self._connector = kv.connector if kv is not None else None
         model = executor.load_model()
+        if model.pooling.is_encoder:
+            config = encoder_config(config, model.max_model_len)
         kv_cache = size_kv_cache(config, model, executor.determine_available_memory)
         self._grammars: StructuredOutputManager | None = None
         if config.structured_output is not None:
@@ -63,6 +66,7 @@ class EngineCore:
             grammars=self._grammars,
             speculative=config.speculative,
             lends=bool(config.kv.transports),
+            pooling=model.pooling,
         )
         self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)
@@ -96,6 +100,7 @@ class EngineCore:
             experts_per_token=model.experts_per_token,
             warm_up=warm_up,
             finds_reasoning=config.reasoning.marks is not None,
+            pooling=model.pooling,
         )
 
     def add_request(self, request: EngineCoreRequest) -> None:

@@ -9,6 +9,7 @@ from .kv_cache.kv_cache_config import KVCacheConfig
 from .kv_cache.kv_groups import KVGroup, layers_per_group
 from .kv_cache.pool_memory import PoolMemory
 from .kv_transfer.kv_transport import KVPool
+from .wire.core_pooling_params import ModelPooling
 from .wire.handshake import WarmUp
 from .wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
@@ -31,6 +32,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Experts that compute a token, over all layers; 0: the model has none."""
     kv_groups: list[KVGroup] = []
     """The layers by the windows that they see; empty: they share one block table."""
+    pooling: ModelPooling = ModelPooling()
+    """What requests may pool instead of generating tokens."""
 
     def block_bytes(self, block_size: int) -> int:
         """Return the size of one block of the pool: of the layers of one group, or of all layers without groups."""

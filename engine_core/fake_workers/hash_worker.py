@@ -18,6 +18,7 @@ from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool, KVRegion
 from ..process.process_memory import resident_bytes
+from ..wire.core_pooling_params import PoolingParams
 from ..wire.core_sampling_params import SamplingParams
 from ..wire.embedding_rows import EmbedsSpan
 from ..wire.handshake import WarmUp
@@ -26,6 +27,7 @@ from ..wire.scheduler_output import CachedRequestData, GrammarOutput, ModelRunne
 from ..worker import FreedMemory, ModelInfo
 from .checkpoint_sizes import read_sizes
 from .hash_logprobs import hash_logprobs
+from .hash_pooling import hash_pooled, hash_pooling
 from .hash_row import HashRow
 
 DEFAULT_VOCAB_SIZE = 32_000
@@ -58,6 +60,7 @@ class HashWorker:
         self._rows: dict[str, HashRow] = {}
         self._embeds: dict[str, list[EmbedsSpan]] = {}
         self._params: dict[str, SamplingParams] = {}  # preempted requests included
+        self._pooling: dict[str, PoolingParams] = {}  # preempted requests included
         self._executed: list[str] = []
         self._prompt_logprobs: dict[str, Logprobs] = {}  # of the step executed last
         self._drafts: dict[str, list[int]] = {}
@@ -77,6 +80,7 @@ class HashWorker:
             kv_layout=self._kv_layout,
             numerics="hash",
             hidden_size=HIDDEN_SIZE,
+            pooling=hash_pooling(generates=self._config.runner != "pooling"),
         )
 
     def determine_available_memory(self) -> int:
@@ -117,7 +121,9 @@ class HashWorker:
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         allowed = allowed_tokens(grammar, self._vocab_size)
         tokens = [
-            self._sample(self._rows[req_id], self._drafts.get(req_id, []), allowed.get(req_id))
+            []
+            if req_id in self._pooling
+            else self._sample(self._rows[req_id], self._drafts.get(req_id, []), allowed.get(req_id))
             for req_id in self._executed
         ]
         logprobs = {
@@ -130,7 +136,10 @@ class HashWorker:
             for req_id, token_ids in zip(self._executed, tokens, strict=True)
             if token_ids and req_id in self._num_drafts_wanted
         }
-        return ModelRunnerOutput(self._executed, tokens, logprobs, self._prompt_logprobs, draft_token_ids=drafts)
+        pooled = self._pool() if self._pooling else {}
+        return ModelRunnerOutput(
+            self._executed, tokens, logprobs, self._prompt_logprobs, draft_token_ids=drafts, pooled=pooled
+        )
 
     def sleep(self, level: int) -> FreedMemory:
         assert self._memory is not None, "initialize_kv_cache comes first"
@@ -176,9 +185,12 @@ class HashWorker:
         for req_id in scheduler_output.finished_req_ids:
             self._params.pop(req_id, None)
             self._embeds.pop(req_id, None)
+            self._pooling.pop(req_id, None)
         for new in scheduler_output.scheduled_new_reqs:
             self._params[new.req_id] = new.sampling_params
             self._rows[new.req_id] = HashRow.of_new(new, self._block_size)
+            if new.pooling_params is not None:
+                self._pooling[new.req_id] = new.pooling_params
             if new.prompt_embeds:
                 self._embeds[new.req_id] = new.prompt_embeds
                 self._rows[new.req_id].take_embeds(new.prompt_embeds)
@@ -221,6 +233,15 @@ class HashWorker:
             if drafts[len(drawn) - 1 : len(drawn)] != [token_id]:
                 break
         return drawn
+
+    def _pool(self) -> dict[str, npt.NDArray[np.float32]]:
+        """Pool the requests of the step whose prompts are complete."""
+        rows = {req_id: self._rows[req_id] for req_id in self._executed if req_id in self._pooling}
+        return {
+            req_id: hash_pooled(self._cache[row.slots[: len(row.token_ids)]], self._pooling[req_id])
+            for req_id, row in rows.items()
+            if row.num_computed == len(row.token_ids)
+        }
 
     def _propose(self, row: HashRow, count: int) -> list[int]:
         """Return drafts of the next tokens; a hash of the prefix decides which of them are wrong."""

@@ -114,6 +114,7 @@ class Request:
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_tokens",
+        "pooling_params",
         "priority",
         "prompt_embeds",
         "prompt_logprobs",
@@ -135,6 +136,7 @@ class Request:
         self.request_id = message.request_id
         self.status = RequestStatus.WAITING
         self.sampling_params = params
+        self.pooling_params = message.pooling_params
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.cache_salt = message.cache_salt
         self.prompt_embeds = message.prompt_embeds
@@ -147,6 +149,8 @@ class Request:
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.num_tokens = len(self.all_token_ids)
         self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
+        if message.pooling_params is not None:  # even a prompt that fills the context has a result
+            self.max_num_tokens = self.num_prompt_tokens + 1
         self.limit_status = RequestStatus.FINISHED_LENGTH_CAPPED
         self.num_computed_tokens = 0
         """Counted when they are scheduled."""

@@ -11,10 +11,12 @@ from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler
 from ..kv_transfer.remote_kv import RemoteKV
 from ..structured_output.compile_queue import CompileQueueFull
 from ..structured_output.manager import FIELD, StructuredOutputManager
+from ..wire.core_pooling_params import ModelPooling
 from ..wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, ErrorKind, SchedulerStats
 from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .drafts import Drafts
 from .ended_requests import EndedRequests
+from .pooled_requests import PooledRequests
 from .request import Request, RequestStatus, finish_status
 from .request_queues import FCFSQueue, PriorityQueue, WaitingRequests
 from .seats import LiveTenants
@@ -25,6 +27,7 @@ from .steps_in_flight import StepsInFlight
 from .waiting_requests import SchedulingPolicy, check_config, refusal
 
 _EXPIRED = "the request's time ran out before the engine could begin it"
+_GENERATES = ModelPooling()
 _IN_QUEUE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -47,6 +50,7 @@ class Scheduler:
         grammars: StructuredOutputManager | None = None,
         speculative: SpeculativeConfig | None = None,
         lends: bool = False,
+        pooling: ModelPooling = _GENERATES,
     ) -> None:
         """Raises ``ValueError`` naming a setting that does not work.
 
@@ -57,6 +61,7 @@ class Scheduler:
             grammars: Constrains structured outputs; without it they are refused.
             speculative: Lets steps verify drafts, if given.
             lends: Whether other engines may read blocks.
+            pooling: What the model pools.
         """
         check_config(config, kv_cache.max_model_len, speculates=speculative is not None)
         self.config = config
@@ -80,8 +85,16 @@ class Scheduler:
             self.requests, self._tenants, self.kv, self._remote, grammars, self._in_flight, self._recorder
         )
         self.drafts = Drafts(speculative, self.requests, self.kv, grammars) if speculative else None
+        self._pooled = PooledRequests(pooling, kv_cache.max_model_len, clock)
         self.results = StepResults(
-            self.requests, self.waiting, self.running, self._in_flight, self.ended, self._recorder, self.drafts
+            self.requests,
+            self.waiting,
+            self.running,
+            self._in_flight,
+            self.ended,
+            self._recorder,
+            self.drafts,
+            self._pooled,
         )
         self._preempted_req_ids: list[str] = []
 
@@ -92,7 +105,9 @@ class Scheduler:
         assert message.request_id not in self.requests, f"request {message.request_id} is live already"
         request = Request(message, self.max_model_len, message.arrival_ns or self._clock())
         moves_kv = self._remote is not None
-        if error := refusal(request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv):
+        if error := self._pooled.refusal(request) or refusal(
+            request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv
+        ):
             self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error)
         elif status := finish_status(request):
             self.ended.end_early(request, status)

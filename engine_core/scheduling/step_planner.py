@@ -84,6 +84,7 @@ class StepPlan:
                 block_ids=request.block_ids.copy(),
                 num_computed_tokens=request.num_computed_tokens,
                 prompt_embeds=request.prompt_embeds,
+                pooling_params=request.pooling_params,
             )
         )
         request.num_computed_tokens += num_new_tokens

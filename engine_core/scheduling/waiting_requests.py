@@ -65,7 +65,7 @@ def refusal(request: Request, policy: SchedulingPolicy, kv: KVManager, max_model
         return "this engine does not exchange KV with others"
     if not request.num_prompt_tokens:
         return "prompt is empty"
-    if request.num_prompt_tokens >= max_model_len:
+    if request.num_prompt_tokens >= max_model_len and request.pooling_params is None:
         return (
             f"prompt has {request.num_prompt_tokens} tokens; "
             f"with at least one of output the context holds {max_model_len}"

@@ -4,10 +4,13 @@ import enum
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from ..errors import UtilityError
 from ..kv_cache.kv_events import KVCacheEvent
 from ..kv_transfer.kv_messages import KVTarget
+from .core_pooling_params import PoolingParams
 from .core_sampling_params import SamplingParams
 from .draft_counts import DraftCounts, SpecDecodingStats
 from .embedding_rows import EmbedsSpan
@@ -46,6 +49,8 @@ class ErrorKind(enum.IntEnum):
     """The request's time ran out before it began."""
     LEAVING = 5
     """The engine shuts down; another one may take the request."""
+    QUERY_LOST = 6
+    """The engine does not hold the query that a document is scored against; the caller sends the query again."""
 
 
 class RequestType(enum.Enum):
@@ -91,6 +96,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     timeout_ns: int = 0
     """How long after its arrival the request may still begin, or begin again; 0: at any time. The caller ends requests
     that run."""
+    pooling_params: PoolingParams | None = None
+    """The request is pooled instead of generating tokens; its ``sampling_params`` are ``DRAWS_NOTHING``."""
 
 
 class AcceptTokens(msgspec.Struct, array_like=True, gc=False):
@@ -237,6 +244,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """With ``finish_reason``: the request's drafts; None if it had none."""
     routed_experts: RoutedExperts | None = None
     """Those of the tokens computed since the request's last output, if the request asks for them."""
+    pooled: npt.NDArray[np.float32] | None = None
+    """The result of a pooling request: [], [n] or [tokens, n]."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

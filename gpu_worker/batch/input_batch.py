@@ -105,6 +105,18 @@ class InputBatch:
         self._add_row(new.req_id, token_ids, new.block_ids, new.num_computed_tokens)
 
     def _update_cached(self, cached: CachedRequestData) -> None:
+        if cached.resumed_token_ids:
+            self._resume(cached)
+            return
+        row_of, table = self._row_of, self.block_table
+        rows = [row_of[req_id] for req_id in cached.req_ids]
+        self._num_computed[rows] = cached.num_computed_tokens
+        for row, block_ids in zip(rows, cached.new_block_ids, strict=True):
+            if block_ids:
+                table.append(row, block_ids)
+
+    def _resume(self, cached: CachedRequestData) -> None:
+        """Apply the changes of requests some of which were preempted and have no row."""
         columns = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for req_id, block_ids, num_computed in columns:
             token_ids = cached.resumed_token_ids.get(req_id)

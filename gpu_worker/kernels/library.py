@@ -109,13 +109,20 @@ def load_fused(march: str = "native") -> CDLL:
 @load_once
 def load_few_rows(march: str = "native") -> CDLL:
     """Load products of few bfloat16 rows. Raises :class:`KernelsUnavailable`, also if the CPU has no matrix unit."""
-    return _load_products("few_rows", march, _MATRIX_UNIT)
+    return _load_products("few_rows", march, _MATRIX_UNIT, "multiply")
+
+
+@load_once
+def load_few_bf16_rows(march: str = "native") -> CDLL:
+    """Load products of few bfloat16 rows without the matrix unit. Raises :class:`KernelsUnavailable`, also without
+    AVX-512 BF16."""
+    return _load_products("few_bf16_rows", march, "AVX-512 BF16", "multiply_64", "multiply_32", "multiply_16")
 
 
 @load_once
 def load_few_float_rows(march: str = "native") -> CDLL:
     """Load products of few float32 rows. Raises :class:`KernelsUnavailable`, also without AVX-512."""
-    return _load_products("few_float_rows", march, "AVX-512")
+    return _load_products("few_float_rows", march, "AVX-512", "multiply")
 
 
 @load_once
@@ -181,11 +188,12 @@ def warn_unavailable(reason: str) -> None:
     log.warning("CPU kernels are not available; PyTorch's slower operations replace them: %s", reason)
 
 
-def _load_products(source: str, march: str, needed: str) -> CDLL:
+def _load_products(source: str, march: str, needed: str, *functions: str) -> CDLL:
     library = _load(build(source, march))
     _check_can_multiply(library, needed)
-    library.multiply.argtypes = [_P, _P, _P, _P, _I64, _I64, _I64, _I32, _I32]
-    library.multiply.restype = None
+    for function in functions:
+        getattr(library, function).argtypes = [_P, _P, _P, _P, _I64, _I64, _I64, _I32, _I32]
+        getattr(library, function).restype = None
     return library
 
 

@@ -8,46 +8,56 @@ import torch
 from torch import Tensor
 
 from ..kernels.compiler import KernelsUnavailable
-from ..kernels.library import load_few_float_rows, load_few_rows
+from ..kernels.library import load_few_bf16_rows, load_few_float_rows, load_few_rows
 from ..kernels.threads import kernel_threads
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """Describes the kernel of one dtype."""
+class Kernel:
+    """Describes a kernel and the layout that it reads."""
 
     load: Callable[[], CDLL]
-    most_rows: int
-    """With more rows arithmetic is the limit, and oneDNN is as fast or faster."""
+    function: str
     outputs: int
     inputs: int
     """The matrix's outputs and inputs must be multiples of these."""
     tolerance: float
+    most_rows: int = 32
+    """With more rows arithmetic is the limit, and oneDNN is as fast or faster."""
 
 
-_KINDS = {
-    torch.bfloat16: _Kind(load_few_rows, most_rows=32, outputs=32, inputs=32, tolerance=5e-2),
-    torch.float32: _Kind(load_few_float_rows, most_rows=32, outputs=64, inputs=16, tolerance=1e-4),
+def _of_pairs(outputs: int) -> Kernel:
+    return Kernel(load_few_bf16_rows, f"multiply_{outputs}", outputs, inputs=16, tolerance=5e-2)
+
+
+KERNELS = {
+    torch.bfloat16: (
+        Kernel(load_few_rows, "multiply", outputs=32, inputs=32, tolerance=5e-2),
+        _of_pairs(64),
+        _of_pairs(32),
+        _of_pairs(16),
+    ),
+    torch.float32: (Kernel(load_few_float_rows, "multiply", outputs=64, inputs=16, tolerance=1e-4),),
 }
+"""The kernels of each dtype, best first: the matrix unit, then AVX-512."""
 
 
 class FewRows:
     """Views a matrix [out, in] that oneDNN packed; ``packed`` must outlive it.
 
     Raises :class:`KernelsUnavailable` without a compiler, if the CPU lacks what the kernel needs (bfloat16: the matrix
-    unit; float32: AVX-512), and for shapes that it does not support.
+    unit or AVX-512 BF16; float32: AVX-512), and for shapes that the kernel does not support.
     """
 
-    def __init__(self, packed: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
+    def __init__(self, packed: Tensor, shape: tuple[int, int], bias: Tensor | None, kernel: Kernel) -> None:
         self._outputs, self._inputs = shape
-        kind = _KINDS.get(packed.dtype)
-        if kind is None or self._outputs % kind.outputs or self._inputs % kind.inputs:
+        if self._outputs % kernel.outputs or self._inputs % kernel.inputs:
             raise KernelsUnavailable(f"a matrix of {self._outputs} by {self._inputs} {packed.dtype}")
         if torch.ops.mkldnn._nbytes(packed) != self._outputs * self._inputs * packed.itemsize:
             raise KernelsUnavailable("oneDNN packed the matrix in an unknown layout")
-        self.most_rows = kind.most_rows
-        self._tolerance = kind.tolerance
-        self._multiply = kind.load().multiply
+        self.most_rows = kernel.most_rows
+        self._tolerance = kernel.tolerance
+        self._multiply = getattr(kernel.load(), kernel.function)
         self._matrix = torch.ops.mkldnn.data_ptr(packed)
         self._bias = bias
 
@@ -77,3 +87,17 @@ class FewRows:
         expected = linear(x, packed, self._bias, "none", [], "").float()
         scale = float(expected.abs().max())
         return torch.allclose(self(x, torch.float32), expected, rtol=self._tolerance, atol=self._tolerance * scale)
+
+
+def make_few_rows(
+    packed: Tensor, shape: tuple[int, int], bias: Tensor | None, linear: "torch._ops.OpOverload"
+) -> FewRows | None:
+    """Return the first kernel that computes what oneDNN's ``linear`` does with its packed matrix; None: no kernel."""
+    for kernel in KERNELS.get(packed.dtype, ()):
+        try:
+            few_rows = FewRows(packed, shape, bias, kernel)
+        except KernelsUnavailable:
+            continue
+        if few_rows.agrees(linear, packed):
+            return few_rows
+    return None

@@ -5,16 +5,19 @@ weights at the memory's speed. The operations are private to PyTorch, so :func:`
 """
 
 import functools
+import platform
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.compiler import KernelsUnavailable
-from .few_rows import FewRows
+from ..kernels.levels import processor_features
+from .few_rows import make_few_rows
 
 _ROWS = 32
 """oneDNN chooses the layout for this number of rows. It chooses the same one from one to hundreds of rows."""
+_BFLOAT16 = {"avx512_bf16", "amx_bf16", "avx_ne_convert"}
+"""The features of x86-64 that oneDNN's bfloat16 products use."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
@@ -26,7 +29,7 @@ class PackedLinear:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
         self._bias = bias
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
-        self._few_rows = self._make_few_rows(weight)
+        self._few_rows = make_few_rows(self._weight, (weight.shape[0], weight.shape[1]), bias, self._multiply)
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         if self._few_rows is not None and 0 < len(x) <= self._few_rows.most_rows:
@@ -34,18 +37,11 @@ class PackedLinear:
         result: Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
         return result if dtype is None else result.to(dtype)
 
-    def _make_few_rows(self, weight: Tensor) -> FewRows | None:
-        try:
-            few_rows = FewRows(self._weight, (weight.shape[0], weight.shape[1]), self._bias)
-        except KernelsUnavailable:
-            return None
-        return few_rows if few_rows.agrees(self._multiply, self._weight) else None
-
 
 @functools.cache
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether packing works on this machine and multiplies correctly."""
-    if device.type != "cpu" or dtype not in _TOLERANCE:
+    if device.type != "cpu" or dtype not in _TOLERANCE or (dtype == torch.bfloat16 and _lacks_bfloat16()):
         return False
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(*size, generator=generator).to(dtype) for size in ((48, 32), (48,), (3, 32)))
@@ -56,3 +52,8 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     tolerance = _TOLERANCE[dtype]
     expected = F.linear(x, weight, bias)
     return all(torch.allclose(y, expected[: len(y)], rtol=tolerance, atol=10 * tolerance) for y in found)
+
+
+def _lacks_bfloat16() -> bool:
+    """Return whether oneDNN would have to emulate bfloat16 products, which takes longer than float32 arithmetic."""
+    return platform.machine() == "x86_64" and not processor_features() & _BFLOAT16

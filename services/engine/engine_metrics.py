@@ -70,6 +70,8 @@ class EngineMetrics:
         text = "Requests that have ended, by reason."
         success = process_metrics.counter(registry, "request_success", text, (*_LABELS, "finished_reason"))
         self._success = {reason: success.labels(*self._labels, reason.name.lower()) for reason in FinishReason}
+        text = "Requests that returned what was pooled from their prompts, by task."
+        self._pooled = process_metrics.counter(registry, "pooling_requests", text, (*_LABELS, "task"))
         self._make_histograms()
         self._logits = _LogitsMetrics(registry, labels_of) if logits else None
         if speculative is not None:
@@ -150,6 +152,8 @@ class EngineMetrics:
         """Observe the end of an attempt, whether the core or the front ended it."""
         assert attempt.finish_reason is not None
         self._success[attempt.finish_reason].inc()
+        if attempt.pooling_task is not None and attempt.finish_reason is FinishReason.STOP:
+            self._pooled.labels(*self._labels, attempt.pooling_task.name.lower()).inc()
         times = attempt.times
         self._e2e.observe(now - times.arrival)
         if not times.first_token:

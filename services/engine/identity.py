@@ -35,6 +35,9 @@ class Identity:
             experts_per_token=ready.experts_per_token,
             hidden_size=ready.hidden_size if settings.enable_prompt_embeds else 0,
             reasoning=reasoning_mode(settings.engine.reasoning, finds_reasoning=ready.finds_reasoning),
+            pooling_tasks=[types_pb2.PoolingTask.ValueType(task) for task in ready.pooling.tasks],
+            generates=ready.pooling.generates,
+            matryoshka=ready.pooling.matryoshka,
         )
         self._engine_id = settings.instance_id
         self._epoch = epoch

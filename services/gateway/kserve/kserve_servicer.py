@@ -1,6 +1,7 @@
 """Serves the Open Inference Protocol; generates as the HTTP API does."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -97,9 +98,9 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
                 await context.write(pb.ModelStreamInferResponse(infer_response=response))
 
     def _read(self, request: pb.ModelInferRequest, context: Context) -> tuple[ServedMesh, Inference]:
-        mesh = self._meshes.pick(request.model_name)
-        api = CompletionsApi(self._reader, mesh.model)
-        return mesh, read_inference(request, api, call_tenant(), context.time_remaining())
+        mesh, adapter = self._meshes.find(request.model_name)
+        inference = read_inference(request, CompletionsApi(self._reader), call_tenant(), context.time_remaining())
+        return mesh, replace(inference, job=replace(inference.job, adapter=adapter))
 
     async def _whole(
         self, request: pb.ModelInferRequest, inference: Inference, generation: Generation

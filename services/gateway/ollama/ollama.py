@@ -40,7 +40,7 @@ class OllamaApi:
         return job, replace(options, ignored=(*reader.ignored(body, OllamaRequest), *unread))
 
     def answer(self, generation: Generation, options: Options) -> OllamaAnswer:
-        return OllamaAnswer(generation, options, self.chats.model, is_chat=self.is_chat)
+        return OllamaAnswer(generation, options, is_chat=self.is_chat)
 
 
 def ollama_routes(chats: ChatApi, endpoint: Callable[[Api], Endpoint], health: MeshHealth) -> Routes:

@@ -1,21 +1,19 @@
-"""The paths of quantized.cpp for AVX2, AVX-512 and VNNI give the same bits; a header replaces instructions."""
+"""The paths of quantized.cpp for AVX2, AVX-512 and both kinds of VNNI give the same bits; a header replaces them."""
 
-import subprocess
 from collections.abc import Iterator
 from ctypes import CDLL
-from pathlib import Path
 
 import pytest
 import torch
 
-from tokenloom.gpu_worker.kernels import compiler, library
+from tests.gpu_worker.kernels.emulation import build_emulated
+from tokenloom.gpu_worker.kernels import library
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.layers import quantized_linear, quantized_weight
 from tokenloom.gpu_worker.layers.quantized_linear import QuantizedLinear
 from tokenloom.gpu_worker.layers.quantized_weight import QuantizedWeight, round_to_4_bits
 
-CSRC = Path(compiler.__file__).parent / "csrc"
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fopenmp", "-w", "-march=haswell")
+MACROS = {"AVX-512": (), "AVX-512 VNNI": ("WITH_VNNI",), "AVX-VNNI": ("WITH_AVX_VNNI",)}
 
 
 def avx2() -> CDLL | None:
@@ -28,13 +26,10 @@ def avx2() -> CDLL | None:
 pytestmark = pytest.mark.skipif(avx2() is None, reason="no AVX2, or no compiler")
 
 
-@pytest.fixture(params=["AVX-512", "AVX-512 VNNI"], scope="module")
+@pytest.fixture(params=MACROS, scope="module")
 def wider(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CDLL]:
     """The library of a path that the header stands in for."""
-    path = tmp_path_factory.mktemp("kernels") / "quantized.so"
-    vnni = ["-DWITH_VNNI"] if "VNNI" in request.param else []
-    header = Path(__file__).with_name("wider_vectors.h")
-    subprocess.run(["g++", *FLAGS, *vnni, "-include", header, CSRC / "quantized.cpp", "-o", path], check=True)
+    path = build_emulated("quantized", tmp_path_factory.mktemp("kernels"), *MACROS[request.param])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "build", lambda *_: path)
         yield library.load_quantized.__wrapped__()

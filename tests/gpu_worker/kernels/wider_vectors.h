@@ -1,5 +1,6 @@
-// Defines the instructions of AVX-512, and of VNNI if WITH_VNNI is set, that quantized.cpp uses, in plain C++, so that
-// those of its paths that this machine's processor lacks can be tested on it. An overflow ends the process.
+// Defines the instructions of AVX-512 that the products use in plain C++, so that those of their paths that this machine's
+// processor lacks can be tested on it. WITH_VNNI and WITH_BF16 add those extensions. WITH_AVX_VNNI alone defines what
+// AVX-VNNI adds to AVX2. An overflow ends the process.
 #pragma once
 #include <immintrin.h>
 
@@ -7,10 +8,17 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef WITH_AVX_VNNI
+#define __AVXVNNI__ 1
+#else
 #define __AVX512F__ 1
 #define __AVX512BW__ 1
+#endif
 #ifdef WITH_VNNI
 #define __AVX512VNNI__ 1
+#endif
+#ifdef WITH_BF16
+#define __AVX512BF16__ 1
 #endif
 #undef _mm512_srli_epi16
 
@@ -108,6 +116,50 @@ inline __m512i wide_add_pairs(__m512i a, __m512i b) {
   return view<__m512i>(sums);
 }
 
+// As _mm256_dpbusd_avx_epi32 computes it.
+inline __m256i narrow_add_fours(__m256i sum, __m256i a, __m256i b) {
+  uint8_t x[32];
+  int8_t y[32];
+  int32_t sums[8];
+  memcpy(x, &a, sizeof x);
+  memcpy(y, &b, sizeof y);
+  memcpy(sums, &sum, sizeof sums);
+  for (int i = 0; i < 32; ++i) sums[i / 4] += x[i] * y[i];
+  memcpy(&sum, sums, sizeof sums);
+  return sum;
+}
+
+inline float from_bf16(uint16_t bits) {
+  const uint32_t wide = (uint32_t)bits << 16;
+  float x;
+  memcpy(&x, &wide, sizeof x);
+  return x;
+}
+
+// The upper number of a pair is added first, and each addition is rounded.
+inline __m512 wide_add_bf16_pairs(__m512 sum, __m512bh a, __m512bh b) {
+  const Words x = view<Words>(a), y = view<Words>(b);
+  Floats sums = view<Floats>(sum);
+  for (int i = 0; i < 16; ++i)
+    for (int half = 1; half >= 0; --half)
+      sums.at[i] = std::fma(from_bf16(x.at[2 * i + half]), from_bf16(y.at[2 * i + half]), sums.at[i]);
+  return view<__m512>(sums);
+}
+
+inline __m256bh wide_to_bf16(__m512 x) {
+  const Floats floats = view<Floats>(x);
+  uint16_t halves[16];
+  for (int i = 0; i < 16; ++i) {
+    uint32_t bits;
+    memcpy(&bits, &floats.at[i], sizeof bits);
+    const bool is_nan = floats.at[i] != floats.at[i];
+    halves[i] = (is_nan ? bits | 0x400000 : bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  }
+  __m256bh result;
+  memcpy(&result, halves, sizeof result);
+  return result;
+}
+
 inline __m512i wide_add_fours(__m512i sum, __m512i a, __m512i b) {
   const Unsigned x = view<Unsigned>(a);
   const Signed y = view<Signed>(b);
@@ -127,6 +179,11 @@ inline __m128i wide_to_bytes(__m512i x) {
 
 }  // namespace
 
+#ifdef WITH_AVX_VNNI
+#define _mm256_dpbusd_avx_epi32 narrow_add_fours
+#endif
+#define _mm512_dpbf16_ps wide_add_bf16_pairs
+#define _mm512_cvtneps_pbh wide_to_bf16
 #define _mm512_loadu_si512 wide_load
 #define _mm512_and_si512(a, b) ((a) & (b))
 #define _mm512_set1_epi8 every<Signed>

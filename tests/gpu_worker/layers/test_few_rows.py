@@ -1,12 +1,15 @@
 """Products of few rows are those of oneDNN, whose packed matrix they read."""
 
+from ctypes import c_float
+
 import pytest
 import torch
 
 from tokenloom.gpu_worker.kernels import library
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
-from tokenloom.gpu_worker.layers import packed_linear
-from tokenloom.gpu_worker.layers.few_rows import FewRows
+from tokenloom.gpu_worker.kernels.levels import processor_features
+from tokenloom.gpu_worker.layers import few_rows
+from tokenloom.gpu_worker.layers.few_rows import KERNELS, FewRows, Kernel
 from tokenloom.gpu_worker.layers.packed_linear import PackedLinear, can_pack
 
 
@@ -84,29 +87,64 @@ def test_rows_that_lie_apart():
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
+    ("shape", "dtype", "kernel"),
     [
-        ((64, 48), torch.bfloat16),
-        ((48, 64), torch.bfloat16),
-        ((96, 64), torch.float32),
-        ((64, 40), torch.float32),
-        ((64, 64), torch.float16),
+        ((64, 48), torch.bfloat16, 0),
+        ((48, 64), torch.bfloat16, 0),
+        ((96, 64), torch.bfloat16, 1),
+        ((64, 40), torch.bfloat16, 3),
+        ((96, 64), torch.float32, 0),
+        ((64, 40), torch.float32, 0),
     ],
 )
-def test_shapes_and_dtypes_that_it_does_not_know(shape, dtype):
+def test_shapes_that_a_kernel_does_not_know(shape, dtype, kernel):
     with pytest.raises(KernelsUnavailable, match="a matrix of"):
-        FewRows(torch.zeros(shape, dtype=dtype), shape, None)
+        FewRows(torch.zeros(shape, dtype=dtype), shape, None, KERNELS[dtype][kernel])
 
 
-@needs_unit
-def test_a_matrix_in_another_layout_is_left_to_onednn(monkeypatch):
-    monkeypatch.setattr(packed_linear.FewRows, "agrees", lambda *_: False)
-    packed, x = PackedLinear(random(64, 32)), random(3, 32)
-    assert packed._few_rows is None
-    assert packed(x).shape == (3, 64)
+class Fake:
+    """A kernel that computes ``factor`` times the product."""
+
+    def __init__(self, weight: torch.Tensor, factor: float) -> None:
+        self._weight, self._factor = weight, factor
+
+    def multiply(self, rows, matrix, bias, out, num_rows, inputs, outputs, to_float, threads) -> None:
+        x = torch.frombuffer((c_float * (num_rows * inputs)).from_address(rows), dtype=torch.float32)
+        y = torch.frombuffer((c_float * (num_rows * outputs)).from_address(out), dtype=torch.float32)
+        y.copy_((x.view(num_rows, inputs) @ self._weight.t()).flatten() * self._factor)
 
 
-@pytest.mark.parametrize("load", [library.load_few_rows, library.load_few_float_rows])
+@pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="oneDNN cannot pack here")
+@pytest.mark.parametrize(("factors", "found"), [((1, 2), 0), ((2, 1), 1), ((2, 3), None), ((), None)])
+def test_the_first_kernel_that_agrees_with_onednn_computes(factors, found, monkeypatch):
+    """Layouts are tried, because oneDNN does not document which one it chose."""
+    weight, x = random(64, 32).float(), random(3, 32).float()
+    fakes = [Fake(weight, factor) for factor in factors]
+    kernels = tuple(Kernel(lambda fake=fake: fake, "multiply", 32, 16, 1e-4) for fake in fakes)
+    monkeypatch.setitem(few_rows.KERNELS, torch.float32, kernels)
+    packed = PackedLinear(weight)
+    if found is None:
+        assert packed._few_rows is None
+    else:
+        assert packed._few_rows._multiply == fakes[found].multiply
+    torch.testing.assert_close(packed(x), x @ weight.t(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif("avx512_bf16" not in processor_features(), reason="no AVX-512 BF16")
+@pytest.mark.parametrize("rows", [1, 2, 6, 7, 17, 32])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (32, 96), (416, 2048)])
+def test_without_the_matrix_unit(rows, outputs, inputs, monkeypatch):
+    """Also on processors that have it: the matrices lie alike."""
+    monkeypatch.setitem(few_rows.KERNELS, torch.bfloat16, KERNELS[torch.bfloat16][1:])
+    weight, offset, x = random(outputs, inputs), random(outputs), random(rows, inputs)
+    packed = PackedLinear(weight, offset)
+    assert packed._few_rows is not None
+    exact = torch.nn.functional.linear(x.double(), weight.double(), offset.double())
+    torch.testing.assert_close(packed(x).double(), exact, rtol=2**-7, atol=2e-2)
+    assert torch.equal(packed(x)[-1:], packed(x[-1:])), "a row depends on no other"
+
+
+@pytest.mark.parametrize("load", [library.load_few_rows, library.load_few_bf16_rows, library.load_few_float_rows])
 def test_a_cpu_that_lacks_what_they_need(load, monkeypatch):
     """As built for one that does."""
     build = library.build

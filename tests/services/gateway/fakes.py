@@ -107,6 +107,8 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.limits = LIMITS
         self.is_away = False
         self.report = coordinator_pb2.EngineReport(running=3, waiting=2, kv_usage=0.25)
+        self.addresses: dict[str, str] = {}
+        self.adapters: dict[str, types_pb2.Adapter] = {}
         self._changed = asyncio.Condition()
         self._num_changes = 0
 
@@ -125,6 +127,14 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             self.is_away = is_away
             self._notify()
 
+    async def SetAdapter(self, request: coordinator_pb2.SetAdapterRequest, context: Any) -> Any:
+        async with self._changed:
+            self.adapters.pop(request.adapter.name, None)
+            if not request.unloaded:
+                self.adapters[request.adapter.name] = request.adapter
+            self._notify()
+        return coordinator_pb2.SetAdapterResponse()
+
     async def _changed_since(self, seen: int) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_changes != seen)
@@ -139,12 +149,16 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 await wire_errors.abort(context, errors.Unavailable("the fake coordinator is away"))
             seen = self._num_changes  # what changes while the snapshot is sent needs another one
             entries = [self._entry(name) for name in self.engines]
-            yield coordinator_pb2.Snapshot(complete=True, engines=entries)
+            yield coordinator_pb2.Snapshot(complete=True, engines=entries, adapters=self.adapters.values())
             await self._changed_since(seen)
 
     def _entry(self, name: str) -> coordinator_pb2.EngineEntry:
         identity = coordinator_pb2.EngineIdentity(
-            engine_id=name, fingerprint=FINGERPRINT, limits=self.limits, num_kv_blocks=64
+            engine_id=name,
+            address=self.addresses.get(name, ""),
+            fingerprint=FINGERPRINT,
+            limits=self.limits,
+            num_kv_blocks=64,
         )
         entry = coordinator_pb2.EngineEntry(identity=identity, report=self.report)
         entry.report.state = self.state

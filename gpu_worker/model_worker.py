@@ -87,7 +87,7 @@ class ModelWorker:
         bind_to(config.cpus)
         if config.processor_level != "auto":
             limit_level(config.processor_level)
-        self._platform.start(config.num_threads)
+        self._platform.start(config.num_threads, self._config.cache.engines_on_host)
         ops = make_ops(config.attention_backend, self._device)
         longest = self._config.max_model_len
         loader = ModelLoader(config.dtype, self._device, ops, config.quantization, config.model_impl, longest)
@@ -211,6 +211,7 @@ class ModelWorker:
         return self._pool
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        self._platform.before_step()
         self._require_runner().execute(scheduler_output)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:

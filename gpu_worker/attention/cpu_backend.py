@@ -10,6 +10,7 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from ..checkpoint.model_config import ModelConfig
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import AttentionArgs, load_attention
+from ..kernels.threads import kernel_threads
 from .attention_backend import IntArray, KVCache
 from .cache import allocate_kv_caches, padded, pointers
 from .plan_arrays import PlanArrays
@@ -89,7 +90,7 @@ class CPUPlan:
             block_size=backend._block_size,
             table_stride=tables.shape[1],
             is_bf16=self._is_bf16,
-            num_threads=torch.get_num_threads(),
+            num_threads=kernel_threads(),
         )
 
     def slots_of(self, kv_cache: KVCache) -> Tensor:

@@ -68,6 +68,8 @@ class GatherArgs(Structure):
         *_fields(_P, "query_starts seq_lens block_tables sampled"),
         *_fields(_I64, "num_requests tokens_stride tables_stride block_size num_tokens num_sampled width"),
     ]
+
+
 class LoraPart(Structure):
     """Mirrors the struct in ``lora.cpp``."""
 
@@ -232,12 +234,24 @@ def loaded_libraries() -> Sequence[CDLL]:
     return _loaded
 
 
+@load_once
 def load_lora(march: str = "native") -> CDLL:
     """Load the products with the matrices of LoRA adapters. Raises :class:`KernelsUnavailable`."""
     library = _load(build("lora", march))
     library.rank_step.restype = _I64
     library.add_lora.argtypes = [_P] * 4
     library.add_lora.restype = None
+    return library
+
+
+@load_once
+def load_pool(march: str = "native") -> CDLL:
+    """Load what sets how the kernels of this process share their work among threads. Raises
+    :class:`KernelsUnavailable`."""
+    library = _load(build("pool", march))
+    library.set_waiting.argtypes = [_I32, _I64]
+    library.set_most_threads.argtypes = [_I32]
+    library.set_waiting.restype = library.set_most_threads.restype = None
     return library
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_few_bf16_rows, load_few_float_rows, load_few_rows
+from ..kernels.threads import kernel_threads
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class FewRows:
             self._inputs,
             self._outputs,
             dtype == torch.float32,
-            torch.get_num_threads(),
+            kernel_threads(),
         )
         return out
 

@@ -9,6 +9,7 @@ from ..attention.attention_backend import AttentionPlan, KVCache
 from ..attention.cache import pointers
 from ..attention.int8_cache import SCALE_BYTES
 from ..kernels.library import HeadsArgs, load_fused
+from ..kernels.threads import kernel_threads
 from .ops import HeadNorm, Rotation
 from .torch_ops import TorchOps
 
@@ -39,7 +40,7 @@ class CPUOps:
             *residual.shape,
             eps,
             shift,
-            torch.get_num_threads(),
+            kernel_threads(),
         )
         return out
 
@@ -49,7 +50,7 @@ class CPUOps:
         assert gate_up.is_contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, size)
-        threads = torch.get_num_threads()
+        threads = kernel_threads()
         kernel = self._gates[activation]
         kernel(_is_bf16(gate_up), gate_up.data_ptr(), out.data_ptr(), rows, size, threads)
         return out
@@ -94,7 +95,7 @@ class CPUOps:
             shift=shift,
             is_bf16=_is_bf16(heads),
             is_int8=is_int8,
-            num_threads=torch.get_num_threads(),
+            num_threads=kernel_threads(),
         )
         self._kernels.rotate_and_write(byref(args))
         return heads[:, :num_heads]

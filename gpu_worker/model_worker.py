@@ -14,6 +14,7 @@ from tokenloom.engine_core.kv_cache.kv_groups import KVGroup, model_groups
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.engine_core.process.process_memory import resident_bytes
+from tokenloom.engine_core.wire.core_pooling_params import ModelPooling
 from tokenloom.engine_core.wire.handshake import WarmUp
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.worker import FreedMemory, ModelInfo
@@ -28,6 +29,7 @@ from .layers.rounding import input_rounding
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
+from .models.decoder import DecoderModel
 from .models.expert_routes import routes_of
 from .models.model import Model
 from .models.self_check import CheckedModel, check_model
@@ -35,6 +37,7 @@ from .ops.ops_choice import make_ops
 from .platform.affinity import bind_to
 from .platform.platform import Platform
 from .platform.profiler import Profiler
+from .pooling.pooler import Pooler, make_pooler
 from .sampler.device_sampler import DeviceSampler
 from .speculation.drafting import Drafting
 from .warm_up import (
@@ -70,6 +73,7 @@ class ModelWorker:
         self._runner: ModelRunner | None = None
         self._pool: KVPool | None = None
         self._drafting: Drafting | None = None
+        self._pooler: Pooler | None = None
         self._profiler = Profiler(config.worker.profiler_dir)
         self._max_model_len = 0
         self._layers: PoolLayers | None = None
@@ -85,6 +89,7 @@ class ModelWorker:
         loader = ModelLoader(config.dtype, self._device, ops, config.quantization, config.model_impl, longest)
         self._slot = ModelSlot(Path(config.model), loader)
         model_config = self._kv_config
+        self._pooler = self._make_pooler()
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
         if self._config.speculative is not None:
@@ -111,6 +116,7 @@ class ModelWorker:
             kv_layout=self._drafting.kv_layout(layout, block_size) if self._drafting else layout,
             numerics="/".join(part for part in numerics if part),
             kv_groups=self._layers.groups,
+            pooling=self._pooler.info if self._pooler is not None else ModelPooling(),
         )
 
     def _choose_groups(self, config: ModelConfig) -> list[KVGroup]:
@@ -282,7 +288,15 @@ class ModelWorker:
         return self._layers
 
     def _take_model(self) -> None:
-        self._require_runner().set_model(self._model)
+        assert self._slot is not None
+        if self._slot.is_loaded:
+            self._pooler = self._make_pooler()
+        self._require_runner().set_model(self._model, self._pooler)
+
+    def _make_pooler(self) -> Pooler | None:
+        config, model = self._config.worker, self._model
+        head = model.head if isinstance(model, DecoderModel) else None
+        return make_pooler(Path(config.model), config, model.config.hidden_size, head, is_encoder=False)
 
     def _require_runner(self) -> ModelRunner:
         assert self._runner is not None, "call initialize_kv_cache first"
@@ -309,6 +323,7 @@ class ModelWorker:
             logits_metrics_interval=config.worker.logits_metrics_interval,
             proposer=proposer,
             rejection=rejection,
+            pooler=self._pooler,
         )
 
     def _make_backend(self, model_config: ModelConfig) -> AttentionBackend:

@@ -15,7 +15,7 @@ _NUM_COLUMNS = 8
 def hash_pooling(*, generates: bool) -> ModelPooling:
     """Return what the hash worker pools: everything."""
     by_token = frozenset(task for task in PoolingTask if task.is_by_token)
-    return ModelPooling(tuple(PoolingTask), by_token, generates=generates, matryoshka=True)
+    return ModelPooling(tuple(PoolingTask), by_token, generates=generates, matryoshka=True, vector_size=_NUM_COLUMNS)
 
 
 def hash_pooled(prefix: npt.NDArray[np.int32], params: PoolingParams) -> Floats:

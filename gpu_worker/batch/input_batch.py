@@ -7,10 +7,12 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom.engine_core.wire.core_pooling_params import PoolingParams
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
+from ..pooling.pooled_rows import PooledRows
 from ..sampler import LogprobRows, make_logits_processors
 from .block_table import BlockTable
 from .prompt_logprobs import PromptLogprobs
@@ -54,6 +56,7 @@ class _Request:
     params: SamplingParams
     num_prompt_tokens: int
     prompt_embeds: list[EmbedsSpan]
+    pooling: PoolingParams | None
 
 
 class InputBatch:
@@ -77,6 +80,7 @@ class InputBatch:
         self.logprobs = LogprobRows()
         self.prompt_logprobs = PromptLogprobs()
         self.prompt_embeds = PromptEmbeds()
+        self.pooled = PooledRows()
         self.routed: set[int] = set()
         """Rows of requests that ask which experts computed their tokens."""
         self._requests: dict[str, _Request] = {}
@@ -100,7 +104,9 @@ class InputBatch:
         self._update_cached(step.scheduled_cached_reqs)
 
     def _add(self, new: NewRequestData) -> None:
-        self._requests[new.req_id] = _Request(new.sampling_params, len(new.prompt_token_ids), new.prompt_embeds)
+        self._requests[new.req_id] = _Request(
+            new.sampling_params, len(new.prompt_token_ids), new.prompt_embeds, new.pooling_params
+        )
         token_ids = new.prompt_token_ids + new.output_token_ids
         self._add_row(new.req_id, token_ids, new.block_ids, new.num_computed_tokens)
 
@@ -146,6 +152,9 @@ class InputBatch:
             self.routed.add(row)
         if request.prompt_embeds:
             self.prompt_embeds.add(row, request.prompt_embeds)
+        if request.pooling is not None:
+            self.pooled.add(row, request.pooling, len(token_ids))
+            self._num_tokens[row] += 1  # so no step computes all of its tokens, and it draws none
 
     def _remove_row(self, req_id: str) -> None:
         row = self._row_of.pop(req_id, None)
@@ -155,6 +164,7 @@ class InputBatch:
             self.logprobs.remove(row)
             self.prompt_logprobs.remove(row)
             self.prompt_embeds.remove(row)
+            self.pooled.remove(row)
             self.routed.discard(row)
             self._free_rows.append(row)
 

@@ -106,7 +106,7 @@ class EncoderWorker:
         lengths = [len(prompt.token_ids) for prompt in prompts]
         firsts = [prompt.params.first_part_tokens or length for prompt, length in zip(prompts, lengths, strict=True)]
         hidden, results = self._forward([prompt.token_ids for prompt in prompts], firsts), {}
-        for req_id, prompt, part in zip(req_ids, prompts, hidden.split(lengths), strict=True):
+        for req_id, prompt, part in zip(req_ids, prompts, torch.split(hidden, lengths), strict=True):
             states = self._pooler.start(prompt.params)
             states.add(part)
             results[req_id] = self._pooler.finish(states, prompt.params)
@@ -120,8 +120,9 @@ class EncoderWorker:
         positions = np.concatenate([np.arange(len(prompt)) for prompt in prompts])
         types = positions >= np.repeat(firsts, np.diff(begins))
         arrays = (np.concatenate([np.asarray(prompt, dtype=np.int64) for prompt in prompts]), positions, types)
-        tensors = [torch.from_numpy(array.astype(np.int64)).to(self._platform.device) for array in arrays]
-        return self._model.forward(*tensors, begins.tolist())
+        device = self._platform.device
+        token_ids, at, kinds = (torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays)
+        return self._model.forward(token_ids, at, kinds, begins.tolist())
 
     def sleep(self, level: int) -> FreedMemory:
         before = self._platform.bytes_in_use()

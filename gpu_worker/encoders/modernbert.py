@@ -13,6 +13,7 @@ from ..layers.norm import LayerNorm
 from ..layers.rotary import RotaryEmbedding, rotate
 from ..pooling.class_head import ClassHead, class_activation
 from ..pooling.projection import Projection
+from ..pooling.sentence_files import PoolingType
 from .encoder_config import EncoderConfig
 from .segments import attend
 
@@ -91,5 +92,5 @@ def _load_head(checkpoint: Checkpoint, config: EncoderConfig) -> ClassHead:
     inner = checkpoint.take("head.dense.weight", hidden, hidden), inner_bias
     outer = checkpoint.take("classifier.weight", count, hidden), checkpoint.take("classifier.bias", count)
     projections = (Projection(*inner, lambda x: wide(activation(x))), Projection(*outer))
-    pooling = "MEAN" if config.head_pools_mean else "CLS"
+    pooling: PoolingType = "MEAN" if config.head_pools_mean else "CLS"
     return ClassHead(projections, class_activation(checkpoint.path), count, pooling, by_token=False)

@@ -24,6 +24,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, begins: Sequence[int], win
         if window is not None and end - begin > window + 1:
             positions = torch.arange(end - begin, device=query.device)
             mask = (positions[:, None] - positions).abs() <= window
-        attended = F.scaled_dot_product_attention(*heads, attn_mask=mask)
+        attended = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], attn_mask=mask)
         parts.append(attended[0].transpose(0, 1).flatten(1))
     return torch.cat(parts)

@@ -19,6 +19,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 KVCacheDtype = Literal["auto", "int8"]
 ModelImpl = Literal["auto", "native", "transformers"]
 AttentionBackendName = Literal["auto", "cpu", "torch", "reference"]
+ProcessorLevel = Literal["auto", "x86-64-amx", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3-vnni", "x86-64-v3", "aarch64"]
 Count = Annotated[int, Meta(ge=1)]
 Size = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -64,6 +65,11 @@ class WorkerConfig(Struct, frozen=True):
     ] = None
     attention_backend: Annotated[
         AttentionBackendName, "How attention is computed; auto: with C++ kernels if they can be built, otherwise torch."
+    ] = "auto"
+    processor_level: Annotated[
+        ProcessorLevel,
+        "Instructions that the CPU's products and kernels may use, to compare them on one processor; auto: all that it "
+        "has.",
     ] = "auto"
     num_threads: Annotated[Size, "Compute threads; 0: the library decides."] = 0
     cpus: Annotated[tuple[Size, ...], "Cores that the worker is bound to, by number; by default any."] = ()

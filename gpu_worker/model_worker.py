@@ -25,6 +25,7 @@ from .attention.cache import make_kv_pool
 from .attention.pool_layers import PoolLayers
 from .batch.input_batch import InputBatch
 from .checkpoint.model_config import ModelConfig
+from .kernels.levels import limit_level
 from .layers.rounding import input_rounding
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
@@ -83,6 +84,8 @@ class ModelWorker:
         """Load the weights. Raises ``ValueError`` naming what in the checkpoint is wrong or not supported."""
         config = self._config.worker
         bind_to(config.cpus)
+        if config.processor_level != "auto":
+            limit_level(config.processor_level)
         self._platform.start(config.num_threads)
         ops = make_ops(config.attention_backend, self._device)
         longest = self._config.max_model_len

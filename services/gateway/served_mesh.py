@@ -22,6 +22,7 @@ from .mesh.output_pool import OutputPool
 from .mesh.tokenizer_client import TokenizerClient
 from .mesh_spec import MeshSpec
 from .metrics import GatewayMetrics, MeshGauges
+from .pooling.pooler import Pooler
 from .tenants.key_usage import KeyUsage
 from .tenants.tenant_shares import TenantShares
 
@@ -33,6 +34,7 @@ class ServedMesh:
     models: ModelNames
     plans: MessagePlans
     generator: Generator
+    pooler: Pooler
     tokenizers: TokenizerClient
     outputs: OutputPool
     view: MeshView
@@ -92,12 +94,13 @@ async def connect(
     metrics.registry.register(MeshGauges(view, backlog, model))
     plans = MessagePlans.choose(settings.tool_call_parser, settings.reasoning_parser, info)
     counts = GatewayMetrics(metrics.registry, model, metrics.key_usage, metrics.adapter_usage)
+    admission = Admission(shares, backlog, settings.most_urgent_priority)
     generator = Generator(
         tokenizers,
         view,
         outputs,
         counts,
-        Admission(shares, backlog, settings.most_urgent_priority),
+        admission,
         ResumableRequests(settings.keep_disconnected_requests, metrics.unattended, host.failed),
         default_timeout=settings.request_timeout,
         most_urgent_priority=settings.most_urgent_priority,
@@ -108,7 +111,20 @@ async def connect(
         random=host.random,
         clock=host.clock.nanoseconds,
     )
-    return ServedMesh(ModelNames(names, view), plans, generator, tokenizers, outputs, view, health, counts)
+    pooler = Pooler(
+        tokenizers,
+        health,
+        outputs,
+        counts,
+        admission,
+        default_timeout=settings.request_timeout,
+        most_urgent_priority=settings.most_urgent_priority,
+        tracer=host.tracer,
+        model=model,
+        random=host.random,
+        clock=host.clock.nanoseconds,
+    )
+    return ServedMesh(ModelNames(names, view), plans, generator, pooler, tokenizers, outputs, view, health, counts)
 
 
 async def _marks(reasoning: ReasoningFormat, tokenizers: TokenizerClient) -> ReasoningMarks | None:

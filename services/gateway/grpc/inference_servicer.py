@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any
@@ -26,6 +27,7 @@ from ..tenants.call_tenant import call_tenant
 from ..tenants.tenant_share import TenantShare
 from ..tenants.tenant_shares import TenantShares
 from .inference_request import InputSession, read_request
+from .pooling_calls import InputsRequest, PoolingCall, classify_params, embed_params, pool_params
 from .resumption import read_cancellation, read_claim, read_resumption
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -165,6 +167,32 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                         if request.return_timeline:
                             response.timeline.CopyFrom(generation.timeline)
                     await context.write(response)
+
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> None:  # type: ignore[override]
+        with self._pooling(request) as call:
+            await call.pool(request, embed_params(request), context)
+
+    async def Classify(  # type: ignore[override]
+        self, request: inference_pb2.ClassifyRequest, context: Context
+    ) -> None:
+        with self._pooling(request) as call:
+            await call.pool(request, classify_params(request), context)
+
+    async def Pool(self, request: inference_pb2.PoolRequest, context: Context) -> None:  # type: ignore[override]
+        with self._pooling(request) as call:
+            await call.pool(request, pool_params(request), context)
+
+    async def Score(self, request: inference_pb2.ScoreRequest, context: Context) -> None:  # type: ignore[override]
+        with self._pooling(request) as call:
+            await call.score(request, context)
+
+    @contextmanager
+    def _pooling(self, request: InputsRequest | inference_pb2.ScoreRequest) -> Iterator[PoolingCall]:
+        """Count the request's bytes for the length of the ``with`` block."""
+        tenant = call_tenant()
+        mesh, adapter = self._meshes.find(request.model or None)
+        with self._shares.of(tenant).body(request.ByteSize()):
+            yield PoolingCall(mesh.pooler, tenant, adapter)
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context

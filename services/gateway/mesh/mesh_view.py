@@ -190,5 +190,14 @@ class MeshView:
                 experts_per_token=min(limit.experts_per_token for limit in limits),
                 hidden_size=min(limit.hidden_size for limit in limits),
                 reasoning=min(limit.reasoning for limit in limits),
+                pooling_tasks=_common_tasks(limits),
+                generates=all(limit.generates or not limit.HasField("generates") for limit in limits),
+                matryoshka=all(limit.matryoshka for limit in limits),
+                class_labels=limits[0].class_labels,
                 max_lora_rank=max(limit.max_lora_rank for limit in limits),
             )
+
+
+def _common_tasks(limits: list[types_pb2.ModelLimits]) -> list[types_pb2.PoolingTask]:
+    """Return the pooling tasks that all engines serve."""
+    return [task for task in limits[0].pooling_tasks if all(task in limit.pooling_tasks for limit in limits)]

@@ -11,6 +11,7 @@ from tokenloom.request.sampling_params import SamplingFields
 from ..request_log.finished_request import LastRequests
 from . import batch_schemas as batches
 from . import lora_schemas as lora
+from . import pooling_schemas as pooling
 from . import request_schemas as bodies
 from . import response_schemas as answers
 from .message_schemas import CountTokensRequest, MessagesRequest
@@ -114,6 +115,17 @@ OPERATIONS = (
     ),
     Operation(
         "post", "/tokenize", "Encode a prompt or a conversation", answers.TokenizeResponse, bodies.TokenizeRequest
+    ),
+    Operation("post", "/v1/embeddings", "Vectors of texts", pooling.EmbeddingList, pooling.EmbeddingRequest),
+    Operation("post", "/classify", "Classes of texts", pooling.ClassificationList, pooling.ClassifyRequest),
+    Operation("post", "/pooling", "What a pooling task computes", pooling.PoolingList, pooling.PoolingRequest),
+    *(
+        Operation("post", path, "Relevance of texts to texts", pooling.ScoreList, pooling.ScoreRequest)
+        for path in ("/score", "/v1/score")
+    ),
+    *(
+        Operation("post", path, "Documents by their relevance", pooling.Ranking, pooling.RerankRequest)
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ),
     Operation("post", "/detokenize", "Decode token ids", answers.DetokenizeResponse, bodies.DetokenizeRequest),
     Operation(

@@ -17,6 +17,7 @@ from ..openai.completions import CompletionsApi
 from ..openai.openai_models import BodyReader
 from ..openapi.openapi_routes import document_routes
 from ..page.page_routes import page_routes
+from ..pooling.pooling_routes import pooling_routes
 from ..responses.response_routes import response_routes
 from ..responses.response_store import ResponseStore
 from ..responses.responses import ResponsesApi
@@ -65,4 +66,5 @@ def api_routes(
         **ollama_routes(chats, endpoint, mesh.health),
         **response_routes(ResponsesEndpoint(endpoint(responses), responses, mesh.generator, store, host)),
         **tokenize.routes(),
+        **pooling_routes(mesh, parser, reader, limit),
     }

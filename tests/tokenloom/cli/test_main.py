@@ -82,7 +82,10 @@ def test_the_help_of_the_commands_imports_none_of_them() -> None:
 HEAVY = {"asyncio", "google.protobuf", "grpc", "jinja2", "numpy", "prometheus_client", "tokenizers", "torch"}
 
 
-LIGHT = ("serve", "stop", "fetch", "chat", "complete", "models", "config", "doctor", "certs", "build-kernels")
+LIGHT = (
+    *("serve", "demo", "stop", "fetch", "chat", "complete", "run-batch", "models", "generate", "ps", "top", "config"),
+    *("doctor", "certs", "chaos", "bench", "build-kernels", "completion"),
+)
 """Commands whose options are imported without what runs them."""
 
 

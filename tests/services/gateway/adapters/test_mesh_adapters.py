@@ -73,7 +73,7 @@ async def test_load_use_pin_list_and_unload(operated: Operated) -> None:
     assert not await operated.is_served()
     missing = await operated.post("unload", 404, lora_name="pirate")
     assert "no LoRA adapter 'pirate' is loaded" in missing["error"]["message"]
-    assert (await operated.post("pin", 404, lora_name="pirate"))["error"]["code"] == 404
+    await operated.post("pin", 404, lora_name="pirate")
 
 
 async def test_an_engine_that_fails_leaves_nothing_on_the_others(operated: Operated) -> None:

@@ -93,3 +93,13 @@ def test_a_query_goes_where_the_coordinator_placed_it() -> None:
     for number in range(16):
         query = PickRequest(role=PREFILL, prompt_tokens=3, pools=True, query_id=f"q{number}", fingerprint=OURS)
         assert snapshot.pick(query).engine == registry.pick(query).engine
+
+
+def test_requests_with_an_adapter_go_to_the_engines_that_have_it() -> None:
+    having, other = entry(identity("a"), score=40), entry(identity("b"))
+    having.report.adapters.add(name="pirate", digest=b"p")
+    snapshot = fleet(having, other)
+    request = PickRequest(role=BOTH, prompt_tokens=10, fingerprint=OURS, adapter=b"p")
+    assert [snapshot.pick(request).engine.engine_id for _ in range(3)] == ["a", "a", "a"]
+    with pytest.raises(Unavailable):
+        snapshot.pick(PickRequest(role=BOTH, prompt_tokens=10, fingerprint=OURS, adapter=b"other"))

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from tokenloom.engine_core.wire.core_pooling_params import PoolingTask
 from tokenloom.engine_core.wire.core_sampling_params import DRAWS_NOTHING
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.services.engine.core.pooling_request import to_core_pooling
@@ -26,7 +25,7 @@ class PoolingPrompts:
 
     def serves(self, task: PoolingTaskName) -> bool:
         """Return whether the model pools for this task."""
-        return PoolingTask[task.upper()] in self._limits.pooling_tasks
+        return _wire_task(task) in self._limits.pooling_tasks
 
     def read(self, prompts: Sequence[Prompt], truncate: int | None) -> list[TokenizedPrompt]:
         """Encode prompts, of which ``truncate`` tokens are kept; -1: as many as the context holds; None: all."""
@@ -49,7 +48,7 @@ class PoolingPrompts:
     ) -> PooledRequest:
         """Return a request for a prompt."""
         wire = types_pb2.PoolingParams(
-            task=types_pb2.PoolingTask.ValueType(PoolingTask[task.upper()]),
+            task=_wire_task(task),
             dimensions=params.dimensions,
             use_activation=params.use_activation,
             first_part_tokens=first_part_tokens,
@@ -73,3 +72,7 @@ class PoolingPrompts:
         if most < 1:
             raise ValueError(f"truncate_prompt_tokens must be at least 1, or -1, not {truncate}")
         return TokenizedPrompt(prompt.text, prompt.token_ids[:most], prompt.cache_salt, prompt.embeds)
+
+
+def _wire_task(task: PoolingTaskName) -> types_pb2.PoolingTask:
+    return types_pb2.PoolingTask.Value(f"POOLING_TASK_{task.upper()}")

@@ -217,7 +217,7 @@ ODD = [
         "tokenizer of another model",
     ),
     Odd("unknown GGUF", beside("m.gguf", gguf("rwkv7")), "m.gguf: the architecture 'rwkv7'", "safetensors checkpoint"),
-    Odd("GGUF adapter", beside("m.gguf", gguf(kind="adapter")), "m.gguf", "merge"),
+    Odd("GGUF adapter", beside("m.gguf", gguf(kind="adapter")), "m.gguf", "peft library"),
     Odd("GGUF of images", beside("m.gguf", gguf("clip")), "m.gguf", "serve the file of the language model"),
     Odd("GGUF without tokenizer", beside("m.gguf", gguf(tokens=False)), "m.gguf", "with its tokenizer"),
     Odd("GGUF cut off", beside("m.gguf", gguf()[:60]), "m.gguf", "download it again"),

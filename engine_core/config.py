@@ -95,6 +95,11 @@ class WorkerConfig(Struct, frozen=True):
         "Measure the logits of one step of so many for the metrics tokenloom_logits_… and tokenloom_temperature; "
         "0: never, and no such metrics.",
     ] = 0
+    enforce_eager: Annotated[
+        bool,
+        "Compute every step operation by operation; by default a CPU runs decode steps from recordings of their kernel "
+        "calls, which gives the same tokens sooner.",
+    ] = False
     profiler_dir: Annotated[str, "Directory for profiles; empty: requests to profile are refused."] = ""
 
 

@@ -20,6 +20,7 @@ from .expert_report import expert_loads, routed_experts
 from .lora.slots import LoraSlots
 from .models.expert_routes import routes_of
 from .models.model import Model
+from .recorded.recorded_model import RecordedModel
 from .sampler.device_sampler import DeviceSampler
 from .sampler.step_sampler import StepSampler
 from .speculation.interface import Proposer
@@ -47,6 +48,7 @@ class ModelRunner:
         logits_metrics_interval: int = 0,
         proposer: Proposer | None = None,
         rejection: RejectionSampler | None = None,
+        recorded: RecordedModel | None = None,
         loras: LoraSlots | None = None,
     ) -> None:
         """``memory`` holds the KV caches; None: torch allocates them. ``device`` is that of model and backend.
@@ -54,9 +56,11 @@ class ModelRunner:
         ``device_sampler`` draws if no request asks for changed logits or log probabilities; None: all tokens are
         drawn on the host. ``count_nans``: whether NaN logits of every step are counted. The
         logits of one step of ``logits_metrics_interval`` are measured; 0: none. ``proposer`` proposes drafts, which
-        ``rejection`` accepts; without it a draft counts if it equals the token that is drawn. ``loras`` holds the
-        adapters that requests name; None: they name none.
+        ``rejection`` accepts; without it a draft counts if it equals the token that is drawn.
+        ``recorded`` runs the steps of which it can make recordings; None: the model computes every step.
+        ``loras`` holds the adapters that requests name; None: they name none.
         """
+        self._recorded = recorded
         self.set_model(model)
         self._backend = backend
         self._batch = batch
@@ -75,6 +79,11 @@ class ModelRunner:
         """Use other weights of the same shapes from now on."""
         self._model = model
         self._routes = routes_of(model)
+        self._forget_recordings()
+
+    def _forget_recordings(self) -> None:
+        if self._recorded is not None:
+            self._recorded.forget()
 
     def make_kv_caches(self) -> None:
         """Allocate empty KV caches, if there are none."""
@@ -86,10 +95,10 @@ class ModelRunner:
     def drop_kv_caches(self) -> None:
         """Drop the KV caches with their content; no step may run before :meth:`make_kv_caches`."""
         self._kv_caches = []
+        self._forget_recordings()
         if self._speculation is not None:
             self._speculation.proposer.drop_kv_caches()
 
-    @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
         """Compute the scheduled tokens, and the logits of each request whose known tokens are then all computed.
 
@@ -123,11 +132,36 @@ class ModelRunner:
             inputs = self._batch.prepare(step.num_scheduled_tokens, step.draft_token_ids)
             if self._routes is not None:
                 self._routes.begin(keep_choices=bool(self._batch.routed))
-            hidden = self._forward(inputs) if self._loras is None else self._forward_adapted(self._loras, inputs)
+            hidden, logits = self._compute(inputs)
             routed = self._routed_experts(inputs) if self._routes is not None else {}
             prompt_logprobs = self._prompt_logprobs(inputs, hidden)
             kept = hidden if self._speculation is not None else None
-            self._executed = _Executed(inputs, kept, self._logits(inputs, hidden), prompt_logprobs, routed)
+            self._executed = _Executed(inputs, kept, logits, prompt_logprobs, routed)
+
+    def _compute(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the last hidden states of the step, and the logits of the rows that draw a token."""
+        if self._loras is not None and self._batch.adapters:
+            return self._compute_adapted(self._loras, inputs)
+        computed = self._compute_recorded(inputs)
+        return self._compute_eagerly(inputs) if computed is None else computed
+
+    def _compute_eagerly(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.inference_mode():
+            hidden = self._forward(inputs)
+            return hidden, self._logits(inputs, hidden)
+
+    def _compute_adapted(self, loras: LoraSlots, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        loras.begin(self._batch.adapters, inputs)
+        try:
+            return self._compute_eagerly(inputs)
+        finally:
+            loras.end()
+
+    def _compute_recorded(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the same from a recording; None: the step cannot be recorded."""
+        if self._recorded is None or self._routes is not None:
+            return None
+        return self._recorded.compute(self._model, inputs, self._kv_caches)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         tails = self._batch.take_foreign_tails(inputs) if self._backend.reads_tails else None
@@ -138,13 +172,6 @@ class ModelRunner:
         # Copied: arrays from a message are read-only, which torch does not support.
         embeds = [(start, self._to_device(rows.copy())) for start, rows in inputs.embeds]
         return self._model.forward(token_ids, positions, self._kv_caches, plan, embeds)
-
-    def _forward_adapted(self, loras: LoraSlots, inputs: StepInputs) -> torch.Tensor:
-        loras.begin(self._batch.adapters, inputs)
-        try:
-            return self._forward(inputs)
-        finally:
-            loras.end()
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return to_device(array, self._device)
@@ -171,7 +198,11 @@ class ModelRunner:
         asking = self._batch.prompt_logprobs
         if not asking:
             return {}
-        result = {}
+        with torch.inference_mode():
+            return self._compute_prompt_logprobs(inputs, hidden)
+
+    def _compute_prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, Logprobs]:
+        asking, result = self._batch.prompt_logprobs, {}
         for index, (req_id, row) in enumerate(zip(inputs.req_ids, inputs.rows.tolist(), strict=True)):
             begin, end = inputs.cu_query_lens[index : index + 2].tolist()
             start = int(inputs.positions[begin])
@@ -222,6 +253,18 @@ class ModelRunner:
         if self._speculation is not None:
             self._speculation.proposer.dummy_run(positions, hidden, arrays)
         return self._model.compute_logits(hidden[self._to_device(cu_query_lens[1:] - 1)])
+
+    def dummy_decode(self, num_requests: int, block_size: int) -> torch.Tensor:
+        """Compute the first token of so many requests, each in a block of its own, as a step does that decodes: from a
+        recording if it can be recorded. Returns the logits [num_requests, vocab]. No request may hold a block."""
+        places, num_groups = np.arange(num_requests), self._batch.block_table.num_groups
+        tokens, positions = np.zeros((2, num_requests), dtype=np.int64)
+        starts, lengths = np.arange(num_requests + 1, dtype=np.int32), np.ones(num_requests, dtype=np.int32)
+        tables = np.repeat(places[:, None], num_groups, axis=1).astype(np.int32)
+        slots = places * block_size if num_groups == 1 else np.tile(places * block_size, (num_groups, 1))
+        inputs = StepInputs([], places, tokens, positions, starts, lengths, tables, slots, places)
+        computed = self._compute_recorded(inputs)
+        return self.dummy_run([1] * num_requests, block_size) if computed is None else computed[1]
 
     def dummy_sample(self, logits: torch.Tensor, params: SamplingParams) -> None:
         """Draw a token for each row of ``logits`` [n, vocab], as a step would whose requests all have ``params``."""

@@ -22,6 +22,7 @@ from tokenloom.engine_core.worker import FreedMemory, ModelInfo
 from .attention.attention_backend import AttentionBackend
 from .attention.attention_backends import make_attention_backend
 from .attention.cache import make_kv_pool
+from .attention.fixed_plan import make_fixed_plan
 from .attention.pool_layers import PoolLayers
 from .batch.input_batch import InputBatch
 from .checkpoint.model_config import ModelConfig
@@ -38,6 +39,7 @@ from .ops.ops_choice import make_ops
 from .platform.affinity import bind_to
 from .platform.platform import Platform
 from .platform.profiler import Profiler
+from .recorded.recorded_model import MOST_TOKENS, RecordedModel
 from .sampler.device_sampler import DeviceSampler
 from .speculation.drafting import Drafting
 from .warm_up import (
@@ -85,7 +87,7 @@ class ModelWorker:
         bind_to(config.cpus)
         if config.processor_level != "auto":
             limit_level(config.processor_level)
-        self._platform.start(config.num_threads)
+        self._platform.start(config.num_threads, self._config.cache.engines_on_host)
         ops = make_ops(config.attention_backend, self._device)
         longest = self._config.max_model_len
         loader = ModelLoader(config.dtype, self._device, ops, config.quantization, config.model_impl, longest)
@@ -145,7 +147,8 @@ class ModelWorker:
         started = time.perf_counter()
         self._make_pool(kv_cache.num_blocks, memory)
         batches = decode_batches(scheduler, kv_cache.num_blocks)
-        run_decode_steps(self._require_runner(), batches, block_size)
+        with one_thread(self._is_small(sum(batches), self._kv_config.num_layers)):
+            run_decode_steps(self._require_runner(), batches, block_size)
         num_free = 0 if self._config.speculative is None else self._free_rows(kv_cache.num_blocks)
         if self._pool is not None:
             self._pool.memory.discard()  # pages take memory when a request writes to them
@@ -159,9 +162,13 @@ class ModelWorker:
             free_rows=num_free,
         )
 
+    def _is_small(self, num_tokens: int, num_layers: int) -> bool:
+        """Return whether one thread of the host computes so many tokens in so many layers in about half a second."""
+        return self._platform.pool_is_on_host and is_small_step(num_tokens, num_layers, self._kv_config.hidden_size)
+
     def _free_rows(self, num_blocks: int) -> int:
         runner, block_size = self._require_runner(), self._config.cache.block_size
-        return free_rows(lambda count: runner.dummy_run([1] * count, block_size)[:1].cpu(), num_blocks)
+        return free_rows(lambda count: runner.dummy_decode(count, block_size)[:1].cpu(), num_blocks)
 
     def _make_pool(self, num_blocks: int, memory: PoolMemory | None) -> None:
         layers, block_size = self._pool_layers, self._config.cache.block_size
@@ -191,9 +198,8 @@ class ModelWorker:
                 runner.dummy_run([1], block_size)
             runner.dummy_run(lengths, block_size, num_layers)
 
-        is_small = num_layers is not None and is_small_step(sum(lengths), num_layers, model_config.hidden_size)
         started = time.perf_counter()
-        with one_thread(is_small):
+        with one_thread(num_layers is not None and self._is_small(sum(lengths), num_layers)):
             peak = self._platform.peak_of(run)
         kv_bytes = sum(lengths) * self._pool_layers.written_bytes_per_token(num_layers)
         if self._drafting is not None:
@@ -205,6 +211,7 @@ class ModelWorker:
         return self._pool
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        self._platform.before_step()
         self._require_runner().execute(scheduler_output)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
@@ -330,8 +337,17 @@ class ModelWorker:
             logits_metrics_interval=config.worker.logits_metrics_interval,
             proposer=proposer,
             rejection=rejection,
+            recorded=self._make_recorded(),
             loras=self._loras,
         )
+
+    def _make_recorded(self) -> RecordedModel | None:
+        assert self._backend is not None, "load_model comes first"
+        if self._config.worker.enforce_eager:
+            return None
+        most_blocks = -(-self._max_model_len // self._config.cache.block_size)
+        plan = make_fixed_plan(self._backend, MOST_TOKENS, most_blocks)
+        return None if plan is None else RecordedModel(plan)
 
     def _make_backend(self, model_config: ModelConfig) -> AttentionBackend:
         config = self._config

@@ -3,7 +3,7 @@
 import bisect
 import enum
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from itertools import chain
 
 from ..adapters import Adapters
@@ -233,19 +233,21 @@ class StepPlanner:
         num_prompts += min(len(self._waiting), self._max_num_seqs - len(self.running))
         return min(self._max_tokens, num_decoding + self._beside_decode * max(1, num_prompts))
 
-    def _plan_running(self, plan: StepPlan, left_out: Container[str] = (), *, may_preempt: bool = True) -> None:
+    def _plan_running(self, plan: StepPlan, left_out: Collection[str] = (), *, may_preempt: bool = True) -> None:
         """Plan the running requests but for the ids ``left_out``."""
-        index = 0
-        while index < len(self.running) and plan.budget > 0:
-            request = self.running[index]
-            if (request.num_output_placeholders and request.will_be_full) or request.request_id in left_out:
+        index, running, allocate = 0, self.running, self._kv.allocate
+        while index < len(running) and plan.budget > 0:
+            request = running[index]
+            is_full = request.num_output_placeholders and request.will_be_full
+            if is_full or (left_out and request.request_id in left_out):
                 index += 1
                 continue
-            num_new_tokens = request.num_missing_tokens
+            # As `num_missing_tokens` says; written out because this runs for every request of every step.
+            num_new_tokens = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
             if num_new_tokens > 1:
-                num_after = len(self.running) - index - 1  # each of these gets at least one token
+                num_after = len(running) - index - 1  # each of these gets at least one token
                 num_new_tokens = self._chunk(request, plan.budget - num_after)
-            new_block_ids = self._kv.allocate(request, num_new_tokens)
+            new_block_ids = allocate(request, num_new_tokens)
             if new_block_ids is None and not may_preempt:
                 return
             if new_block_ids is None and (new_block_ids := self._make_room(index, num_new_tokens, plan)) is None:

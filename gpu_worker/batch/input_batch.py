@@ -13,6 +13,8 @@ from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRe
 
 from ..sampler import LogprobRows, make_logits_processors
 from .block_table import BlockTable
+from .gatherer import make_gatherer
+from .members import Members
 from .prompt_logprobs import PromptLogprobs
 from .prompt_rows import PromptEmbeds, TokenRows
 
@@ -70,6 +72,7 @@ class InputBatch:
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_owned_blocks = np.zeros(max_num_seqs, dtype=np.int64)  # with nothing foreign behind the tokens
         self._max_num_seqs = max_num_seqs
+        self._gatherer = make_gatherer(self._token_ids, self._num_computed, self._num_tokens, self.block_table)
         self.clear()
 
     def clear(self) -> None:
@@ -86,6 +89,7 @@ class InputBatch:
         self._row_of: dict[str, int] = {}
         self._params: dict[int, SamplingParams] = {}
         self._free_rows = list(range(self._max_num_seqs - 1, -1, -1))
+        self._members: Members | None = None  # of the last step; None once a row was added or removed
 
     def __len__(self) -> int:
         """Return how many rows are in use."""
@@ -116,8 +120,8 @@ class InputBatch:
         row_of, table = self._row_of, self.block_table
         rows = [row_of[req_id] for req_id in cached.req_ids]
         self._num_computed[rows] = cached.num_computed_tokens
-        for row, block_ids in zip(rows, cached.new_block_ids, strict=True):
-            if block_ids:
+        if any(cached.new_block_ids):
+            for row, block_ids in zip(rows, cached.new_block_ids, strict=True):
                 table.append(row, block_ids)
 
     def _resume(self, cached: CachedRequestData) -> None:
@@ -135,6 +139,7 @@ class InputBatch:
     def _add_row(self, req_id: str, token_ids: list[int], block_ids: Sequence[int], num_computed: int) -> None:
         assert req_id not in self._row_of, f"request {req_id} already has a row"
         row = self._row_of[req_id] = self._free_rows.pop()
+        self._members = None
         self._token_ids[row, : len(token_ids)] = token_ids
         self._num_tokens[row] = len(token_ids)
         self._num_computed[row] = num_computed
@@ -157,6 +162,7 @@ class InputBatch:
     def _remove_row(self, req_id: str) -> None:
         row = self._row_of.pop(req_id, None)
         if row is not None:
+            self._members = None
             del self._params[row]
             self.logits_processors.remove(row)
             self.logprobs.remove(row)
@@ -168,14 +174,23 @@ class InputBatch:
 
     def prepare(self, num_scheduled_tokens: Mapping[str, int], drafts: Mapping[str, list[int]] = _NONE) -> StepInputs:
         """Gather the arrays of a step that computes so many tokens of each of these requests, ``drafts`` included."""
-        rows = np.array([self._row_of[req_id] for req_id in num_scheduled_tokens], dtype=np.int64)
-        lengths = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
+        members = self._members_of(list(num_scheduled_tokens))
         for req_id, token_ids in drafts.items():
             # They lie behind the request's tokens, where drawn tokens replace them.
             row = self._row_of[req_id]
-            end = self._num_tokens[row]
+            end = self._num_tokens.item(row)
             self._token_ids[row, end : end + len(token_ids)] = token_ids
-        return self.gather(list(num_scheduled_tokens), rows, self._num_computed[rows], lengths, drafts)
+        counts, rows = num_scheduled_tokens.values(), members.rows
+        if self._gatherer is not None and not self.prompt_embeds:
+            return StepInputs(members.req_ids, rows, *self._gatherer.gather(members, counts), drafts=drafts)
+        lengths = np.fromiter(counts, dtype=np.int64, count=len(rows))
+        return self.gather(members.req_ids, rows, self._num_computed[rows], lengths, drafts)
+
+    def _members_of(self, req_ids: list[str]) -> Members:
+        members = self._members
+        if members is None or members.req_ids != req_ids:
+            members = self._members = Members.find(req_ids, self._row_of, self._params)
+        return members
 
     def gather(
         self, req_ids: list[str], rows: Ints, starts: Ints, lengths: Ints, drafts: Mapping[str, list[int]] = _NONE
@@ -183,7 +198,7 @@ class InputBatch:
         """Gather the arrays of a step that computes ``lengths`` tokens from position ``starts`` on of these requests,
         which have these rows of the batch; all [R]."""
         seq_lens = starts + lengths
-        if lengths.max(initial=1) == 1:  # every request decodes
+        if lengths.max(initial=1) == 1:  # a token of each
             cu_query_lens = np.arange(len(rows) + 1, dtype=np.int32)
             positions, token_rows = starts, rows
         else:
@@ -244,8 +259,20 @@ class InputBatch:
 
     def sampling(self, rows: Ints) -> tuple[list[SamplingParams], Ints]:
         """Return the parameters of these rows [S], and the output indices [S] of their next tokens."""
-        params = self._params
-        return [params[row] for row in rows.tolist()], self._num_tokens[rows] - self._num_prompt_tokens[rows]
+        members, params = self._members, self._params
+        wanted = members.params if members is not None and rows is members.rows else [params[x] for x in rows.tolist()]
+        return wanted, self._num_tokens[rows] - self._num_prompt_tokens[rows]
+
+    def are_greedy(self, rows: Ints) -> bool:
+        """Return whether these rows take the tokens of the largest logits."""
+        return all(self._params[row].temperature == 0.0 for row in rows.tolist())
+
+    def extend(self, row: int, token_ids: Sequence[int]) -> None:
+        """Append drawn tokens to a row, as :meth:`append` does, while no request asks for changed logits."""
+        end = self._num_tokens.item(row)
+        kept = token_ids[: self._token_ids.shape[1] - end]
+        self._token_ids[row, end : end + len(kept)] = kept
+        self._num_tokens[row] = end + len(kept)
 
     def append(self, rows: Ints, token_ids: Ints) -> None:
         """Append a drawn token to each of these rows, for the next step to compute.

@@ -21,7 +21,7 @@ class DecoderModel:
         self.config = config
         self._ops = ops
         ropes = list(dict.fromkeys(config.ropes))
-        self._rotaries = [RotaryEmbedding(rope, device) for rope in ropes]
+        self._rotaries = [RotaryEmbedding(rope, device, ops.rotation) for rope in ropes]
         self._rotary_of_layer = [ropes.index(rope) for rope in config.ropes]
         experts = config.experts
         self.routes = None if experts is None else ExpertRoutes(experts.count, experts.per_token, sum(experts.layers))

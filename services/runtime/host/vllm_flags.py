@@ -122,7 +122,6 @@ UNNEEDED = {
     "--num-lookahead-slots": "the slots follow from --speculative-config",
     "--prefix-caching-hash-algo": "blocks are always identified by SHA-256",
     "--renderer-num-workers": "--render-workers sets the processes that render chat templates",
-    "--enforce-eager": "the engine never uses CUDA graphs",
     "--compilation-config -cc -O": _GRAPHS,
     "--optimization-level": _GRAPHS,
     "--cudagraph-capture-sizes": _GRAPHS,

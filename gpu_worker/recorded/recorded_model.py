@@ -1,7 +1,8 @@
 """Runs the decode steps of a model from recordings: one call for a step, instead of one for each of its operations.
 
-The recordings belong to a number of tokens. The first step of so many tokens is computed as ever, and recorded; its
-recording counts only if it computes the same bits once more. A step that cannot be recorded is always computed as ever.
+The recordings belong to a number of tokens and of threads. The first step of so many tokens is computed as ever, and
+recorded; its recording counts only if it computes the same bits once more. A step that cannot be recorded is always
+computed as ever.
 """
 
 import logging
@@ -14,6 +15,7 @@ from ..attention.attention_backend import KVCache
 from ..attention.fixed_plan import BoundPlan, FixedPlan
 from ..batch.input_batch import StepInputs
 from ..kernels.compiler import KernelsUnavailable
+from ..kernels.threads import kernel_threads
 from ..models.model import Model
 from .buffers import Buffers, SharedMemory
 from .calls import UnrecordableError
@@ -76,7 +78,7 @@ class RecordedModel:
         num_tokens = len(inputs.token_ids)
         if num_tokens > self._plan.most_tokens or inputs.embeds or not _all_draw(inputs):
             return None
-        size = (num_tokens, torch.get_num_threads())
+        size = (num_tokens, kernel_threads())
         step = self._steps.get(size)
         if step is None and (size in self._failed or len(self._failed) >= _MOST_FAILURES):
             return None

@@ -72,7 +72,7 @@ def test_other_weights_and_other_caches_drop_the_recordings(demo: Any, save_chec
     expected = generate(make_runner(demo, records=False)[0])
     runner, recorded = make_runner(demo, records=True)
     assert generate(runner) == expected
-    runner.set_model(demo)
+    runner.set_model(demo, None)
     assert count(recorded) == 0
     runner.drop_kv_caches()
     runner.make_kv_caches()

@@ -74,5 +74,5 @@ class PoolingPrompts:
         return TokenizedPrompt(prompt.text, prompt.token_ids[:most], prompt.cache_salt, prompt.embeds)
 
 
-def _wire_task(task: PoolingTaskName) -> types_pb2.PoolingTask:
-    return types_pb2.PoolingTask.ValueType(types_pb2.PoolingTask.Value(f"POOLING_TASK_{task.upper()}"))
+def _wire_task(task: PoolingTaskName) -> str:
+    return f"POOLING_TASK_{task.upper()}"

@@ -79,7 +79,7 @@ class ModelRunner:
         self.make_kv_caches()
         self._executed: _Executed | None = None  # set between ``execute`` and ``sample``
 
-    def set_model(self, model: Model, pooler: Pooler | None) -> None:
+    def set_model(self, model: Model, pooler: Pooler | None = None) -> None:
         """Use other weights of the same shapes from now on."""
         self._pooler = pooler
         self._model = model

@@ -25,7 +25,7 @@ class PoolingPrompts:
 
     def serves(self, task: PoolingTaskName) -> bool:
         """Return whether the model pools for this task."""
-        return _wire_task(task) in self._limits.pooling_tasks
+        return types_pb2.PoolingTask.Value(_wire_name(task)) in self._limits.pooling_tasks
 
     def read(self, prompts: Sequence[Prompt], truncate: int | None) -> list[TokenizedPrompt]:
         """Encode prompts, of which ``truncate`` tokens are kept; -1: as many as the context holds; None: all."""
@@ -48,7 +48,7 @@ class PoolingPrompts:
     ) -> PooledRequest:
         """Return a request for a prompt."""
         wire = types_pb2.PoolingParams(
-            task=_wire_task(task),
+            task=_wire_name(task),
             dimensions=params.dimensions,
             use_activation=params.use_activation,
             first_part_tokens=first_part_tokens,
@@ -74,5 +74,5 @@ class PoolingPrompts:
         return TokenizedPrompt(prompt.text, prompt.token_ids[:most], prompt.cache_salt, prompt.embeds)
 
 
-def _wire_task(task: PoolingTaskName) -> types_pb2.PoolingTask:
-    return types_pb2.PoolingTask.ValueType(types_pb2.PoolingTask.Value(f"POOLING_TASK_{task.upper()}"))
+def _wire_name(task: PoolingTaskName) -> str:
+    return f"POOLING_TASK_{task.upper()}"

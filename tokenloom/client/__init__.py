@@ -1,8 +1,9 @@
 """Provides clients of a running mesh, over the gateway's public gRPC API (``tokenloom.v1.Inference``).
 
 :class:`Client` blocks, :class:`AsyncClient` is for asyncio; both have ``models``, ``generate``, ``stream``, ``chat``,
-``stream_chat``, ``session``, ``embed``, ``classify``, ``score`` and ``pool``. Requests that the mesh refuses raise one of :mod:`errors`, which name the field;
-requests that may succeed later are retried (:class:`Retries`). The clients need neither torch nor a model.
+``stream_chat``, ``session``, ``embed``, ``classify``, ``score`` and ``pool``. Requests that the mesh refuses raise one
+of :mod:`errors`, which name the field; requests that may succeed later are retried (:class:`Retries`). The clients need
+neither torch nor a model.
 """
 
 from tokenloom.offline.outputs import Logprob

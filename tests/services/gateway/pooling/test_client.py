@@ -13,9 +13,10 @@ from tokenloom.services.gateway.grpc import pooling_calls
 async def test_the_clients_return_arrays(mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pooling_calls, "_MESSAGE_BYTES", 8)  # so that each result takes a message or more
     async with AsyncClient(mesh.grpc_address, timeout=30) as client:
-        vectors = await client.embed(["abc", [5, 6]], dimensions=2)
-        assert [array.tolist() for array in vectors.arrays] == [[3, 97], [2, 5]]
+        vectors = await client.embed(["abc", "de"], dimensions=2)
+        assert [array.tolist() for array in vectors.arrays] == [[3, 97], [2, 100]]
         assert (vectors.prompt_tokens, vectors.cached_tokens) == (5, 2)
+        assert (await client.embed([[5, 6]])).arrays[0].tolist() == [2, 5]
         (rows,) = (await client.pool(["ab"], "token_embed")).arrays
         assert rows.tolist() == [[97, 97], [98, 98]]
         (classes,) = (await client.classify(["a"])).arrays

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from tokenloom.request.reasoning import ReasoningMarks, ReasoningParserName
 
+from .lora_config import LoraConfig as LoraConfig
 from .pooler_config import PoolerConfig as PoolerConfig
 from .speculative_config import SpeculativeConfig as SpeculativeConfig
 
@@ -19,6 +20,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 KVCacheDtype = Literal["auto", "int8"]
 ModelImpl = Literal["auto", "native", "transformers"]
 AttentionBackendName = Literal["auto", "cpu", "torch", "reference"]
+ProcessorLevel = Literal["auto", "x86-64-amx", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3-vnni", "x86-64-v3", "aarch64"]
 Count = Annotated[int, Meta(ge=1)]
 Size = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -65,6 +67,11 @@ class WorkerConfig(Struct, frozen=True):
     attention_backend: Annotated[
         AttentionBackendName, "How attention is computed; auto: with C++ kernels if they can be built, otherwise torch."
     ] = "auto"
+    processor_level: Annotated[
+        ProcessorLevel,
+        "Instructions that the CPU's products and kernels may use, to compare them on one processor; auto: all that it "
+        "has.",
+    ] = "auto"
     num_threads: Annotated[Size, "Compute threads; 0: the library decides."] = 0
     cpus: Annotated[tuple[Size, ...], "Cores that the worker is bound to, by number; by default any."] = ()
     step_seconds: Annotated[
@@ -88,6 +95,11 @@ class WorkerConfig(Struct, frozen=True):
         "Measure the logits of one step of so many for the metrics tokenloom_logits_… and tokenloom_temperature; "
         "0: never, and no such metrics.",
     ] = 0
+    enforce_eager: Annotated[
+        bool,
+        "Compute every step operation by operation; by default a CPU runs decode steps from recordings of their kernel "
+        "calls, which gives the same tokens sooner.",
+    ] = False
     profiler_dir: Annotated[str, "Directory for profiles; empty: requests to profile are refused."] = ""
 
 
@@ -304,6 +316,7 @@ class EngineConfig(Struct, frozen=True):
         "num_speculative_tokens and what the method needs (docs/use/speculation.md). No token changes.",
         Meta(extra={"name": "speculative_config"}),
     ] = None
+    lora: LoraConfig = LoraConfig()
     max_model_len: Annotated[
         Count | None,
         "Most tokens of prompt and output together; by default what the model supports and the KV cache can hold.",

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from .levels import available_levels
+from .levels import available_levels, native_flags
 from .openmp import openmp_runtime
 from .prebuilt import FLAGS, SOURCES, find_prebuilt
 
@@ -29,25 +29,26 @@ class KernelsUnavailable(Exception):
 def build(source: str, march: str = "native", cache_dir: Path | None = None, **macros: int) -> Path:
     """Return the shared library of ``csrc/<source>.cpp`` with these macros.
 
-    For the native CPU it is the one that was built ahead for the CPU's level; otherwise it is compiled, unless it is in
-    the cache; without a compiler, one that was built ahead for a lower level. ``cache_dir`` is
-    ``~/.cache/tokenloom/kernels`` by default; if it is given, nothing that was built ahead is used. Sources, compiler,
-    command and CPU identify a library in the cache. Raises :class:`KernelsUnavailable`.
+    For the native CPU, or the level that the process is limited to, it is the one that was built ahead for the CPU's
+    level; otherwise it is compiled, unless it is in the cache; without a compiler, one that was built ahead for a lower
+    level. ``cache_dir`` is ``~/.cache/tokenloom/kernels`` by default; if it is given, nothing that was built ahead is
+    used. Sources, compiler, command and CPU identify a library in the cache. Raises :class:`KernelsUnavailable`.
     """
+    flags = native_flags() if march == "native" else (f"-march={march}",)
     levels = available_levels() if march == "native" and cache_dir is None else []
     if (ahead := find_prebuilt(source, macros, levels[:1])) is not None:
         return ahead
     try:
-        return _build_here(source, march, cache_dir, macros)
+        return _build_here(source, flags, cache_dir, macros)
     except KernelsUnavailable:
         if (ahead := find_prebuilt(source, macros, levels[1:])) is not None:
             return ahead
         raise
 
 
-def _build_here(source: str, march: str, cache_dir: Path | None, macros: Mapping[str, int]) -> Path:
+def _build_here(source: str, machine_flags: tuple[str, ...], cache_dir: Path | None, macros: Mapping[str, int]) -> Path:
     compiler = _compiler_version()
-    flags = [*FLAGS, f"-march={march}", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
+    flags = [*FLAGS, *machine_flags, *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
     runtime = openmp_runtime()
     contents = [path.read_text(encoding="utf-8") for path in (SOURCES / f"{source}.cpp", *SOURCES.glob("*.h"))]
     # The name of the OpenMP library, not its path: the loader finds the one that torch has loaded by its name, so

@@ -5,15 +5,19 @@ weights at the memory's speed. The operations are private to PyTorch, so :func:`
 """
 
 import functools
+import platform
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.levels import processor_features
 from .few_rows import make_few_rows
 
 _ROWS = 32
 """oneDNN chooses the layout for this number of rows. It chooses the same one from one to hundreds of rows."""
+_BFLOAT16 = {"avx512_bf16", "amx_bf16", "avx_ne_convert"}
+"""The features of x86-64 that oneDNN's bfloat16 products use."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
@@ -37,7 +41,7 @@ class PackedLinear:
 @functools.cache
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether packing works on this machine and multiplies correctly."""
-    if device.type != "cpu" or dtype not in _TOLERANCE:
+    if device.type != "cpu" or dtype not in _TOLERANCE or (dtype == torch.bfloat16 and _lacks_bfloat16()):
         return False
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(*size, generator=generator).to(dtype) for size in ((48, 32), (48,), (3, 32)))
@@ -48,3 +52,8 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     tolerance = _TOLERANCE[dtype]
     expected = F.linear(x, weight, bias)
     return all(torch.allclose(y, expected[: len(y)], rtol=tolerance, atol=10 * tolerance) for y in found)
+
+
+def _lacks_bfloat16() -> bool:
+    """Return whether oneDNN would have to emulate bfloat16 products, which takes longer than float32 arithmetic."""
+    return platform.machine() == "x86_64" and not processor_features() & _BFLOAT16

@@ -15,6 +15,7 @@ from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.gpu_worker import model_worker
 from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.model_worker import ModelWorker
 from tokenloom.gpu_worker.platform.devices import CPUWorker
@@ -115,3 +116,13 @@ def test_its_kv_does_not_move_between_engines():
     config = make_config(transports=("auto",))
     with pytest.raises(ValueError, match="kv_transports"):
         ModelWorker(config, ApartPlatform())
+
+
+def test_it_computes_at_the_level_of_processors_that_is_asked_for(monkeypatch):
+    def refuse(name):
+        raise ValueError(f"no {name}")
+
+    monkeypatch.setattr(model_worker, "limit_level", refuse)
+    worker = WorkerConfig(model=str(DEMO_MODEL), processor_level="x86-64-v4-bf16")
+    with pytest.raises(ValueError, match="no x86-64-v4-bf16"):
+        CPUWorker(EngineConfig(worker=worker)).load_model()

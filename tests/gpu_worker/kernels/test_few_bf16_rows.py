@@ -1,7 +1,7 @@
 """Products of few bfloat16 rows without the matrix unit, over panels as oneDNN packs them.
 
-A processor with AVX-512 BF16 computes them with its instructions too, also if it has the matrix unit; on every other one
-a header replaces the instructions.
+A processor with AVX-512 BF16 computes them with its instructions too, also if it has the matrix unit. On every
+processor a header replaces the instructions.
 """
 
 import shutil

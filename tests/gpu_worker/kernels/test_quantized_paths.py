@@ -1,4 +1,4 @@
-"""The paths of quantized.cpp for AVX2, AVX-512 and both kinds of VNNI give the same bits; a header replaces instructions."""
+"""The paths of quantized.cpp for AVX2, AVX-512 and both kinds of VNNI give the same bits; a header replaces them."""
 
 from collections.abc import Iterator
 from ctypes import CDLL

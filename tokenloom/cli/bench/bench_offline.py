@@ -40,7 +40,7 @@ def throughput(
     show(report, [table(report)], as_json=as_json, path=output_json)
 
 
-@offers(engine_options("dtype", "attention_backend"))
+@offers(engine_options("dtype", "attention_backend", "processor_level"))
 def step(
     model: Model = DEMO_MODEL_NAME,
     batch: Annotated[
@@ -69,11 +69,14 @@ def step(
     from tokenloom.bench.engine.decode_step import DecodeOptions, run_decode
     from tokenloom.bench.engine.prefill_step import PrefillOptions, run_prefill
     from tokenloom.bench.engine.step_overhead import OverheadOptions, run_overhead
+    from tokenloom.gpu_worker.kernels.levels import limit_level
 
     path, name = model_directory(model, None)
-    chosen = {"dtype": "auto", "attention_backend": "auto", **parsed(engine)}
+    chosen = {"dtype": "auto", "attention_backend": "auto", "processor_level": "auto", **parsed(engine)}
     dtype, backend = chosen["dtype"], chosen["attention_backend"]
     with failures():
+        if (level := chosen["processor_level"]) != "auto":
+            limit_level(level)
         decode = run_decode(DecodeOptions(path, tuple(batch or (1, 8, 32)), context, steps, dtype, threads, backend))
         prompts = run_prefill(PrefillOptions(path, tuple(prefill or (512, 2048)), 3, dtype, threads, backend))
         attention = run_attention(AttentionOptions(path, vllm, threads=threads)) if vllm is not None else []

@@ -16,7 +16,6 @@ from ..generation.job import Job
 from ..generation.pooling_tasks import TASKS
 from ..pooling.pooler import Pooler
 from ..pooling.pooling import Pooling
-from ..pooling.pooling_api import split_inputs
 from ..pooling.pooling_job import PoolingJob, check_count
 from ..pooling.scoring import plan_scoring
 from ..pooling.vector_json import floats
@@ -46,8 +45,7 @@ class PoolingCall:
     async def pool(self, request: InputsRequest, params: types_pb2.PoolingParams, context: Context) -> None:
         """Write the results of a request with inputs. Raises ``InvalidArgument`` naming the field."""
         check_count(len(request.inputs), "inputs")
-        inputs = split_inputs([_input(each) for each in request.inputs], "inputs")
-        job = self._job(inputs, "inputs", request.options, context)
+        job = self._job([_input(each) for each in request.inputs], "inputs", request.options, context)
         await self._answer(PoolingJob(job, params), context, _outputs)
 
     async def score(self, request: inference_pb2.ScoreRequest, context: Context) -> None:

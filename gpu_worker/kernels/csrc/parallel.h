@@ -8,18 +8,33 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
+
+#include "pool.h"
 
 namespace {
+
+// With `is_near`, a thread begins with the same pieces in each call: it may have read their memory before.
+template <class F>
+void share_pieces(int64_t pieces, int threads, bool is_near, F& work) {
+  threads = std::min<int64_t>({threads, pieces, tokenloom_pool::settings.most_threads.load(std::memory_order_relaxed)});
+  if (threads <= 1) {
+    for (int64_t piece = 0; piece < pieces; ++piece) work(piece);
+    return;
+  }
+  const auto call = [](void* context, int64_t piece) { (*(F*)context)(piece); };
+  if (!tokenloom_pool::settings.uses_openmp.load(std::memory_order_relaxed))
+    return tokenloom_pool::run(pieces, threads, is_near, call, (void*)&work);
+  tokenloom_pool::Job job;
+  job.prepare(pieces, threads, is_near, call, (void*)&work);
+#pragma omp parallel num_threads(threads)
+  job.claim(omp_get_thread_num());
+}
 
 // Calls work(piece) once for each piece in [0, pieces), with up to `threads` threads. The calling thread is one of them.
 template <class F>
 void for_pieces(int64_t pieces, int threads, F&& work) {
-  if (pieces <= 1 || threads <= 1) {
-    for (int64_t piece = 0; piece < pieces; ++piece) work(piece);
-    return;
-  }
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-  for (int64_t piece = 0; piece < pieces; ++piece) work(piece);
+  share_pieces(pieces, threads, false, work);
 }
 
 constexpr int64_t PIECES_PER_THREAD = 8;  // of a stretch that for_ranges cuts: the last piece is what others wait for
@@ -34,8 +49,8 @@ void for_ranges(int64_t count, int64_t grain, int threads, F&& work) {
   }
   const int64_t grains = (count + grain - 1) / grain, wanted = PIECES_PER_THREAD * threads;
   const int64_t length = grain * std::max<int64_t>(1, (grains + wanted - 1) / wanted);
-  for_pieces((count + length - 1) / length, threads,
-             [&](int64_t piece) { work(piece * length, std::min(count, (piece + 1) * length)); });
+  const auto range = [&](int64_t piece) { work(piece * length, std::min(count, (piece + 1) * length)); };
+  share_pieces((count + length - 1) / length, threads, true, range);
 }
 
 }  // namespace

@@ -11,6 +11,7 @@ _COMMANDS = {
         "bench_mesh:mesh",
         "bench_overload:overload",
         "bench_offline:step",
+        "bench_shared:shared",
         "bench_speculation:speculation",
         "bench_kv:kv",
         "bench_disaggregated:disaggregated",

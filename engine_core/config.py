@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from tokenloom.request.reasoning import ReasoningMarks, ReasoningParserName
 
+from .lora_config import LoraConfig as LoraConfig
 from .pooler_config import PoolerConfig as PoolerConfig
 from .speculative_config import SpeculativeConfig as SpeculativeConfig
 
@@ -94,6 +95,11 @@ class WorkerConfig(Struct, frozen=True):
         "Measure the logits of one step of so many for the metrics tokenloom_logits_… and tokenloom_temperature; "
         "0: never, and no such metrics.",
     ] = 0
+    enforce_eager: Annotated[
+        bool,
+        "Compute every step operation by operation; by default a CPU runs decode steps from recordings of their kernel "
+        "calls, which gives the same tokens sooner.",
+    ] = False
     profiler_dir: Annotated[str, "Directory for profiles; empty: requests to profile are refused."] = ""
 
 
@@ -310,6 +316,7 @@ class EngineConfig(Struct, frozen=True):
         "num_speculative_tokens and what the method needs (docs/use/speculation.md). No token changes.",
         Meta(extra={"name": "speculative_config"}),
     ] = None
+    lora: LoraConfig = LoraConfig()
     max_model_len: Annotated[
         Count | None,
         "Most tokens of prompt and output together; by default what the model supports and the KV cache can hold.",

@@ -11,6 +11,7 @@ from .kv_cache.pool_memory import PoolMemory
 from .kv_transfer.kv_transport import KVPool
 from .wire.core_pooling_params import ModelPooling
 from .wire.handshake import WarmUp
+from .wire.lora import LoraInfo
 from .wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
@@ -110,6 +111,15 @@ class Worker(Protocol):
         Raises ``ValueError``, and keeps the old weights, naming what is wrong with the checkpoint. After any other
         error no weights are left, and another call must load some.
         """
+
+    def load_lora(self, path: str) -> LoraInfo:
+        """Keep the LoRA adapter in the directory ``path`` in host memory, awake or asleep.
+
+        Raises ``ValueError`` naming what is wrong with it, or not supported.
+        """
+
+    def drop_lora(self, digest: bytes) -> None:
+        """Forget an adapter, if it is there. No request of a later step names it."""
 
     def profile(self, start: bool) -> None:
         """Start recording what the worker computes, or stop and write the profile to the configured directory.

@@ -95,6 +95,7 @@ class Request:
     ``num_tokens``; there are no separate prefill and decode phases."""
 
     __slots__ = (
+        "adapter",
         "all_token_ids",
         "arrival_ns",
         "block_hashes",
@@ -111,6 +112,7 @@ class Request:
         "num_computed_tokens",
         "num_external_cached_tokens",
         "num_output_placeholders",
+        "num_passed",
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_tokens",
@@ -142,6 +144,9 @@ class Request:
         self.prompt_embeds = message.prompt_embeds
         self.priority = message.priority
         self.tenant = message.tenant
+        self.adapter = message.adapter
+        self.num_passed = 0
+        """How many requests began before it because its adapter had no slot."""
 
         self.prompt_token_ids = message.prompt_token_ids
         # Accepted tokens of earlier attempts are ordinary output, so indices and limits need no second count.

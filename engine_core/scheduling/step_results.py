@@ -141,8 +141,10 @@ class StepResults:
 
     def _accept_tokens(self, request: Request, token_ids: list[int]) -> EngineCoreOutput:
         output = EngineCoreOutput(request.request_id, token_ids, request.num_tokens - request.num_prompt_tokens)
+        all_token_ids = request.all_token_ids
         for count, token_id in enumerate(token_ids, 1):
-            request.append_token(token_id)
+            all_token_ids.append(token_id)  # as `append_token` does, without its call
+            request.num_tokens += 1
             if status := finish_status(request):
                 output.new_token_ids = token_ids[:count]
                 mark_finished(output, request, status)

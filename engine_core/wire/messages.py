@@ -14,6 +14,7 @@ from .core_pooling_params import PoolingParams
 from .core_sampling_params import SamplingParams
 from .draft_counts import DraftCounts, SpecDecodingStats
 from .embedding_rows import EmbedsSpan
+from .lora import LoraState
 from .serialization import from_raw
 
 
@@ -49,7 +50,9 @@ class ErrorKind(enum.IntEnum):
     """The request's time ran out before it began."""
     LEAVING = 5
     """The engine shuts down; another one may take the request."""
-    QUERY_LOST = 6
+    NO_ADAPTER = 6
+    """The request's LoRA adapter is not loaded here; another engine may have it."""
+    QUERY_LOST = 7
     """The engine does not hold the query that a document is scored against; the caller sends the query again."""
 
 
@@ -96,6 +99,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     timeout_ns: int = 0
     """How long after its arrival the request may still begin, or begin again; 0: at any time. The caller ends requests
     that run."""
+    adapter: bytes = b""
+    """The digest of a LoRA adapter; empty: the base model. The caller mixes it into ``cache_salt``."""
     pooling_params: PoolingParams | None = None
     """The request is pooled instead of generating tokens; its ``sampling_params`` are ``DRAWS_NOTHING``."""
 
@@ -282,6 +287,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Prompt tokens of those requests, cached ones included (counter)."""
     spec_decoding: SpecDecodingStats | None = None
     """None unless the engine speculates."""
+    loras: list[LoraState] | None = None
+    """The LoRA adapters, by name; None if nothing has changed since they were reported."""
 
 
 class UtilityCall(msgspec.Struct, array_like=True, gc=False):

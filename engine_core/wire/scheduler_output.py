@@ -23,6 +23,8 @@ class NewRequestData(msgspec.Struct, array_like=True, gc=False):
     num_computed_tokens: int
     prompt_embeds: list[EmbedsSpan] = []
     """Embeddings that the worker keeps for the life of the request."""
+    adapter: bytes = b""
+    """The digest of its LoRA adapter; empty: the base model."""
     pooling_params: PoolingParams | None = None
     """The request is pooled when its prompt is computed, and draws nothing."""
 
@@ -55,6 +57,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     last token and the drafts: its number of scheduled tokens is one more than its drafts."""
     num_drafts_wanted: dict[str, int] = {}
     """How many drafts the worker may propose after this step, by request; none for a request that is not named."""
+    lora_slots: list[bytes] | None = None
+    """The digests of the LoRA adapters in slots from this step on; None: those of the step before."""
 
     def num_computed_tokens(self) -> dict[str, int]:
         """Return, for every request of the step, how many of its tokens were computed before it."""

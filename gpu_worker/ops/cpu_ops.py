@@ -55,6 +55,14 @@ class CPUOps:
         kernel(_is_bf16(gate_up), gate_up.data_ptr(), out.data_ptr(), rows, size, threads)
         return out
 
+    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
+        positions = positions.contiguous()
+        count, half = len(positions), len(frequencies)
+        cosines, sines = torch.empty(count, 1, half), torch.empty(count, 1, half)
+        pointers_to = (each.data_ptr() for each in (positions, frequencies, cosines, sines))
+        self._kernels.rotations(*pointers_to, count, half, factor, torch.get_num_threads())
+        return cosines, sines
+
     def rotate_and_write(
         self,
         heads: Tensor,

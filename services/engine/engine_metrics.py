@@ -40,7 +40,11 @@ _COUNTERS_OF_CORE = {
 
 
 class EngineMetrics:
-    """Observes attempts and steps; times are monotonic seconds."""
+    """Observes attempts and steps; times are monotonic seconds.
+
+    Attributes:
+        labels: The labels that all metrics of the engine have.
+    """
 
     def __init__(
         self,
@@ -63,7 +67,7 @@ class EngineMetrics:
         text = "Prompt tokens, by where their KV came from."
         sources = process_metrics.counter(registry, "prompt_tokens_by_source", text, (*_LABELS, "source"))
         self._computed, self._cached, self._loaded = (sources.labels(*self._labels, name) for name in _SOURCES)
-        labels_of = dict(zip(_LABELS, self._labels, strict=True))
+        labels_of = self.labels = dict(zip(_LABELS, self._labels, strict=True))
         self.generation_tokens = process_metrics.fast_counter(
             registry, "generation_tokens", "Generated tokens.", labels_of
         )

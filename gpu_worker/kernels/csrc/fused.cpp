@@ -163,3 +163,15 @@ extern "C" void silu_mul(int32_t is_bf16, const void* gate_up, void* out, int64_
 extern "C" void gelu_mul(int32_t is_bf16, const void* gate_up, void* out, int64_t rows, int64_t size, int32_t threads) {
   gate<Gelu>(is_bf16, gate_up, out, rows, size, threads);
 }
+
+// The cosines and sines, [count, half], of the angles that `frequencies` [half] give to each position, times `factor`.
+extern "C" void rotations(const int64_t* positions, const float* frequencies, float* cosines, float* sines,
+                          int64_t count, int64_t half, float factor, int32_t threads) {
+  for_ranges(count, row_grain(half), row_threads(count, 8 * half, threads), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * half; i < end * half; ++i) {
+      const float angle = (float)positions[i / half] * frequencies[i % half];
+      cosines[i] = std::cos(angle) * factor;
+      sines[i] = std::sin(angle) * factor;
+    }
+  });
+}

@@ -24,6 +24,7 @@ from .pooling_request import check_generates, to_core_pooling
 LEASE_ID_BYTES = 16
 _MAX_ENGINE_ID_CHARS = 256
 _MAX_TENANT_CHARS = 256
+_DIGEST_BYTES = 32
 
 
 def to_core_request(
@@ -43,6 +44,8 @@ def to_core_request(
     if len(add.tenant) > _MAX_TENANT_CHARS:
         raise InvalidArgument(f"tenant has {len(add.tenant)} characters; at most {_MAX_TENANT_CHARS} fit", "tenant")
     _check_kv(add)
+    if prompt.adapter and len(prompt.adapter) != _DIGEST_BYTES:
+        raise InvalidArgument(f"adapter has {len(prompt.adapter)} bytes, expected {_DIGEST_BYTES}", "adapter")
     if add.HasField("timeout") and add.timeout.ToNanoseconds() <= 0:
         raise DeadlineExceeded("the request's time ran out before it reached an engine")
     return EngineCoreRequest(
@@ -57,6 +60,7 @@ def to_core_request(
         prompt_embeds=to_spans(prompt.embeds) if prompt.embeds else [],
         tenant=add.tenant,
         timeout_ns=add.timeout.ToNanoseconds() if add.HasField("timeout") else 0,
+        adapter=prompt.adapter,
         pooling_params=pooling,
     )
 

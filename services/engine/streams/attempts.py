@@ -40,6 +40,7 @@ _ERRORS: dict[ErrorKind, type[errors.TokenloomError]] = {
     ErrorKind.ENGINE_FULL: errors.ResourceExhausted,
     ErrorKind.TENANT_FULL: errors.RateLimitExceeded,
     ErrorKind.LEAVING: errors.TryElsewhere,
+    ErrorKind.NO_ADAPTER: errors.TryElsewhere,
     ErrorKind.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
     ErrorKind.QUERY_LOST: errors.QueryLost,
 }

@@ -143,6 +143,27 @@ class FrameBuilder:
             self._num_tokens = self._num_with_logprobs = 0
         return frame
 
+    def take_urgent(self, step: int) -> engine_pb2.EngineFrame:
+        """Return a frame of what is waited for alone: first tokens, leases, and ends with the tokens before them.
+
+        The tokens of other slots keep waiting, because a frame costs the services as much as the slots in it. If they
+        are all that is left, because they did not fit before, the frame is theirs.
+        """
+        urgent = {*self._begun, *self._finished, *self._prompts}
+        waiting = {slot: row for slot, row in self._rows.items() if slot not in urgent}
+        if len(waiting) == len(self._rows) and not (self._finished or self._grants or self._prompts):
+            return self.take(step)
+        num_tokens = sum(len(row.token_ids) for row in waiting.values())
+        num_with_logprobs = sum(row.logprobs is not None for row in waiting.values())
+        self._rows = {slot: row for slot, row in self._rows.items() if slot in urgent}
+        self._num_tokens -= num_tokens
+        self._num_with_logprobs -= num_with_logprobs
+        frame = self.take(step)
+        self._rows |= waiting
+        self._num_tokens += num_tokens
+        self._num_with_logprobs += num_with_logprobs
+        return frame
+
     def _take_mixed(self, step: int, room: int) -> engine_pb2.EngineFrame:
         """Return a frame with as much of everything that waits as fits into ``room`` bytes."""
         grants = self._take_grants(room // 2)

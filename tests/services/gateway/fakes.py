@@ -1,7 +1,8 @@
 """The mesh behind a gateway, in one process and under a test's control."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import struct
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,14 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def Encode(self, request: tokenizer_pb2.EncodeRequest, context: Any) -> tokenizer_pb2.EncodeResponse:
         await self._count(context)
         self.prompts.append(request)
-        return tokenizer_pb2.EncodeResponse(prompts=[self._prompt(text.encode(), request) for text in request.texts])
+        prompts = [self._prompt(text.encode(), request) for text in request.texts]
+        for prompt, second in zip(prompts, request.second_texts, strict=False):
+            prompt.first_part_tokens = len(prompt.token_ids)
+            prompt.token_ids.extend(second.encode())
+        for prompt in prompts if request.max_tokens else ():
+            cut = len(prompt.token_ids) - request.max_tokens
+            del prompt.token_ids[slice(request.max_tokens, None) if request.keep_first else slice(max(cut, 0))]
+        return tokenizer_pb2.EncodeResponse(prompts=prompts)
 
     async def EncodeChat(self, request: tokenizer_pb2.EncodeChatRequest, context: Any) -> Any:
         await self._count(context)
@@ -210,6 +218,13 @@ class FakeRequest:
         )
         self._session.frames.put_nowait(output_processor_pb2.ProcessFrame(finished=[finished]))
 
+    def pool(self, values: Sequence[float], shape: Sequence[int] | None = None, offset: int = 0) -> None:
+        """A frame with a result, or a part of it."""
+        data = struct.pack(f"<{len(values)}f", *values)
+        shape = [len(values)] if shape is None else shape
+        part = types_pb2.Pooled(slot=self.submit.slot, shape=shape, offset=offset, data=data)
+        self._session.frames.put_nowait(output_processor_pb2.ProcessFrame(pooled=[part]))
+
     def fail(self, error: errors.TokenloomError) -> None:
         finished = output_processor_pb2.RequestFinished(
             slot=self.submit.slot, reason=types_pb2.FINISH_REASON_ERROR, error=wire_errors.to_proto(error)
@@ -250,6 +265,7 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
         self.resumes: asyncio.Queue[tuple[FakeRequest, output_processor_pb2.Resume]] = asyncio.Queue()
         self.withdrawals: asyncio.Queue[output_processor_pb2.Withdrawal] = asyncio.Queue()
         self.auto: Sequence[str] | None = None
+        self.pool: Callable[[FakeRequest], object] | None = None  # answers pooling requests
 
     async def Process(self, messages: Any, context: Any) -> AsyncIterator[output_processor_pb2.ProcessFrame]:
         session = FakeSession()
@@ -291,7 +307,9 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
             session.credit += message.credit or message.hello.initial_credit
             for submit in message.submit:
                 request = session.requests[submit.slot] = FakeRequest(session, submit)
-                if self.auto is None:
+                if self.pool is not None and submit.HasField("pooling_params"):
+                    self.pool(request)
+                elif self.auto is None:
                     self.requests.put_nowait(request)
                 else:
                     request.answer(*self.auto)

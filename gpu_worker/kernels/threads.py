@@ -1,5 +1,7 @@
 """Sets with how many threads the kernels of this process compute, and how these threads wait."""
 
+from ctypes import CDLL
+
 import torch
 
 from .compiler import KernelsUnavailable
@@ -23,6 +25,14 @@ def set_kernel_threads(threads: int) -> None:
     _threads = threads
 
 
+def prepare_sharing() -> CDLL | None:
+    """Load what :func:`share_cores` needs, so that no step waits until it has been built; None: it cannot be built."""
+    try:
+        return load_pool()
+    except KernelsUnavailable:
+        return None
+
+
 def share_cores(shared: bool, most_threads: int) -> None:
     """Choose how threads get the work of kernels.
 
@@ -30,9 +40,7 @@ def share_cores(shared: bool, most_threads: int) -> None:
     the pool, which sleep when they have nothing to do and for which
     a kernel waits only if they have begun a piece of its work.
     """
-    try:
-        pool = load_pool()
-    except KernelsUnavailable:
+    if (pool := prepare_sharing()) is None:
         return  # then there are no kernels either
     pool.set_waiting(not shared, SHARED_SPIN if shared else QUIET_SPIN)
     pool.set_most_threads(most_threads)

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from ..kernels.threads import prepare_sharing
 from . import memory
 from .core_watch import CoreWatch, ProcessThreads, cores_within
 from .cpu_limit import cpu_limit
@@ -64,6 +65,7 @@ class CPUPlatform:
         that is less."""
         most = num_threads or torch.get_num_threads()
         torch.set_num_threads(cores_within(cpu_limit(), most, num_engines))
+        prepare_sharing()
         self._watch = CoreWatch(ProcessThreads(most), most, num_engines)
 
     def before_step(self) -> None:

@@ -1,21 +1,14 @@
-"""Keeps the LoRA adapters that requests may name, and decides which of them occupy slots of the device.
-
-A batch has at most ``max_loras`` adapters. A request whose adapter finds no slot is passed over by those behind it, but
-only so often: then no other adapter's request begins until a slot is free for it. So every adapter gets its turn, even
-if requests for the others never end.
-"""
+"""Keeps the LoRA adapters that requests may name: loads and forgets them, and counts the requests that use them."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from .lora_config import LoraConfig
+from .scheduling.adapter_slots import AdapterSlots
 from .scheduling.request import Request
 from .wire.lora import LoraAnswer, LoraErrorKind, LoraInfo, LoraState
-
-MAX_PASSES = 64
-"""How many requests may pass over a request that waits for a slot."""
 
 
 class AdapterStore(Protocol):
@@ -26,86 +19,6 @@ class AdapterStore(Protocol):
 
     def drop(self, digest: bytes) -> None:
         """Forget an adapter that no request names any more."""
-
-
-class AdapterSlots:
-    """Assigns the slots to the adapters of running requests."""
-
-    def __init__(self, max_loras: int) -> None:
-        self._max_loras = max_loras
-        self._slots: dict[bytes, None] = {}  # the least recently used first
-        self._running: set[bytes] = set()
-        self._passed: list[Request] = []  # by the request that was chosen last
-        self.pinned: set[bytes] = set()
-        self.have_changed = False
-        """Whether the workers do not know the present slots."""
-
-    def __contains__(self, digest: bytes) -> bool:
-        return digest in self._slots
-
-    @property
-    def digests(self) -> list[bytes]:
-        """The adapters in the slots."""
-        return list(self._slots)
-
-    def begin_step(self, running: Iterable[Request]) -> None:
-        """Note which requests run before the step."""
-        self._running = {request.adapter for request in running if request.adapter}
-
-    def choose(self, heads: Sequence[Request], loaded: Collection[bytes]) -> Request | None:
-        """Return the first of these requests that may begin; None if none may.
-
-        ``heads`` are in the order in which they should begin. One whose adapter is not ``loaded`` any more needs no
-        slot: the caller ends it.
-        """
-        owed = next((head for head in heads if self._is_owed(head)), None)
-        self._passed = []
-        for head in heads:
-            if not head.adapter or head.adapter not in loaded or self._fits(head, owed):
-                return head
-            self._passed.append(head)
-        return None
-
-    def begins(self, request: Request) -> None:
-        """Give a slot to the request that was chosen last, which begins in this step."""
-        for passed in self._passed:
-            passed.num_passed += 1
-        if request.adapter:
-            self._running.add(request.adapter)
-            self._occupy(request.adapter)
-
-    def pin(self, digest: bytes) -> bool:
-        """Keep an adapter in a slot, from when one is free. Returns False if no slot would be left for the others."""
-        if len(self.pinned | {digest}) >= self._max_loras:
-            return False
-        self.pinned.add(digest)
-        if self._has_room(digest):
-            self._occupy(digest)
-        return True
-
-    def drop(self, digest: bytes) -> None:
-        """Free the slot of an adapter, which no request names any more."""
-        self._slots.pop(digest, None)
-        self.pinned.discard(digest)
-
-    def _is_owed(self, head: Request) -> bool:
-        return head.num_passed >= MAX_PASSES and head.adapter not in self._running
-
-    def _fits(self, head: Request, owed: Request | None) -> bool:
-        if owed is not None and head.adapter != owed.adapter:
-            return False
-        return head.adapter in self._running or self._has_room(head.adapter)
-
-    def _has_room(self, digest: bytes) -> bool:
-        return len(self._running | self.pinned | {digest}) <= self._max_loras
-
-    def _occupy(self, digest: bytes) -> None:
-        if digest not in self._slots:
-            if len(self._slots) == self._max_loras:
-                kept = self._running | self.pinned
-                del self._slots[next(each for each in self._slots if each not in kept)]
-            self.have_changed = True
-        self._slots[digest] = self._slots.pop(digest, None)
 
 
 @dataclass(slots=True)
@@ -146,25 +59,17 @@ class Adapters:
             return self.answer()
         if not name:
             return self._refuse(LoraErrorKind.INVALID, "name is empty")
-        unused = next((each for each in self._digests if self._is_unused(each)), None)
-        is_full = len(self._memory) >= self._max_loaded
-        if is_full and unused is None:
-            return self._refuse(
-                LoraErrorKind.FULL, f"{len(self._memory)} adapters are loaded (--max-cpu-loras), all pinned or in use"
-            )
+        if len(self._memory) >= self._max_loaded and self._least_used() is None:
+            error = f"{len(self._memory)} adapters are loaded (--max-cpu-loras), all pinned or in use"
+            return self._refuse(LoraErrorKind.FULL, error)
         try:
             info = self._store.load(path)
-        except ValueError as error:
-            return self._refuse(LoraErrorKind.INVALID, str(error))
+        except ValueError as wrong:
+            return self._refuse(LoraErrorKind.INVALID, str(wrong))
         if conflict := self._conflict("" if in_place else name, digest, info.digest):
             self._release(info.digest)
             return self._refuse(LoraErrorKind.CONFLICT, conflict)
-        if is_full and unused is not None and info.digest not in self._memory:
-            self._forget(unused)
-        self._memory.setdefault(info.digest, _InMemory(path, info.rank))
-        if ours not in (None, info.digest) and name in self._digests:
-            self._forget(name)
-        self._digests[name] = info.digest
+        self._keep(name, path, info)
         return self.answer()
 
     def unload(self, name: str) -> LoraAnswer:
@@ -294,10 +199,23 @@ class Adapters:
             return f"another adapter is loaded as {name!r}; unload it first"
         return ""
 
-    def _is_unused(self, name: str) -> bool:
-        digest = self._digests[name]
-        is_alone = sum(each == digest for each in self._digests.values()) == 1
-        return is_alone and not self._requests[digest] and digest not in self._slots.pinned
+    def _least_used(self) -> str | None:
+        """Return the name that was used least recently, of those whose adapters could be dropped."""
+        counts = Counter(self._digests.values())
+        for name, digest in self._digests.items():
+            if counts[digest] == 1 and not self._requests[digest] and digest not in self._slots.pinned:
+                return name
+        return None
+
+    def _keep(self, name: str, path: str, info: LoraInfo) -> None:
+        """Give a name to an adapter that was read, in the place of the one that had it; make room for it."""
+        if info.digest not in self._memory:
+            if len(self._memory) >= self._max_loaded and (unused := self._least_used()) is not None:
+                self._forget(unused)
+            self._memory[info.digest] = _InMemory(path, info.rank)
+        if self._digests.get(name, info.digest) != info.digest:
+            self._forget(name)
+        self._digests[name] = info.digest
 
     def _forget(self, name: str) -> None:
         digest = self._digests.pop(name)

@@ -1,8 +1,13 @@
 """Options of LoRA adapters."""
 
+import json
+from collections.abc import Iterator
 from typing import Annotated
 
 from msgspec import Meta, Struct
+
+from tokenloom.request.adapter_name import check_adapter_name
+from tokenloom.request.errors import InvalidArgument
 
 _Slots = Annotated[int, Meta(ge=1)]
 _Rank = Annotated[int, Meta(ge=1, le=256)]
@@ -21,7 +26,8 @@ class LoraConfig(Struct, frozen=True):
     ] = None
     modules: Annotated[
         tuple[str, ...],
-        "LoRA adapters to load at start: name=path, separated by commas; a path is a directory of the peft library.",
+        "LoRA adapters to load at start: name=path, separated by commas, or vLLM's JSON objects with name and path; a "
+        "path is a directory of the peft library.",
         Meta(extra={"name": "lora_modules"}),
     ] = ()
 
@@ -36,8 +42,25 @@ class LoraConfig(Struct, frozen=True):
             raise ValueError("lora_modules needs enable_lora")
         if self.max_loaded < self.max_loras:
             raise ValueError(f"max_cpu_loras is {self.max_loaded}; it must be at least max_loras, {self.max_loras}")
-        pairs = [(name, path) for name, _, path in (module.partition("=") for module in self.modules)]
-        for (name, path), module in zip(pairs, self.modules, strict=True):
-            if not name or not path:
-                raise ValueError(f"lora_modules: {module!r} must be name=path")
-        return pairs
+        return list(_read_modules(",".join(self.modules)))
+
+
+def _read_modules(text: str) -> Iterator[tuple[str, str]]:
+    """Yield names and paths from ``name=path`` or vLLM's JSON objects with ``name`` and ``path``, joined by commas."""
+    while text:
+        if text.startswith("{"):
+            try:
+                module, end = json.JSONDecoder().raw_decode(text)
+            except ValueError as error:
+                raise ValueError(f"lora_modules: not JSON: {error}") from None
+            item, text = text[:end], text[end:].lstrip(", ")
+            name, path = str(module.get("name", "")), str(module.get("path", ""))
+        else:
+            item, _, text = text.partition(",")
+            name, _, path = item.partition("=")
+        if not path or "," in path:
+            raise ValueError(f'lora_modules: {item!r} must be name=path or {{"name": …, "path": …}}, without commas')
+        try:
+            yield check_adapter_name(name, "lora_modules: the name"), path
+        except InvalidArgument as error:
+            raise ValueError(error.message) from None

@@ -56,6 +56,8 @@ async def test_load_use_pin_list_and_unload(operated: Operated) -> None:
     assert operated.loaded[0] == operated.loaded[1] != {}
     assert operated.mesh.coordinator.adapters["pirate"].path == PIRATE["lora_path"]
     assert await operated.is_served()
+    (request, *_) = (await operated.http.get("/requests", headers=ADMIN)).json()["requests"]
+    assert request["model"] == f"{MODEL}:pirate"
     again = await operated.post("load", 400, **PIRATE)
     assert "loaded already; set load_inplace" in again["error"]["message"]
     assert (await operated.post("pin", lora_name="pirate"))["status"] == "pinned"

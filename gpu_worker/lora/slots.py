@@ -90,7 +90,12 @@ class LoraSlots:
         number = {digest: slot for slot, digest in enumerate(self._slots) if digest}
         of_requests = [number[adapters[row]] if row in adapters else -1 for row in inputs.rows.tolist()]
         if max(of_requests) >= 0:
-            self._current.rows = self._group(of_requests, inputs.cu_query_lens)
+            self._current.set(self._group(of_requests, inputs.cu_query_lens))
+
+    @property
+    def are_used(self) -> bool:
+        """Whether a row of the step in work has an adapter."""
+        return self._current.rows is not None
 
     def end(self) -> None:
         """Forget the rows of the step: what is computed next has no adapter."""

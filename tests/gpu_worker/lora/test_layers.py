@@ -52,7 +52,7 @@ class Layer:
         return (matrices.down[:, : matrices.rank].float() @ matrices.up.float()).t()
 
     def __call__(self, x: Tensor, slots: Sequence[int]) -> Tensor:
-        self.current.rows = StepRows(np.array(slots, dtype=np.int32))
+        self.current.set(StepRows(np.array(slots, dtype=np.int32)))
         return self.layer(x)
 
     def expected(self, x: Tensor, slots: Sequence[int]) -> Tensor:

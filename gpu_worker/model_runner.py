@@ -20,6 +20,8 @@ from .expert_report import expert_loads, routed_experts
 from .lora.slots import LoraSlots
 from .models.expert_routes import routes_of
 from .models.model import Model
+from .pooling.pooled_rows import Floats
+from .pooling.pooler import Pooler
 from .recorded.recorded_model import RecordedModel
 from .sampler.device_sampler import DeviceSampler
 from .sampler.step_sampler import StepSampler
@@ -50,6 +52,7 @@ class ModelRunner:
         rejection: RejectionSampler | None = None,
         recorded: RecordedModel | None = None,
         loras: LoraSlots | None = None,
+        pooler: Pooler | None = None,
     ) -> None:
         """``memory`` holds the KV caches; None: torch allocates them. ``device`` is that of model and backend.
 
@@ -58,10 +61,11 @@ class ModelRunner:
         logits of one step of ``logits_metrics_interval`` are measured; 0: none. ``proposer`` proposes drafts, which
         ``rejection`` accepts; without it a draft counts if it equals the token that is drawn.
         ``recorded`` runs the steps of which it can make recordings; None: the model computes every step.
-        ``loras`` holds the adapters that requests name; None: they name none.
+        ``loras`` holds the adapters that requests name; None: they name none. ``pooler`` pools prompts; None: no
+        request asks for it.
         """
         self._recorded = recorded
-        self.set_model(model)
+        self.set_model(model, pooler)
         self._backend = backend
         self._batch = batch
         self._sampler = StepSampler(
@@ -75,8 +79,9 @@ class ModelRunner:
         self.make_kv_caches()
         self._executed: _Executed | None = None  # set between ``execute`` and ``sample``
 
-    def set_model(self, model: Model) -> None:
+    def set_model(self, model: Model, pooler: Pooler | None = None) -> None:
         """Use other weights of the same shapes from now on."""
+        self._pooler = pooler
         self._model = model
         self._routes = routes_of(model)
         self._forget_recordings()
@@ -136,7 +141,8 @@ class ModelRunner:
             routed = self._routed_experts(inputs) if self._routes is not None else {}
             prompt_logprobs = self._prompt_logprobs(inputs, hidden)
             kept = hidden if self._speculation is not None else None
-            self._executed = _Executed(inputs, kept, logits, prompt_logprobs, routed)
+            pooled = self._pool(inputs, hidden) if self._batch.pooled else {}
+            self._executed = _Executed(inputs, kept, logits, prompt_logprobs, routed, pooled)
 
     def _compute(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the last hidden states of the step, and the logits of the rows that draw a token."""
@@ -213,9 +219,17 @@ class ModelRunner:
                 result[req_id] = part
         return result
 
+    @torch.inference_mode()
+    def _pool(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, Floats]:
+        """Return the results of the prompts that are pooled and complete."""
+        assert self._pooler is not None, "the core refuses such requests"
+        rows, ends, begins = (array.tolist() for array in (inputs.rows, inputs.seq_lens, inputs.cu_query_lens))
+        results = self._batch.pooled.pool(self._pooler, rows, ends, begins, hidden)
+        return {inputs.req_ids[index]: result for index, result in results.items()}
+
     def _sample(self, executed: "_Executed", grammar: GrammarOutput | None) -> ModelRunnerOutput:
         inputs, logits = executed.inputs, executed.logits
-        output = ModelRunnerOutput(inputs.req_ids, [], {}, executed.prompt_logprobs)
+        output = ModelRunnerOutput(inputs.req_ids, [], {}, executed.prompt_logprobs, pooled=executed.pooled)
         if self._routes is not None:
             output.routed_experts, output.expert_loads = executed.routed_experts, expert_loads(self._routes)
         if not len(inputs.sampled):
@@ -287,3 +301,4 @@ class _Executed:
     """[S, vocab]: logits of the rows that draw, on the device. A request with drafts has a row more for each."""
     prompt_logprobs: dict[str, Logprobs]
     routed_experts: dict[str, RoutedExperts]
+    pooled: dict[str, Floats]

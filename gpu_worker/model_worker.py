@@ -14,6 +14,7 @@ from tokenloom.engine_core.kv_cache.kv_groups import KVGroup, model_groups
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.engine_core.process.process_memory import resident_bytes
+from tokenloom.engine_core.wire.core_pooling_params import ModelPooling
 from tokenloom.engine_core.wire.handshake import WarmUp
 from tokenloom.engine_core.wire.lora import LoraInfo
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -32,6 +33,7 @@ from .lora.slots import LoraSlots
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
+from .models.decoder import DecoderModel
 from .models.expert_routes import routes_of
 from .models.model import Model
 from .models.self_check import CheckedModel, check_model
@@ -39,6 +41,7 @@ from .ops.ops_choice import make_ops
 from .platform.affinity import bind_to
 from .platform.platform import Platform
 from .platform.profiler import Profiler
+from .pooling.pooler import Pooler, make_pooler
 from .recorded.recorded_model import MOST_TOKENS, RecordedModel
 from .sampler.device_sampler import DeviceSampler
 from .speculation.drafting import Drafting
@@ -76,6 +79,7 @@ class ModelWorker:
         self._runner: ModelRunner | None = None
         self._pool: KVPool | None = None
         self._drafting: Drafting | None = None
+        self._pooler: Pooler | None = None
         self._profiler = Profiler(config.worker.profiler_dir)
         self._max_model_len = 0
         self._layers: PoolLayers | None = None
@@ -95,6 +99,7 @@ class ModelWorker:
         model_config = self._kv_config
         if self._loras is not None:
             self._loras.check_model()
+        self._pooler = self._make_pooler()
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
         if self._config.speculative is not None:
@@ -121,6 +126,7 @@ class ModelWorker:
             kv_layout=self._drafting.kv_layout(layout, block_size) if self._drafting else layout,
             numerics="/".join(part for part in numerics if part),
             kv_groups=self._layers.groups,
+            pooling=self._pooler.info if self._pooler is not None else ModelPooling(),
         )
 
     def _adapting(self, loader: ModelLoader) -> ModelLoader:
@@ -306,7 +312,15 @@ class ModelWorker:
         return self._layers
 
     def _take_model(self) -> None:
-        self._require_runner().set_model(self._model)
+        assert self._slot is not None
+        if self._slot.is_loaded:
+            self._pooler = self._make_pooler()
+        self._require_runner().set_model(self._model, self._pooler)
+
+    def _make_pooler(self) -> Pooler | None:
+        config, model = self._config.worker, self._model
+        head = model.head if isinstance(model, DecoderModel) else None
+        return make_pooler(Path(config.model), config, model.config.hidden_size, head, is_encoder=False)
 
     def _require_loras(self) -> LoraSlots:
         assert self._loras is not None, "LoRA adapters are not enabled"
@@ -339,6 +353,7 @@ class ModelWorker:
             rejection=rejection,
             recorded=self._make_recorded(),
             loras=self._loras,
+            pooler=self._pooler,
         )
 
     def _make_recorded(self) -> RecordedModel | None:

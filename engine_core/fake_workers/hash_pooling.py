@@ -15,7 +15,7 @@ _NUM_COLUMNS = 8
 def hash_pooling(*, generates: bool) -> ModelPooling:
     """Return what the hash worker pools: everything."""
     by_token = frozenset(task for task in PoolingTask if task.is_by_token)
-    return ModelPooling(tuple(PoolingTask), by_token, generates=generates, matryoshka=True)
+    return ModelPooling(tuple(PoolingTask), by_token, generates=generates, matryoshka=True, vector_size=_NUM_COLUMNS)
 
 
 def hash_pooled(prefix: npt.NDArray[np.int32], params: PoolingParams) -> Floats:
@@ -31,10 +31,10 @@ def hash_pooled(prefix: npt.NDArray[np.int32], params: PoolingParams) -> Floats:
         score = logits[..., 0]
         return np.asarray(score if params.use_activation is False else 1 / (1 + np.exp(-score)), dtype=np.float32)
     classes: Floats = logits[..., :NUM_CLASSES]
-    if params.use_activation is False:
-        return classes
-    shares: Floats = np.exp(classes)
-    return shares / shares.sum(-1, keepdims=True)
+    if params.use_activation is not False:
+        classes = np.exp(classes)
+        classes /= classes.sum(-1, keepdims=True)
+    return classes
 
 
 def _activate_vector(vectors: Floats, params: PoolingParams) -> Floats:

@@ -30,9 +30,20 @@ class PooledRequests:
             return f"task {params.task.name.lower()} is not among the model's: {task_names(self._model.tasks)}"
         if params.late_interaction is not None and params.task is not PoolingTask.TOKEN_EMBED:
             return "late_interaction is only possible with the task token_embed"
+        if params.dimensions is not None and (error := self._wrong_dimensions(params.dimensions)):
+            return error
         if request.num_prompt_tokens > self._max_model_len:
             return f"prompt has {request.num_prompt_tokens} tokens; the context holds {self._max_model_len}"
         request.skip_reading_prefix_cache = params.task in self._model.whole_prompt
+        return ""
+
+    def _wrong_dimensions(self, dimensions: int) -> str:
+        """Return why vectors cannot be shortened to this length; empty if they can."""
+        allowed = self._model.dimensions
+        if allowed and dimensions not in allowed:
+            return f"dimensions is {dimensions}; this model's vectors can have {', '.join(map(str, allowed))}"
+        if dimensions > self._model.vector_size:
+            return f"dimensions is {dimensions}; this model's vectors have {self._model.vector_size}"
         return ""
 
     def output(self, request: Request, pooled: Floats) -> EngineCoreOutput:

@@ -115,7 +115,8 @@ class Scheduler:
         if error := self._pooled.refusal(request) or refusal(
             request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv
         ):
-            self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error)
+            field = "" if request.pooling_params is None else "pooling_params"
+            self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error, field)
         elif status := finish_status(request):
             self.ended.end_early(request, status)
         elif request.adapter and (self._adapters is None or not self._adapters.serves(request.adapter)):

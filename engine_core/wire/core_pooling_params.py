@@ -59,3 +59,7 @@ class ModelPooling(msgspec.Struct, frozen=True):
     """Whether each token attends to all tokens of the prompt: a step computes whole prompts, and no KV is kept."""
     matryoshka: bool = False
     """Whether requests may set ``dimensions``."""
+    dimensions: tuple[int, ...] = ()
+    """The values that they may have; empty: any up to ``vector_size``."""
+    vector_size: int = 0
+    """Numbers of a vector."""

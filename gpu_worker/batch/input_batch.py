@@ -7,10 +7,12 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom.engine_core.wire.core_pooling_params import PoolingParams
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
+from ..pooling.pooled_rows import PooledRows
 from ..sampler import LogprobRows, make_logits_processors
 from .block_table import BlockTable
 from .gatherer import make_gatherer
@@ -57,6 +59,7 @@ class _Request:
     num_prompt_tokens: int
     prompt_embeds: list[EmbedsSpan]
     adapter: bytes
+    pooling: PoolingParams | None
 
 
 class InputBatch:
@@ -81,6 +84,7 @@ class InputBatch:
         self.logprobs = LogprobRows()
         self.prompt_logprobs = PromptLogprobs()
         self.prompt_embeds = PromptEmbeds()
+        self.pooled = PooledRows()
         self.routed: set[int] = set()
         """Rows of requests that ask which experts computed their tokens."""
         self.adapters: dict[int, bytes] = {}
@@ -108,7 +112,7 @@ class InputBatch:
 
     def _add(self, new: NewRequestData) -> None:
         self._requests[new.req_id] = _Request(
-            new.sampling_params, len(new.prompt_token_ids), new.prompt_embeds, new.adapter
+            new.sampling_params, len(new.prompt_token_ids), new.prompt_embeds, new.adapter, new.pooling_params
         )
         token_ids = new.prompt_token_ids + new.output_token_ids
         self._add_row(new.req_id, token_ids, new.block_ids, new.num_computed_tokens)
@@ -158,6 +162,9 @@ class InputBatch:
             self.adapters[row] = request.adapter
         if request.prompt_embeds:
             self.prompt_embeds.add(row, request.prompt_embeds)
+        if request.pooling is not None:
+            self.pooled.add(row, request.pooling, len(token_ids))
+            self._num_tokens[row] += 1  # so no step computes all of its tokens, and it draws none
 
     def _remove_row(self, req_id: str) -> None:
         row = self._row_of.pop(req_id, None)
@@ -168,6 +175,7 @@ class InputBatch:
             self.logprobs.remove(row)
             self.prompt_logprobs.remove(row)
             self.prompt_embeds.remove(row)
+            self.pooled.remove(row)
             self.routed.discard(row)
             self.adapters.pop(row, None)
             self._free_rows.append(row)

@@ -10,7 +10,14 @@ import torch
 from tokenloom.gguf.gguf_file import is_gguf
 
 from ..checkpoint.config_reader import UnsupportedError
-from ..checkpoint.model_config import ARCHITECTURES, ModelConfig, check_quantization, load_model_config, read_dtype
+from ..checkpoint.model_config import (
+    ARCHITECTURES,
+    CLASSIFIERS,
+    ModelConfig,
+    check_quantization,
+    load_model_config,
+    read_dtype,
+)
 from ..checkpoint.weights import Checkpoint
 from ..layers.interface import Adapt
 from ..ops.ops import Ops
@@ -70,7 +77,8 @@ def uses_transformers(path: Path, model_impl: str) -> bool:
         return False
     if model_impl != "auto":
         return model_impl == "transformers"
-    return read_architecture(path)[0] not in ARCHITECTURES or _missing_feature(path) is not None
+    name = read_architecture(path)[0]
+    return name not in CLASSIFIERS and (name not in ARCHITECTURES or _missing_feature(path) is not None)
 
 
 def _missing_feature(path: Path) -> UnsupportedError | None:

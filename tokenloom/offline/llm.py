@@ -17,6 +17,7 @@ from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
 from tokenloom.services.engine.core.grammar_config import reasoning_mode
 from tokenloom.services.engine.core.workers import WORKER_COMMAND, make_worker
 from tokenloom.services.engine.engine_settings import for_checkpoint
+from tokenloom.services.engine.identity import pooling_limits
 from tokenloom.v1 import types_pb2
 
 from .beam_search import BeamSearchOutput, BeamSearchParams, OfflineBeamSearch
@@ -26,6 +27,19 @@ from .lora_request import LoRARequests, OfflineLoras
 from .offline_loop import OfflineLoop
 from .offline_request import OfflineRequest
 from .outputs import RequestOutput
+from .pooling import OfflinePooling, with_outputs
+from .pooling_outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    PoolingTaskName,
+    ScoringRequestOutput,
+)
+from .pooling_prompts import PoolingPrompts
 from .progress import Progress
 from .prompts import Message, Prompt, as_conversations, as_prompts, read_prompt
 from .request_builder import RequestBuilder
@@ -88,10 +102,12 @@ class LLM:
             experts_per_token=ready.experts_per_token,
             hidden_size=ready.hidden_size if enable_prompt_embeds else 0,
             reasoning=reasoning_mode(config.reasoning, finds_reasoning=ready.finds_reasoning),
+            **pooling_limits(ready.pooling),
         )
         self._builder = RequestBuilder(self._info, self._tokenizer, limits, seed, config.reasoning.marks)
         self._loras = OfflineLoras(self._client, are_enabled=config.lora.enable)
         self._loop = OfflineLoop(self._client)
+        self._pooling = OfflinePooling(PoolingPrompts(self._tokenizer, limits), self._loop)
         self._chats = ChatPrompts(self._info, self._tokenizer, self.model_name)
 
     def generate(
@@ -186,6 +202,85 @@ class LLM:
             tokenized = [read_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
             search = OfflineBeamSearch(self._builder, self._tokenizer, lambda requests: self._run(requests, False))
             return search.search(tokenized, params, concurrency_limit, use_tqdm)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_task: PoolingTaskName | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Pool each prompt; return the results in the order of the prompts.
+
+        Args:
+            prompts: As in :meth:`generate`, without embeddings.
+            pooling_params: One for all, or one for each; None: as the model says.
+            truncate_prompt_tokens: How many tokens of a longer prompt to keep; -1: as many as the context holds.
+            pooling_task: ``embed``, ``classify``, ``score``, ``token_embed`` or ``token_classify``, unless the
+                parameters name it.
+        """
+        with _as_value_error():
+            texts = as_prompts(prompts)
+            return self._pooling.encode(texts, pooling_params, pooling_task, truncate_prompt_tokens, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return a vector for each prompt; the arguments are those of :meth:`encode`."""
+        pooled = self.encode(
+            prompts,
+            pooling_params,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
+            pooling_task="embed",
+        )
+        return [with_outputs(each, EmbeddingOutput(each.outputs.data.tolist())) for each in pooled]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of the classes of each prompt; the arguments are those of :meth:`encode`."""
+        pooled = self.encode(
+            prompts,
+            pooling_params,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
+            pooling_task="classify",
+        )
+        return [with_outputs(each, ClassificationOutput(each.outputs.data.tolist())) for each in pooled]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Score one text against each of several, or pairs of texts: by a model that reads both at once, or by the
+        cosine of their vectors if the model embeds.
+
+        Args:
+            data_1: One text, or as many as ``data_2`` has.
+            data_2: The other texts.
+            truncate_prompt_tokens: As in :meth:`encode`.
+        """
+        with _as_value_error():
+            return self._pooling.score(data_1, data_2, pooling_params, truncate_prompt_tokens, use_tqdm)
 
     def enqueue(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Add one prompt, whose output :meth:`next_finished` returns; return its request id."""

@@ -15,6 +15,7 @@ from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.request.reasoning import Reasoning, ReasoningMarks
 from tokenloom.request.sample_seed import sample_seed
 from tokenloom.services.engine.core.core_request import to_core_sampling, to_spans
+from tokenloom.services.engine.core.pooling_request import check_generates
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.v1 import types_pb2
@@ -77,6 +78,7 @@ class RequestBuilder:
         return replace(params, max_tokens=rest if params.max_tokens is None else min(params.max_tokens, rest))
 
     def _request(self, prompt: TokenizedPrompt, params: SamplingParams) -> OfflineRequest:
+        check_generates(self.limits)
         wire = params.to_wire()
         spellings = bad_words.spellings(params.bad_words or ())
         bad_words.forbid(wire, [self._encode(text) for text in spellings])

@@ -12,7 +12,7 @@ def to_core_pooling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits) -
     """Return the parameters for the core. Raises ``InvalidArgument`` naming the field."""
     wire = add.pooling_params
     if wire.task not in limits.pooling_tasks:
-        wanted = PoolingTask(wire.task).name.lower() if wire.task in PoolingTask else f"{wire.task}"
+        wanted = types_pb2.PoolingTask.Name(wire.task).removeprefix("POOLING_TASK_").lower()
         raise InvalidArgument(
             f"task {wanted} is not among this model's pooling tasks: {_names(limits)}", "pooling_params.task"
         )

@@ -245,7 +245,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self.pipeline:
-            self._answered = cast(RequestResponseCycle, self.pipeline[-1][0])
+            self._answered = self.pipeline[-1][0]
         super().on_response_complete()
 
     def _parse(self, data: "bytes | memoryview") -> None:

@@ -20,7 +20,7 @@ from .ollama_body import OPTIONS, OllamaRequest, chat_body
 
 _LINES = ((b"content-type", b"application/x-ndjson"),)
 _FORM = ErrorForm(lambda error: {"error": error.message}, is_lines=True)
-ERROR_FORMS = {f"/api/{name}": _FORM for name in ("chat", "generate", "show", "tags")}
+ERROR_FORMS = {f"/api/{name}": _FORM for name in ("chat", "generate", "embed", "embeddings", "show", "tags")}
 
 
 @dataclass(frozen=True, slots=True)

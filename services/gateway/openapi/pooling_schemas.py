@@ -159,7 +159,7 @@ class PooledData(msgspec.Struct):
     object: Literal["pooling"]
     index: Annotated[int, Meta(description="Number of the input.")]
     data: Annotated[
-        float | list[float] | list[list[float]] | str,
+        float | list[float | list[float]] | str,
         Meta(description="A number, numbers or rows of numbers, or base64 of float32 numbers."),
     ]
 

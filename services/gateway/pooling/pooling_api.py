@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from tokenloom.request import errors
 from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1 import types_pb2
@@ -98,7 +100,7 @@ def keeps_first(fields: PoolingFields) -> bool:
     return fields.truncation_side == "right"
 
 
-def ignored_fields(body: Body, fields: PoolingFields) -> Sequence[str]:
+def ignored_fields(body: Body, fields: msgspec.Struct) -> Sequence[str]:
     """Return the names of a body's fields that have no effect."""
     known = frozenset(fields.__struct_fields__)
     return [name for name in body if name not in known and body[name] is not None]

@@ -2,6 +2,7 @@
 
 from ..http.app import Routes
 from ..http.json_body import BodyParser
+from ..ollama.ollama_embed import OllamaEmbedApi
 from ..openai.openai_models import BodyReader
 from ..served_mesh import ServedMesh
 from .pooling_api import PoolingApi
@@ -23,6 +24,8 @@ def pooling_routes(mesh: ServedMesh, parser: BodyParser, reader: BodyReader, max
         "/rerank": rerank,
         "/v1/rerank": rerank,
         "/v2/rerank": rerank,
+        "/api/embed": OllamaEmbedApi(reader, is_older=False),
+        "/api/embeddings": OllamaEmbedApi(reader, is_older=True),
     }
     return {
         path: {"POST": PoolingEndpoint(api, mesh.pooler, mesh.models, parser, max_body_bytes)}

@@ -148,8 +148,7 @@ class ModelRunner:
         """Return the last hidden states of the step, and the logits of the rows that draw a token."""
         if self._loras is not None and self._batch.adapters:
             return self._compute_adapted(self._loras, inputs)
-        computed = self._compute_recorded(inputs)
-        return self._compute_eagerly(inputs) if computed is None else computed
+        return self._compute_recorded(inputs) or self._compute_eagerly(inputs)
 
     def _compute_eagerly(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.inference_mode():
@@ -159,15 +158,18 @@ class ModelRunner:
     def _compute_adapted(self, loras: LoraSlots, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         loras.begin(self._batch.adapters, inputs)
         try:
-            return self._compute_eagerly(inputs)
+            recorded = self._compute_recorded(inputs, adapted=loras.are_used)
+            return recorded or self._compute_eagerly(inputs)
         finally:
             loras.end()
 
-    def _compute_recorded(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _compute_recorded(
+        self, inputs: StepInputs, *, adapted: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the same from a recording; None: the step cannot be recorded."""
         if self._recorded is None or self._routes is not None:
             return None
-        return self._recorded.compute(self._model, inputs, self._kv_caches)
+        return self._recorded.compute(self._model, inputs, self._kv_caches, adapted=adapted)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         tails = self._batch.take_foreign_tails(inputs) if self._backend.reads_tails else None

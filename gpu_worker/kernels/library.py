@@ -238,7 +238,7 @@ def loaded_libraries() -> Sequence[CDLL]:
 def load_lora(march: str = "native") -> CDLL:
     """Load the products with the matrices of LoRA adapters. Raises :class:`KernelsUnavailable`."""
     library = _load(build("lora", march))
-    library.rank_step.restype = _I64
+    library.rank_step.restype = library.panel_outputs.restype = _I64
     library.add_lora.argtypes = [_P] * 4
     library.add_lora.restype = None
     return library

@@ -33,15 +33,36 @@ class Matrices:
     down: Tensor
     """[inputs, rank in whole steps], zeros behind the rank."""
     up: Tensor
-    """[rank, outputs], with the adapter's scaling."""
+    """[rank, outputs], with the adapter's scaling; for the kernel in panels: [panels, rank, outputs of a panel]."""
 
     @property
     def rank(self) -> int:
-        return len(self.up)
+        return self.up.shape[-2]
 
     def to(self, device: torch.device) -> "Matrices":
         """Return the matrices on a device: these if they are there."""
         return Matrices(self.down.to(device), self.up.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Says how the products read matrices."""
+
+    rank_step: int = 1
+    """The columns of ``down`` are padded to a multiple of it."""
+    panel: int = 0
+    """Outputs of a panel of ``up``; 0: it has no panels."""
+
+    def arrange(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> Matrices:
+        """Return the matrices of a layer from A [rank, inputs] and the scaled B [outputs, rank]."""
+        rank, inputs = a.shape
+        down = torch.zeros(inputs, -(-rank // self.rank_step) * self.rank_step, dtype=dtype)
+        down[:, :rank] = a.t()
+        if not self.panel:
+            return Matrices(down, b.t().to(dtype).contiguous())
+        up = torch.zeros(-(-len(b) // self.panel), self.panel, rank, dtype=dtype)
+        up.view(-1, rank)[: len(b)] = b
+        return Matrices(down, up.transpose(1, 2).contiguous())
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +76,7 @@ class Adapter:
 
 
 def read_adapter(
-    path: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int, dtype: torch.dtype, rank_step: int
+    path: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int, dtype: torch.dtype, layout: Layout
 ) -> Adapter:
     """Read the adapter in the directory ``path``.
 
@@ -65,7 +86,7 @@ def read_adapter(
         shapes: (outputs, inputs) of each layer that may have an adapter, by name.
         max_rank: The largest rank to accept.
         dtype: That of the model's activations.
-        rank_step: The columns of ``down`` are padded to a multiple of it.
+        layout: How the products read the matrices.
     """
     files = read_adapter_files(path)
     try:
@@ -77,7 +98,7 @@ def read_adapter(
         tensors = safetensors.torch.load(files.weights)
         pairs = _pairs(tensors)
         layers = {
-            name: _matrices(name, *pair, _shape(name, shapes), rank, scaling, dtype, rank_step)
+            name: _matrices(name, *pair, _shape(name, shapes), rank, scaling, dtype, layout)
             for name, pair in pairs.items()
         }
     except (ValueError, safetensors.SafetensorError) as error:
@@ -129,7 +150,14 @@ def _shape(name: str, shapes: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
 
 
 def _matrices(
-    name: str, a: Tensor, b: Tensor, shape: tuple[int, int], rank: int, scaling: float, dtype: torch.dtype, step: int
+    name: str,
+    a: Tensor,
+    b: Tensor,
+    shape: tuple[int, int],
+    rank: int,
+    scaling: float,
+    dtype: torch.dtype,
+    layout: Layout,
 ) -> Matrices:
     outputs, inputs = shape
     for kind, tensor, wanted in (("A", a, (rank, inputs)), ("B", b, (outputs, rank))):
@@ -137,6 +165,4 @@ def _matrices(
             raise ValueError(f"matrix {kind} of {name} has shape {list(tensor.shape)}; expected {list(wanted)}")
         if not tensor.is_floating_point() or not tensor.isfinite().all():
             raise ValueError(f"matrix {kind} of {name} does not consist of finite numbers")
-    down = torch.zeros(inputs, -(-rank // step) * step, dtype=dtype)
-    down[:, :rank] = a.t()
-    return Matrices(down, (b.float().t() * scaling).to(dtype).contiguous())
+    return layout.arrange(a, b.float() * scaling, dtype)

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.library import LoraLayer, LoraPart
+from ..kernels.library import LoraLayer, LoraPart, LoraRows
 from ..layers.interface import Linear
 from .adapter import Adapter, Matrices
 from .step_rows import StepRows
@@ -20,12 +20,22 @@ class LoraKernel(Protocol):
 
 
 class CurrentRows:
-    """Holds which rows of the step in work have an adapter; None: no row has one."""
+    """Holds which rows of the step in work have an adapter.
 
-    __slots__ = ("rows",)
+    Attributes:
+        rows: None if no row has one.
+        at: The address of the struct that describes them to kernels, the same for every step: recorded steps read it.
+    """
 
     def __init__(self) -> None:
         self.rows: StepRows | None = None
+        self._struct = LoraRows()
+        self.at = ctypes.addressof(self._struct)
+
+    def set(self, rows: StepRows) -> None:
+        """Begin a step with these rows."""
+        self.rows = rows
+        rows.fill(self._struct)
 
 
 class LoraLinear:
@@ -78,7 +88,7 @@ class LoraLinear:
             self._add_with_torch(x, out, rows)
             return
         x = x.contiguous()
-        self._kernel(x.data_ptr(), out.data_ptr(), rows.at, self._at)
+        self._kernel(x.data_ptr(), out.data_ptr(), self._current.at, self._at)
 
     def _add_with_torch(self, x: Tensor, out: Tensor, rows: StepRows) -> None:
         for slot, indices in rows.groups(x.device):

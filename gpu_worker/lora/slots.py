@@ -15,7 +15,7 @@ from ..batch.input_batch import StepInputs
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_lora, warn_unavailable
 from ..layers.interface import Linear
-from .adapter import Adapter, read_adapter
+from .adapter import Adapter, Layout, read_adapter
 from .layers import CurrentRows, LoraKernel, LoraLinear
 from .step_rows import StepRows
 
@@ -29,7 +29,7 @@ class LoraSlots:
     def __init__(self, config: LoraConfig, device: torch.device) -> None:
         self._config = config
         self._device = device
-        self._kernel, self._rank_step = _load_kernel(device)
+        self._kernel, self._layout = _load_kernel(device)
         self._current = CurrentRows()
         self._shapes: dict[str, tuple[int, int]] = {}
         # Without references of its own: layers that the model drops give their weights back.
@@ -64,7 +64,7 @@ class LoraSlots:
 
     def load(self, path: Path) -> LoraInfo:
         """Keep an adapter in host memory. Raises ``ValueError`` naming what is wrong or not supported."""
-        adapter = read_adapter(path, self._shapes, self._config.max_lora_rank, self._dtype, self._rank_step)
+        adapter = read_adapter(path, self._shapes, self._config.max_lora_rank, self._dtype, self._layout)
         self._adapters.setdefault(adapter.digest, adapter)
         return LoraInfo(adapter.digest, adapter.rank)
 
@@ -90,7 +90,12 @@ class LoraSlots:
         number = {digest: slot for slot, digest in enumerate(self._slots) if digest}
         of_requests = [number[adapters[row]] if row in adapters else -1 for row in inputs.rows.tolist()]
         if max(of_requests) >= 0:
-            self._current.rows = self._group(of_requests, inputs.cu_query_lens)
+            self._current.set(self._group(of_requests, inputs.cu_query_lens))
+
+    @property
+    def are_used(self) -> bool:
+        """Whether a row of the step in work has an adapter."""
+        return self._current.rows is not None
 
     def end(self) -> None:
         """Forget the rows of the step: what is computed next has no adapter."""
@@ -111,13 +116,13 @@ class LoraSlots:
             layer.occupy(slot, adapter, self._device)
 
 
-def _load_kernel(device: torch.device) -> tuple[LoraKernel | None, int]:
-    """Return the kernel, if there is one, and what it needs the columns of ``down`` to be multiples of."""
+def _load_kernel(device: torch.device) -> tuple[LoraKernel | None, Layout]:
+    """Return the kernel, if there is one, and how it reads matrices."""
     if device.type != "cpu":
-        return None, 1
+        return None, Layout()
     try:
         library = load_lora()
     except KernelsUnavailable as error:
         warn_unavailable(f"LoRA adapters: {error}")
-        return None, 1
-    return library.add_lora, int(library.rank_step())
+        return None, Layout()
+    return library.add_lora, Layout(library.rank_step(), library.panel_outputs())

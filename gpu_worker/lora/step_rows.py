@@ -1,6 +1,5 @@
 """Groups the rows of a step by the slots of their adapters."""
 
-import ctypes
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,11 +11,7 @@ from ..kernels.library import LoraRows
 
 
 class StepRows:
-    """Holds the rows of a step that have an adapter, those of an adapter next to each other.
-
-    Attributes:
-        at: The address of the struct that describes them to kernels.
-    """
+    """Holds the rows of a step that have an adapter, those of an adapter next to each other."""
 
     def __init__(self, slots: npt.NDArray[np.int32]) -> None:
         """``slots`` [T]: the slot of each row's adapter; -1: it has none. At least one row has one."""
@@ -25,14 +20,12 @@ class StepRows:
         self._rows = order[first:]
         self._slots, starts = np.unique(slots[self._rows], return_index=True)
         self._starts = np.append(starts, len(self._rows)).astype(np.int32)
-        self._struct = LoraRows(
-            self._rows.ctypes.data,
-            self._starts.ctypes.data,
-            self._slots.ctypes.data,
-            len(self._slots),
-            torch.get_num_threads(),
-        )
-        self.at = ctypes.addressof(self._struct)
+
+    def fill(self, struct: LoraRows) -> None:
+        """Describe the rows to kernels, as long as this object lives."""
+        struct.rows, struct.starts = self._rows.ctypes.data, self._starts.ctypes.data
+        struct.slots, struct.num_groups = self._slots.ctypes.data, len(self._slots)
+        struct.num_threads = torch.get_num_threads()
 
     def groups(self, device: torch.device) -> Iterator[tuple[int, Tensor]]:
         """Yield each slot with the indices of its rows, int64 on ``device``."""

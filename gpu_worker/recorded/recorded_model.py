@@ -7,6 +7,7 @@ computed as ever.
 
 import logging
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,6 +32,10 @@ _MOST_FAILURES = 4
 """After so many sizes that cannot be recorded, no other one is tried."""
 
 
+_Size: TypeAlias = tuple[int, int, bool]
+"""The number of tokens and of threads, and whether rows have LoRA adapters."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     """Holds a recording of one size."""
@@ -53,8 +58,8 @@ class RecordedModel:
         self._positions = torch.zeros(plan.most_tokens, dtype=torch.int64)
         self._ids, self._places = self._token_ids.numpy(), self._positions.numpy()
         self._memory = SharedMemory()
-        self._steps: dict[tuple[int, int], _Step] = {}
-        self._failed: set[tuple[int, int]] = set()
+        self._steps: dict[_Size, _Step] = {}
+        self._failed: set[_Size] = set()
 
     @property
     def num_recordings(self) -> int:
@@ -72,13 +77,16 @@ class RecordedModel:
         self._failed.clear()
         self._memory = SharedMemory()
 
-    def compute(self, model: Model, inputs: StepInputs, kv_caches: list[KVCache]) -> tuple[Tensor, Tensor] | None:
+    def compute(
+        self, model: Model, inputs: StepInputs, kv_caches: list[KVCache], *, adapted: bool = False
+    ) -> tuple[Tensor, Tensor] | None:
         """Compute a step in which every token's logits are needed. Returns the last hidden states [T, hidden_size] and
-        the logits [T, vocab], which hold until the next step; None: the step must be computed as ever."""
+        the logits [T, vocab], which hold until the next step; None: the step must be computed as ever. ``adapted``:
+        rows have LoRA adapters, so that other kernels are called."""
         num_tokens = len(inputs.token_ids)
         if num_tokens > self._plan.most_tokens or inputs.embeds or not _all_draw(inputs):
             return None
-        size = (num_tokens, kernel_threads())
+        size = (num_tokens, kernel_threads(), adapted)
         step = self._steps.get(size)
         if step is None and (size in self._failed or len(self._failed) >= _MOST_FAILURES):
             return None
@@ -95,7 +103,7 @@ class RecordedModel:
         with torch.inference_mode():
             return step.hidden, model.compute_logits(step.hidden)
 
-    def _record(self, size: tuple[int, int], model: Model, kv_caches: list[KVCache]) -> tuple[Tensor, Tensor]:
+    def _record(self, size: _Size, model: Model, kv_caches: list[KVCache]) -> tuple[Tensor, Tensor]:
         """Compute a step as ever, and keep its recording if that computes the same."""
         num_tokens = size[0]
         ids, positions = self._token_ids[:num_tokens], self._positions[:num_tokens]

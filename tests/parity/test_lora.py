@@ -15,6 +15,7 @@ from tests.parity.engine import Engine
 from tests.parity.identical import Case, assert_identical
 from tests.parity.reference import compute_case, save_random
 from tokenloom.engine_core.config import LoraConfig
+from tokenloom.gpu_worker.lora.adapter import Layout
 from tokenloom.request.adapter_salt import adapter_salt
 
 RANKS = (16, 3, 64, 8)
@@ -95,7 +96,7 @@ def test_fewer_slots_than_adapters(adapted: Adapted) -> None:
 def test_without_kernels(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenloom.gpu_worker.lora import slots
 
-    monkeypatch.setattr(slots, "_load_kernel", lambda device: (None, 1))
+    monkeypatch.setattr(slots, "_load_kernel", lambda device: (None, Layout()))
     adapted.check(adapted.engine())
 
 

@@ -24,7 +24,7 @@ struct LoraLayer {
 // One part of a layer with the matrices of one adapter.
 struct LoraPart {
   const void* down;      // [inputs, rank in whole vectors], zeros behind the rank; null: the adapter leaves the part as it is
-  const void* up;        // [rank, outputs]
+  const void* up;        // [panels, rank, PANEL], the last panel with zeros behind the outputs
   int64_t rank, column;  // column: of the layer's output where those of the part begin
   int64_t outputs;
 };
@@ -42,7 +42,9 @@ struct LoraRows {
 namespace {
 
 constexpr int ROWS = 2;               // whose sums registers hold
-constexpr int64_t COLUMNS = 128;      // outputs that a thread computes at a time
+constexpr int VECTORS = 4;
+constexpr int64_t PANEL = VECTORS * LANES;  // outputs whose sums registers hold; memory is read in its order
+constexpr int64_t COLUMNS = 4 * PANEL;      // outputs that a thread computes at a time
 constexpr int64_t SMALL = 1 << 16;    // products that one thread computes sooner than others wake up
 
 // A part of some rows.
@@ -110,22 +112,22 @@ void shrink_rows(const float* const* x, const LoraPart& part, int64_t inputs, fl
   if (i < width) shrink<R, 1>(x, down + i, inputs, width, sums + i);
 }
 
-// out [R, n] += sums · up for n outputs, at most V vectors.
-template <int R, int V, class T>
-void expand(T* const* out, const float* sums, int64_t width, const T* up, int64_t rank, int64_t stride, int64_t n) {
-  Vec total[R][V] = {};
-  for (int64_t j = 0; j < rank; ++j) {
+// out [R, n] += sums · one panel of `up`, of which n columns are outputs.
+template <int R, class T>
+void expand(T* const* out, const float* sums, int64_t width, const T* panel, int64_t rank, int64_t n) {
+  Vec total[R][VECTORS] = {};
+  for (int64_t j = 0; j < rank; ++j, panel += PANEL) {
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
-      const Vec b = V > 1 ? load(up + j * stride + v * LANES) : load(up + j * stride, n);
+    for (int v = 0; v < VECTORS; ++v) {
+      const Vec b = load(panel + v * LANES);
 #pragma GCC unroll 2
       for (int r = 0; r < R; ++r) total[r][v] = multiply_add(b, splat(sums[r * width + j]), total[r][v]);
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) {
+    for (int v = 0; v < VECTORS && v * LANES < n; ++v) {
       T* to = out[r] + v * LANES;
-      const int64_t left = V > 1 ? LANES : n;
+      const int64_t left = n - v * LANES;
       store(to, load(to, left) + total[r][v], left);
     }
 }
@@ -133,20 +135,11 @@ void expand(T* const* out, const float* sums, int64_t width, const T* up, int64_
 template <int R, class T>
 void expand_rows(T* const* out, const Task& task, const float* sums) {
   const LoraPart& part = *task.part;
-  const int64_t width = whole(part.rank), end = task.column + task.columns;
-  T* to[R];
-  int64_t i = task.column;
-  const auto at = [&] {
+  const int64_t end = task.column + task.columns;
+  for (int64_t i = task.column; i < end; i += PANEL) {
+    T* to[R];
     for (int r = 0; r < R; ++r) to[r] = out[r] + part.column + i;
-    return (const T*)part.up + i;
-  };
-  for (; i + 4 * LANES <= end; i += 4 * LANES) {
-    const T* up = at();
-    expand<R, 4>(to, sums, width, up, part.rank, part.outputs, 0);
-  }
-  for (; i < end; i += LANES) {
-    const T* up = at();
-    expand<R, 1>(to, sums, width, up, part.rank, part.outputs, std::min<int64_t>(LANES, end - i));
+    expand<R>(to, sums, whole(part.rank), (const T*)part.up + i * part.rank, part.rank, end - i);
   }
 }
 
@@ -220,6 +213,9 @@ void add(const T* x, T* out, const LoraRows& step, const LoraLayer& layer) {
 
 // How many numbers `down` has for each input are multiples of this.
 extern "C" int64_t rank_step() { return LANES; }
+
+// How many outputs a panel of `up` has.
+extern "C" int64_t panel_outputs() { return PANEL; }
 
 // x [n, inputs] and out [n, outputs] of the layer's dtype.
 extern "C" void add_lora(const void* x, void* out, const LoraRows* step, const LoraLayer* layer) {

@@ -77,6 +77,7 @@ constexpr Entry SIGNATURES[] = {
     entry<I, P, P, L>(),                                      // add_to
     entry<I, P, F, L>(),                                      // scale
     entry<P, P, L>(),                                         // widen
+    entry<P, P, P, P>(),                                      // add_lora
 };
 
 template <class T>

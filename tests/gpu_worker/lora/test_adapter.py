@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.gpu_worker.lora.random_adapter import save_adapter
-from tokenloom.gpu_worker.lora.adapter import Adapter, read_adapter
+from tokenloom.gpu_worker.lora.adapter import Adapter, Layout, read_adapter
 
 SHAPES = {"model.layers.0.mlp.up_proj": (6, 4), "model.layers.0.mlp.down_proj": (4, 6)}
 
@@ -22,7 +22,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def read(path: Path, max_rank: int = 8) -> Adapter:
-    return read_adapter(path, SHAPES, max_rank, torch.float32, rank_step=8)
+    return read_adapter(path, SHAPES, max_rank, torch.float32, Layout(8))
 
 
 @pytest.mark.parametrize(("entries", "scaling"), [({}, 2.0), ({"use_rslora": True, "lora_alpha": 3}, 1.5)])
@@ -95,7 +95,7 @@ def test_a_tensor_that_is_not_supported_is_named(checkpoint: Path, tmp_path: Pat
 def test_a_layer_that_the_model_lacks_is_named(checkpoint: Path, tmp_path: Path) -> None:
     path = save_adapter(tmp_path / "adapter", checkpoint)
     with pytest.raises(ValueError, match=r"up_proj cannot have an adapter; those of this model are down_proj"):
-        read_adapter(path, {"model.layers.0.mlp.down_proj": (4, 6)}, 8, torch.float32, 8)
+        read_adapter(path, {"model.layers.0.mlp.down_proj": (4, 6)}, 8, torch.float32, Layout(8))
 
 
 def test_numbers_must_be_finite(checkpoint: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tokenloom.gpu_worker.kernels.library import load_lora
 from tokenloom.gpu_worker.layers.linear import make_linear
-from tokenloom.gpu_worker.lora.adapter import Adapter, Matrices
+from tokenloom.gpu_worker.lora.adapter import Adapter, Layout
 from tokenloom.gpu_worker.lora.layers import CurrentRows, LoraLinear
 from tokenloom.gpu_worker.lora.step_rows import StepRows
 
@@ -31,28 +31,21 @@ class Layer:
         base = make_linear(self.weight)
         self.layer = LoraLinear(base, NAMES, INPUTS, OUTPUTS, len(ranks), self.current, kernel, dtype)
         self.changes = []
+        layout = Layout(library.rank_step(), library.panel_outputs()) if use_kernel else Layout()
         for slot, rank in enumerate(ranks):
             names = NAMES if slot < len(ranks) - 1 else NAMES[1:2]
-            parts = {}
+            parts, changes = {}, []
             for name, outputs in zip(NAMES, OUTPUTS, strict=True):
-                down = torch.zeros(INPUTS, -(-rank // library.rank_step()) * library.rank_step())
-                down[:, :rank] = torch.randn(INPUTS, rank, generator=generator)
-                up = torch.randn(rank, outputs, generator=generator) * 0.1
+                a = torch.randn(rank, INPUTS, generator=generator).to(dtype).float()
+                b = (torch.randn(outputs, rank, generator=generator) * 0.1).to(dtype).float()
+                changes.append(b @ a if name in names else torch.zeros(outputs, INPUTS))
                 if name in names:
-                    parts[name] = Matrices(down.to(dtype), up.to(dtype))
+                    parts[name] = layout.arrange(a, b, dtype)
             self.layer.occupy(slot, Adapter(bytes([slot]), rank, parts), CPU)
-            self.changes.append(
-                torch.cat([self._change(parts.get(name), n) for name, n in zip(NAMES, OUTPUTS, strict=True)])
-            )
-
-    @staticmethod
-    def _change(matrices: Matrices | None, outputs: int) -> Tensor:
-        if matrices is None:
-            return torch.zeros(outputs, INPUTS)
-        return (matrices.down[:, : matrices.rank].float() @ matrices.up.float()).t()
+            self.changes.append(torch.cat(changes))
 
     def __call__(self, x: Tensor, slots: Sequence[int]) -> Tensor:
-        self.current.rows = StepRows(np.array(slots, dtype=np.int32))
+        self.current.set(StepRows(np.array(slots, dtype=np.int32)))
         return self.layer(x)
 
     def expected(self, x: Tensor, slots: Sequence[int]) -> Tensor:

@@ -83,3 +83,16 @@ def test_a_wrong_adapter_ends_the_start(model: Path, tmp_path: Path) -> None:
     wrong = save_adapter(tmp_path / "wrong", model, use_dora=True)
     with pytest.raises(ValueError, match=r"lora_modules: wrong: adapter_config\.json: use_dora is set"):
         make_engine(model, wrong)
+
+
+def test_recorded_steps_read_the_rows_of_each_step(model: Path, adapter: Path, tmp_path: Path) -> None:
+    other = save_adapter(tmp_path / "other", model, rank=9, seed=5)
+    loras = LoraConfig(enable=True, max_loras=2, modules=(f"one={adapter}", f"other={other}"))
+    engine = Engine(model, lora=loras, num_blocks=64, max_model_len=64, max_num_seqs=4)
+    one, two = digests_of(engine)
+    alone = {each: engine.generate([PROMPT], [8], adapters=[each])[0] for each in (b"", one, two)}
+    assert len(set(map(tuple, alone.values()))) == 3
+    for adapters in ([one, two, b""], [b"", one, two], [two, two, one], [b"", b"", b""]):
+        assert engine.generate([PROMPT] * 3, [8] * 3, adapters=adapters) == [alone[each] for each in adapters]
+    recorded = engine.core.executor._worker._runner._recorded  # type: ignore[attr-defined]
+    assert recorded is None or {adapted for _, _, adapted in recorded._steps} == {False, True}

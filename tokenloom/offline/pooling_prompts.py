@@ -75,4 +75,5 @@ class PoolingPrompts:
 
 
 def _wire_task(task: PoolingTaskName) -> types_pb2.PoolingTask:
-    return types_pb2.PoolingTask.ValueType(types_pb2.PoolingTask.Value(f"POOLING_TASK_{task.upper()}"))
+    value: types_pb2.PoolingTask = getattr(types_pb2, f"POOLING_TASK_{task.upper()}")
+    return value

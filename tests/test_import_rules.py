@@ -56,6 +56,7 @@ PLAIN_DATA = {
         "kv_transfer.kv_messages",
         "kv_transfer.kv_transport",
         "process.process_memory",
+        "wire.core_pooling_params",
         "wire.core_sampling_params",
         "wire.embedding_rows",
         "wire.handshake",

@@ -158,7 +158,10 @@ class PooledData(msgspec.Struct):
 
     object: Literal["pooling"]
     index: Annotated[int, Meta(description="Number of the input.")]
-    data: Annotated[Any, Meta(description="A number, numbers or rows of numbers, or base64 of float32 numbers.")]
+    data: Annotated[
+        float | list[float | list[float]] | str,
+        Meta(description="A number, numbers or rows of numbers, or base64 of float32 numbers."),
+    ]
 
 
 class PoolingList(msgspec.Struct):

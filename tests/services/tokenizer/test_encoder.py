@@ -3,10 +3,11 @@
 from typing import Any, NoReturn
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from tokenloom.request import errors
 from tokenloom.services.tokenizer import encoder as encoder_module
-from tokenloom.services.tokenizer.encoder import Encoder
+from tokenloom.services.tokenizer.encoder import Cut, Encoder
 
 
 class Panic(BaseException):
@@ -34,4 +35,43 @@ async def test_more_than_the_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -
     encoder = make(Panicking())
     with pytest.raises(errors.ResourceExhausted):
         await encoder.encode(["x"], add_special_tokens=False, want_hashes=False, salt=b"")
+    encoder.close()
+
+
+def _word_piece() -> Tokenizer:
+    """BERT-like: one token for each letter, special tokens around and between texts."""
+    vocab = {token: index for index, token in enumerate(["[CLS]", "[SEP]", *"abcdefgh"])}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[SEP]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
+    return tokenizer
+
+
+async def test_pairs_are_joined_as_the_tokenizer_joins_them() -> None:
+    encoder = make(_word_piece())
+    (pair,) = await encoder.encode(["a b"], add_special_tokens=True, want_hashes=False, salt=b"", second_texts=["c"])
+    assert (list(pair.token_ids), pair.first_part_tokens) == ([0, 2, 3, 1, 4, 1], 4)
+    with pytest.raises(errors.InvalidArgument, match="second_texts"):
+        await encoder.encode(["a"], add_special_tokens=True, want_hashes=False, salt=b"", second_texts=["b", "c"])
+    encoder.close()
+
+
+@pytest.mark.parametrize(
+    ("second", "cut", "ids"),
+    [
+        (None, Cut(4), [0, 4, 5, 1]),
+        (None, Cut(4, keep_first=True), [0, 2, 3, 1]),
+        (None, Cut(6), [0, 2, 3, 4, 5, 1]),
+        ("e f g", Cut(8), [0, 2, 3, 4, 5, 1, 8, 1]),
+        ("e f g", Cut(8, keep_first=True), [0, 2, 3, 4, 5, 1, 6, 1]),
+        ("e f g", Cut(5), [0, 4, 5, 1, 1]),
+    ],
+)
+async def test_a_cut_keeps_special_tokens_and_the_first_text(second: str | None, cut: Cut, ids: list[int]) -> None:
+    encoder = make(_word_piece())
+    seconds = [] if second is None else [second]
+    (prompt,) = await encoder.encode(
+        ["a b c d"], add_special_tokens=True, want_hashes=False, salt=b"", second_texts=seconds, cut=cut
+    )
+    assert list(prompt.token_ids) == ids
     encoder.close()

@@ -12,6 +12,8 @@ from msgspec import Meta, Struct
 
 from tokenloom.request.reasoning import ReasoningMarks, ReasoningParserName
 
+from .lora_config import LoraConfig as LoraConfig
+from .pooler_config import PoolerConfig as PoolerConfig
 from .speculative_config import SpeculativeConfig as SpeculativeConfig
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -52,6 +54,16 @@ class WorkerConfig(Struct, frozen=True):
         "library over the paged KV cache; auto: native where the architecture and the features that its configuration "
         "asks for are built in, otherwise transformers.",
     ] = "auto"
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        "What the model serves: generate: text; pooling: embeddings, classes or scores; auto: what its class does, and "
+        "embeddings in addition if the checkpoint has the files of sentence-transformers, or with --pooler-config.",
+    ] = "auto"
+    pooler_config: Annotated[
+        PoolerConfig | None,
+        "How a prompt becomes a vector: a JSON object with pooling_type (LAST, MEAN or CLS), normalize and "
+        "use_activation; by default as the checkpoint says.",
+    ] = None
     attention_backend: Annotated[
         AttentionBackendName, "How attention is computed; auto: with C++ kernels if they can be built, otherwise torch."
     ] = "auto"
@@ -83,6 +95,11 @@ class WorkerConfig(Struct, frozen=True):
         "Measure the logits of one step of so many for the metrics tokenloom_logits_… and tokenloom_temperature; "
         "0: never, and no such metrics.",
     ] = 0
+    enforce_eager: Annotated[
+        bool,
+        "Compute every step operation by operation; by default a CPU runs decode steps from recordings of their kernel "
+        "calls, which gives the same tokens sooner.",
+    ] = False
     profiler_dir: Annotated[str, "Directory for profiles; empty: requests to profile are refused."] = ""
 
 
@@ -299,6 +316,7 @@ class EngineConfig(Struct, frozen=True):
         "num_speculative_tokens and what the method needs (docs/use/speculation.md). No token changes.",
         Meta(extra={"name": "speculative_config"}),
     ] = None
+    lora: LoraConfig = LoraConfig()
     max_model_len: Annotated[
         Count | None,
         "Most tokens of prompt and output together; by default what the model supports and the KV cache can hold.",

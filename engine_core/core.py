@@ -5,13 +5,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
+from .adapters import Adapters
 from .config import EngineConfig
 from .control.pausing import Pausing
 from .control.sessions import Sessions
 from .control.sleeping import Sleeping
+from .encoder_config import encoder_config
 from .errors import ExecutorFailedError
 from .executor.executor import Executor, PendingOutput, PoolSpec
 from .executor.step_in_flight import StepInFlight, drain, take_oldest
+from .executor.worker_adapters import WorkerAdapters
 from .kv_cache.kv_cache_config import KVCacheConfig
 from .kv_cache.kv_cache_size import size_kv_cache
 from .kv_transfer.core_kv import CoreKV
@@ -21,7 +24,14 @@ from .scheduling.scheduler import Scheduler
 from .scheduling.step_reports import IterationLog, dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
 from .wire.handshake import CoreReady, WarmUp
-from .wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, ExpertLoads
+from .wire.messages import (
+    AcceptTokens,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    ExpertLoads,
+    SchedulerStats,
+)
 from .wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 _HEALTH_SECONDS = 30.0
@@ -49,6 +59,9 @@ class EngineCore:
         self._kv = kv
         self._connector = kv.connector if kv is not None else None
         model = executor.load_model()
+        self.adapters = Adapters(config.lora, WorkerAdapters(executor)) if config.lora.enable else None
+        if model.pooling.is_encoder:
+            config = encoder_config(config, model.max_model_len)
         kv_cache = size_kv_cache(config, model, executor.determine_available_memory)
         self._grammars: StructuredOutputManager | None = None
         if config.structured_output is not None:
@@ -63,6 +76,8 @@ class EngineCore:
             grammars=self._grammars,
             speculative=config.speculative,
             lends=bool(config.kv.transports),
+            adapters=self.adapters,
+            pooling=model.pooling,
         )
         self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)
@@ -96,6 +111,8 @@ class EngineCore:
             experts_per_token=model.experts_per_token,
             warm_up=warm_up,
             finds_reasoning=config.reasoning.marks is not None,
+            loras=self.adapters.answer().adapters if self.adapters is not None else [],
+            pooling=model.pooling,
         )
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -287,7 +304,7 @@ class EngineCore:
         return EngineCoreOutputs(
             step=self.num_steps,
             outputs=outputs,
-            scheduler_stats=self.scheduler.stats(),
+            scheduler_stats=self.scheduler.stats() if self.adapters is None else self.stats(),
             kv_events=kv_events.take() if kv_events is not None else [],
             num_requests_added=self.num_requests_added,
             expert_loads=self._expert_loads,
@@ -318,6 +335,15 @@ class EngineCore:
         drain(self.steps_in_flight)
         self._begin_anew()
         self.executor.replace_workers()
+        if self.adapters is not None:
+            self.adapters.restore()
+
+    def stats(self) -> SchedulerStats:
+        """Return the statistics for the client, with the adapters if they have changed since the last call."""
+        stats = self.scheduler.stats()
+        if self.adapters is not None:
+            stats.loras = self.adapters.take_changes(self.scheduler.running)
+        return stats
 
     def check_health(self) -> None:
         """Raise ``ExecutorFailedError`` if a worker fails or does not answer in time."""

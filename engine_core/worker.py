@@ -9,7 +9,9 @@ from .kv_cache.kv_cache_config import KVCacheConfig
 from .kv_cache.kv_groups import KVGroup, layers_per_group
 from .kv_cache.pool_memory import PoolMemory
 from .kv_transfer.kv_transport import KVPool
+from .wire.core_pooling_params import ModelPooling
 from .wire.handshake import WarmUp
+from .wire.lora import LoraInfo
 from .wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
@@ -31,6 +33,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Experts that compute a token, over all layers; 0: the model has none."""
     kv_groups: list[KVGroup] = []
     """The layers by the windows that they see; empty: they share one block table."""
+    pooling: ModelPooling = ModelPooling()
+    """What requests may pool instead of generating tokens."""
 
     def block_bytes(self, block_size: int) -> int:
         """Return the size of one block of the pool: of the layers of one group, or of all layers without groups."""
@@ -107,6 +111,15 @@ class Worker(Protocol):
         Raises ``ValueError``, and keeps the old weights, naming what is wrong with the checkpoint. After any other
         error no weights are left, and another call must load some.
         """
+
+    def load_lora(self, path: str) -> LoraInfo:
+        """Keep the LoRA adapter in the directory ``path`` in host memory, awake or asleep.
+
+        Raises ``ValueError`` naming what is wrong with it, or not supported.
+        """
+
+    def drop_lora(self, digest: bytes) -> None:
+        """Forget an adapter, if it is there. No request of a later step names it."""
 
     def profile(self, start: bool) -> None:
         """Start recording what the worker computes, or stop and write the profile to the configured directory.

@@ -17,8 +17,12 @@ from .attention.attention_backend import AttentionBackend, IntArray, KVCache
 from .batch.input_batch import InputBatch, StepInputs
 from .batch.transfer import to_device
 from .expert_report import expert_loads, routed_experts
+from .lora.slots import LoraSlots
 from .models.expert_routes import routes_of
 from .models.model import Model
+from .pooling.pooled_rows import Floats
+from .pooling.pooler import Pooler
+from .recorded.recorded_model import RecordedModel
 from .sampler.device_sampler import DeviceSampler
 from .sampler.step_sampler import StepSampler
 from .speculation.interface import Proposer
@@ -46,6 +50,9 @@ class ModelRunner:
         logits_metrics_interval: int = 0,
         proposer: Proposer | None = None,
         rejection: RejectionSampler | None = None,
+        recorded: RecordedModel | None = None,
+        loras: LoraSlots | None = None,
+        pooler: Pooler | None = None,
     ) -> None:
         """``memory`` holds the KV caches; None: torch allocates them. ``device`` is that of model and backend.
 
@@ -53,24 +60,35 @@ class ModelRunner:
         drawn on the host. ``count_nans``: whether NaN logits of every step are counted. The
         logits of one step of ``logits_metrics_interval`` are measured; 0: none. ``proposer`` proposes drafts, which
         ``rejection`` accepts; without it a draft counts if it equals the token that is drawn.
+        ``recorded`` runs the steps of which it can make recordings; None: the model computes every step.
+        ``loras`` holds the adapters that requests name; None: they name none. ``pooler`` pools prompts; None: no
+        request asks for it.
         """
-        self.set_model(model)
+        self._recorded = recorded
+        self.set_model(model, pooler)
         self._backend = backend
         self._batch = batch
         self._sampler = StepSampler(
             batch, device_sampler, count_nans=count_nans, logits_metrics_interval=logits_metrics_interval
         )
         self._speculation = Speculation(self._sampler, proposer, rejection) if proposer is not None else None
+        self._loras = loras
         self._device = device
         self._make_kv_caches = functools.partial(backend.allocate, num_blocks, memory)
         self._kv_caches: list[KVCache] = []
         self.make_kv_caches()
         self._executed: _Executed | None = None  # set between ``execute`` and ``sample``
 
-    def set_model(self, model: Model) -> None:
+    def set_model(self, model: Model, pooler: Pooler | None = None) -> None:
         """Use other weights of the same shapes from now on."""
+        self._pooler = pooler
         self._model = model
         self._routes = routes_of(model)
+        self._forget_recordings()
+
+    def _forget_recordings(self) -> None:
+        if self._recorded is not None:
+            self._recorded.forget()
 
     def make_kv_caches(self) -> None:
         """Allocate empty KV caches, if there are none."""
@@ -82,10 +100,10 @@ class ModelRunner:
     def drop_kv_caches(self) -> None:
         """Drop the KV caches with their content; no step may run before :meth:`make_kv_caches`."""
         self._kv_caches = []
+        self._forget_recordings()
         if self._speculation is not None:
             self._speculation.proposer.drop_kv_caches()
 
-    @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
         """Compute the scheduled tokens, and the logits of each request whose known tokens are then all computed.
 
@@ -110,6 +128,8 @@ class ModelRunner:
 
     def _execute(self, step: SchedulerOutput) -> None:
         self._batch.update(step)
+        if self._loras is not None and step.lora_slots is not None:
+            self._loras.occupy(step.lora_slots)
         self._executed = None
         if self._speculation is not None:
             self._speculation.update(step)
@@ -117,11 +137,39 @@ class ModelRunner:
             inputs = self._batch.prepare(step.num_scheduled_tokens, step.draft_token_ids)
             if self._routes is not None:
                 self._routes.begin(keep_choices=bool(self._batch.routed))
-            hidden = self._forward(inputs)
+            hidden, logits = self._compute(inputs)
             routed = self._routed_experts(inputs) if self._routes is not None else {}
             prompt_logprobs = self._prompt_logprobs(inputs, hidden)
             kept = hidden if self._speculation is not None else None
-            self._executed = _Executed(inputs, kept, self._logits(inputs, hidden), prompt_logprobs, routed)
+            pooled = self._pool(inputs, hidden) if self._batch.pooled else {}
+            self._executed = _Executed(inputs, kept, logits, prompt_logprobs, routed, pooled)
+
+    def _compute(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the last hidden states of the step, and the logits of the rows that draw a token."""
+        if self._loras is not None and self._batch.adapters:
+            return self._compute_adapted(self._loras, inputs)
+        return self._compute_recorded(inputs) or self._compute_eagerly(inputs)
+
+    def _compute_eagerly(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.inference_mode():
+            hidden = self._forward(inputs)
+            return hidden, self._logits(inputs, hidden)
+
+    def _compute_adapted(self, loras: LoraSlots, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        loras.begin(self._batch.adapters, inputs)
+        try:
+            recorded = self._compute_recorded(inputs, adapted=loras.are_used)
+            return recorded or self._compute_eagerly(inputs)
+        finally:
+            loras.end()
+
+    def _compute_recorded(
+        self, inputs: StepInputs, *, adapted: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the same from a recording; None: the step cannot be recorded."""
+        if self._recorded is None or self._routes is not None:
+            return None
+        return self._recorded.compute(self._model, inputs, self._kv_caches, adapted=adapted)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         tails = self._batch.take_foreign_tails(inputs) if self._backend.reads_tails else None
@@ -158,7 +206,11 @@ class ModelRunner:
         asking = self._batch.prompt_logprobs
         if not asking:
             return {}
-        result = {}
+        with torch.inference_mode():
+            return self._compute_prompt_logprobs(inputs, hidden)
+
+    def _compute_prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, Logprobs]:
+        asking, result = self._batch.prompt_logprobs, {}
         for index, (req_id, row) in enumerate(zip(inputs.req_ids, inputs.rows.tolist(), strict=True)):
             begin, end = inputs.cu_query_lens[index : index + 2].tolist()
             start = int(inputs.positions[begin])
@@ -167,9 +219,17 @@ class ModelRunner:
                 result[req_id] = part
         return result
 
+    @torch.inference_mode()
+    def _pool(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, Floats]:
+        """Return the results of the prompts that are pooled and complete."""
+        assert self._pooler is not None, "the core refuses such requests"
+        rows, ends, begins = (array.tolist() for array in (inputs.rows, inputs.seq_lens, inputs.cu_query_lens))
+        results = self._batch.pooled.pool(self._pooler, rows, ends, begins, hidden)
+        return {inputs.req_ids[index]: result for index, result in results.items()}
+
     def _sample(self, executed: "_Executed", grammar: GrammarOutput | None) -> ModelRunnerOutput:
         inputs, logits = executed.inputs, executed.logits
-        output = ModelRunnerOutput(inputs.req_ids, [], {}, executed.prompt_logprobs)
+        output = ModelRunnerOutput(inputs.req_ids, [], {}, executed.prompt_logprobs, pooled=executed.pooled)
         if self._routes is not None:
             output.routed_experts, output.expert_loads = executed.routed_experts, expert_loads(self._routes)
         if not len(inputs.sampled):
@@ -210,6 +270,18 @@ class ModelRunner:
             self._speculation.proposer.dummy_run(positions, hidden, arrays)
         return self._model.compute_logits(hidden[self._to_device(cu_query_lens[1:] - 1)])
 
+    def dummy_decode(self, num_requests: int, block_size: int) -> torch.Tensor:
+        """Compute the first token of so many requests, each in a block of its own, as a step does that decodes: from a
+        recording if it can be recorded. Returns the logits [num_requests, vocab]. No request may hold a block."""
+        places, num_groups = np.arange(num_requests), self._batch.block_table.num_groups
+        tokens, positions = np.zeros((2, num_requests), dtype=np.int64)
+        starts, lengths = np.arange(num_requests + 1, dtype=np.int32), np.ones(num_requests, dtype=np.int32)
+        tables = np.repeat(places[:, None], num_groups, axis=1).astype(np.int32)
+        slots = places * block_size if num_groups == 1 else np.tile(places * block_size, (num_groups, 1))
+        inputs = StepInputs([], places, tokens, positions, starts, lengths, tables, slots, places)
+        computed = self._compute_recorded(inputs)
+        return self.dummy_run([1] * num_requests, block_size) if computed is None else computed[1]
+
     def dummy_sample(self, logits: torch.Tensor, params: SamplingParams) -> None:
         """Draw a token for each row of ``logits`` [n, vocab], as a step would whose requests all have ``params``."""
         rows, indices = [params] * len(logits), np.zeros(len(logits), dtype=np.int64)
@@ -229,3 +301,4 @@ class _Executed:
     """[S, vocab]: logits of the rows that draw, on the device. A request with drafts has a row more for each."""
     prompt_logprobs: dict[str, Logprobs]
     routed_experts: dict[str, RoutedExperts]
+    pooled: dict[str, Floats]

@@ -14,21 +14,26 @@ from tokenloom.engine_core.kv_cache.kv_groups import KVGroup, model_groups
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.engine_core.process.process_memory import resident_bytes
+from tokenloom.engine_core.wire.core_pooling_params import ModelPooling
 from tokenloom.engine_core.wire.handshake import WarmUp
+from tokenloom.engine_core.wire.lora import LoraInfo
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.worker import FreedMemory, ModelInfo
 
 from .attention.attention_backend import AttentionBackend
 from .attention.attention_backends import make_attention_backend
 from .attention.cache import make_kv_pool
+from .attention.fixed_plan import make_fixed_plan
 from .attention.pool_layers import PoolLayers
 from .batch.input_batch import InputBatch
 from .checkpoint.model_config import ModelConfig
 from .kernels.levels import limit_level
 from .layers.rounding import input_rounding
+from .lora.slots import LoraSlots
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
+from .models.decoder import DecoderModel
 from .models.expert_routes import routes_of
 from .models.model import Model
 from .models.self_check import CheckedModel, check_model
@@ -36,6 +41,8 @@ from .ops.ops_choice import make_ops
 from .platform.affinity import bind_to
 from .platform.platform import Platform
 from .platform.profiler import Profiler
+from .pooling.pooler import Pooler, make_pooler
+from .recorded.recorded_model import MOST_TOKENS, RecordedModel
 from .sampler.device_sampler import DeviceSampler
 from .speculation.drafting import Drafting
 from .warm_up import (
@@ -66,11 +73,13 @@ class ModelWorker:
         self._config = config
         self._platform = platform
         self._device = platform.device
+        self._loras = LoraSlots(config.lora, platform.device) if config.lora.enable else None
         self._slot: ModelSlot | None = None
         self._backend: AttentionBackend | None = None
         self._runner: ModelRunner | None = None
         self._pool: KVPool | None = None
         self._drafting: Drafting | None = None
+        self._pooler: Pooler | None = None
         self._profiler = Profiler(config.worker.profiler_dir)
         self._max_model_len = 0
         self._layers: PoolLayers | None = None
@@ -82,12 +91,15 @@ class ModelWorker:
         bind_to(config.cpus)
         if config.processor_level != "auto":
             limit_level(config.processor_level)
-        self._platform.start(config.num_threads)
+        self._platform.start(config.num_threads, self._config.cache.engines_on_host)
         ops = make_ops(config.attention_backend, self._device)
         longest = self._config.max_model_len
         loader = ModelLoader(config.dtype, self._device, ops, config.quantization, config.model_impl, longest)
-        self._slot = ModelSlot(Path(config.model), loader)
+        self._slot = ModelSlot(Path(config.model), self._adapting(loader))
         model_config = self._kv_config
+        if self._loras is not None:
+            self._loras.check_model()
+        self._pooler = self._make_pooler()
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
         if self._config.speculative is not None:
@@ -114,7 +126,11 @@ class ModelWorker:
             kv_layout=self._drafting.kv_layout(layout, block_size) if self._drafting else layout,
             numerics="/".join(part for part in numerics if part),
             kv_groups=self._layers.groups,
+            pooling=self._pooler.info if self._pooler is not None else ModelPooling(),
         )
+
+    def _adapting(self, loader: ModelLoader) -> ModelLoader:
+        return loader if self._loras is None else replace(loader, adapt=self._loras.adapt)
 
     def _choose_groups(self, config: ModelConfig) -> list[KVGroup]:
         if self._drafting is not None and self._drafting.kv_bytes_per_token:
@@ -137,7 +153,8 @@ class ModelWorker:
         started = time.perf_counter()
         self._make_pool(kv_cache.num_blocks, memory)
         batches = decode_batches(scheduler, kv_cache.num_blocks)
-        run_decode_steps(self._require_runner(), batches, block_size)
+        with one_thread(self._is_small(sum(batches), self._kv_config.num_layers)):
+            run_decode_steps(self._require_runner(), batches, block_size)
         num_free = 0 if self._config.speculative is None else self._free_rows(kv_cache.num_blocks)
         if self._pool is not None:
             self._pool.memory.discard()  # pages take memory when a request writes to them
@@ -151,9 +168,13 @@ class ModelWorker:
             free_rows=num_free,
         )
 
+    def _is_small(self, num_tokens: int, num_layers: int) -> bool:
+        """Return whether one thread of the host computes so many tokens in so many layers in about half a second."""
+        return self._platform.pool_is_on_host and is_small_step(num_tokens, num_layers, self._kv_config.hidden_size)
+
     def _free_rows(self, num_blocks: int) -> int:
         runner, block_size = self._require_runner(), self._config.cache.block_size
-        return free_rows(lambda count: runner.dummy_run([1] * count, block_size)[:1].cpu(), num_blocks)
+        return free_rows(lambda count: runner.dummy_decode(count, block_size)[:1].cpu(), num_blocks)
 
     def _make_pool(self, num_blocks: int, memory: PoolMemory | None) -> None:
         layers, block_size = self._pool_layers, self._config.cache.block_size
@@ -183,9 +204,8 @@ class ModelWorker:
                 runner.dummy_run([1], block_size)
             runner.dummy_run(lengths, block_size, num_layers)
 
-        is_small = num_layers is not None and is_small_step(sum(lengths), num_layers, model_config.hidden_size)
         started = time.perf_counter()
-        with one_thread(is_small):
+        with one_thread(num_layers is not None and self._is_small(sum(lengths), num_layers)):
             peak = self._platform.peak_of(run)
         kv_bytes = sum(lengths) * self._pool_layers.written_bytes_per_token(num_layers)
         if self._drafting is not None:
@@ -197,6 +217,7 @@ class ModelWorker:
         return self._pool
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        self._platform.before_step()
         self._require_runner().execute(scheduler_output)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
@@ -245,6 +266,12 @@ class ModelWorker:
         if self._drafting is not None:
             self._drafting.restore()
 
+    def load_lora(self, path: str) -> LoraInfo:
+        return self._require_loras().load(Path(path))
+
+    def drop_lora(self, digest: bytes) -> None:
+        self._require_loras().drop(digest)
+
     def profile(self, start: bool) -> None:
         if start:
             self._profiler.start()
@@ -285,7 +312,19 @@ class ModelWorker:
         return self._layers
 
     def _take_model(self) -> None:
-        self._require_runner().set_model(self._model)
+        assert self._slot is not None
+        if self._slot.is_loaded:
+            self._pooler = self._make_pooler()
+        self._require_runner().set_model(self._model, self._pooler)
+
+    def _make_pooler(self) -> Pooler | None:
+        config, model = self._config.worker, self._model
+        head = model.head if isinstance(model, DecoderModel) else None
+        return make_pooler(Path(config.model), config, model.config.hidden_size, head, is_encoder=False)
+
+    def _require_loras(self) -> LoraSlots:
+        assert self._loras is not None, "LoRA adapters are not enabled"
+        return self._loras
 
     def _require_runner(self) -> ModelRunner:
         assert self._runner is not None, "call initialize_kv_cache first"
@@ -312,7 +351,18 @@ class ModelWorker:
             logits_metrics_interval=config.worker.logits_metrics_interval,
             proposer=proposer,
             rejection=rejection,
+            recorded=self._make_recorded(),
+            loras=self._loras,
+            pooler=self._pooler,
         )
+
+    def _make_recorded(self) -> RecordedModel | None:
+        assert self._backend is not None, "load_model comes first"
+        if self._config.worker.enforce_eager:
+            return None
+        most_blocks = -(-self._max_model_len // self._config.cache.block_size)
+        plan = make_fixed_plan(self._backend, MOST_TOKENS, most_blocks)
+        return None if plan is None else RecordedModel(plan)
 
     def _make_backend(self, model_config: ModelConfig) -> AttentionBackend:
         config = self._config

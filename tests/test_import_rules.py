@@ -47,6 +47,7 @@ SERVICES = ("coordinator", "engine", "gateway", "output_processor", "tokenizer")
 PLAIN_DATA = {
     f"tokenloom.engine_core.{name}"
     for name in (
+        "adapter_files",
         "config",
         "kv_cache.kv_cache_config",
         "kv_cache.kv_groups",
@@ -55,9 +56,11 @@ PLAIN_DATA = {
         "kv_transfer.kv_messages",
         "kv_transfer.kv_transport",
         "process.process_memory",
+        "wire.core_pooling_params",
         "wire.core_sampling_params",
         "wire.embedding_rows",
         "wire.handshake",
+        "wire.lora",
         "wire.messages",
         "wire.scheduler_output",
         "worker",
@@ -243,7 +246,7 @@ def test_runtime_knows_no_service() -> None:
 def test_what_is_about_requests_knows_no_server() -> None:
     """The client and the offline API use it too."""
     third_party = {"google", "grpc", "msgspec", "numpy", "huggingface_hub", "tokenizers"}
-    allowed = [*ABOUT_REQUESTS, "tokenloom.v1", "tokenloom.demo_model"]
+    allowed = [*ABOUT_REQUESTS, "tokenloom.v1", "tokenloom.demo_model", "tokenloom.demo_adapters"]
     for package in ABOUT_REQUESTS:
         assert not violations(package, allowed, third_party=third_party)
 

@@ -9,6 +9,8 @@ from .request.errors import NotFound
 
 DEMO_MODEL = Path(str(resources.files("tokenloom.demo_model")))
 """The checkpoint that comes with the package."""
+DEMO_ADAPTERS = Path(str(resources.files("tokenloom.demo_adapters")))
+"""The LoRA adapters of that checkpoint that come with the package, each in a directory of its name."""
 DEMO_MODEL_NAME = "tokenloom-demo"
 """The name under which it is served and requested."""
 

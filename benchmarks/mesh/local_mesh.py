@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from tokenloom.supervisor.layout import MeshOptions
 from tokenloom.supervisor.mesh import Mesh
 from tokenloom.supervisor.output import LineCopier, Tail
-from tokenloom.supervisor.run import run_mesh
+from tokenloom.supervisor.run import run_mesh_in_loop
 
 
 class MeshBroke(Exception):
@@ -23,7 +23,7 @@ async def with_mesh(options: MeshOptions, work: Callable[[Mesh], Awaitable[None]
         await work(mesh)
 
     try:
-        outcome = await run_mesh(options, LineCopier(logs), once_serving)
+        outcome = await run_mesh_in_loop(options, LineCopier(logs), once_serving)
     except Exception as error:
         raise MeshBroke(f"{error}\n{logs.text()}") from error
     if outcome.interrupted:

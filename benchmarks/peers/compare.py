@@ -48,6 +48,8 @@ class PeerOptions:
     options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Maps an engine to its adapter's options."""
     seed: int = 0
+    trees: Mapping[str, Path] = field(default_factory=dict)
+    """Maps other names of ``pythons`` to the checkout of Tokenloom that each runs."""
 
 
 class Peer:
@@ -61,14 +63,14 @@ class Peer:
             "model": str(options.model),
             "threads": threads,
             "workloads": options.workloads,
-            "options": dict(options.options.get(name, {})),
+            "options": dict(options.options.get(_engine(name, options), {})),
             "vocab_size": vocab_size(options.model),
         }
         self._process = subprocess.Popen(
             [
-                *("env", *_environment(name, threads, options.options.get(name, {}))),
+                *("env", *_environment(name, threads, options)),
                 *(options.pythons[name], "-P", "-c", _LAUNCH),
-                *(str(Path(__file__).parent.parent), ADAPTERS[name], json.dumps(setup)),
+                *(str(Path(__file__).parent.parent), ADAPTERS[_engine(name, options)], json.dumps(setup)),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -135,26 +137,33 @@ class Peer:
         return PeerFailed(f"{self.name} ended with status {self._process.returncode}\n{text}")
 
 
-def _environment(name: str, threads: int, options: Mapping[str, str]) -> list[str]:
+def _engine(name: str, options: PeerOptions) -> str:
+    return "tokenloom" if name in options.trees else name
+
+
+def _environment(name: str, threads: int, options: PeerOptions) -> list[str]:
     """Return the environment that an engine reads before it is imported, as arguments of ``env``."""
+    chosen = options.options.get(name, {})
     settings = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if name in options.trees:
+        settings["PYTHONPATH"] = str(options.trees[name])
     if name != "vllm":
         settings["OMP_NUM_THREADS"] = str(threads)
     else:
         settings |= {
             # vLLM's default leaves one core to the engine's process and computes on the others.
-            "VLLM_CPU_OMP_THREADS_BIND": options.get("bind", f"0-{threads - 1}"),
-            "VLLM_CPU_KVCACHE_SPACE": options.get("kv_gib", "2"),
+            "VLLM_CPU_OMP_THREADS_BIND": chosen.get("bind", f"0-{threads - 1}"),
+            "VLLM_CPU_KVCACHE_SPACE": chosen.get("kv_gib", "2"),
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
         }
-        if "preload" in options:
-            settings["LD_PRELOAD"] = options["preload"]
+        if "preload" in chosen:
+            settings["LD_PRELOAD"] = chosen["preload"]
     return [f"{key}={value}" for key, value in settings.items()]
 
 
 def vocab_size(model: Path) -> int:
-    """Return the dtype of the checkpoint."""
+    """Return the number of token ids of the checkpoint."""
     return int(json.loads((model / "config.json").read_text())["vocab_size"])
 
 
@@ -179,6 +188,17 @@ def run_peers(options: PeerOptions, on_run: Callable[[str, str], None]) -> dict[
 def _rounds(
     peers: Sequence[Peer], workload: Workload, options: PeerOptions, on_run: Callable[[str, str], None]
 ) -> dict[str, dict[str, dict[str, float]]]:
+    rows = run_rounds(peers, workload, options, on_run)
+    return {
+        name: {figure: spread([row[figure] for row in repeats]) for figure in repeats[0]}
+        for name, repeats in rows.items()
+    }
+
+
+def run_rounds(
+    peers: Sequence[Peer], workload: Workload, options: PeerOptions, on_run: Callable[[str, str], None]
+) -> dict[str, list[dict[str, float]]]:
+    """Return the figures of every engine's timed rounds, after an untimed one; the order of the engines rotates."""
     rows: dict[str, list[dict[str, float]]] = {peer.name: [] for peer in peers}
     for index in range(-1, options.repeats):
         for offset in range(len(peers)):
@@ -187,10 +207,7 @@ def _rounds(
             figures = peer.run(workload, options.seed + 1 + index)
             if index >= 0:
                 rows[peer.name].append(figures)
-    return {
-        name: {figure: spread([row[figure] for row in repeats]) for figure in repeats[0]}
-        for name, repeats in rows.items()
-    }
+    return rows
 
 
 def num_runs(options: PeerOptions) -> int:

@@ -9,11 +9,18 @@ from typing import Any
 
 import psutil
 
+from tokenloom.gpu_worker.kernels.levels import available_levels, processor_features
+
+_NAMED = {"avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm"}
+"""Features of a processor that decide which kernels run."""
+
 
 def describe() -> dict[str, Any]:
     """Return what a published figure must name."""
     return {
         "cpu": _cpu_model(),
+        "kernels": next((level.name for level in available_levels()), "none"),
+        "features": sorted(processor_features() & _NAMED),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",

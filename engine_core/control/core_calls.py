@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 import msgspec
 
+from ..adapters import Adapters
 from ..core import EngineCore
 from ..executor.executor import CLIENT_METHODS
 from ..wire.messages import (
@@ -55,7 +56,7 @@ class CoreCalls:
         self._core.abort_requests(request_ids)
         if self._core.has_work():
             return None
-        return self._stamp(EngineCoreOutputs(scheduler_stats=self._core.scheduler.stats()))
+        return self._stamp(EngineCoreOutputs(scheduler_stats=self._core.stats()))
 
     def call(self, call: UtilityCall, answer: Callable[[EngineCoreOutputs], None]) -> None:
         """Make a utility call. ``answer`` gets its result or error: at once, or after later steps."""
@@ -77,6 +78,17 @@ class CoreCalls:
         return outputs
 
 
+def _adapter_methods(adapters: Adapters | None) -> dict[str, Callable[..., object]]:
+    if adapters is None:
+        return {}
+    return {
+        "load_lora": adapters.load,
+        "unload_lora": adapters.unload,
+        "pin_lora": adapters.pin,
+        "list_loras": adapters.answer,
+    }
+
+
 def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
     """Return the methods that a client may call on this core, by name."""
 
@@ -93,6 +105,7 @@ def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
         core.executor.collective_rpc("profile", start)
 
     return {
+        **_adapter_methods(core.adapters),
         "reset_prefix_cache": core.reset_prefix_cache,
         "pause": core.pause,
         "resume": core.resume,

@@ -18,6 +18,8 @@ class HashRow:
         self.num_prompt_tokens = len(token_ids)
         self.num_computed = num_computed
         self.params = params
+        self.mark = 0
+        """Changes what is cached of its tokens, and thus the tokens after them, by its adapter."""
         self.slots: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self._block_size = block_size
 

@@ -18,14 +18,18 @@ from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool, KVRegion
 from ..process.process_memory import resident_bytes
+from ..wire.core_pooling_params import PoolingParams
 from ..wire.core_sampling_params import SamplingParams
 from ..wire.embedding_rows import EmbedsSpan
 from ..wire.handshake import WarmUp
+from ..wire.lora import LoraInfo
 from ..wire.messages import Logprobs
 from ..wire.scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..worker import FreedMemory, ModelInfo
 from .checkpoint_sizes import read_sizes
 from .hash_logprobs import hash_logprobs
+from .hash_loras import HashLoras, adapter_mark
+from .hash_pooling import hash_pooled, hash_pooling
 from .hash_row import HashRow
 
 DEFAULT_VOCAB_SIZE = 32_000
@@ -49,6 +53,7 @@ class HashWorker:
         max_model_len: int = DEFAULT_MAX_MODEL_LEN,
     ) -> None:
         """``vocab_size`` and ``max_model_len`` are used only if no model is configured. Raises ``ValueError``."""
+        self._loras = HashLoras(config.lora)
         if config.speculative is not None and config.speculative.rejection_sample_method != "strict":
             raise ValueError("rejection_sample_method: the hash worker has no probabilities; use strict")
         self._config = config.worker
@@ -58,6 +63,7 @@ class HashWorker:
         self._rows: dict[str, HashRow] = {}
         self._embeds: dict[str, list[EmbedsSpan]] = {}
         self._params: dict[str, SamplingParams] = {}  # preempted requests included
+        self._pooling: dict[str, PoolingParams] = {}  # preempted requests included
         self._executed: list[str] = []
         self._prompt_logprobs: dict[str, Logprobs] = {}  # of the step executed last
         self._drafts: dict[str, list[int]] = {}
@@ -77,6 +83,7 @@ class HashWorker:
             kv_layout=self._kv_layout,
             numerics="hash",
             hidden_size=HIDDEN_SIZE,
+            pooling=hash_pooling(generates=self._config.runner != "pooling"),
         )
 
     def determine_available_memory(self) -> int:
@@ -117,7 +124,9 @@ class HashWorker:
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         allowed = allowed_tokens(grammar, self._vocab_size)
         tokens = [
-            self._sample(self._rows[req_id], self._drafts.get(req_id, []), allowed.get(req_id))
+            []
+            if req_id in self._pooling
+            else self._sample(self._rows[req_id], self._drafts.get(req_id, []), allowed.get(req_id))
             for req_id in self._executed
         ]
         logprobs = {
@@ -130,7 +139,10 @@ class HashWorker:
             for req_id, token_ids in zip(self._executed, tokens, strict=True)
             if token_ids and req_id in self._num_drafts_wanted
         }
-        return ModelRunnerOutput(self._executed, tokens, logprobs, self._prompt_logprobs, draft_token_ids=drafts)
+        pooled = self._pool() if self._pooling else {}
+        return ModelRunnerOutput(
+            self._executed, tokens, logprobs, self._prompt_logprobs, draft_token_ids=drafts, pooled=pooled
+        )
 
     def sleep(self, level: int) -> FreedMemory:
         assert self._memory is not None, "initialize_kv_cache comes first"
@@ -148,6 +160,12 @@ class HashWorker:
             raise ValueError(
                 f"vocab_size is {vocab_size} in the checkpoint and {self._vocab_size} in the engine; they must be equal"
             )
+
+    def load_lora(self, path: str) -> LoraInfo:
+        return self._loras.load(Path(path))
+
+    def drop_lora(self, digest: bytes) -> None:
+        self._loras.drop(digest)
 
     def profile(self, start: bool) -> None:
         raise ValueError("this worker has nothing to profile")
@@ -171,14 +189,19 @@ class HashWorker:
             time.sleep(seconds)
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
+        self._loras.begin(scheduler_output)
         for req_id in scheduler_output.finished_req_ids + scheduler_output.preempted_req_ids:
             self._rows.pop(req_id, None)
         for req_id in scheduler_output.finished_req_ids:
             self._params.pop(req_id, None)
             self._embeds.pop(req_id, None)
+            self._pooling.pop(req_id, None)
         for new in scheduler_output.scheduled_new_reqs:
             self._params[new.req_id] = new.sampling_params
             self._rows[new.req_id] = HashRow.of_new(new, self._block_size)
+            self._rows[new.req_id].mark = self._loras.mark_of(new.req_id)
+            if new.pooling_params is not None:
+                self._pooling[new.req_id] = new.pooling_params
             if new.prompt_embeds:
                 self._embeds[new.req_id] = new.prompt_embeds
                 self._rows[new.req_id].take_embeds(new.prompt_embeds)
@@ -191,6 +214,7 @@ class HashWorker:
                 token_ids = cached.resumed_token_ids[req_id]
                 self._rows[req_id] = HashRow(token_ids, num_computed, self._params[req_id], self._block_size)
                 self._rows[req_id].take_embeds(self._embeds.get(req_id, []))
+                self._rows[req_id].mark = self._loras.mark_of(req_id)
             row = self._rows[req_id]
             row.add_blocks(block_ids)
             row.num_computed = num_computed
@@ -200,7 +224,7 @@ class HashWorker:
         token_ids = (row.token_ids[row.num_computed :] + drafts)[:num_tokens]
         assert len(token_ids) == num_tokens, "more tokens are scheduled than there are"
         assert not drafts or num_tokens == 1 + len(drafts), "drafts are scheduled before the tokens that they follow"
-        self._cache[row.slots[positions]] = np.column_stack((token_ids, positions))
+        self._cache[row.slots[positions]] = np.column_stack((np.array(token_ids, dtype=np.int64) ^ row.mark, positions))
         row.num_computed += num_tokens
 
     def _sample(self, row: HashRow, drafts: list[int], allowed: list[_TokenIds] | None) -> list[int]:
@@ -222,15 +246,24 @@ class HashWorker:
                 break
         return drawn
 
+    def _pool(self) -> dict[str, npt.NDArray[np.float32]]:
+        """Pool the requests of the step whose prompts are complete."""
+        rows = {req_id: self._rows[req_id] for req_id in self._executed if req_id in self._pooling}
+        return {
+            req_id: hash_pooled(self._cache[row.slots[: len(row.token_ids)]], self._pooling[req_id])
+            for req_id, row in rows.items()
+            if row.num_computed == len(row.token_ids)
+        }
+
     def _propose(self, row: HashRow, count: int) -> list[int]:
         """Return drafts of the next tokens; a hash of the prefix decides which of them are wrong."""
         num_tokens = len(row.token_ids)
         prefix = np.empty((num_tokens + count, 2), dtype=np.int32)
-        prefix[:num_tokens, 0], prefix[:, 1] = row.token_ids, np.arange(num_tokens + count)
+        prefix[:num_tokens, 0], prefix[:, 1] = np.array(row.token_ids) ^ row.mark, np.arange(num_tokens + count)
         for end in range(num_tokens, num_tokens + count):
             is_wrong = zlib.crc32(prefix[:end].tobytes()) % 1000 >= self._config.draft_accuracy * 1000
-            prefix[end, 0] = (_next_token(prefix[:end], self._vocab_size) + is_wrong) % self._vocab_size
-        drafts: list[int] = prefix[num_tokens:, 0].tolist()
+            prefix[end, 0] = (_next_token(prefix[:end], self._vocab_size) + is_wrong) % self._vocab_size ^ row.mark
+        drafts: list[int] = (prefix[num_tokens:, 0] ^ row.mark).tolist()
         return drafts
 
     def _logprobs_of(self, row: HashRow, token_ids: list[int]) -> Logprobs:
@@ -268,11 +301,13 @@ def _next_token(prefix: npt.NDArray[np.int32], vocab_size: int) -> int:
 
 
 def expected_tokens(
-    prompt_token_ids: Sequence[int], num_tokens: int, vocab_size: int = DEFAULT_VOCAB_SIZE
+    prompt_token_ids: Sequence[int], num_tokens: int, vocab_size: int = DEFAULT_VOCAB_SIZE, adapter: bytes = b""
 ) -> list[int]:
-    """Return what a worker with an unbounded cache would produce after this prompt."""
+    """Return what a worker with an unbounded cache would produce after this prompt, with an adapter if its digest is
+    given."""
     token_ids = list(prompt_token_ids)
     for _ in range(num_tokens):
-        prefix = np.column_stack((token_ids, np.arange(len(token_ids)))).astype(np.int32)
+        marked = np.array(token_ids) ^ adapter_mark(adapter)
+        prefix = np.column_stack((marked, np.arange(len(token_ids)))).astype(np.int32)
         token_ids.append(_next_token(prefix, vocab_size))
     return token_ids[len(prompt_token_ids) :]

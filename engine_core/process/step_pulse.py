@@ -7,6 +7,7 @@ grows with each beginning and end of a step, and the limit of the present step i
 import logging
 import mmap
 import os
+import struct
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 
 _NUM_BYTES = 16
 _BEAT, _LIMIT = 0, 1
+_CELLS = struct.Struct("qq")
 
 
 class Pulse(NamedTuple):
@@ -71,6 +73,7 @@ class StepPulse:
         """``cells``: of :func:`inherited_cells`; None: no client looks. ``clock``: returns seconds."""
         self._cells = memoryview(bytearray(_NUM_BYTES)).cast("q") if cells is None else cells
         self._clock = clock
+        self._beats = self._cells[_BEAT]
         self._times = StepTimes()
         self._in_flight: deque[int] = deque()  # tokens of each step; as many as the executor runs at once
         self._since = 0.0  # when the oldest step in flight began, or the one before it ended
@@ -81,9 +84,10 @@ class StepPulse:
 
     def began(self, num_tokens: int) -> None:
         """Note that a step begins."""
-        if not self._in_flight:
+        in_flight = self._in_flight
+        if not in_flight:
             self._since = self._clock()
-        self._in_flight.append(num_tokens)
+        in_flight.append(num_tokens)
         self._beat()
 
     def ended(self) -> None:
@@ -99,6 +103,8 @@ class StepPulse:
         self._beat()
 
     def _beat(self) -> None:
-        cells, in_flight = self._cells, self._in_flight
-        cells[_LIMIT] = round(self._times.limit(sum(in_flight)) * 1e9) if in_flight else 0
-        cells[_BEAT] += 1
+        in_flight, limit = self._in_flight, 0.0
+        if in_flight:
+            limit = self._times.limit(in_flight[0] if len(in_flight) == 1 else sum(in_flight))
+        self._beats += 1
+        _CELLS.pack_into(self._cells, 0, self._beats, int(limit * 1e9))

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+from ..adapters import Adapters
 from ..kv_cache.kv_manager import KVManager
 from ..kv_transfer.remote_kv import RemoteKV
 from ..structured_output.manager import StructuredOutputManager
@@ -24,8 +25,10 @@ class EndedRequests:
         grammars: StructuredOutputManager | None,
         in_flight: StepsInFlight | None,
         recorder: StatsRecorder,
+        adapters: Adapters | None = None,
     ) -> None:
-        """``requests`` and ``tenants``: those of the scheduler, from which ended requests are removed."""
+        """``requests``, ``tenants`` and ``adapters``: those of the scheduler, from which ended requests are removed."""
+        self._adapters = adapters
         self._requests = requests
         self._tenants = tenants
         self._kv = kv
@@ -49,6 +52,8 @@ class EndedRequests:
             self._kv.free(request)
         if self._requests.pop(request.request_id, None) is not None:  # otherwise it is refused
             self._tenants.remove(request)
+            if request.adapter and self._adapters is not None:
+                self._adapters.ended(request)
         if self._grammars is not None and request.sampling_params.is_constrained:
             self._grammars.forget(request.request_id)
 

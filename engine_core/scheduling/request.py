@@ -95,6 +95,7 @@ class Request:
     ``num_tokens``; there are no separate prefill and decode phases."""
 
     __slots__ = (
+        "adapter",
         "all_token_ids",
         "arrival_ns",
         "block_hashes",
@@ -111,9 +112,11 @@ class Request:
         "num_computed_tokens",
         "num_external_cached_tokens",
         "num_output_placeholders",
+        "num_passed",
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_tokens",
+        "pooling_params",
         "priority",
         "prompt_embeds",
         "prompt_logprobs",
@@ -135,11 +138,15 @@ class Request:
         self.request_id = message.request_id
         self.status = RequestStatus.WAITING
         self.sampling_params = params
+        self.pooling_params = message.pooling_params
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.cache_salt = message.cache_salt
         self.prompt_embeds = message.prompt_embeds
         self.priority = message.priority
         self.tenant = message.tenant
+        self.adapter = message.adapter
+        self.num_passed = 0
+        """How many requests began before it because its adapter had no slot."""
 
         self.prompt_token_ids = message.prompt_token_ids
         # Accepted tokens of earlier attempts are ordinary output, so indices and limits need no second count.
@@ -147,6 +154,8 @@ class Request:
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.num_tokens = len(self.all_token_ids)
         self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
+        if message.pooling_params is not None:  # even a prompt that fills the context has a result
+            self.max_num_tokens = self.num_prompt_tokens + 1
         self.limit_status = RequestStatus.FINISHED_LENGTH_CAPPED
         self.num_computed_tokens = 0
         """Counted when they are scheduled."""

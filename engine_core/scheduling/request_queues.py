@@ -1,8 +1,8 @@
-"""Keeps the requests that wait, those of each tenant in the order of the policy."""
+"""Keeps the requests that wait, those of each tenant with the same adapter in the order of the policy."""
 
 import bisect
-from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
 
 from .request import Request
@@ -73,14 +73,14 @@ class PriorityQueue:
 
 
 class WaitingRequests:
-    """Keeps all waiting requests, each tenant's in a queue of its own.
+    """Keeps all waiting requests, each tenant's in a queue of its own, and therein those of each adapter.
 
     It is bounded by the callers: the engine's front accepts no more requests than it has slots.
     """
 
     def __init__(self, queue_type: type[FCFSQueue] | type[PriorityQueue] = FCFSQueue) -> None:
         self._queue_type = queue_type
-        self._queues: dict[str, FCFSQueue | PriorityQueue] = {}  # by tenant; none is empty
+        self._queues: dict[tuple[str, bytes], FCFSQueue | PriorityQueue] = {}  # by tenant and adapter; none is empty
         self._num_requests = 0
         self.num_tokens = 0
         """The tokens of all requests here, which have no computed tokens, except those that loaded blocks."""
@@ -94,7 +94,7 @@ class WaitingRequests:
     @property
     def tenants(self) -> Collection[str]:
         """The tenants that have a request here."""
-        return self._queues.keys()
+        return {tenant for tenant, _ in self._queues}
 
     def append(self, request: Request) -> None:
         """Add a new request."""
@@ -120,20 +120,30 @@ class WaitingRequests:
         if len(queues) < 2:
             return next(iter(queues.values())).peek() if queues else None
         assert seats is not None, "several tenants wait"
-        heads = (queue.peek() for queue in queues.values())
-        return min(heads, key=lambda head: (head.priority, seats[head.tenant], head.arrival_ns, head.request_id))
+        return min((queue.peek() for queue in queues.values()), key=_in_turn(seats))
+
+    def heads(self, seats: Mapping[str, int] | None) -> list[Request]:
+        """Return the first request of each tenant and adapter, in the order in which :meth:`peek` would choose them."""
+        return sorted((queue.peek() for queue in self._queues.values()), key=_in_turn(seats or Counter()))
 
     def remove(self, request: Request) -> None:
         """Remove a request that is here."""
-        queue = self._queues[request.tenant]
+        line = request.tenant, request.adapter
+        queue = self._queues[line]
         queue.remove(request)
         if not queue:
-            del self._queues[request.tenant]
+            del self._queues[line]
         self._num_requests -= 1
         self.num_tokens -= request.num_tokens
 
     def _queue_of(self, request: Request) -> FCFSQueue | PriorityQueue:
-        queue = self._queues.get(request.tenant)
+        line = request.tenant, request.adapter
+        queue = self._queues.get(line)
         if queue is None:
-            queue = self._queues[request.tenant] = self._queue_type()
+            queue = self._queues[line] = self._queue_type()
         return queue
+
+
+def _in_turn(seats: Mapping[str, int]) -> Callable[[Request], tuple[int, int, int, str]]:
+    """Return a key that sorts the heads of queues by who begins next."""
+    return lambda head: (head.priority, seats[head.tenant], head.arrival_ns, head.request_id)

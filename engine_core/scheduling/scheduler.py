@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from ..adapters import Adapters
 from ..config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_cache.kv_events import KVEventLog
@@ -11,10 +12,12 @@ from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler
 from ..kv_transfer.remote_kv import RemoteKV
 from ..structured_output.compile_queue import CompileQueueFull
 from ..structured_output.manager import FIELD, StructuredOutputManager
+from ..wire.core_pooling_params import ModelPooling
 from ..wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, ErrorKind, SchedulerStats
 from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .drafts import Drafts
 from .ended_requests import EndedRequests
+from .pooled_requests import PooledRequests
 from .request import Request, RequestStatus, finish_status
 from .request_queues import FCFSQueue, PriorityQueue, WaitingRequests
 from .seats import LiveTenants
@@ -25,6 +28,8 @@ from .steps_in_flight import StepsInFlight
 from .waiting_requests import SchedulingPolicy, check_config, refusal
 
 _EXPIRED = "the request's time ran out before the engine could begin it"
+_NO_ADAPTER = "the request's LoRA adapter is not loaded on this engine"
+_GENERATES = ModelPooling()
 _IN_QUEUE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -47,6 +52,8 @@ class Scheduler:
         grammars: StructuredOutputManager | None = None,
         speculative: SpeculativeConfig | None = None,
         lends: bool = False,
+        adapters: Adapters | None = None,
+        pooling: ModelPooling = _GENERATES,
     ) -> None:
         """Raises ``ValueError`` naming a setting that does not work.
 
@@ -57,6 +64,8 @@ class Scheduler:
             grammars: Constrains structured outputs; without it they are refused.
             speculative: Lets steps verify drafts, if given.
             lends: Whether other engines may read blocks.
+            adapters: The LoRA adapters that requests may name; without it such requests are refused.
+            pooling: What the model pools.
         """
         check_config(config, kv_cache.max_model_len, speculates=speculative is not None)
         self.config = config
@@ -74,14 +83,25 @@ class Scheduler:
         self._in_flight = StepsInFlight() if config.async_scheduling else None
         self._clock = clock
         self._recorder = StatsRecorder(clock, cache, config)
-        self._planner = StepPlanner(config, self.waiting, self._tenants, self.kv, self._remote, self._recorder, clock)
+        self._adapters = adapters
+        self._planner = StepPlanner(
+            config, self.waiting, self._tenants, self.kv, self._remote, self._recorder, clock, adapters
+        )
         self.running = self._planner.running
         self.ended = EndedRequests(
-            self.requests, self._tenants, self.kv, self._remote, grammars, self._in_flight, self._recorder
+            self.requests, self._tenants, self.kv, self._remote, grammars, self._in_flight, self._recorder, adapters
         )
         self.drafts = Drafts(speculative, self.requests, self.kv, grammars) if speculative else None
+        self._pooled = PooledRequests(pooling, kv_cache.max_model_len, clock)
         self.results = StepResults(
-            self.requests, self.waiting, self.running, self._in_flight, self.ended, self._recorder, self.drafts
+            self.requests,
+            self.waiting,
+            self.running,
+            self._in_flight,
+            self.ended,
+            self._recorder,
+            self.drafts,
+            self._pooled,
         )
         self._preempted_req_ids: list[str] = []
 
@@ -92,13 +112,20 @@ class Scheduler:
         assert message.request_id not in self.requests, f"request {message.request_id} is live already"
         request = Request(message, self.max_model_len, message.arrival_ns or self._clock())
         moves_kv = self._remote is not None
-        if error := refusal(request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv):
-            self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error)
+        if error := self._pooled.refusal(request) or refusal(
+            request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv
+        ):
+            field = "" if request.pooling_params is None else "pooling_params"
+            self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error, field)
         elif status := finish_status(request):
             self.ended.end_early(request, status)
+        elif request.adapter and (self._adapters is None or not self._adapters.serves(request.adapter)):
+            self.ended.end_at_limit(request, _NO_ADAPTER, ErrorKind.NO_ADAPTER)
         else:
             self.requests[request.request_id] = request
             self._tenants.add(request)
+            if request.adapter and self._adapters is not None:
+                self._adapters.added(request)
             if self._recorder.log_events:
                 self._recorder.queued(request)
             if not request.sampling_params.is_constrained or self._constrain(request):
@@ -181,6 +208,9 @@ class Scheduler:
         self.ended.outputs += plan.early_outputs
         for request in self._planner.take_expired():
             self.ended.end_at_limit(request, _EXPIRED, ErrorKind.DEADLINE_EXCEEDED)
+        if self._adapters is not None:
+            for request in self._planner.take_lost():
+                self.ended.end_at_limit(request, _NO_ADAPTER, ErrorKind.NO_ADAPTER)
         self._is_stalled = not (plan.num_scheduled_tokens or plan.preempted_req_ids or self._in_flight)
         if not plan.num_scheduled_tokens:
             self._preempted_req_ids += plan.preempted_req_ids  # the worker learns of them with the next step
@@ -188,6 +218,8 @@ class Scheduler:
         plan.finished_req_ids = self.ended.take_req_ids()
         plan.preempted_req_ids[:0], self._preempted_req_ids = self._preempted_req_ids, []
         scheduled = plan.output()
+        if self._adapters is not None:
+            scheduled.lora_slots = self._adapters.take_slots()
         if self.drafts is not None:
             self.drafts.add_to(scheduled, self.running, plan.budget)
         if self._in_flight is not None:
@@ -222,6 +254,8 @@ class Scheduler:
         """
         if self._in_flight is not None:
             self._in_flight.abandon(self.requests.values())
+        if self._adapters is not None:
+            self._adapters.resend_slots()
         self.ended.req_ids += finished_req_ids
         self.ended.req_ids += [r.request_id for r in self.requests.values() if r.is_known_to_worker]
         for request in reversed(self.running):

@@ -3,9 +3,10 @@
 import bisect
 import enum
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from itertools import chain
 
+from ..adapters import Adapters
 from ..config import SchedulerConfig
 from ..kv_cache.kv_manager import KVManager
 from ..kv_transfer.remote_kv import RemoteKV
@@ -84,6 +85,8 @@ class StepPlan:
                 block_ids=request.block_ids.copy(),
                 num_computed_tokens=request.num_computed_tokens,
                 prompt_embeds=request.prompt_embeds,
+                adapter=request.adapter,
+                pooling_params=request.pooling_params,
             )
         )
         request.num_computed_tokens += num_new_tokens
@@ -116,8 +119,10 @@ class StepPlanner:
         remote: RemoteKV | None,
         recorder: StatsRecorder,
         clock: Callable[[], int],
+        adapters: Adapters | None = None,
     ) -> None:
-        """``clock`` returns nanoseconds."""
+        """``clock`` returns nanoseconds. ``adapters``: None if no request may name one."""
+        self._adapters = adapters
         self.running: list[Request] = []
         """In the order of the policy, like ``waiting``; changed in place only."""
         self._waiting = waiting
@@ -130,11 +135,13 @@ class StepPlanner:
         self._max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._beside_decode = config.prefill_tokens_beside_decode if config.enable_chunked_prefill else None
         self._by_priority = SchedulingPolicy(config.policy) is SchedulingPolicy.PRIORITY
-        self._admission = Admission(waiting, kv, remote, config, clock)
+        self._admission = Admission(waiting, kv, remote, config, clock, adapters)
         self._has_deferred = False
 
     def plan(self, pause_state: PauseState) -> StepPlan:
         """Plan a step, which is empty when no request can run."""
+        if self._adapters is not None:
+            self._adapters.begin_step(self.running)
         taken_back, deferred = None, frozenset[str]()
         if self._tenants.are_several and pause_state is PauseState.UNPAUSED:
             taken_back = self._take_back_seat()
@@ -156,6 +163,11 @@ class StepPlanner:
         expired, self._admission.expired = self._admission.expired, []
         return expired
 
+    def take_lost(self) -> list[Request]:
+        """Return the requests whose adapter is not loaded any more; they are in no queue."""
+        lost, self._admission.lost = self._admission.lost, []
+        return lost
+
     def requeue(self, request: Request, status: RequestStatus) -> None:
         """Take the blocks of a request back and let it wait again. The caller removes it from ``running``."""
         if self._remote is not None:
@@ -175,7 +187,7 @@ class StepPlanner:
         if len(self.running) < self._max_num_seqs or not self._waiting or not self._kv.enable_prefix_caching:
             return None
         seats = self._count_seats()
-        head = self._waiting.peek(seats)
+        head = self._admission.head(seats)
         if head is None or head.num_output_placeholders:  # it may not begin yet
             return None
         request = seat_to_take_back(self.running, seats, head)
@@ -192,7 +204,7 @@ class StepPlanner:
         if had_deferred or not self._waiting:
             return frozenset()
         seats = self._count_seats()
-        head = self._waiting.peek(seats)
+        head = self._admission.head(seats)
         rows = frozenset[str]() if head is None else rows_to_defer(self.running, seats, head)
         self._has_deferred = bool(rows)
         return rows
@@ -221,19 +233,21 @@ class StepPlanner:
         num_prompts += min(len(self._waiting), self._max_num_seqs - len(self.running))
         return min(self._max_tokens, num_decoding + self._beside_decode * max(1, num_prompts))
 
-    def _plan_running(self, plan: StepPlan, left_out: Container[str] = (), *, may_preempt: bool = True) -> None:
+    def _plan_running(self, plan: StepPlan, left_out: Collection[str] = (), *, may_preempt: bool = True) -> None:
         """Plan the running requests but for the ids ``left_out``."""
-        index = 0
-        while index < len(self.running) and plan.budget > 0:
-            request = self.running[index]
-            if (request.num_output_placeholders and request.will_be_full) or request.request_id in left_out:
+        index, running, allocate = 0, self.running, self._kv.allocate
+        while index < len(running) and plan.budget > 0:
+            request = running[index]
+            is_full = request.num_output_placeholders and request.will_be_full
+            if is_full or (left_out and request.request_id in left_out):
                 index += 1
                 continue
-            num_new_tokens = request.num_missing_tokens
+            # As `num_missing_tokens` says; written out because this runs for every request of every step.
+            num_new_tokens = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
             if num_new_tokens > 1:
-                num_after = len(self.running) - index - 1  # each of these gets at least one token
+                num_after = len(running) - index - 1  # each of these gets at least one token
                 num_new_tokens = self._chunk(request, plan.budget - num_after)
-            new_block_ids = self._kv.allocate(request, num_new_tokens)
+            new_block_ids = allocate(request, num_new_tokens)
             if new_block_ids is None and not may_preempt:
                 return
             if new_block_ids is None and (new_block_ids := self._make_room(index, num_new_tokens, plan)) is None:

@@ -7,6 +7,7 @@ from ..wire.messages import EngineCoreOutput, Logprobs
 from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .drafts import Drafts
 from .ended_requests import EndedRequests
+from .pooled_requests import PooledRequests
 from .request import Request, RequestStatus, finish_status, mark_finished
 from .request_queues import WaitingRequests
 from .stats_recorder import StatsRecorder
@@ -34,6 +35,7 @@ class StepResults:
         ended: EndedRequests,
         recorder: StatsRecorder,
         drafts: Drafts | None,
+        pooled: PooledRequests,
     ) -> None:
         """``requests``, ``waiting`` and ``running`` are the scheduler's."""
         self._requests = requests
@@ -43,6 +45,7 @@ class StepResults:
         self._ended = ended
         self._recorder = recorder
         self._drafts = drafts
+        self._pooled = pooled
 
     def apply(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Process the result of a step. Returns one output for each request with new tokens."""
@@ -68,6 +71,9 @@ class StepResults:
                 output.logits_stats = result.logits_stats.get(request_id)
             any_finished |= output.finish_reason is not None
             outputs.append(output)
+        if result.pooled:
+            outputs += self._end_pooled(result)
+            any_finished = True
         if any_finished:
             self._running[:] = [request for request in self._running if not request.is_finished]
         if routed:
@@ -94,6 +100,22 @@ class StepResults:
             self._take_out(request)
             self._ended.end_useless(request, _NO_FINITE_LOGIT)
 
+    def _end_pooled(self, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """End the requests whose prompts are pooled. Returns their outputs."""
+        outputs = []
+        for request_id, pooled in result.pooled.items():
+            if (request := self._requests.get(request_id)) is None:
+                continue  # aborted while the step executed
+            output = self._pooled.output(request, pooled)
+            status = RequestStatus.FINISHED_ERROR if output.error else RequestStatus.FINISHED_STOPPED
+            mark_finished(output, request, status)
+            if request.status is RequestStatus.PREEMPTED:  # while the step was in flight
+                self._waiting.remove(request)
+            self._ended.end(request, status)
+            output.prefill_stats = self._recorder.prefill_stats(request)
+            outputs.append(output)
+        return outputs
+
     def _take_out(self, request: Request) -> None:
         """Remove a request of the step from its queue."""
         if request.status is RequestStatus.RUNNING:
@@ -119,8 +141,10 @@ class StepResults:
 
     def _accept_tokens(self, request: Request, token_ids: list[int]) -> EngineCoreOutput:
         output = EngineCoreOutput(request.request_id, token_ids, request.num_tokens - request.num_prompt_tokens)
+        all_token_ids = request.all_token_ids
         for count, token_id in enumerate(token_ids, 1):
-            request.append_token(token_id)
+            all_token_ids.append(token_id)  # as `append_token` does, without its call
+            request.num_tokens += 1
             if status := finish_status(request):
                 output.new_token_ids = token_ids[:count]
                 mark_finished(output, request, status)

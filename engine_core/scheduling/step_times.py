@@ -27,13 +27,15 @@ class StepTimes:
         if usual is None:
             self._usual[size] = seconds
         else:
-            self._usual[size] = usual + _WEIGHT * (min(seconds, _LARGEST_RATIO * usual) - usual)
+            most = _LARGEST_RATIO * usual
+            self._usual[size] = usual + _WEIGHT * ((seconds if seconds < most else most) - usual)
 
     def limit(self, num_tokens: int) -> float:
         """Return how many seconds a step of so many tokens may take."""
         size = num_tokens.bit_length()
         if (usual := self._usual.get(size)) is not None:
-            return max(SHORTEST_SECONDS, MULTIPLE * usual)
+            limit = MULTIPLE * usual
+            return limit if limit > SHORTEST_SECONDS else SHORTEST_SECONDS  # the step of every request gets here
         if not self._usual:
             return max(FIRST_SECONDS, MULTIPLE * self._warm_up_seconds)
         return max(NEW_SIZE_SECONDS, MULTIPLE * self._most(size))

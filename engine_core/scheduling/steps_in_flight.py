@@ -69,4 +69,5 @@ def _without(result: ModelRunnerOutput, unwanted: set[str]) -> ModelRunnerOutput
             request_id: value for request_id, value in result.routed_experts.items() if request_id not in unwanted
         },
         expert_loads=result.expert_loads,
+        pooled={request_id: value for request_id, value in result.pooled.items() if request_id not in unwanted},
     )

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..adapters import Adapters
 from ..config import SchedulerConfig
 from ..kv_cache.kv_manager import KVManager
 from ..kv_transfer.remote_kv import RemoteKV
@@ -65,7 +66,7 @@ def refusal(request: Request, policy: SchedulingPolicy, kv: KVManager, max_model
         return "this engine does not exchange KV with others"
     if not request.num_prompt_tokens:
         return "prompt is empty"
-    if request.num_prompt_tokens >= max_model_len:
+    if request.num_prompt_tokens >= max_model_len and request.pooling_params is None:
         return (
             f"prompt has {request.num_prompt_tokens} tokens; "
             f"with at least one of output the context holds {max_model_len}"
@@ -85,12 +86,14 @@ class _Blocked(NamedTuple):
 
 
 class Admission:
-    """Admits the head of the queue when its tokens fit into the KV cache. No request overtakes the head.
+    """Admits the head of the queue when its tokens fit into the KV cache. No request overtakes the head, unless that
+    waits for a slot for its LoRA adapter.
 
     Attributes:
         seats: Requests that run, or load KV, by tenant. The caller sets it before it calls :meth:`next` in a step, and
             then it is kept up to date. None while not more than one tenant has requests.
         expired: Requests that were taken out of the queue because their time has run out; the caller ends them.
+        lost: Requests that were taken out of the queue because their adapter is gone; the caller ends them.
     """
 
     def __init__(
@@ -100,9 +103,11 @@ class Admission:
         remote: RemoteKV | None,
         config: SchedulerConfig,
         clock: Callable[[], int],
+        adapters: Adapters | None = None,
     ) -> None:
-        """``clock`` returns nanoseconds."""
+        """``clock`` returns nanoseconds. ``adapters``: None if no request may name one."""
         self._queue = queue
+        self._adapters = adapters
         self._kv = kv
         self._remote = remote
         self._chunked = config.enable_chunked_prefill
@@ -112,7 +117,8 @@ class Admission:
         self._watermark = int(kv.pool.num_blocks * config.watermark)
         self._blocked: _Blocked | None = None
         self.seats: Counter[str] | None = None
-        self.expired: list[Request] = []  # bounded by the queue; the scheduler empties it in each step
+        self.expired: list[Request] = []  # bounded by the queue; the scheduler empties both in each step
+        self.lost: list[Request] = []
         self._clock = clock
 
     def next(self, max_tokens: int, *, others_run: bool, only_begun: bool = False) -> Request | None:
@@ -122,7 +128,11 @@ class Admission:
         with ``max_tokens`` left in the step. A request whose time has run out is not computed. ``only_begun`` admits
         only requests that were preempted.
         """
-        while (request := self._head_begun() if only_begun else self._queue.peek(self.seats)) is not None:
+        while (request := self._head_begun() if only_begun else self.head(self.seats)) is not None:
+            if self._adapters is not None and self._adapters.is_lost(request):
+                self._queue.remove(request)
+                self.lost.append(request)
+                continue
             # A request with a placeholder comes back with a token that was drawn before it was preempted.
             if request.num_output_placeholders or (others_run and self._is_still_blocked(request)):
                 return None
@@ -155,8 +165,15 @@ class Admission:
                 return None
         return None
 
+    def head(self, seats: Counter[str] | None) -> Request | None:
+        """Return the request that may begin next, as far as slots for adapters go. ``seats`` as in :meth:`next`."""
+        if self._adapters is None:
+            return self._queue.peek(seats)
+        return self._adapters.choose(self._queue.heads(seats))
+
     def _head_begun(self) -> Request | None:
-        return next((request for request in self._queue if request.status is RequestStatus.PREEMPTED), None)
+        begun = (request for request in self._queue if request.status is RequestStatus.PREEMPTED)
+        return next(begun, None) if self._adapters is None else self._adapters.choose(list(begun))
 
     def _admit(
         self, request: Request, hits: list[int], num_tokens: int, num_external: int, *, others_run: bool
@@ -169,6 +186,8 @@ class Admission:
         self._queue.remove(request)
         if self.seats is not None:
             self.seats[request.tenant] += 1
+        if self._adapters is not None:
+            self._adapters.begins(request)
         if not request.block_ids:
             self._kv.admit(request, hits)
         return True

@@ -57,3 +57,7 @@ class SamplingParams(SamplingFields, frozen=True, omit_defaults=True, gc=False, 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+DRAWS_NOTHING = SamplingParams(max_tokens=1, seed=0)
+"""The parameters of requests that are pooled. The token that they allow stands for the result."""

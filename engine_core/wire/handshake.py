@@ -4,6 +4,8 @@ import msgspec
 
 from ..config import EngineConfig
 from .array_arena import ArenaAddress
+from .core_pooling_params import ModelPooling
+from .lora import LoraState
 
 
 class CoreHello(msgspec.Struct, tag="HELLO"):
@@ -72,6 +74,10 @@ class CoreReady(msgspec.Struct, tag="READY"):
     """Whether the marks around the model's reasoning are known."""
     num_kv_groups: int = 1
     """How many of the pool's blocks hold the KV of one block of tokens."""
+    loras: list[LoraState] = []
+    """The LoRA adapters that were loaded at start, by name."""
+    pooling: ModelPooling = ModelPooling()
+    """As in ``ModelInfo``."""
 
 
 class CoreFailed(msgspec.Struct, tag="FAILED"):

@@ -4,13 +4,17 @@ import enum
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from ..errors import UtilityError
 from ..kv_cache.kv_events import KVCacheEvent
 from ..kv_transfer.kv_messages import KVTarget
+from .core_pooling_params import PoolingParams
 from .core_sampling_params import SamplingParams
 from .draft_counts import DraftCounts, SpecDecodingStats
 from .embedding_rows import EmbedsSpan
+from .lora import LoraState
 from .serialization import from_raw
 
 
@@ -46,6 +50,10 @@ class ErrorKind(enum.IntEnum):
     """The request's time ran out before it began."""
     LEAVING = 5
     """The engine shuts down; another one may take the request."""
+    NO_ADAPTER = 6
+    """The request's LoRA adapter is not loaded here; another engine may have it."""
+    QUERY_LOST = 7
+    """The engine does not hold the query that a document is scored against; the caller sends the query again."""
 
 
 class RequestType(enum.Enum):
@@ -91,6 +99,10 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     timeout_ns: int = 0
     """How long after its arrival the request may still begin, or begin again; 0: at any time. The caller ends requests
     that run."""
+    adapter: bytes = b""
+    """The digest of a LoRA adapter; empty: the base model. The caller mixes it into ``cache_salt``."""
+    pooling_params: PoolingParams | None = None
+    """The request is pooled instead of generating tokens; its ``sampling_params`` are ``DRAWS_NOTHING``."""
 
 
 class AcceptTokens(msgspec.Struct, array_like=True, gc=False):
@@ -237,6 +249,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """With ``finish_reason``: the request's drafts; None if it had none."""
     routed_experts: RoutedExperts | None = None
     """Those of the tokens computed since the request's last output, if the request asks for them."""
+    pooled: npt.NDArray[np.float32] | None = None
+    """The result of a pooling request: [], [n] or [tokens, n]."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
@@ -273,6 +287,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Prompt tokens of those requests, cached ones included (counter)."""
     spec_decoding: SpecDecodingStats | None = None
     """None unless the engine speculates."""
+    loras: list[LoraState] | None = None
+    """The LoRA adapters, by name; None if nothing has changed since they were reported."""
 
 
 class UtilityCall(msgspec.Struct, array_like=True, gc=False):

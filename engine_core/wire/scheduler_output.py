@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from .core_pooling_params import PoolingParams
 from .core_sampling_params import SamplingParams
 from .embedding_rows import EmbedsSpan
 from .messages import ExpertLoads, LogitsStats, Logprobs, RoutedExperts
@@ -22,6 +23,10 @@ class NewRequestData(msgspec.Struct, array_like=True, gc=False):
     num_computed_tokens: int
     prompt_embeds: list[EmbedsSpan] = []
     """Embeddings that the worker keeps for the life of the request."""
+    adapter: bytes = b""
+    """The digest of its LoRA adapter; empty: the base model."""
+    pooling_params: PoolingParams | None = None
+    """The request is pooled when its prompt is computed, and draws nothing."""
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, gc=False):
@@ -52,6 +57,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     last token and the drafts: its number of scheduled tokens is one more than its drafts."""
     num_drafts_wanted: dict[str, int] = {}
     """How many drafts the worker may propose after this step, by request; none for a request that is not named."""
+    lora_slots: list[bytes] | None = None
+    """The digests of the LoRA adapters in slots from this step on; None: those of the step before."""
 
     def num_computed_tokens(self) -> dict[str, int]:
         """Return, for every request of the step, how many of its tokens were computed before it."""
@@ -103,3 +110,5 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     """Those of the tokens that this step computed, by request that asks for them."""
     expert_loads: ExpertLoads | None = None
     """After this step, of a model with experts."""
+    pooled: dict[str, npt.NDArray[np.float32]] = {}
+    """Results of the pooling requests whose prompts are complete; they draw no token."""

@@ -2,8 +2,6 @@
 
 from ctypes import CDLL, byref
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -12,8 +10,10 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from ..checkpoint.model_config import ModelConfig
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import AttentionArgs, load_attention
+from ..kernels.threads import kernel_threads
 from .attention_backend import IntArray, KVCache
 from .cache import allocate_kv_caches, padded, pointers
+from .plan_arrays import PlanArrays
 from .score_rule import ScoreRule
 from .shared_prefix import SharedPrefixFinder
 
@@ -63,43 +63,34 @@ class CPUBackend:
         slot_mapping: IntArray,
         foreign_tails: IntArray | None = None,
     ) -> "CPUPlan":
-        return CPUPlan(self, cu_query_lens, seq_lens, block_tables, slot_mapping)
+        return CPUPlan(self, PlanArrays.copied(cu_query_lens, seq_lens, block_tables, slot_mapping, self.prefixes))
 
 
 class CPUPlan:
-    """Holds copies of the step's arrays, and the kernel's arguments, a few of which each layer changes."""
+    """Holds the step's arrays and the kernel's arguments, a few of which each layer changes."""
 
-    def __init__(
-        self,
-        backend: CPUBackend,
-        cu_query_lens: IntArray,
-        seq_lens: IntArray,
-        block_tables: IntArray,
-        slot_mapping: IntArray,
-    ) -> None:
-        config = backend._config
+    def __init__(self, backend: CPUBackend, arrays: PlanArrays) -> None:
+        config, tables, prefixes = backend._config, arrays.block_tables, arrays.prefixes
         self._backend = backend
         self._kernels = backend._kernels
         self._head_size, self._cache_head_size = config.head_size, config.cache_head_size
-        self._slots = torch.from_numpy(slot_mapping.astype(np.int64))
+        self._arrays = arrays
+        self._slots = arrays.slots
         self._is_bf16 = config.dtype == torch.bfloat16
-        tables, lengths = _int32(block_tables), _int32(seq_lens)
-        prefixes = backend.prefixes.find(np.diff(cu_query_lens), lengths, tables)
-        self._num_groups = len(prefixes.lengths)
-        self._arrays = (_int32(cu_query_lens), lengths, tables, prefixes)
+        self._num_groups = arrays.num_groups
         self._args = AttentionArgs(
             block_tables=tables.ctypes.data,
-            query_starts=self._arrays[0].ctypes.data,
-            seq_lens=self._arrays[1].ctypes.data,
+            query_starts=arrays.query_starts.ctypes.data,
+            seq_lens=arrays.seq_lens.ctypes.data,
             members=prefixes.members.ctypes.data,
             group_starts=prefixes.starts.ctypes.data,
             shared_lens=prefixes.lengths.ctypes.data,
-            num_requests=len(seq_lens),
+            num_requests=arrays.num_requests,
             num_kv_heads=config.num_kv_heads,
             block_size=backend._block_size,
             table_stride=tables.shape[1],
             is_bf16=self._is_bf16,
-            num_threads=torch.get_num_threads(),
+            num_threads=kernel_threads(),
         )
 
     def slots_of(self, kv_cache: KVCache) -> Tensor:
@@ -136,11 +127,6 @@ class CPUPlan:
             kernels, args.softcap = self._backend.limiting_kernels(), rule.softcap
         kernels.attend(byref(args))
         return out if self._head_size == self._cache_head_size else out[..., : self._head_size]
-
-
-def _int32(values: IntArray) -> npt.NDArray[np.int32]:
-    """Copy an array, because the caller may reuse it."""
-    return np.array(values, dtype=np.int32, order="C")
 
 
 def _rows(heads: Tensor) -> Tensor:

@@ -42,6 +42,11 @@ class GroupedBackend:
         and after sleep, so the entries are few."""
 
     @property
+    def parts(self) -> Sequence[AttentionBackend]:
+        """Return the backend of each group."""
+        return self._backends
+
+    @property
     def name(self) -> str:
         return self._backends[0].name
 
@@ -78,6 +83,10 @@ class GroupedBackend:
             )
             for index, backend in enumerate(self._backends)
         ]
+        return self.join(plans)
+
+    def join(self, plans: list[AttentionPlan]) -> "GroupedPlan":
+        """Return a step's plan of all layers; ``plans``: that of each group."""
         return GroupedPlan(plans, self._group_of)
 
 

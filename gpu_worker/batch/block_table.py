@@ -26,6 +26,11 @@ class BlockTable:
         """Return the tables of all rows, as they are at any later time."""
         return self._block_ids
 
+    @property
+    def num_blocks(self) -> Ints:
+        """Return how many blocks each row has, as they are at any later time."""
+        return self._counts
+
     def replace(self, row: int, block_ids: Sequence[int]) -> None:
         """Replace the whole table of a row."""
         self._counts[row] = 0

@@ -7,12 +7,16 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom.engine_core.wire.core_pooling_params import PoolingParams
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
+from ..pooling.pooled_rows import PooledRows
 from ..sampler import LogprobRows, make_logits_processors
 from .block_table import BlockTable
+from .gatherer import make_gatherer
+from .members import Members
 from .prompt_logprobs import PromptLogprobs
 from .prompt_rows import PromptEmbeds, TokenRows
 
@@ -54,6 +58,8 @@ class _Request:
     params: SamplingParams
     num_prompt_tokens: int
     prompt_embeds: list[EmbedsSpan]
+    adapter: bytes
+    pooling: PoolingParams | None
 
 
 class InputBatch:
@@ -69,6 +75,7 @@ class InputBatch:
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_owned_blocks = np.zeros(max_num_seqs, dtype=np.int64)  # with nothing foreign behind the tokens
         self._max_num_seqs = max_num_seqs
+        self._gatherer = make_gatherer(self._token_ids, self._num_computed, self._num_tokens, self.block_table)
         self.clear()
 
     def clear(self) -> None:
@@ -77,12 +84,16 @@ class InputBatch:
         self.logprobs = LogprobRows()
         self.prompt_logprobs = PromptLogprobs()
         self.prompt_embeds = PromptEmbeds()
+        self.pooled = PooledRows()
         self.routed: set[int] = set()
         """Rows of requests that ask which experts computed their tokens."""
+        self.adapters: dict[int, bytes] = {}
+        """The digests of LoRA adapters, by rows of requests that have one."""
         self._requests: dict[str, _Request] = {}
         self._row_of: dict[str, int] = {}
         self._params: dict[int, SamplingParams] = {}
         self._free_rows = list(range(self._max_num_seqs - 1, -1, -1))
+        self._members: Members | None = None  # of the last step; None once a row was added or removed
 
     def __len__(self) -> int:
         """Return how many rows are in use."""
@@ -100,11 +111,25 @@ class InputBatch:
         self._update_cached(step.scheduled_cached_reqs)
 
     def _add(self, new: NewRequestData) -> None:
-        self._requests[new.req_id] = _Request(new.sampling_params, len(new.prompt_token_ids), new.prompt_embeds)
+        self._requests[new.req_id] = _Request(
+            new.sampling_params, len(new.prompt_token_ids), new.prompt_embeds, new.adapter, new.pooling_params
+        )
         token_ids = new.prompt_token_ids + new.output_token_ids
         self._add_row(new.req_id, token_ids, new.block_ids, new.num_computed_tokens)
 
     def _update_cached(self, cached: CachedRequestData) -> None:
+        if cached.resumed_token_ids:
+            self._resume(cached)
+            return
+        row_of, table = self._row_of, self.block_table
+        rows = [row_of[req_id] for req_id in cached.req_ids]
+        self._num_computed[rows] = cached.num_computed_tokens
+        if any(cached.new_block_ids):
+            for row, block_ids in zip(rows, cached.new_block_ids, strict=True):
+                table.append(row, block_ids)
+
+    def _resume(self, cached: CachedRequestData) -> None:
+        """Apply the changes of requests some of which were preempted and have no row."""
         columns = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for req_id, block_ids, num_computed in columns:
             token_ids = cached.resumed_token_ids.get(req_id)
@@ -118,6 +143,7 @@ class InputBatch:
     def _add_row(self, req_id: str, token_ids: list[int], block_ids: Sequence[int], num_computed: int) -> None:
         assert req_id not in self._row_of, f"request {req_id} already has a row"
         row = self._row_of[req_id] = self._free_rows.pop()
+        self._members = None
         self._token_ids[row, : len(token_ids)] = token_ids
         self._num_tokens[row] = len(token_ids)
         self._num_computed[row] = num_computed
@@ -132,30 +158,47 @@ class InputBatch:
         self.prompt_logprobs.add(row, request.params, token_ids, request.num_prompt_tokens)
         if request.params.return_routed_experts:
             self.routed.add(row)
+        if request.adapter:
+            self.adapters[row] = request.adapter
         if request.prompt_embeds:
             self.prompt_embeds.add(row, request.prompt_embeds)
+        if request.pooling is not None:
+            self.pooled.add(row, request.pooling, len(token_ids))
+            self._num_tokens[row] += 1  # so no step computes all of its tokens, and it draws none
 
     def _remove_row(self, req_id: str) -> None:
         row = self._row_of.pop(req_id, None)
         if row is not None:
+            self._members = None
             del self._params[row]
             self.logits_processors.remove(row)
             self.logprobs.remove(row)
             self.prompt_logprobs.remove(row)
             self.prompt_embeds.remove(row)
+            self.pooled.remove(row)
             self.routed.discard(row)
+            self.adapters.pop(row, None)
             self._free_rows.append(row)
 
     def prepare(self, num_scheduled_tokens: Mapping[str, int], drafts: Mapping[str, list[int]] = _NONE) -> StepInputs:
         """Gather the arrays of a step that computes so many tokens of each of these requests, ``drafts`` included."""
-        rows = np.array([self._row_of[req_id] for req_id in num_scheduled_tokens], dtype=np.int64)
-        lengths = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
+        members = self._members_of(list(num_scheduled_tokens))
         for req_id, token_ids in drafts.items():
             # They lie behind the request's tokens, where drawn tokens replace them.
             row = self._row_of[req_id]
-            end = self._num_tokens[row]
+            end = self._num_tokens.item(row)
             self._token_ids[row, end : end + len(token_ids)] = token_ids
-        return self.gather(list(num_scheduled_tokens), rows, self._num_computed[rows], lengths, drafts)
+        counts, rows = num_scheduled_tokens.values(), members.rows
+        if self._gatherer is not None and not self.prompt_embeds:
+            return StepInputs(members.req_ids, rows, *self._gatherer.gather(members, counts), drafts=drafts)
+        lengths = np.fromiter(counts, dtype=np.int64, count=len(rows))
+        return self.gather(members.req_ids, rows, self._num_computed[rows], lengths, drafts)
+
+    def _members_of(self, req_ids: list[str]) -> Members:
+        members = self._members
+        if members is None or members.req_ids != req_ids:
+            members = self._members = Members.find(req_ids, self._row_of, self._params)
+        return members
 
     def gather(
         self, req_ids: list[str], rows: Ints, starts: Ints, lengths: Ints, drafts: Mapping[str, list[int]] = _NONE
@@ -163,7 +206,7 @@ class InputBatch:
         """Gather the arrays of a step that computes ``lengths`` tokens from position ``starts`` on of these requests,
         which have these rows of the batch; all [R]."""
         seq_lens = starts + lengths
-        if lengths.max(initial=1) == 1:  # every request decodes
+        if lengths.max(initial=1) == 1:  # a token of each
             cu_query_lens = np.arange(len(rows) + 1, dtype=np.int32)
             positions, token_rows = starts, rows
         else:
@@ -224,8 +267,20 @@ class InputBatch:
 
     def sampling(self, rows: Ints) -> tuple[list[SamplingParams], Ints]:
         """Return the parameters of these rows [S], and the output indices [S] of their next tokens."""
-        params = self._params
-        return [params[row] for row in rows.tolist()], self._num_tokens[rows] - self._num_prompt_tokens[rows]
+        members, params = self._members, self._params
+        wanted = members.params if members is not None and rows is members.rows else [params[x] for x in rows.tolist()]
+        return wanted, self._num_tokens[rows] - self._num_prompt_tokens[rows]
+
+    def are_greedy(self, rows: Ints) -> bool:
+        """Return whether these rows take the tokens of the largest logits."""
+        return all(self._params[row].temperature == 0.0 for row in rows.tolist())
+
+    def extend(self, row: int, token_ids: Sequence[int]) -> None:
+        """Append drawn tokens to a row, as :meth:`append` does, while no request asks for changed logits."""
+        end = self._num_tokens.item(row)
+        kept = token_ids[: self._token_ids.shape[1] - end]
+        self._token_ids[row, end : end + len(kept)] = kept
+        self._num_tokens[row] = end + len(kept)
 
     def append(self, rows: Ints, token_ids: Ints) -> None:
         """Append a drawn token to each of these rows, for the next step to compute.

@@ -19,6 +19,7 @@ _HARMLESS_NAMES = """
     num_return_sequences chunk_size_feed_forward suppress_tokens begin_suppress_tokens remove_invalid_values
     exponential_decay_length_penalty return_dict_in_generate tie_encoder_decoder n_ctx reorder_and_upcast_attn
     init_std dropout layerdrop activation_dropout cache_implementation
+    matryoshka_dimensions is_matryoshka sentence_transformers sbert_ce_default_activation_function
     max_sequence_length is_llama_config transformers.js_config unsloth_fixed unsloth_version
     """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())

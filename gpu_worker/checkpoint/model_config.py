@@ -20,6 +20,7 @@ from .opt_switches import OPTSwitches
 from .quantization.scheme import Scheme
 from .quantization.schemes import read_scheme
 from .supported import ARCHITECTURES as ARCHITECTURES
+from .supported import CLASSIFIERS as CLASSIFIERS
 from .supported import Family as Family
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ class ModelConfig:
     """[num_layers]: the layer whose keys and values each one attends to; empty: its own."""
     quantization: str | None = None
     """How matrices are quantized at load: one of ``QUANTIZATIONS`` or None."""
+    has_class_head: bool = False
+    """Whether classes of prompts are computed instead of logits of tokens."""
     scheme: Scheme | None = None
     """How the checkpoint stores quantized matrices, from ``quantization_config``; None: it stores plain tensors."""
 
@@ -140,13 +143,13 @@ def load_model_config(
     from .family_configs import read_family  # its functions build a ModelConfig
 
     reader = ConfigReader.of_model(gguf_config(path), path.name) if is_gguf(path) else ConfigReader.open(path)
-    family = _family(reader)
+    family, has_class_head = _family(reader)
     torch_dtype = _dtype(reader, path, dtype)
     scheme = read_scheme(reader)
     config = read_family(reader, family, torch_dtype, max_model_len)
     reader.refuse_rest()
     check_quantization(quantization)
-    return replace(config, quantization=quantization, scheme=scheme)
+    return replace(config, quantization=quantization, scheme=scheme, has_class_head=has_class_head)
 
 
 def read_dtype(path: Path, dtype: str) -> torch.dtype:
@@ -163,14 +166,17 @@ def check_quantization(quantization: str | None) -> None:
         raise ValueError(f"quantization must be {', '.join(QUANTIZATIONS)} or none, not {quantization!r}")
 
 
-def _family(reader: ConfigReader) -> Family:
+def _family(reader: ConfigReader) -> tuple[Family, bool]:
+    """Return the family, and whether the model has a class head."""
     names = reader.take("architectures") or []
     known = ", ".join(ARCHITECTURES)
     if not isinstance(names, list) or not names:
         raise reader.error("architectures", f"must name one of {known}")
+    if names[0] in CLASSIFIERS:
+        return CLASSIFIERS[names[0]], True
     if names[0] not in ARCHITECTURES:
         raise reader.error("architectures", f"is not supported: must be one of {known}")
-    return ARCHITECTURES[names[0]]
+    return ARCHITECTURES[names[0]], False
 
 
 def _dtype(reader: ConfigReader, path: Path, dtype: str) -> torch.dtype:

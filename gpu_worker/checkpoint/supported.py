@@ -37,7 +37,33 @@ ARCHITECTURES: dict[str, Family] = {
     "GPT2LMHeadModel": "gpt2",
     "OPTForCausalLM": "opt",
 }
-"""Names every architecture that is built in."""
+"""Names every architecture that is built in and generates text."""
+
+CLASS_HEAD = "ForSequenceClassification"
+"""Ends the names of classes with a head for classes of prompts."""
+CLASSIFIERS: dict[str, Family] = {
+    name.replace("ForCausalLM", CLASS_HEAD): family
+    for name, family in ARCHITECTURES.items()
+    if family not in ("gpt2", "opt")
+}
+"""Names the decoders with a class head instead of an output layer."""
+
+EncoderFamily = Literal["bert", "roberta", "modernbert"]
+_ENCODER_NAMES: dict[str, EncoderFamily] = {
+    "Bert": "bert",
+    "Roberta": "roberta",
+    "XLMRoberta": "roberta",
+    "Camembert": "roberta",
+    "ModernBert": "modernbert",
+}
+ENCODERS: dict[str, EncoderFamily] = {
+    f"{name}{ending}": family
+    for name, family in _ENCODER_NAMES.items()
+    for ending in ("Model", "ForMaskedLM", CLASS_HEAD)
+}
+"""Names the encoders. Their heads for masked tokens are not used."""
+BUILT_IN = frozenset((*ARCHITECTURES, *CLASSIFIERS, *ENCODERS))
+"""Names all architectures that are built in."""
 
 GGUF_ARCHITECTURES = {
     "llama": "LlamaForCausalLM",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokenloom.gguf.gguf_file import is_gguf
 
+from ..layers.interface import Adapt
 from ..platform.memory import forget_mapped, return_freed
 from .directory_source import DirectorySource
 from .gguf.source import GgufSource
@@ -48,9 +49,18 @@ class Checkpoint:
     names it.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, scheme: Scheme | None = None) -> None:
-        """``scheme``: how the configuration says that weights are quantized, or None."""
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        scheme: Scheme | None = None,
+        adapt: Adapt | None = None,
+    ) -> None:
+        """``scheme``: how the configuration says that weights are quantized, or None. ``adapt`` wraps the layers that
+        are loaded from here, so that LoRA adapters can change them; None: none is wrapped."""
         self.path = path
+        self.adapt = adapt
         self.dtype = dtype
         self._device = device
         self._source: WeightSource = GgufSource(path) if is_gguf(path) else DirectorySource(path, scheme)

@@ -2,8 +2,8 @@
 
 import functools
 import logging
-from collections.abc import Callable
-from ctypes import CDLL, Structure, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import CDLL, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 from .compiler import KernelsUnavailable, build
@@ -12,6 +12,8 @@ log = logging.getLogger(__name__)
 
 _MATRIX_UNIT = "matrix unit (AMX)"
 _P, _I64, _I32, _F = c_void_p, c_int64, c_int32, c_float
+_loaded: list[CDLL] = []
+"""As many as there are kinds of kernels."""
 
 
 def _fields(kind: type, names: str) -> list[tuple[str, type]]:
@@ -58,6 +60,34 @@ class DraftArgs(Structure):
     ]
 
 
+class GatherArgs(Structure):
+    """Mirrors the struct in ``batch.cpp``."""
+
+    _fields_ = [
+        *_fields(_P, "tokens computed known tables num_blocks rows lengths token_ids positions slots"),
+        *_fields(_P, "query_starts seq_lens block_tables sampled"),
+        *_fields(_I64, "num_requests tokens_stride tables_stride block_size num_tokens num_sampled width"),
+    ]
+
+
+class LoraPart(Structure):
+    """Mirrors the struct in ``lora.cpp``."""
+
+    _fields_ = [*_fields(_P, "down up"), *_fields(_I64, "rank column outputs")]
+
+
+class LoraLayer(Structure):
+    """Mirrors the struct in ``lora.cpp``."""
+
+    _fields_ = [*_fields(_P, "parts"), *_fields(_I64, "num_parts inputs outputs is_bf16")]
+
+
+class LoraRows(Structure):
+    """Mirrors the struct in ``lora.cpp``."""
+
+    _fields_ = [*_fields(_P, "rows starts slots"), *_fields(_I64, "num_groups num_threads")]
+
+
 def load_once(load: Callable[..., CDLL]) -> Callable[..., CDLL]:
     """Remember the library that ``load`` returns, or why there is none: every layer of a model asks for it."""
 
@@ -101,7 +131,9 @@ def load_fused(march: str = "native") -> CDLL:
     library.add_norm.argtypes = [_I32, _P, _P, _P, _P, _I64, _I64, _F, _F, _I32]
     library.rotate_and_write.argtypes = [_P]
     library.silu_mul.argtypes = library.gelu_mul.argtypes = [_I32, _P, _P, _I64, _I64, _I32]
-    for function in (library.add_norm, library.rotate_and_write, library.silu_mul, library.gelu_mul):
+    library.rotations.argtypes = [*[_P] * 4, *[_I64] * 2, _F, _I32]
+    named = (library.add_norm, library.rotate_and_write, library.silu_mul, library.gelu_mul, library.rotations)
+    for function in named:
         function.restype = None
     return library
 
@@ -121,8 +153,8 @@ def load_few_bf16_rows(march: str = "native") -> CDLL:
 
 @load_once
 def load_few_float_rows(march: str = "native") -> CDLL:
-    """Load products of few float32 rows. Raises :class:`KernelsUnavailable`, also without AVX-512."""
-    return _load_products("few_float_rows", march, "AVX-512", "multiply")
+    """Load products of few float32 rows. Raises :class:`KernelsUnavailable`, also without AVX2."""
+    return _load_products("few_float_rows", march, "AVX2", "multiply")
 
 
 @load_once
@@ -171,6 +203,58 @@ def load_drafts(march: str = "native") -> CDLL:
     return library
 
 
+@load_once
+def load_replay(march: str = "native") -> CDLL:
+    """Load what runs recorded steps. Raises :class:`KernelsUnavailable`."""
+    library = _load(build("replay", march))
+    library.find_signature.argtypes, library.find_signature.restype = [c_char_p], _I64
+    library.replay.argtypes = [_P, _I64]
+    library.gather_rows.argtypes = [*[_P] * 3, *[_I64] * 2]
+    library.copy_rows.argtypes = [_P, _I64, _P, *[_I64] * 3]
+    library.add_to.argtypes = [_I32, *[_P] * 2, _I64]
+    library.scale.argtypes = [_I32, _P, _F, _I64]
+    library.widen.argtypes = [*[_P] * 2, _I64]
+    functions = (library.replay, library.gather_rows, library.copy_rows, library.add_to, library.scale, library.widen)
+    for function in functions:
+        function.restype = None
+    return library
+
+
+@load_once
+def load_batch(march: str = "native") -> CDLL:
+    """Load what gathers the arrays of steps. Raises :class:`KernelsUnavailable`."""
+    library = _load(build("batch", march))
+    library.gather.argtypes = [_P]
+    library.gather.restype = None
+    return library
+
+
+def loaded_libraries() -> Sequence[CDLL]:
+    """Return every library that was loaded so far."""
+    return _loaded
+
+
+@load_once
+def load_lora(march: str = "native") -> CDLL:
+    """Load the products with the matrices of LoRA adapters. Raises :class:`KernelsUnavailable`."""
+    library = _load(build("lora", march))
+    library.rank_step.restype = library.panel_outputs.restype = _I64
+    library.add_lora.argtypes = [_P] * 4
+    library.add_lora.restype = None
+    return library
+
+
+@load_once
+def load_pool(march: str = "native") -> CDLL:
+    """Load what sets how the kernels of this process share their work among threads. Raises
+    :class:`KernelsUnavailable`."""
+    library = _load(build("pool", march))
+    library.set_waiting.argtypes = [_I32, _I64]
+    library.set_most_threads.argtypes = [_I32]
+    library.set_waiting.restype = library.set_most_threads.restype = None
+    return library
+
+
 @functools.cache
 def warn_unavailable(reason: str) -> None:
     """Log a warning, once for each reason."""
@@ -194,6 +278,8 @@ def _check_can_multiply(library: CDLL, needed: str) -> None:
 
 def _load(path: Path) -> CDLL:
     try:
-        return CDLL(str(path))  # ctypes releases the interpreter lock during its calls
+        library = CDLL(str(path))  # ctypes releases the interpreter lock during its calls
     except OSError as error:
         raise KernelsUnavailable(f"{path.name} cannot be loaded: {error}") from None
+    _loaded.append(library)
+    return library

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_bfloat16
+from ..kernels.threads import kernel_threads
 from .weight_memory import weight_memory
 
 
@@ -44,7 +45,7 @@ class Bfloat16Linear:
             rows,
             inputs,
             outputs,
-            torch.get_num_threads(),
+            kernel_threads(),
         )
         return out if dtype is None else out.to(dtype)
 
@@ -55,5 +56,5 @@ def _in_panels(weight: Tensor, kernels: CDLL) -> Tensor:
     panel = kernels.panel_outputs()
     packed = weight_memory.empty(-(-outputs // panel), inputs, panel, dtype=torch.bfloat16)
     weight = weight.contiguous()
-    kernels.pack_bfloat16(weight.data_ptr(), packed.data_ptr(), outputs, inputs, torch.get_num_threads())
+    kernels.pack_bfloat16(weight.data_ptr(), packed.data_ptr(), outputs, inputs, kernel_threads())
     return packed

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_few_bf16_rows, load_few_float_rows, load_few_rows
+from ..kernels.threads import kernel_threads
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,14 @@ KERNELS = {
     ),
     torch.float32: (Kernel(load_few_float_rows, "multiply", outputs=64, inputs=16, tolerance=1e-4),),
 }
-"""The kernels of each dtype, best first: the matrix unit, then AVX-512."""
+"""The kernels of each dtype, best first: the matrix unit, then vectors."""
 
 
 class FewRows:
     """Views a matrix [out, in] that oneDNN packed; ``packed`` must outlive it.
 
     Raises :class:`KernelsUnavailable` without a compiler, if the CPU lacks what the kernel needs (bfloat16: the matrix
-    unit or AVX-512 BF16; float32: AVX-512), and for shapes that the kernel does not support.
+    unit or AVX-512 BF16; float32: AVX2), and for shapes that the kernel does not support.
     """
 
     def __init__(self, packed: Tensor, shape: tuple[int, int], bias: Tensor | None, kernel: Kernel) -> None:
@@ -76,7 +77,7 @@ class FewRows:
             self._inputs,
             self._outputs,
             dtype == torch.float32,
-            torch.get_num_threads(),
+            kernel_threads(),
         )
         return out
 

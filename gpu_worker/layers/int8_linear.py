@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_int8, warn_unavailable
+from ..kernels.threads import kernel_threads
 from .quantized_linear import QuantizedLinear
 from .quantized_weight import QuantizedWeight
 from .weight_memory import weight_memory
@@ -65,7 +66,7 @@ class Int8Linear:
             len(x),
             inputs,
             outputs,
-            torch.get_num_threads(),
+            kernel_threads(),
         )
         return out
 

@@ -1,7 +1,6 @@
 """Loads linear layers, packed for the CPU if that is possible."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,16 +13,10 @@ from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import warn_unavailable
 from .bfloat16_linear import Bfloat16Linear
 from .int8_linear import Int8Linear
+from .interface import Linear as Linear
 from .packed_linear import PackedLinear, can_pack
 from .quantized_linear import GROUP, QuantizedLinear
 from .quantized_weight import QuantizedWeight, round_to_4_bits, round_to_8_bits
-
-
-class Linear(Protocol):
-    """Computes x · weightᵀ + bias."""
-
-    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Map [n, in] to [n, out] of ``dtype``, by default the dtype of x."""
 
 
 class PlainLinear:
@@ -84,8 +77,21 @@ def load_linear(
     """Load the layers ``names``, of ``outputs`` rows each, as one layer, so that one product reads the input once.
 
     Weights that the checkpoint stores as integers are computed as such where a kernel fits them, unless
-    ``quantization`` names another way or the model computes in float32.
+    ``quantization`` names another way or the model computes in float32. The checkpoint says whether adapters can change
+    the layer.
     """
+    layer = _load_linear(checkpoint, names, inputs, outputs, bias, quantization)
+    return layer if checkpoint.adapt is None else checkpoint.adapt(layer, names, inputs, outputs, checkpoint.dtype)
+
+
+def _load_linear(
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    inputs: int,
+    outputs: Sequence[int],
+    bias: bool,
+    quantization: str | None,
+) -> Linear:
     pairs = list(zip(names, outputs, strict=True))
     biases = [checkpoint.take(f"{name}.bias", rows) for name, rows in pairs] if bias else []
     merged_bias = _merge(biases) if biases else None

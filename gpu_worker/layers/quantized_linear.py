@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_quantized
+from ..kernels.threads import kernel_threads
 from .quantized_weight import QuantizedWeight
 from .weight_memory import weight_memory
 
@@ -72,7 +73,7 @@ class QuantizedLinear:
             packed.groups_per_scale,
             packed.factor,
             packed.least,
-            torch.get_num_threads(),
+            kernel_threads(),
         )
         return out if dtype is None else out.to(dtype)
 
@@ -82,7 +83,7 @@ def _pack(weight: QuantizedWeight, kernels: CDLL) -> _Packed:
     scales, offsets = weight.scales, weight.offsets
     least, bits = _range(weight)
     matrix = weight_memory.empty(-(-outputs // _PANEL), _PANEL * inputs * bits // 8, dtype=torch.uint8).zero_()
-    values, threads = weight.values.contiguous(), torch.get_num_threads()
+    values, threads = weight.values.contiguous(), kernel_threads()
     kernels.pack_quantized(bits, values.data_ptr(), matrix.data_ptr(), outputs, inputs, least, threads)
     factor = _power_of_two(scales, offsets)
     halves = None if offsets is None else _halves(offsets, factor)

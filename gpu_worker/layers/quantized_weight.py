@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_quantized
+from ..kernels.threads import kernel_threads
 
 _LEAST, _LARGEST = -8, 7
 """The levels of four bits."""
@@ -116,7 +117,7 @@ def _round_with_kernel(weight: Tensor, group: int, values: Tensor, scales: Tenso
         len(extremes),
         values.data_ptr(),
         scales.data_ptr(),
-        torch.get_num_threads(),
+        kernel_threads(),
     )
     return True
 

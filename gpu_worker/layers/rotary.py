@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -246,17 +246,29 @@ def _yarn(config: RopeConfig, scaling: YarnScaling) -> Tensor:
 class RotaryEmbedding:
     """Computes the cosines and sines of a step once, for all its layers."""
 
-    def __init__(self, config: RopeConfig, device: torch.device) -> None:
+    def __init__(self, config: RopeConfig, device: torch.device, compute: "ComputeRotation") -> None:
+        """``compute``: that of the model's operations."""
         self._frequencies = inverse_frequencies(config).to(device)
         self._attention_factor = config.attention_factor
+        self._compute = compute
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Turn [T] positions into (cos, sin), each [T, 1, head_size / 2] float32."""
-        angles = (positions[:, None].float() * self._frequencies)[:, None]
-        factor = self._attention_factor
-        if factor == 1.0:
-            return angles.cos(), angles.sin()
-        return angles.cos() * factor, angles.sin() * factor
+        return self._compute(positions, self._frequencies, self._attention_factor)
+
+
+class ComputeRotation(Protocol):
+    """Computes cosines and sines; see :meth:`~..ops.ops.Ops.rotation`."""
+
+    def __call__(self, positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]: ...
+
+
+def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Turn [T] positions into (cos, sin), each [T, 1, head_size / 2] float32, with PyTorch."""
+    angles = (positions[:, None].float() * frequencies)[:, None]
+    if factor == 1.0:
+        return angles.cos(), angles.sin()
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

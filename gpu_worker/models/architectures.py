@@ -10,8 +10,16 @@ import torch
 from tokenloom.gguf.gguf_file import is_gguf
 
 from ..checkpoint.config_reader import UnsupportedError
-from ..checkpoint.model_config import ARCHITECTURES, ModelConfig, check_quantization, load_model_config, read_dtype
+from ..checkpoint.model_config import (
+    ARCHITECTURES,
+    CLASSIFIERS,
+    ModelConfig,
+    check_quantization,
+    load_model_config,
+    read_dtype,
+)
 from ..checkpoint.weights import Checkpoint
+from ..layers.interface import Adapt
 from ..ops.ops import Ops
 from ..ops.torch_ops import TorchOps
 from .decoder import DecoderModel
@@ -31,20 +39,21 @@ def load_model(
     quantization: str | None = None,
     model_impl: str = "auto",
     max_model_len: int | None = None,
+    adapt: Adapt | None = None,
 ) -> Model:
     """Load the checkpoint directory ``path``.
 
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``device`` is the CPU by default, ``ops``
     are PyTorch's, ``quantization`` is None, ``int8-dynamic`` or ``int4``; ``model_impl`` is that of the engine's
-    options, and so is ``max_model_len``. Raises ``ValueError`` naming what the checkpoint lacks, or a feature that is
-    not supported.
+    options, and so is ``max_model_len``. ``adapt`` as in :class:`Checkpoint`. Raises ``ValueError`` naming what the
+    checkpoint lacks, or a feature that is not supported.
     """
     device = device or torch.device("cpu")
     if uses_transformers(path, model_impl):
         check_quantization(quantization)
         return _load_transformers(path, read_dtype(path, dtype), device, ops or TorchOps(), quantization)
     config = load_model_config(path, dtype, quantization, max_model_len)
-    with Checkpoint(path, config.dtype, device, config.scheme) as checkpoint:
+    with Checkpoint(path, config.dtype, device, config.scheme, adapt) as checkpoint:
         model: Model
         match config.family:
             case "gpt2":
@@ -68,7 +77,8 @@ def uses_transformers(path: Path, model_impl: str) -> bool:
         return False
     if model_impl != "auto":
         return model_impl == "transformers"
-    return read_architecture(path)[0] not in ARCHITECTURES or _missing_feature(path) is not None
+    name = read_architecture(path)[0]
+    return name not in CLASSIFIERS and (name not in ARCHITECTURES or _missing_feature(path) is not None)
 
 
 def _missing_feature(path: Path) -> UnsupportedError | None:
@@ -126,6 +136,7 @@ class ModelLoader:
     quantization: str | None = None
     model_impl: str = "auto"
     max_model_len: int | None = None
+    adapt: Adapt | None = None
 
     def read_config(self, path: Path) -> ModelConfig:
         """Return the configuration of a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
@@ -139,7 +150,7 @@ class ModelLoader:
     def load(self, path: Path) -> Model:
         """Load a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
         return load_model(
-            path, self.dtype, self.device, self.ops, self.quantization, self.model_impl, self.max_model_len
+            path, self.dtype, self.device, self.ops, self.quantization, self.model_impl, self.max_model_len, self.adapt
         )
 
     def check(self, path: Path) -> None:
@@ -152,5 +163,6 @@ class ModelLoader:
     def replace_weights(self, model: Model, path: Path) -> None:
         """Replace the weights of ``model`` with those of a checkpoint that passed :meth:`check`, layer by layer."""
         config = model.config
-        with Checkpoint(path, config.dtype, self.device or torch.device("cpu"), config.scheme) as checkpoint:
+        device = self.device or torch.device("cpu")
+        with Checkpoint(path, config.dtype, device, config.scheme, self.adapt) as checkpoint:
             model.load_weights(checkpoint)

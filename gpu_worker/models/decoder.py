@@ -7,9 +7,10 @@ from ..attention.attention_backend import AttentionPlan, KVCache
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.embedding import InputEmbeds, embed, load_embeddings
-from ..layers.linear import make_output
+from ..layers.linear import Linear, make_output
 from ..layers.rotary import RotaryEmbedding
 from ..ops.ops import Ops
+from ..pooling.class_head import ClassHead, load_score_head
 from .decoder_layers import AddNorm, DecoderLayer, PostNormLayer
 from .expert_routes import ExpertRoutes
 
@@ -21,18 +22,26 @@ class DecoderModel:
         self.config = config
         self._ops = ops
         ropes = list(dict.fromkeys(config.ropes))
-        self._rotaries = [RotaryEmbedding(rope, device) for rope in ropes]
+        self._rotaries = [RotaryEmbedding(rope, device, ops.rotation) for rope in ropes]
         self._rotary_of_layer = [ropes.index(rope) for rope in config.ropes]
         experts = config.experts
         self.routes = None if experts is None else ExpertRoutes(experts.count, experts.per_token, sum(experts.layers))
+        self._lm_head: Linear | None = None
+        self.head: ClassHead | None = None
+        """The class head that stands in the place of an output layer; None: the model has that."""
         self._layers: list[DecoderLayer | PostNormLayer] = []
         self.load_weights(checkpoint)
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         config, ops = self.config, self._ops
         vars(self).pop("_lm_head", None)  # frees its memory before the new one is packed
-        self._embedding, output = load_embeddings(checkpoint, "model.embed_tokens.weight", config)
-        self._lm_head = make_output(output, config.quantization)
+        name, self._lm_head, self.head = "model.embed_tokens.weight", None, None
+        if config.has_class_head:
+            self._embedding = checkpoint.take(name, config.vocab_size, config.hidden_size)
+            self.head = load_score_head(checkpoint, config.hidden_size)
+        else:
+            self._embedding, output = load_embeddings(checkpoint, name, config)
+            self._lm_head = make_output(output, config.quantization)
         kind = DecoderLayer if config.traits.norm_order == "before" else PostNormLayer
         for layer in range(config.num_layers):
             if len(self._layers) == config.num_layers:
@@ -62,6 +71,8 @@ class DecoderModel:
         return embed(self._embedding, input_ids, (), self.config.embedding_scale)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
+        if self._lm_head is None:  # only warm-up asks for logits of a model with a class head
+            return hidden.float()
         logits = self._lm_head(hidden, torch.float32)
         softcap = self.config.logit_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)

@@ -9,6 +9,7 @@ from ..attention.attention_backend import AttentionPlan, KVCache
 from ..attention.cache import pointers
 from ..attention.int8_cache import SCALE_BYTES
 from ..kernels.library import HeadsArgs, load_fused
+from ..kernels.threads import kernel_threads
 from .ops import HeadNorm, Rotation
 from .torch_ops import TorchOps
 
@@ -39,7 +40,7 @@ class CPUOps:
             *residual.shape,
             eps,
             shift,
-            torch.get_num_threads(),
+            kernel_threads(),
         )
         return out
 
@@ -49,10 +50,18 @@ class CPUOps:
         assert gate_up.is_contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, size)
-        threads = torch.get_num_threads()
+        threads = kernel_threads()
         kernel = self._gates[activation]
         kernel(_is_bf16(gate_up), gate_up.data_ptr(), out.data_ptr(), rows, size, threads)
         return out
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
+        positions = positions.contiguous()
+        count, half = len(positions), len(frequencies)
+        cosines, sines = torch.empty(count, 1, half), torch.empty(count, 1, half)
+        pointers_to = (each.data_ptr() for each in (positions, frequencies, cosines, sines))
+        self._kernels.rotations(*pointers_to, count, half, factor, kernel_threads())
+        return cosines, sines
 
     def rotate_and_write(
         self,
@@ -86,7 +95,7 @@ class CPUOps:
             shift=shift,
             is_bf16=_is_bf16(heads),
             is_int8=is_int8,
-            num_threads=torch.get_num_threads(),
+            num_threads=kernel_threads(),
         )
         self._kernels.rotate_and_write(byref(args))
         return heads[:, :num_heads]

@@ -34,6 +34,10 @@ class Ops(Protocol):
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         """Return activation(gate) · up, [T, size], of [T, 2 * size] concatenated gates and ups."""
 
+    def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
+        """Return the cosines and sines, times ``factor``, of the angles that ``frequencies`` [head_size / 2] float32
+        give to each of the positions [T] int64."""
+
     def rotate_and_write(
         self,
         heads: Tensor,

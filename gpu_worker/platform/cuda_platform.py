@@ -21,11 +21,14 @@ class CUDAPlatform:
             raise ValueError(f"device cuda: this PyTorch ({torch.__version__}) finds no GPU")
         self.device = device or torch.device("cuda", 0)
 
-    def start(self, num_threads: int) -> None:
+    def start(self, num_threads: int, num_engines: int) -> None:
         torch.cuda.set_device(self.device)
         torch.backends.cuda.matmul.allow_tf32 = False  # float32 stays float32
         if num_threads:
             torch.set_num_threads(num_threads)
+
+    def before_step(self) -> None:
+        pass  # the host computes little
 
     def peak_of(self, call: Callable[[], None]) -> int:
         before = torch.cuda.memory_allocated(self.device)

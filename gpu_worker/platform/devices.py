@@ -1,10 +1,16 @@
 """Makes the worker of a device."""
 
+from pathlib import Path
+
 import torch
 
 from tokenloom.engine_core.config import EngineConfig
+from tokenloom.engine_core.worker import Worker
 
+from ..checkpoint.supported import ENCODERS
+from ..encoders.encoder_worker import EncoderWorker
 from ..model_worker import ModelWorker
+from ..models.transformers.architecture import read_architecture
 from .cuda_platform import CUDAPlatform
 from .platform import CPUPlatform
 
@@ -25,7 +31,7 @@ class CUDAWorker(ModelWorker):
         super().__init__(config, CUDAPlatform())
 
 
-def make_worker(config: EngineConfig) -> ModelWorker:
+def make_worker(config: EngineConfig) -> Worker:
     """Return the worker for ``config.worker.device``; ``auto`` is a GPU if this PyTorch finds one.
 
     Raises ``ValueError`` for an unknown device, or one that this machine does not have.
@@ -34,5 +40,10 @@ def make_worker(config: EngineConfig) -> ModelWorker:
     if name not in DEVICES:
         raise ValueError(f"device must be one of {', '.join(DEVICES)}, not {name!r}")
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
-        return CUDAWorker(config)
-    return CPUWorker(config)
+        return EncoderWorker(config, CUDAPlatform()) if _is_encoder(config) else CUDAWorker(config)
+    return EncoderWorker(config, CPUPlatform()) if _is_encoder(config) else CPUWorker(config)
+
+
+def _is_encoder(config: EngineConfig) -> bool:
+    path = Path(config.worker.model)
+    return (path / "config.json").is_file() and read_architecture(path)[0] in ENCODERS

@@ -5,7 +5,10 @@ from typing import Protocol
 
 import torch
 
+from ..kernels.threads import prepare_sharing
 from . import memory
+from .core_watch import CoreWatch, ProcessThreads, cores_within
+from .cpu_limit import cpu_limit
 
 _SHARE = 0.5
 """The share of the free memory for the KV pools of all engines on a host. The rest is for the page cache, the other
@@ -26,8 +29,12 @@ class Platform(Protocol):
     def draws_on_device(self) -> bool:
         """Whether tokens are drawn on the device, so that only their ids come to the host."""
 
-    def start(self, num_threads: int) -> None:
-        """Prepare the device before anything is loaded. ``num_threads`` of the host; 0: the library decides."""
+    def start(self, num_threads: int, num_engines: int) -> None:
+        """Prepare the device before anything is loaded. ``num_threads`` of the host; 0: the library decides.
+        ``num_engines`` share the host."""
+
+    def before_step(self) -> None:
+        """Prepare the host for a step. The thread that computes steps calls it."""
 
     def peak_of(self, call: Callable[[], None]) -> int:
         """Run the call and return how much memory it needs at its peak beyond what was in use."""
@@ -50,9 +57,20 @@ class CPUPlatform:
     pool_is_on_host = True
     draws_on_device = False
 
-    def start(self, num_threads: int) -> None:
-        if num_threads:
-            torch.set_num_threads(num_threads)
+    def __init__(self) -> None:
+        self._watch: CoreWatch | None = None
+
+    def start(self, num_threads: int, num_engines: int) -> None:
+        """Prepare torch's threads: ``num_threads``, or as many as this engine's part of a CPU limit can keep busy if
+        that is less."""
+        most = num_threads or torch.get_num_threads()
+        torch.set_num_threads(cores_within(cpu_limit(), most, num_engines))
+        prepare_sharing()
+        self._watch = CoreWatch(ProcessThreads(most), most, num_engines)
+
+    def before_step(self) -> None:
+        if self._watch is not None:
+            self._watch.before_step()
 
     def peak_of(self, call: Callable[[], None]) -> int:
         return memory.peak_of(call)

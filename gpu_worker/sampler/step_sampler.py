@@ -56,10 +56,15 @@ class StepSampler:
         output.sampled_token_ids = _by_request(tokens, indices, len(inputs.req_ids))
         if NO_TOKEN in tokens:
             tokens = drop_undrawn(output, tokens, indices)
-        self.batch.append(inputs.rows[inputs.sampled], np.array(tokens, dtype=np.int64))
+        self.batch.append(rows_of(inputs, inputs.sampled), np.array(tokens, dtype=np.int64))
         if kept is not None:
             by_row = kept.logprobs_of(tokens)
             output.logprobs = {inputs.req_ids[indices[row]]: logprobs for row, logprobs in by_row.items()}
+
+    @property
+    def measures(self) -> bool:
+        """Return whether the logits of some steps are measured."""
+        return self._meter is not None
 
     def measure(self, inputs: StepInputs, logits: Tensor, output: ModelRunnerOutput) -> None:
         """Report statistics of ``logits`` [S, vocab] of ``inputs.sampled``, if this step is to be measured."""
@@ -100,7 +105,7 @@ class StepSampler:
         draw: Draw,
     ) -> tuple[list[int], KeptLogits | None]:
         logits: Logits = on_device.cpu().numpy()
-        rows, batch = inputs.rows[places], self.batch
+        rows, batch = rows_of(inputs, places), self.batch
         req_ids = [inputs.req_ids[index] for index in places.tolist()] if self._count_nans or grammar else []
         if self._count_nans:
             output.num_nans_in_logits = _count_nans(logits, req_ids)
@@ -116,6 +121,11 @@ class StepSampler:
                 if tokens[row] == NO_TOKEN and np.isneginf(logits[row]).all():
                     output.without_choice.append(inputs.req_ids[index])
         return tokens, kept
+
+
+def rows_of(inputs: StepInputs, places: Ints) -> Ints:
+    """Return the rows of the batch of the requests ``places``, an ascending part of those of the step."""
+    return inputs.rows if len(places) == len(inputs.rows) else inputs.rows[places]
 
 
 def _by_request(tokens: list[int], indices: list[int], num_requests: int) -> list[list[int]]:

@@ -54,7 +54,7 @@ class EagleHead:
         self._attention = Attention(checkpoint, "layers.0.self_attn", config, ops, 0)
         self._norm = AddNorm(checkpoint, "layers.0.post_attention_layernorm", config, ops)
         self._mlp = MLP(checkpoint, "layers.0.mlp", config, ops)
-        self._rotary = RotaryEmbedding(config.ropes[0], device)
+        self._rotary = RotaryEmbedding(config.ropes[0], device, ops.rotation)
         checkpoint.skip(["embed_tokens.weight"])  # the model's own is used
         self._before: dict[str, Tensor] = {}
         """[hidden_size]: the state of the last token that the model has computed, by request."""
@@ -75,6 +75,7 @@ class EagleHead:
             states[row] = self._before.get(req_id, 0.0)
         return states
 
+    @torch.inference_mode()
     def keep(self, step: StepInputs, hidden: Tensor, computed: Ints) -> None:
         rows = step.cu_query_lens[:-1] + computed - 1 - step.positions[step.cu_query_lens[:-1]]
         self._before.update(zip(step.req_ids, hidden[to_device(rows, hidden.device)], strict=True))

@@ -23,6 +23,8 @@ from ..kernels.library import DraftArgs, DraftLayer, load_drafts
 from ..layers.embedding import load_embeddings
 from ..layers.rotary import inverse_frequencies
 
+_FEW_ROWS, _FEW_DRAFTS = 8, 8
+"""Room for so many is allocated ahead."""
 MOST_WEIGHTS = 1 << 20
 """Reading more of them in one thread takes longer than the calls of their operations."""
 
@@ -58,6 +60,8 @@ class GreedyDrafts:
             rotation_factor=rope.attention_factor,
             is_bf16=config.kv_dtype == torch.bfloat16,
         )
+        self._batch: InputBatch | None = None
+        self._make_room(_FEW_ROWS, _FEW_DRAFTS)
 
     def draft(
         self,
@@ -73,20 +77,37 @@ class GreedyDrafts:
         below ``least_confidence``. ``kv_caches`` then hold the keys and values of all tokens but the last draft of a
         row. Returns drafts by row; a row without a finite logit gets none.
         """
-        rows, starts, ends, counts = (np.ascontiguousarray(each, dtype=np.int64) for each in ranges)
-        most = int(counts.max(initial=0))
-        drafts, found = np.empty((len(rows), most), dtype=np.int64), np.empty(len(rows), dtype=np.int64)
+        num_rows, most = len(ranges[0]), int(ranges[3].max(initial=0))
+        if num_rows > self._columns.shape[1] or most > self._drafts.shape[1]:
+            self._make_room(num_rows, most)
+        self._bind(batch)
+        for column, numbers in zip(self._columns, ranges, strict=False):
+            column[:num_rows] = numbers
         for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
             layer.keys, layer.values = pointers(kv_cache)
-        args, tokens, tables = self._args, batch.token_ids, batch.block_table.block_ids
-        args.tokens, args.tokens_stride = tokens.ctypes.data, tokens.shape[1]
-        args.tables, args.tables_stride = tables.ctypes.data, tables.shape[1]
-        args.rows, args.starts, args.ends = rows.ctypes.data, starts.ctypes.data, ends.ctypes.data
-        args.counts, args.drafts, args.found = counts.ctypes.data, drafts.ctypes.data, found.ctypes.data
-        args.num_requests, args.most, args.block_size = len(rows), most, batch.block_table.block_size
-        args.least_confidence = least_confidence
+        args = self._args
+        args.num_requests, args.least_confidence = num_rows, least_confidence
         self._kernels.draft_greedily(byref(args))
-        return [tokens[:count] for tokens, count in zip(drafts.tolist(), found.tolist(), strict=True)]
+        drafts, found = self._drafts[:num_rows].tolist(), self._columns[-1, :num_rows].tolist()
+        return [tokens[:count] for tokens, count in zip(drafts, found, strict=True)]
+
+    def _make_room(self, num_rows: int, most: int) -> None:
+        """Allocate what the kernel reads and writes for so many rows, each with so many drafts."""
+        args = self._args
+        self._columns = np.empty((5, num_rows), dtype=np.int64)
+        """The ranges, and how many drafts were found."""
+        self._drafts = np.empty((num_rows, most), dtype=np.int64)
+        args.rows, args.starts, args.ends, args.counts, args.found = (each.ctypes.data for each in self._columns)
+        args.drafts, args.most = self._drafts.ctypes.data, most
+
+    def _bind(self, batch: InputBatch) -> None:
+        """Read tokens and block tables from this batch; looking up their addresses takes longer than a comparison."""
+        if self._batch is not batch:
+            args, tokens, tables = self._args, batch.token_ids, batch.block_table.block_ids
+            args.tokens, args.tokens_stride = tokens.ctypes.data, tokens.shape[1]
+            args.tables, args.tables_stride = tables.ctypes.data, tables.shape[1]
+            args.block_size = batch.block_table.block_size
+            self._batch = batch
 
     def _load_layer(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig) -> DraftLayer:
         hidden, inner, shift = config.hidden_size, config.intermediate_size, config.traits.norm_shift

@@ -24,7 +24,7 @@ LEAST_CONFIDENCE = 0.4
 one would cost more than it gains."""
 _FEW_REQUESTS = 8
 """Up to so many requests are drafted for one after the other, in one call."""
-_FEW_TOKENS = 8
+_FEW_TOKENS = 32
 """Up to so many tokens of a request are computed one after the other, in one call."""
 
 
@@ -96,7 +96,6 @@ class ModelProposer:
             self._computed.pop(req_id, None)
         self._awake.forget(changed)
 
-    @torch.inference_mode()
     def propose(self, step: StepInputs, hidden: Tensor, wanted: Mapping[str, int]) -> dict[str, list[int]]:
         ranges = self._ranges(step, wanted)
         drafts = self._propose(step, hidden, ranges) if len(ranges.places) else {}
@@ -108,6 +107,11 @@ class ModelProposer:
         at_once = self._awake.at_once
         if at_once is not None and self._is_greedy(step.rows[ranges.places], ranges.counts):
             return self._draft_at_once(at_once, step, hidden, ranges, req_ids)
+        with torch.inference_mode():
+            return self._draft(step, hidden, ranges, req_ids)
+
+    def _draft(self, step: StepInputs, hidden: Tensor, ranges: _Ranges, req_ids: list[str]) -> dict[str, list[int]]:
+        """Compute the tokens of ``ranges``, then draw drafts with the drafter's operations."""
         inputs, output = self._compute(step, hidden, ranges, req_ids)
         ends = ranges.starts + ranges.lengths
         drawing = np.flatnonzero(ranges.counts)
@@ -135,16 +139,15 @@ class ModelProposer:
         batch = self._batch
         if self._rejection is not None or batch.logits_processors or batch.block_table.num_groups > 1:
             return False
-        return len(rows) <= _FEW_REQUESTS and all(
-            params.temperature == 0.0 for params in batch.sampling(rows[counts > 0])[0]
-        )
+        return len(rows) <= _FEW_REQUESTS and batch.are_greedy(rows[counts > 0])
 
     def _draft_at_once(
         self, at_once: GreedyDrafts, step: StepInputs, hidden: Tensor, ranges: _Ranges, req_ids: list[str]
     ) -> dict[str, list[int]]:
         starts, ends = ranges.starts, ranges.starts + ranges.lengths
         if ranges.lengths.max() > _FEW_TOKENS:
-            self._compute(step, hidden, ranges, req_ids)
+            with torch.inference_mode():
+                self._compute(step, hidden, ranges, req_ids)
             starts = ends - 1  # the state of the last token is needed again
         columns = (step.rows[ranges.places], starts, ends, ranges.counts)
         found = at_once.draft(self._batch, columns, self._kv_caches, self.least_confidence)
@@ -156,19 +159,29 @@ class ModelProposer:
         return drafts
 
     def _ranges(self, step: StepInputs, wanted: Mapping[str, int]) -> _Ranges:
-        starts = step.positions[step.cu_query_lens[:-1]]
-        known, room = self._batch.num_tokens(step.rows), self._batch.num_slots(step.rows)
-        # The last token was drawn in this step, and the model has not computed it.
-        computed = np.minimum(step.seq_lens, known - 1)
-        counts = np.array([wanted.get(req_id, 0) for req_id in step.req_ids], dtype=np.int64)
-        counts = np.minimum(counts, room - known + 1).clip(0)
-        ends = np.where(counts > 0, known, computed)
-        done = np.array([self._computed.get(req_id, 1 << 60) for req_id in step.req_ids], dtype=np.int64)
-        done = np.where(done == 1 << 60, starts, np.minimum(done, computed))
-        # A draft that was rejected has the KV of another token.
-        self._computed.update(zip(step.req_ids, done.tolist(), strict=True))
-        places = np.flatnonzero(ends > done)
-        return _Ranges(places, done[places], (ends - done)[places], counts[places], computed)
+        batch, rows = self._batch, step.rows
+        firsts = step.positions[step.cu_query_lens[:-1]].tolist()
+        columns = zip(
+            step.req_ids,
+            firsts,
+            step.seq_lens.tolist(),
+            batch.num_tokens(rows).tolist(),
+            batch.num_slots(rows).tolist(),
+            strict=True,
+        )
+        found, computed = [], []
+        for place, (req_id, first, seq_len, known, room) in enumerate(columns):
+            # The last token was drawn in this step, and the model has not computed it.
+            computed.append(min(seq_len, known - 1))
+            count = max(0, min(wanted.get(req_id, 0), room - known + 1))
+            end = known if count else computed[-1]
+            # A draft that was rejected has the KV of another token.
+            done = self._computed[req_id] = min(self._computed.get(req_id, first), computed[-1])
+            if end > done:
+                found.append((place, done, end - done, count))
+        numbers = np.array(found, dtype=np.int64).reshape(-1, 4)
+        places, starts, lengths, counts = np.ascontiguousarray(numbers.T)
+        return _Ranges(places, starts, lengths, counts, np.array(computed, dtype=np.int64))
 
     def _draw(self, req_ids: list[str], rows: Ints, ends: Ints, counts: Ints, last: Tensor) -> dict[str, list[int]]:
         """Draw ``counts`` [n] drafts of these requests one after the other, the first from the states ``last``."""

@@ -17,7 +17,7 @@ from ..batch.input_batch import StepInputs
 from ..batch.transfer import to_device
 from ..sampler import NO_TOKEN
 from ..sampler.logprobs import KeptLogits
-from ..sampler.step_sampler import StepSampler, drop_undrawn
+from ..sampler.step_sampler import StepSampler, drop_undrawn, rows_of
 from .rejection import RejectionSampler
 
 Ints = npt.NDArray[np.int64]
@@ -52,7 +52,8 @@ class Verifier:
         counts = _num_rows(inputs)
         starts = np.cumsum(counts) - counts
         output.sampled_token_ids = [[] for _ in inputs.req_ids]
-        self._sampler.measure(inputs, _select(logits, starts), output)
+        if self._sampler.measures:
+            self._sampler.measure(inputs, _select(logits, starts), output)
         is_stateless = self._rejection is None and self._sampler.only_draws(grammar)
         if not (is_stateless and self._draw_at_once(inputs, logits, starts, counts, output)):
             self._draw_in_passes(inputs, logits, starts, grammar, output)
@@ -66,25 +67,21 @@ class Verifier:
         Returns False, with nothing done, if some row has no token.
         """
         sampler, batch = self._sampler, self._sampler.batch
-        rows = inputs.rows[inputs.sampled]
+        rows = rows_of(inputs, inputs.sampled)
         params, first_indices = batch.sampling(rows)
         all_params = [each for each, count in zip(params, counts.tolist(), strict=True) for _ in range(count)]
-        output_indices = np.arange(len(logits)) + np.repeat(first_indices - starts, counts)
+        output_indices = np.arange(logits.shape[0]) + np.repeat(first_indices - starts, counts)
         if sampler.device_sampler is not None:
             tokens = sampler.device_sampler.sample(logits, all_params, output_indices)
         else:
             tokens = sampler.draw(logits.numpy(), all_params, output_indices)
         if NO_TOKEN in tokens:
             return False
-        for index, start in zip(inputs.sampled.tolist(), starts.tolist(), strict=True):
+        for row, index, start in zip(rows.tolist(), inputs.sampled.tolist(), starts.tolist(), strict=True):
             drafts = inputs.drafts.get(inputs.req_ids[index], ())
             num_right = _num_equal(drafts, tokens[start : start + len(drafts)])
-            output.sampled_token_ids[index] = tokens[start : start + num_right + 1]
-        kept = [output.sampled_token_ids[index] for index in inputs.sampled.tolist()]
-        for number in range(max(map(len, kept))):
-            alive = np.array([len(each) > number for each in kept])
-            drawn = [each[number] for each in kept if len(each) > number]
-            batch.append(rows[alive], np.array(drawn, dtype=np.int64))
+            output.sampled_token_ids[index] = kept = tokens[start : start + num_right + 1]
+            batch.extend(row, kept)
         return True
 
     def _draw_in_passes(

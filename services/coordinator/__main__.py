@@ -2,10 +2,13 @@
 
 import sys
 
-from tokenloom.services.runtime.host.service import main
+from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
 
-from .coordinator_settings import CoordinatorSettings
-from .service import CoordinatorService
+with uncollected_imports():
+    from tokenloom.services.runtime.host.service import main
+
+    from .coordinator_settings import CoordinatorSettings
+    from .service import CoordinatorService
 
 if __name__ == "__main__":
     sys.exit(main(CoordinatorService, CoordinatorSettings, CoordinatorSettings.service))

@@ -1,6 +1,7 @@
 """Serves the coordinator's RPCs from the registry."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
@@ -23,6 +24,8 @@ from tokenloom.v1.coordinator_pb2 import (
     PickRequest,
     PickResponse,
     PickResults,
+    SetAdapterRequest,
+    SetAdapterResponse,
     Snapshot,
     WatchRequest,
 )
@@ -42,7 +45,7 @@ PICKS_PER_TURN = 64
 """So many picks are made before the event loop serves the engines' reports again."""
 _NO_ROLE, _NO_STATE = EngineRole.ENGINE_ROLE_UNSPECIFIED, EngineState.ENGINE_STATE_UNSPECIFIED
 _LEGS = {EngineRole.ENGINE_ROLE_PREFILL: "PREFILL", EngineRole.ENGINE_ROLE_DECODE: "DECODE"}
-_MAX_COMMANDS = 4  # queued for one engine; the only command is to drain
+_MAX_COMMANDS = 4  # queued for one engine: to drain, and to change its adapters
 
 
 class EngineStream:
@@ -93,6 +96,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         published = 0
         while True:
             self._registry.refresh()
+            self._ask_for_adapters()
             if self._registry.revision != published:
                 published = self._registry.revision
                 changed, self._changed = self._changed, asyncio.Event()
@@ -142,6 +146,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         finally:
             self._close(stream)
 
+    async def SetAdapter(self, request: SetAdapterRequest, context: _Context) -> SetAdapterResponse:
+        self._registry.set_adapter(request.adapter, unloaded=request.unloaded)
+        return SetAdapterResponse()
+
     def drain(self, engine_id: str, grace: float) -> None:
         """Ask an engine to finish its requests and leave within ``grace`` seconds. Raises ``NotFound`` if unknown."""
         stream = self._streams.get(engine_id)
@@ -171,6 +179,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             older.overtake()
         stream = EngineStream(self._registry.join(identity, first))
         self._streams[identity.engine_id] = stream
+        if (changes := self._registry.adapters.join(stream.record)) is not None:
+            stream.command(EngineCommand(adapters=changes))
         log.info("engine %s joined: %s", identity.engine_id, identity.address)
         return stream
 
@@ -182,6 +192,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         if self._streams.get(engine_id) is stream:
             del self._streams[engine_id]
         log.info("engine %s %s", engine_id, "was overtaken by a newer one" if stream.overtaken else "left")
+
+    def _ask_for_adapters(self) -> None:
+        """Ask engines to load the adapters for which requests wait."""
+        asked, self._registry.adapters.asked = self._registry.adapters.asked, []
+        for engine_id, changes in asked:
+            with contextlib.suppress(ResourceExhausted):  # another engine is asked later
+                if (stream := self._streams.get(engine_id)) is not None:
+                    stream.command(EngineCommand(adapters=changes))
 
     async def _read(self, stream: EngineStream, requests: _Reports) -> None:
         async for report in requests:

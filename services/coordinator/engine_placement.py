@@ -42,14 +42,15 @@ def choose(pool: Sequence[EngineRecord], request: PickRequest, policy: Policy) -
         pool = _without(pool, request.exclude)
     if not pool:
         raise Unavailable("No engine is serving this model now; retry.")
-    candidates = [
-        _candidate(record, request, policy)
-        for record in pool
-        if request.prompt_tokens < record.max_tokens  # the first token needs a place too
-    ]
+    if request.query_id:
+        names = [(each.identity.engine_id, each.identity.epoch, each.report.role) for each in pool]
+        pool = [pairing.engine_of_query(pool, names, request.query_id)]
+    num_places = request.prompt_tokens + (not request.pools)  # the first token needs a place too
+    candidates = [_candidate(record, request, policy) for record in pool if num_places <= record.max_tokens]
     if not candidates:
         raise ResourceExhausted(f"No engine's KV cache can hold a prompt of {request.prompt_tokens} tokens.")
-    return pairing.choose(candidates, request.role, policy.pd_threshold)
+    # A request that pools has no use for an engine that decodes, however short it is.
+    return pairing.choose(candidates, request.role, 0 if request.pools else policy.pd_threshold)
 
 
 def _without(pool: Sequence[EngineRecord], excluded: Sequence[EngineRef]) -> list[EngineRecord]:

@@ -81,6 +81,7 @@ class EngineRecord:
         max_tokens: Tokens of one request that its KV cache holds at most, were it empty.
         is_late: Whether its last report is older than it should be.
         state: What it reports, unless it fell silent or hangs.
+        adapters: Digests of the LoRA adapters that it has loaded.
     """
 
     def __init__(self, identity: EngineIdentity, report: EngineReport, now: float) -> None:
@@ -88,8 +89,10 @@ class EngineRecord:
         self.report = report
         self.prefixes = PrefixIndex(identity.num_kv_blocks)
         self.last_turn = 0
+        self.adapters: frozenset[bytes] = frozenset()
         size = identity.num_kv_blocks * identity.fingerprint.block_size
-        self.max_tokens = min(size, identity.limits.max_model_len or size)
+        limit = identity.limits.max_model_len
+        self.max_tokens = min(size, limit or size) if size else limit  # encoders keep no KV
         self._shown = EngineReport()
         self._reported_at = self._progressed_at = now
         # In order of expiry. As many as are picked within PICK_SECONDS.
@@ -100,12 +103,18 @@ class EngineRecord:
     def is_serving(self) -> bool:
         return self.state == _SERVING
 
+    @property
+    def can_load_adapters(self) -> bool:
+        return self.identity.limits.max_lora_rank > 0
+
     def update(self, report: EngineReport, coordinator_epoch: int, now: float) -> bool:
         """Take a report. Returns False when nothing of interest changed: only the number of the step."""
         previous, self.report = self.report, report
         if report.step != previous.step or report.running + report.waiting == 0 or previous.state == _PAUSED:
             self._progressed_at = now
         self._reported_at = now
+        if report.adapters or self.adapters:
+            self.adapters = frozenset(adapter.digest for adapter in report.adapters)
         before, shown = (self._shown, self.score), _shown(report)
         self._shown = shown
         for pick in report.picks_arrived:

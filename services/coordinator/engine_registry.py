@@ -3,14 +3,16 @@
 import logging
 from collections.abc import Callable, Sequence
 
+from tokenloom.request.errors import Unavailable
 from tokenloom.services.runtime.peers.pairing import in_pool, missing_role
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, PickRequest, PickResponse, Snapshot
 from tokenloom.v1.engine_pb2 import PickId
-from tokenloom.v1.types_pb2 import EngineRole
+from tokenloom.v1.types_pb2 import Adapter, EngineRole
 
 from . import engine_placement
 from .defaults import SETTLE_SECONDS
 from .engine_record import EngineRecord
+from .wanted_adapters import WantedAdapters
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,9 @@ class Registry:
     Args:
         epoch: Incarnation of the coordinator; part of every pick's id.
         clock: Monotonic seconds.
+
+    Attributes:
+        adapters: The LoRA adapters that the engines should have.
     """
 
     def __init__(
@@ -42,10 +47,11 @@ class Registry:
         self._is_complete = settle_seconds <= 0
         self._records: dict[str, EngineRecord] = {}
         # Serving engines by the fingerprint and role that requests ask for: nearly all ask for the same.
-        self._pools: dict[tuple[bytes, EngineRole], list[EngineRecord]] = {}
+        self._pools: dict[tuple[bytes, EngineRole], Sequence[EngineRecord]] = {}
         self._num_picks = 0
         self._missing: EngineRole | None = None  # the last one that was logged
         self._snapshot: Snapshot | None = None
+        self.adapters = WantedAdapters()
         self.revision = 1
         """Grows with every change."""
 
@@ -71,6 +77,11 @@ class Registry:
         if before != (record.state, report.role):
             self._regroup()
 
+    def set_adapter(self, adapter: Adapter, *, unloaded: bool) -> None:
+        """Record what an operator did on all engines. Raises as :meth:`.WantedAdapters.set`."""
+        self.adapters.set(adapter, unloaded=unloaded)
+        self.revision += 1
+
     def leave(self, record: EngineRecord) -> None:
         """Remove an engine whose stream ended, unless a newer join has its name."""
         if self._records.get(record.identity.engine_id) is record:
@@ -78,10 +89,13 @@ class Registry:
             self._regroup()
 
     def pick(self, request: PickRequest) -> PickResponse:
-        """Place one leg and count it. Raises what :func:`.engine_placement.choose` raises."""
+        """Place one leg and count it. Raises what :func:`.engine_placement.choose` raises, and ``ModelNotFound`` for an
+        adapter that was unloaded."""
         key = request.fingerprint.SerializeToString(), request.role
         if (pool := self._pools.get(key)) is None:
             pool = self._pools[key] = self._gather(request)
+        if request.adapter:
+            pool = self._having(pool, request.adapter)
         record, whole = engine_placement.choose(pool, request, self._policy)
         self._num_picks += 1
         record.count(self._num_picks, request.prompt_tokens, self._clock(), request.block_hash_prefixes)
@@ -111,8 +125,17 @@ class Registry:
                 complete=self._is_complete,
                 engines=[record.entry(now) for record in self._records.values()],
                 pd_threshold=self._policy.pd_threshold,
+                adapters=self.adapters,
             )
         return self._snapshot
+
+    def _having(self, pool: Sequence[EngineRecord], adapter: bytes) -> Sequence[EngineRecord]:
+        """Return the engines of a pool that have an adapter. If none has it, ask one to load it and raise."""
+        if having := [record for record in pool if adapter in record.adapters]:
+            return having
+        if not self._is_complete:
+            raise Unavailable("Engines are still joining the coordinator; retry.")
+        raise self.adapters.request(pool, adapter, self._clock())
 
     def _gather(self, request: PickRequest) -> list[EngineRecord]:
         """Return the serving engines of the pool that a request asks for."""

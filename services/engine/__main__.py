@@ -2,10 +2,13 @@
 
 import sys
 
-from tokenloom.services.runtime.host.service import main
+from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
 
-from .engine_settings import EngineSettings
-from .service import EngineService
+with uncollected_imports():
+    from tokenloom.services.runtime.host.service import main
+
+    from .engine_settings import EngineSettings
+    from .service import EngineService
 
 if __name__ == "__main__":
     sys.exit(main(EngineService, EngineSettings, EngineSettings.service))

@@ -14,6 +14,7 @@ from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 
+from .control.loras import to_adapter
 from .identity import Identity
 from .load import LoadTracker
 
@@ -25,6 +26,7 @@ MAX_REPORT_SECONDS = 1.0
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 1.0
 
+OnAdapters: TypeAlias = Callable[[coordinator_pb2.AdapterChanges], None]
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[coordinator_pb2.EngineReport, coordinator_pb2.EngineCommand]"
 
 
@@ -62,10 +64,11 @@ class CoordinatorLink:
         """Wait until the engine has joined for the first time."""
         await self._joined.wait()
 
-    async def run(self, on_drain: Callable[[float], None]) -> None:
+    async def run(self, on_drain: Callable[[float], None], on_adapters: OnAdapters) -> None:
         """Join, and join again after failures. Returns only if a newer engine of this name has joined.
 
-        ``on_drain`` is called with the seconds of grace when the coordinator asks the engine to drain.
+        ``on_drain`` is called with the seconds of grace when the coordinator asks the engine to drain, ``on_adapters``
+        when it asks for other LoRA adapters.
         """
         backoff, loop = MIN_BACKOFF_SECONDS, asyncio.get_running_loop()
         async with self._channel as channel:
@@ -73,7 +76,7 @@ class CoordinatorLink:
             while True:
                 joined_at = loop.time()
                 try:
-                    await self._join(stub.Join(), on_drain)
+                    await self._join(stub.Join(), on_drain, on_adapters)
                 except (TokenloomError, grpc.aio.AioRpcError, TimeoutError) as cause:
                     is_silent = isinstance(cause, TimeoutError)
                     error = Unavailable("the coordinator did not answer") if is_silent else of_exception(cause)
@@ -86,7 +89,7 @@ class CoordinatorLink:
                 await asyncio.sleep(backoff)
                 backoff = min(backoff * 2, MAX_BACKOFF_SECONDS)
 
-    async def _join(self, call: _Call, on_drain: Callable[[float], None]) -> NoReturn:
+    async def _join(self, call: _Call, on_drain: Callable[[float], None], on_adapters: OnAdapters) -> NoReturn:
         """Keep one stream until it fails."""
         self._is_outdated = False
         try:
@@ -99,7 +102,7 @@ class CoordinatorLink:
             check_hello(answer.hello)
             log.info("joined coordinator %s", answer.hello.peer_id)
             self._joined.set()
-            await first_of(self._write_reports(call), _read_commands(call, on_drain))
+            await first_of(self._write_reports(call), _read_commands(call, on_drain, on_adapters))
         finally:
             call.cancel()  # gRPC does not end a stream that is merely dropped
         raise AssertionError("neither task returns")
@@ -133,6 +136,7 @@ class CoordinatorLink:
             seats=load.seats,
             prefill_tokens_per_second=_rounded(load.prefill_tokens_per_second),
             starts_per_second=_rounded(load.starts_per_second),
+            adapters=map(to_adapter, self._load.loras),
         )
 
     def _reported_state(self) -> coordinator_pb2.EngineState:
@@ -148,9 +152,11 @@ def _rounded(rate: float) -> float:
     return float(f"{rate:.1e}")
 
 
-async def _read_commands(call: _Call, on_drain: Callable[[float], None]) -> NoReturn:
+async def _read_commands(call: _Call, on_drain: Callable[[float], None], on_adapters: OnAdapters) -> NoReturn:
     while True:
         command = await _read(call)
+        if command.HasField("adapters"):
+            on_adapters(command.adapters)
         if command.HasField("drain"):
             on_drain(command.drain.grace.ToNanoseconds() / 1e9)
 

@@ -40,7 +40,11 @@ _COUNTERS_OF_CORE = {
 
 
 class EngineMetrics:
-    """Observes attempts and steps; times are monotonic seconds."""
+    """Observes attempts and steps; times are monotonic seconds.
+
+    Attributes:
+        labels: The labels that all metrics of the engine have.
+    """
 
     def __init__(
         self,
@@ -63,13 +67,15 @@ class EngineMetrics:
         text = "Prompt tokens, by where their KV came from."
         sources = process_metrics.counter(registry, "prompt_tokens_by_source", text, (*_LABELS, "source"))
         self._computed, self._cached, self._loaded = (sources.labels(*self._labels, name) for name in _SOURCES)
-        labels_of = dict(zip(_LABELS, self._labels, strict=True))
+        labels_of = self.labels = dict(zip(_LABELS, self._labels, strict=True))
         self.generation_tokens = process_metrics.fast_counter(
             registry, "generation_tokens", "Generated tokens.", labels_of
         )
         text = "Requests that have ended, by reason."
         success = process_metrics.counter(registry, "request_success", text, (*_LABELS, "finished_reason"))
         self._success = {reason: success.labels(*self._labels, reason.name.lower()) for reason in FinishReason}
+        text = "Requests that returned what was pooled from their prompts, by task."
+        self._pooled = process_metrics.counter(registry, "pooling_requests", text, (*_LABELS, "task"))
         self._make_histograms()
         self._logits = _LogitsMetrics(registry, labels_of) if logits else None
         if speculative is not None:
@@ -150,6 +156,8 @@ class EngineMetrics:
         """Observe the end of an attempt, whether the core or the front ended it."""
         assert attempt.finish_reason is not None
         self._success[attempt.finish_reason].inc()
+        if attempt.pooling_task is not None and attempt.finish_reason is FinishReason.STOP:
+            self._pooled.labels(*self._labels, attempt.pooling_task.name.lower()).inc()
         times = attempt.times
         self._e2e.observe(now - times.arrival)
         if not times.first_token:

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from tokenloom.engine_core.config import (
     EngineConfig,
+    LoraConfig,
     SchedulerConfig,
     SpeculativeConfig,
     StructuredOutputConfig,
@@ -95,6 +96,7 @@ def for_checkpoint(config: EngineConfig, checkpoint: str, chat_template: str | N
     Raises ``ValueError`` if an option does not fit the checkpoint.
     """
     worker = replace(config.worker, model=checkpoint)
+    config = replace(config, lora=_with_absolute_paths(config.lora))
     config = replace(config, speculative=_with_path(config.speculative, Path(checkpoint)))
     if not checkpoint:
         return replace(config, worker=worker, structured_output=None)
@@ -105,6 +107,13 @@ def for_checkpoint(config: EngineConfig, checkpoint: str, chat_template: str | N
     grammars = structured_output_config(path, config.structured_output)
     reasoning = reasoning_config(path, config.reasoning, chat_template)
     return replace(config, worker=worker, structured_output=grammars, reasoning=reasoning)
+
+
+def _with_absolute_paths(lora: LoraConfig) -> LoraConfig:
+    """Return the configuration with paths that other processes understand too. Raises ``ValueError`` naming an option
+    that does not work."""
+    modules = tuple(f"{name}={Path(path).expanduser().absolute()}" for name, path in lora.named_paths())
+    return replace(lora, modules=modules)
 
 
 def _with_path(speculative: SpeculativeConfig | None, checkpoint: Path) -> SpeculativeConfig | None:

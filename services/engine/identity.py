@@ -2,8 +2,10 @@
 
 import socket
 from pathlib import Path
+from typing import Any
 
 from tokenloom import checkpoint
+from tokenloom.engine_core.wire.core_pooling_params import ModelPooling
 from tokenloom.engine_core.wire.handshake import CoreReady
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1 import coordinator_pb2, types_pb2
@@ -35,6 +37,8 @@ class Identity:
             experts_per_token=ready.experts_per_token,
             hidden_size=ready.hidden_size if settings.enable_prompt_embeds else 0,
             reasoning=reasoning_mode(settings.engine.reasoning, finds_reasoning=ready.finds_reasoning),
+            max_lora_rank=settings.engine.lora.max_lora_rank if settings.engine.lora.enable else 0,
+            **pooling_limits(ready.pooling),
         )
         self._engine_id = settings.instance_id
         self._epoch = epoch
@@ -58,6 +62,15 @@ class Identity:
             limits=self.limits,
             num_kv_blocks=self._num_kv_blocks,
         )
+
+
+def pooling_limits(pooling: ModelPooling) -> dict[str, Any]:
+    """Return the fields of ``ModelLimits`` that say what a model pools."""
+    return {
+        "pooling_tasks": list(map(types_pb2.PoolingTask.ValueType, pooling.tasks)),
+        "generates": pooling.generates,
+        "matryoshka": pooling.matryoshka,
+    }
 
 
 def make_fingerprint(path: Path, name: str, ready: CoreReady, settings: EngineSettings) -> types_pb2.Fingerprint:

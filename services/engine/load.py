@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tokenloom.engine_core.wire.lora import LoraState
 from tokenloom.engine_core.wire.messages import EngineCoreOutputs, SchedulerStats
 from tokenloom.request.errors import ResourceExhausted, TryElsewhere
 from tokenloom.v1 import engine_pb2
@@ -41,6 +42,7 @@ class LoadTracker:
         is_paused: Whether an operator has paused the engine.
         is_failing: Whether the last health check of the workers failed.
         stats: The core's latest statistics.
+        loras: The LoRA adapters that are loaded, by name.
         step: Steps that the core has executed.
     """
 
@@ -53,6 +55,7 @@ class LoadTracker:
         self.is_failing = False
         self.stats = SchedulerStats()
         self.step = 0
+        self.loras: list[LoraState] = []
         self._max_live = max_num_seqs + max_waiting
         self._clock = clock
         self._rates = QueueRates(max_num_seqs)
@@ -66,6 +69,14 @@ class LoadTracker:
     def started(self, num_blocks: int) -> None:
         """Note that the core is up, with all its blocks free."""
         self.stats = SchedulerStats(num_free_blocks=num_blocks)
+
+    def set_loras(self, loras: list[LoraState]) -> None:
+        """Note which LoRA adapters are loaded."""
+        old, self.loras = self.loras, loras
+        if [(each.name, each.digest, each.pinned) for each in old] != [
+            (each.name, each.digest, each.pinned) for each in loras
+        ]:
+            self.changed.set()
 
     def set_paused(self, is_paused: bool) -> None:
         """Note that a pause began or ended."""
@@ -119,6 +130,8 @@ class LoadTracker:
         if (stats := outputs.scheduler_stats) is not None:
             old, self.stats = self.stats, stats
             self._rates.observe(stats, self._clock())
+            if stats.loras is not None:
+                self.set_loras(stats.loras)
             if (old.num_waiting, old.num_running) != (stats.num_waiting, stats.num_running):
                 self.changed.set()
             self._wake()

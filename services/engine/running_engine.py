@@ -10,6 +10,7 @@ from tokenloom.request.errors import EngineDied, TryElsewhere, Unavailable
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
+from .control.loras import Loras
 from .control.pause import Pause
 from .control.role import NAMES
 from .coordinator_link import CoordinatorLink
@@ -44,6 +45,7 @@ class RunningEngine:
     load: LoadTracker
     streams: EngineServicer
     pause: Pause
+    loras: Loras
     kv: KVFront | None
     coordinator: CoordinatorLink | None
     drain_mode: DrainMode = "finish"
@@ -54,7 +56,7 @@ class RunningEngine:
         if self.kv is not None:
             self.host.spawn(self.kv.run(), name="engine-kv")
         if self.coordinator is not None:
-            self.host.spawn(self.coordinator.run(self._on_drain), name="engine-coordinator")
+            self.host.spawn(self.coordinator.run(self._on_drain, self._on_adapters), name="engine-coordinator")
         self.host.spawn(HealthCheck(self.core, self.load, self.host.health).run(), name="engine-health")
         return self.host.spawn(self._run_core(), name="engine-core")
 
@@ -112,6 +114,10 @@ class RunningEngine:
     def _on_drain(self, grace: float) -> None:
         """Drain at the coordinator's request. The process stays up until it is stopped."""
         self.host.spawn(self._drain_within(grace), name="engine-drain")
+
+    def _on_adapters(self, changes: coordinator_pb2.AdapterChanges) -> None:
+        """Load and unload LoRA adapters at the coordinator's request."""
+        self.host.spawn(self.loras.apply(changes), name="engine-adapters")
 
     async def _drain_within(self, grace: float) -> None:
         try:

@@ -12,6 +12,7 @@ from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import engine_pb2_grpc
 
 from .control.engine_admin import EngineAdminServicer
+from .control.loras import Loras
 from .control.pause import Pause
 from .control.role import BY_NAME
 from .coordinator_link import CoordinatorLink
@@ -74,7 +75,8 @@ async def _start(
     identity = Identity(settings, core.ready, fingerprint, host.epoch, address, kv.address if kv is not None else "")
     streams = EngineServicer(identity, core, load, kv, host.random, frame_interval=settings.frame_interval)
     coordinator = _link_coordinator(settings, identity, load, host)
-    engine = RunningEngine(host, identity, core, load, streams, Pause(core, load), kv, coordinator, settings.drain)
+    pause, loras = Pause(core, load), Loras(core, load, are_enabled=settings.engine.lora.enable)
+    engine = RunningEngine(host, identity, core, load, streams, pause, loras, kv, coordinator, settings.drain)
     undo.push_async_callback(engine.end_streams, TryElsewhere(STOPPED))
     host.add_servicer(engine_pb2_grpc.add_EngineServicer_to_server, engine.streams)
     host.add_servicer(

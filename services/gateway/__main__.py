@@ -2,10 +2,13 @@
 
 import sys
 
-from tokenloom.services.runtime.host.service import main
+from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
 
-from .gateway_settings import GatewaySettings
-from .service import GatewayService
+with uncollected_imports():
+    from tokenloom.services.runtime.host.service import main
+
+    from .gateway_settings import GatewaySettings
+    from .service import GatewayService
 
 if __name__ == "__main__":
     sys.exit(main(GatewayService, GatewaySettings, "gateway"))

@@ -22,6 +22,7 @@ from .http.browser_guard import BrowserGuard
 from .http.json_body import BodyParser
 from .http.response_counts import GRPC, ResponseCounts
 from .kserve.kserve_servicer import KServeServicer
+from .mesh.engine_calls import EngineCalls
 from .model_door import ModelDoor
 from .ollama.ollama import ERROR_FORMS as OLLAMA_ERRORS
 from .openai.openai_models import BodyReader
@@ -32,6 +33,7 @@ from .request_log.request_routes import request_routes
 from .responses.response_store import ResponseStore
 from .routes.admin_routes import AdminRoutes
 from .routes.api_routes import api_routes, status_routes
+from .routes.lora_routes import LoraRoutes
 from .routes.models_routes import ModelsRoutes
 from .served_mesh import ServedMesh
 from .served_meshes import ServedMeshes
@@ -82,6 +84,8 @@ def _add_grpc_services(
     generates: dict[str, type[Message]] = dict.fromkeys(("Generate", "GenerateSession"), inference_pb2.GenerateRequest)
     generates["Resume"] = inference_pb2.InferenceResumeRequest
     generates["Cancel"] = inference_pb2.InferenceCancelRequest
+    generates["Embed"], generates["Classify"] = inference_pb2.EmbedRequest, inference_pb2.ClassifyRequest
+    generates["Score"], generates["Pool"] = inference_pb2.ScoreRequest, inference_pb2.PoolRequest
     host.add_servicer(bounded(inference_pb2_grpc.add_InferenceServicer_to_server, generates), inference)
     kserve = KServeServicer(reader, meshes, shares)
     infers = dict.fromkeys(("ModelInfer", "ModelStreamInfer"), grpc_service_pb2.ModelInferRequest)
@@ -97,4 +101,6 @@ async def _admin_routes(settings: GatewaySettings, host: Host, meshes: ServedMes
         tls = MeshTLS(files)
         channels = Channels(tls)
         host.certificates.show("operator", tls.expiry)
-    return {**AdminRoutes(meshes, channels, settings.request_timeout).routes(), **request_routes(recent)}
+    calls = EngineCalls(channels, settings.request_timeout)
+    admin, lora = AdminRoutes(meshes, calls), LoraRoutes(meshes, calls)
+    return {**admin.routes(), **lora.routes(), **request_routes(recent)}

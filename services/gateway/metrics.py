@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
 from tokenloom.services.runtime.telemetry import process_metrics
@@ -13,6 +13,7 @@ from tokenloom.services.runtime.telemetry.fast_metrics import TracedHistogram
 from tokenloom.services.runtime.telemetry.tracing import CURRENT, trace_id_of
 from tokenloom.v1 import inference_pb2, types_pb2
 
+from .adapters.adapter_usage import AdapterUsage
 from .generation.backlog import Backlog
 from .mesh.collector import Delta
 from .mesh.kv_flow import KvFlow
@@ -34,8 +35,10 @@ FINISH_REASONS = {
 class GatewayMetrics:
     """Holds the gateway's counters and histograms, and what its page shows besides."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str, key_usage: KeyUsage) -> None:
-        """``key_usage``: counts what is generated with each key, for all models of the gateway."""
+    def __init__(
+        self, registry: CollectorRegistry, model_name: str, key_usage: KeyUsage, adapter_usage: AdapterUsage
+    ) -> None:
+        """``key_usage``, ``adapter_usage``: count what is generated with each key and each adapter, for all models."""
         labels = {"model_name": model_name}
 
         def traced(name: str, text: str, buckets: Sequence[float]) -> TracedHistogram:
@@ -65,17 +68,49 @@ class GatewayMetrics:
         )
         self.kv_flow = KvFlow()
         self.success = {reason: success.labels(model_name, name) for reason, name in FINISH_REASONS.items()}
+        self._model_name = model_name
+        self._pooled_prompts = Counter(
+            "tokenloom_gateway_pooled_prompts",
+            "Prompts from which a vector, classes or a score were computed.",
+            ["model_name", "task"],
+            registry=registry,
+        )
+        self._pooling_seconds = Histogram(
+            "tokenloom_gateway_pooling_seconds",
+            "Time from the arrival of a pooling call to its last result.",
+            ["model_name", "task"],
+            buckets=process_metrics.REQUEST_SECONDS,
+            registry=registry,
+        )
         self._sizes = RequestSizes(registry, labels)
+        self._model_name = model_name
         self._key_usage = key_usage
+        self._adapter_usage = adapter_usage
+
+    def observe_pooled(
+        self, task: str, usage: inference_pb2.Usage, tenant: Tenant, num_prompts: int, seconds: float
+    ) -> None:
+        """Observe a pooling call that has ended. ``num_prompts``: those that have a result; ``seconds``: it took."""
+        self.prompt_tokens.inc(usage.prompt_tokens)
+        self._pooled_prompts.labels(self._model_name, task).inc(num_prompts)
+        self._pooling_seconds.labels(self._model_name, task).observe(seconds)
+        self._key_usage.add(tenant, usage)
 
     def observe_end(self, generation: "EndedGeneration", tenant: Tenant) -> None:
         """Observe a request that has ended, whatever ended it."""
         self._sizes.observe(generation)
-        self._key_usage.add(tenant, generation.usage)
+        usage = generation.usage
+        self._key_usage.add(tenant, usage)
+        if generation.model != self._model_name:
+            self._adapter_usage.add(generation.model, usage)
 
 
 class EndedGeneration(Sized, Protocol):
     """Describes what is read of a generation at its end."""
+
+    @property
+    def model(self) -> str:
+        """The name of the model or adapter."""
 
     @property
     def usage(self) -> inference_pb2.Usage:

@@ -8,6 +8,8 @@ from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, marks_o
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.members import Members
 
+from .adapters.adapter_usage import AdapterUsage
+from .adapters.model_names import ModelNames
 from .assistant.message_plans import MessagePlans
 from .gateway_settings import GatewaySettings
 from .generation.admission import Admission
@@ -20,6 +22,7 @@ from .mesh.output_pool import OutputPool
 from .mesh.tokenizer_client import TokenizerClient
 from .mesh_spec import MeshSpec
 from .metrics import GatewayMetrics, MeshGauges
+from .pooling.pooler import Pooler
 from .tenants.key_usage import KeyUsage
 from .tenants.tenant_shares import TenantShares
 
@@ -28,15 +31,20 @@ from .tenants.tenant_shares import TenantShares
 class ServedMesh:
     """Holds what the edges serve: one model, and what a request to it needs."""
 
-    names: tuple[str, ...]
-    """The model's names for clients; the first one stands in answers and metrics."""
+    models: ModelNames
     plans: MessagePlans
     generator: Generator
+    pooler: Pooler
     tokenizers: TokenizerClient
     outputs: OutputPool
     view: MeshView
     health: MeshHealth
     metrics: GatewayMetrics
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's names for clients; the first one stands in answers and metrics."""
+        return self.models.own
 
     @property
     def model(self) -> str:
@@ -50,13 +58,14 @@ class MeshMetrics:
 
     Attributes:
         registry: Of the metrics with the label ``model_name``.
-        moved, unattended, key_usage: Counted for all meshes of the gateway together.
+        moved, unattended, key_usage, adapter_usage: Counted for all meshes of the gateway together.
     """
 
     registry: CollectorRegistry
     moved: Counter
     unattended: UnattendedMetrics
     key_usage: KeyUsage
+    adapter_usage: AdapterUsage
 
 
 async def connect(
@@ -84,13 +93,14 @@ async def connect(
     model = names[0]
     metrics.registry.register(MeshGauges(view, backlog, model))
     plans = MessagePlans.choose(settings.tool_call_parser, settings.reasoning_parser, info)
-    counts = GatewayMetrics(metrics.registry, model, metrics.key_usage)
+    counts = GatewayMetrics(metrics.registry, model, metrics.key_usage, metrics.adapter_usage)
+    admission = Admission(shares, backlog, settings.most_urgent_priority)
     generator = Generator(
         tokenizers,
         view,
         outputs,
         counts,
-        Admission(shares, backlog, settings.most_urgent_priority),
+        admission,
         ResumableRequests(settings.keep_disconnected_requests, metrics.unattended, host.failed),
         default_timeout=settings.request_timeout,
         most_urgent_priority=settings.most_urgent_priority,
@@ -101,7 +111,20 @@ async def connect(
         random=host.random,
         clock=host.clock.nanoseconds,
     )
-    return ServedMesh(names, plans, generator, tokenizers, outputs, view, health, counts)
+    pooler = Pooler(
+        tokenizers,
+        health,
+        outputs,
+        counts,
+        admission,
+        default_timeout=settings.request_timeout,
+        most_urgent_priority=settings.most_urgent_priority,
+        tracer=host.tracer,
+        model=model,
+        random=host.random,
+        clock=host.clock.nanoseconds,
+    )
+    return ServedMesh(ModelNames(names, view), plans, generator, pooler, tokenizers, outputs, view, health, counts)
 
 
 async def _marks(reasoning: ReasoningFormat, tokenizers: TokenizerClient) -> ReasoningMarks | None:

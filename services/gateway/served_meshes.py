@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tokenloom.request import errors
 from tokenloom.services.runtime.host.health import Health
 
+from .adapters.model_names import MAX_QUOTED, NamedAdapter
 from .health import PARTS, PUBLISH_SECONDS, PartState
 from .mesh_spec import MeshSpec
 from .served_mesh import ServedMesh
@@ -60,11 +61,16 @@ class ServedMeshes:
         """Return once any mesh is connected."""
         await self._connected.wait()
 
-    def pick(self, name: object) -> ServedMesh:
-        """Return the mesh that serves a model; None names the only one.
+    def find(self, name: object) -> tuple[ServedMesh, NamedAdapter | None]:
+        """Return the mesh that serves a model or an adapter, and the adapter. Raises as :meth:`pick`."""
+        mesh = self.pick(name)
+        return mesh, mesh.models.find(name)
 
-        Raises ``InvalidArgument`` without a name if there are several, ``ModelNotFound`` for an unknown one and
-        ``Unavailable`` for one whose mesh is not connected yet.
+    def pick(self, name: object) -> ServedMesh:
+        """Return the mesh that serves a model or an adapter; None names the only one.
+
+        Raises ``InvalidArgument`` without a name if there are several, and for the name of adapters of several models,
+        ``ModelNotFound`` for an unknown one and ``Unavailable`` for one whose mesh is not connected yet.
         """
         if name is None:
             if self.is_one:
@@ -74,14 +80,30 @@ class ServedMeshes:
             raise errors.InvalidArgument("model must be a string", "model")
         if (mesh := self._by_name.get(name)) is not None:
             return mesh
-        if name in self.names:
-            raise errors.Unavailable(f"The mesh of model {name!r} does not answer; retry.")
-        message = f"model {name[:128]!r} is not served; GET /v1/models lists the served models: {self._listed()}"
+        having = [mesh for mesh in self if mesh.models.has(name)]
+        if len(having) == 1:
+            return having[0]
+        if having:
+            right = " or ".join(repr(mesh.models.answers_as(name)) for mesh in having)
+            raise errors.InvalidArgument(f"{name!r} is an adapter of several models; send {right}", "model")
+        if (mesh := self._by_name.get(model := name.rpartition(":")[0])) is not None:
+            raise mesh.models.not_served(name)
+        if name in self.names or model in self.names:
+            raise errors.Unavailable(f"The mesh of model {name[:MAX_QUOTED]!r} does not answer; retry.")
+        message = f"model {name[:MAX_QUOTED]!r} is not served; GET /v1/models lists the served models: {self._listed()}"
         raise errors.ModelNotFound(message, field="model")
 
     def name_of(self, name: str) -> str:
-        """Return the first name of a model, or that of the first model if the name is unknown."""
-        return self._by_name.get(name, self.first).model
+        """Return what answers to requests for a model say, or the first model's name if ``name`` is unknown."""
+        try:
+            return self.pick(name).models.answers_as(name)
+        except errors.TokenloomError:
+            return self.first.model
+
+    def listed(self) -> list[str]:
+        """Return the names of all models, and of the adapters that a request can name."""
+        adapters = [name for mesh in self for name in mesh.models.adapters()]
+        return self.names + [name for name in adapters if adapters.count(name) == 1 and name not in self.names]
 
     def states(self) -> Mapping[str, tuple[Mapping[str, PartState], list[str]]]:
         """Return by model, under its first name, the parts of its mesh and those without which it does not answer."""

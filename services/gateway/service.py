@@ -9,6 +9,7 @@ from tokenloom.services.runtime.host.descriptors import for_clients
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.telemetry.process_metrics import show_token_cost
 
+from .adapters.adapter_usage import AdapterUsage
 from .batches.open_batches import Batches, absent_routes, open_batches
 from .edges import open_edges
 from .gateway_settings import NUM_EDGES, GatewaySettings
@@ -147,7 +148,8 @@ def _divide(settings: GatewaySettings, keys: ApiKeys) -> TenantShares:
 
 async def _connect(meshes: ServedMeshes, settings: GatewaySettings, host: Host, shares: TenantShares) -> None:
     """Connect to the meshes. Returns once one of them is connected; the others follow whenever they are there."""
-    shared = count_moved(host.metrics), UnattendedMetrics(host.metrics), KeyUsage(host.metrics)
+    usages = KeyUsage(host.metrics), AdapterUsage(host.metrics)
+    shared = count_moved(host.metrics), UnattendedMetrics(host.metrics), *usages
     registries = None if meshes.is_one else ModelRegistries(host.metrics)
 
     async def join(spec: MeshSpec) -> None:

@@ -2,10 +2,13 @@
 
 import sys
 
-from tokenloom.services.runtime.host.service import main
+from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
 
-from .output_processor_settings import OutputProcessorSettings
-from .service import OutputProcessorService
+with uncollected_imports():
+    from tokenloom.services.runtime.host.service import main
+
+    from .output_processor_settings import OutputProcessorSettings
+    from .service import OutputProcessorService
 
 if __name__ == "__main__":
     sys.exit(main(OutputProcessorService, OutputProcessorSettings, OutputProcessorSettings.service))

@@ -2,10 +2,13 @@
 
 import sys
 
-from tokenloom.services.runtime.host.service import main
+from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
 
-from .service import TokenizerService
-from .tokenizer_settings import TokenizerSettings
+with uncollected_imports():
+    from tokenloom.services.runtime.host.service import main
+
+    from .service import TokenizerService
+    from .tokenizer_settings import TokenizerSettings
 
 if __name__ == "__main__":
     sys.exit(main(TokenizerService, TokenizerSettings, TokenizerSettings.service))

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TypeVar
 
 from tokenizers import Tokenizer
@@ -18,6 +20,24 @@ MAX_HASHES = 256
 _HASH_BYTES = 8
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Limits the tokens of a prompt: drops tokens of its text, or of a pair's second text, never special tokens."""
+
+    max_tokens: int
+    keep_first: bool = False
+    """Keep the first tokens instead of the last ones."""
+
+    def kept(self, sequence_ids: Sequence[int | None]) -> Sequence[int]:
+        """Return the positions to keep. ``sequence_ids``: the text of each token; None for special tokens."""
+        droppable: list[int] = []
+        for sequence in (1, 0):
+            positions = [position for position, each in enumerate(sequence_ids) if each == sequence]
+            droppable += reversed(positions) if self.keep_first else positions
+        dropped = set(droppable[: len(sequence_ids) - self.max_tokens])
+        return [position for position in range(len(sequence_ids)) if position not in dropped]
 
 
 class Encoder:
@@ -38,17 +58,28 @@ class Encoder:
         want_hashes: bool,
         salt: bytes,
         want_token_strings: bool = False,
+        second_texts: Sequence[str] = (),
+        cut: Cut | None = None,
     ) -> list[TokenizedPrompt]:
         """Return the ids of each text and, if wanted, the prefixes of its block hashes and the strings of its tokens.
+
+        Args:
+            second_texts: What to join to each text; empty: nothing.
+            cut: Limits the tokens of each prompt; None: nothing does.
 
         Raises ``InvalidArgument`` for a text over the size limit or one that makes the tokenizer fail,
         ``ResourceExhausted`` when too many calls wait.
         """
-        for text in texts:
+        if second_texts and len(second_texts) != len(texts):
+            raise errors.InvalidArgument("second_texts must be empty or as many as texts.", "second_texts")
+        for text in (*texts, *second_texts):
             # A character has at most four bytes: most texts need not be measured.
             if 4 * len(text) > self._max_text_bytes and len(text.encode()) > self._max_text_bytes:
                 raise errors.InvalidArgument(f"prompt: a text may have at most {self._max_text_bytes} bytes.", "prompt")
-        return await self._in_thread(self._encode, texts, add_special_tokens, want_hashes, salt, want_token_strings)
+        pairs = list(zip_longest(texts, second_texts))
+        return await self._in_thread(
+            self._encode, pairs, add_special_tokens, want_hashes, salt, want_token_strings, cut
+        )
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of a complete sequence; ids that the tokenizer does not know have none."""
@@ -59,16 +90,28 @@ class Encoder:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _encode(
-        self, texts: Sequence[str], add_special_tokens: bool, want_hashes: bool, salt: bytes, want_token_strings: bool
+        self,
+        pairs: Sequence[tuple[str, str | None]],
+        add_special_tokens: bool,
+        want_hashes: bool,
+        salt: bytes,
+        want_token_strings: bool,
+        cut: Cut | None,
     ) -> list[TokenizedPrompt]:
         prompts = []
-        for text in texts:
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        for text, second in pairs:
+            encoding = self._tokenizer.encode(text, second, add_special_tokens=add_special_tokens)
+            ids, types = encoding.ids, encoding.type_ids if second is not None else ()
+            if cut is not None and len(ids) > cut.max_tokens:
+                kept = cut.kept(encoding.sequence_ids)
+                ids, types = [ids[index] for index in kept], [types[index] for index in kept] if types else ()
             prompt = TokenizedPrompt(
-                token_ids=encoding.ids, token_strings=encoding.tokens if want_token_strings else ()
+                token_ids=ids,
+                token_strings=encoding.tokens if want_token_strings else (),
+                first_part_tokens=types.index(1) if 1 in types else 0,
             )
             if want_hashes:
-                hashes = block_hashes(encoding.ids[: MAX_HASHES * self._block_size], self._block_size, salt=salt)
+                hashes = block_hashes(ids[: MAX_HASHES * self._block_size], self._block_size, salt=salt)
                 prompt.block_hash_prefixes.extend([int.from_bytes(each[:_HASH_BYTES], "little") for each in hashes])
             prompts.append(prompt)
         return prompts

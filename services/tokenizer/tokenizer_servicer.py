@@ -18,7 +18,7 @@ from tokenloom.v1.tokenizer_pb2 import (
 )
 from tokenloom.v1.tokenizer_pb2_grpc import TokenizerServicer as TokenizerServicerBase
 
-from .encoder import Encoder
+from .encoder import Cut, Encoder
 from .metrics import Metrics
 from .output_format import opens_reasoning
 from .render_worker import Job
@@ -47,6 +47,8 @@ class TokenizerServicer(TokenizerServicerBase):
             want_hashes=request.want_hashes,
             salt=request.cache_salt,
             want_token_strings=request.want_token_strings,
+            second_texts=request.second_texts,
+            cut=Cut(request.max_tokens, request.keep_first) if request.max_tokens else None,
         )
         self._metrics.encode.observe(time.monotonic() - started)
         self._metrics.tokens.inc(sum(len(prompt.token_ids) for prompt in prompts))

@@ -107,7 +107,7 @@ def run(client: Client, mesh: dict[str, str], logs: Path) -> Result:
     """Installs it if need be, and runs its script."""
     print(f"{client.name} …", file=sys.stderr, flush=True)
     started, version = time.monotonic(), "?"
-    log = logs / f"{client.script}.log"
+    log = logs / f"{Path(client.script).name}.log"
     with tempfile.TemporaryDirectory(prefix="tl-client-") as out, log.open("w+") as file:
         try:
             home = environments.interpreter(client)

@@ -43,6 +43,10 @@ class Client:
 CLIENTS = (
     Client("openai (Python)", "openai_client.py", ("openai==3.54.0",)),
     Client("openai (JS)", "openai_client.mjs", ("openai@6.49.0", "zod@4.6.7")),
+    Client("openai (embeddings)", "vectors/openai_vectors_client.py", ("openai==3.54.0",)),
+    Client("openai (embeddings, JS)", "vectors/openai_vectors_client.mjs", ("openai@6.49.0",)),
+    Client("langchain-openai (embeddings)", "vectors/langchain_vectors_client.py", ("langchain-openai==1.7.3",)),
+    Client("llama-index", "vectors/llama_index_client.py", ("llama-index-embeddings-openai-like==0.4.0",)),
     Client("openai (Responses)", "responses_client.py", ("openai==3.54.0",)),
     Client("openai (Responses, JS)", "responses_client.mjs", ("openai@6.49.0",)),
     Client("anthropic (Python)", "anthropic_client.py", ("anthropic==2.12.0",)),

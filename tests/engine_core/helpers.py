@@ -7,7 +7,8 @@ from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerCon
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor import make_executor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.core_pooling_params import PoolingParams, PoolingTask
+from tokenloom.engine_core.wire.core_sampling_params import DRAWS_NOTHING, SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest
 
 VOCAB_SIZE = 97
@@ -107,3 +108,10 @@ def finish(core: EngineCore, max_steps: int = 1000) -> dict[str, list[EngineCore
 
 def tokens_of(outputs: list[EngineCoreOutput]) -> list[int]:
     return [token_id for output in outputs for token_id in output.new_token_ids]
+
+
+def make_pooling(
+    request_id: str, prompt: Sequence[int], task: PoolingTask = PoolingTask.EMBED, **params: object
+) -> EngineCoreRequest:
+    pooling = PoolingParams(task, **params)  # type: ignore[arg-type]
+    return EngineCoreRequest(request_id, list(prompt), DRAWS_NOTHING, pooling_params=pooling)

@@ -4,6 +4,7 @@ from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_core
 from tests.engine_core.invariants import check_idle
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.fake_workers.hash_pooling import hash_pooling
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.wire.handshake import CoreReady
 from tokenloom.engine_core.wire.messages import FinishReason
@@ -20,6 +21,7 @@ def test_ready_reports_the_sizes_of_the_core() -> None:
         kv_layout="hash/int32/2/4",
         numerics="hash",
         hidden_size=8,
+        pooling=hash_pooling(generates=True),
     )
 
 

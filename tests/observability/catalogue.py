@@ -140,6 +140,10 @@ three against a real Prometheus that scrapes a running mesh.
 The metrics of logits and temperatures exist where `--logits-metrics-interval` is set, those of drafts
 (`vllm:spec_decode_…`) where `--speculative-config` is.
 
+An engine with `--enable-lora` also shows `vllm:lora_requests_info` (labels `max_lora`, `waiting_lora_adapters`,
+`running_lora_adapters`), and for each adapter that is loaded `tokenloom_lora_requests_running` and
+`tokenloom_lora_requests_waiting` (label `adapter`).
+
 An engine of a model with experts also shows `tokenloom_expert_tokens_total` (label `expert`): the tokens that each
 expert computed, over all layers; and `tokenloom_expert_imbalance` (label `layer`): the tokens of a layer's most used
 expert, divided by the mean of its experts, 1 if they are even. Layers without experts are not numbered.

@@ -5,12 +5,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, KVCacheDtype, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.config import (
+    CacheConfig,
+    EngineConfig,
+    KVCacheDtype,
+    LoraConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest, SchedulerStats
 from tokenloom.gpu_worker.platform.devices import make_worker
+from tokenloom.request.adapter_salt import adapter_salt
 
 MAX_MODEL_LEN = 640
 
@@ -36,6 +44,7 @@ class Engine:
         max_model_len: int = MAX_MODEL_LEN,
         kv_cache_dtype: KVCacheDtype = "auto",
         groups: bool = True,
+        lora: LoraConfig | None = None,
     ) -> None:
         worker = WorkerConfig(
             model=str(model),
@@ -57,6 +66,7 @@ class Engine:
             ),
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
             max_model_len=max_model_len,
+            lora=lora or LoraConfig(),
         )
         self.core = EngineCore(config, UniProcExecutor(make_worker(config)))
         self.stop_token_ids = tuple(stop_token_ids)
@@ -75,20 +85,26 @@ class Engine:
         prompts: Sequence[list[int]],
         max_tokens: Sequence[int],
         accepted: Sequence[list[int]] | None = None,
+        adapters: Sequence[bytes] | None = None,
         **sampling: float,
     ) -> list[list[int]]:
         """All at once; greedy unless ``sampling`` says otherwise. Request i of a call has seed i.
 
-        ``accepted``: tokens that an earlier attempt has drawn; they begin the outputs that are returned.
+        ``accepted``: tokens that an earlier attempt has drawn; they begin the outputs that are returned. ``adapters``:
+        the digest of each request's.
         """
         tokens: dict[str, list[int]] = {}
         given = accepted or [[] for _ in prompts]
-        for seed, (prompt, limit, begun) in enumerate(zip(prompts, max_tokens, given, strict=True)):
+        digests = adapters or [b""] * len(prompts)
+        for seed, (prompt, limit, begun, digest) in enumerate(zip(prompts, max_tokens, given, digests, strict=True)):
             params = SamplingParams(
                 max_tokens=limit, seed=seed, stop_token_ids=self.stop_token_ids, **{"temperature": 0.0, **sampling}
             )
             tokens[name := next(self._names)] = list(begun)
-            self.core.add_request(EngineCoreRequest(name, prompt, params, accepted_token_ids=list(begun)))
+            request = EngineCoreRequest(
+                name, prompt, params, list(begun), cache_salt=adapter_salt(b"", digest), adapter=digest
+            )
+            self.core.add_request(request)
         while self.core.has_work():
             outputs = self.core.step()
             for output in outputs.outputs:

@@ -10,11 +10,14 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
+
 from .command import Command, Group
 from .help_page import help_page
 
 Places = Mapping[str, tuple[str, ...]]
-"""Modules by the panel of the help that shows them; a module's last name is that of its function or ``Typer``."""
+"""Modules by the panel of the help that shows them. A module's last name is that of its function or ``Typer``, unless
+it is given: ``module:function``."""
 
 
 class LazyCommands(MutableMapping[str, Any]):
@@ -22,7 +25,7 @@ class LazyCommands(MutableMapping[str, Any]):
 
     def __init__(self, package: str, places: Places) -> None:
         self._places = {
-            _last(module).replace("_", "-"): (f"{package}.{module}", panel)
+            _member(module).replace("_", "-"): (f"{package}.{module}", panel)
             for panel, modules in places.items()
             for module in modules
         }
@@ -30,8 +33,10 @@ class LazyCommands(MutableMapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._built:
-            module, panel = self._places[name]
-            self._built[name] = _built(getattr(import_module(module), _last(module)), name, panel)
+            place, panel = self._places[name]
+            with uncollected_imports():
+                imported = import_module(_module(place))
+            self._built[name] = _built(getattr(imported, _member(place)), name, panel)
         return self._built[name]
 
     def __setitem__(self, name: str, command: Any) -> None:
@@ -51,8 +56,8 @@ class LazyCommands(MutableMapping[str, Any]):
 
     def summaries(self) -> Iterator[TyperCommand]:
         """Yield commands with nothing but their help texts, which are read without importing their modules."""
-        for name, (module, panel) in self._places.items():
-            yield TyperCommand(name, help=_summary(module), rich_help_panel=panel)
+        for name, (place, panel) in self._places.items():
+            yield TyperCommand(name, help=_summary(place), rich_help_panel=panel)
 
 
 def lazy_group(package: str, places: Places) -> type[TyperGroup]:
@@ -77,17 +82,18 @@ def _built(command: Any, name: str, panel: str) -> Any:
         single = typer.Typer(add_completion=False)
         single.command(name, cls=Command, rich_help_panel=panel)(command)
         return typer.main.get_command(single)
-    command.info.cls = Group
-    for each in command.registered_commands:
-        each.cls = Command
+    if command.registered_commands:  # otherwise it has a lazy group of its own
+        command.info.cls = Group
+        for each in command.registered_commands:
+            each.cls = Command
     built: Any = typer.main.get_command(command)
     built.name, built.rich_help_panel = name, panel
     return built
 
 
-def _summary(module: str) -> str:
+def _summary(place: str) -> str:
     """Return the help of a command from the source of its module: its function's docstring, or its ``Typer``'s help."""
-    spec, name = find_spec(module), _last(module)
+    spec, name = find_spec(_module(place)), _member(place)
     if spec is None or spec.origin is None:
         return ""
     for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
@@ -99,5 +105,10 @@ def _summary(module: str) -> str:
     return ""
 
 
-def _last(module: str) -> str:
-    return module.rpartition(".")[2]
+def _module(place: str) -> str:
+    return place.partition(":")[0]
+
+
+def _member(place: str) -> str:
+    module, _, name = place.partition(":")
+    return name or module.rpartition(".")[2]

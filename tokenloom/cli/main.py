@@ -3,11 +3,13 @@
 import sys
 from typing import Annotated
 
-import typer
-
 from tokenloom import __version__
+from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
 
-from .commands import lazy_group
+with uncollected_imports():
+    import typer
+
+    from .commands import lazy_group
 
 _GROUPS = {
     "Serve": ("mesh.serve", "mesh.demo", "mesh.stop", "fetch"),

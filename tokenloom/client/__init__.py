@@ -1,8 +1,9 @@
 """Provides clients of a running mesh, over the gateway's public gRPC API (``tokenloom.v1.Inference``).
 
 :class:`Client` blocks, :class:`AsyncClient` is for asyncio; both have ``models``, ``generate``, ``stream``, ``chat``,
-``stream_chat`` and ``session``. Requests that the mesh refuses raise one of :mod:`errors`, which name the field;
-requests that may succeed later are retried (:class:`Retries`). The clients need neither torch nor a model.
+``stream_chat``, ``session``, ``embed``, ``classify``, ``score`` and ``pool``. Requests that the mesh refuses raise one
+of :mod:`errors`, which name the field; requests that may succeed later are retried (:class:`Retries`). The clients need
+neither torch nor a model.
 """
 
 from tokenloom.offline.outputs import Logprob
@@ -11,6 +12,7 @@ from tokenloom.request import errors
 from .async_client import AsyncClient, AsyncStream
 from .async_session import AsyncSession
 from .options import ChatOptions, Message, Options
+from .pooled import Pooled
 from .results import Chunk, Generation, Model, Output, Usage
 from .retries import Retries
 from .sync_client import Client, Stream
@@ -30,6 +32,7 @@ __all__ = [
     "Model",
     "Options",
     "Output",
+    "Pooled",
     "Retries",
     "Session",
     "Stream",

@@ -20,6 +20,7 @@ from .async_responses import AsyncResponses, Call
 from .async_session import AsyncSession
 from .client_request import chat_request, check_streamed, prompt_request
 from .options import ChatArguments, Message, Prompt, PromptArguments, takes
+from .pooled import Pooled, PoolInput, classify_request, embed_request, pool_request, read_pooled, score_request
 from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
 from .retries import Retries
 
@@ -93,6 +94,30 @@ class AsyncClient:
         )
         return list(map(read_model, answer.models))
 
+    async def embed(self, inputs: Sequence[PoolInput], *, timeout: float | None = None, **options: Any) -> Pooled:
+        """Return one vector for each input, at most 2048.
+
+        ``options``: ``model``, ``dimensions``, ``normalize``, ``truncate_prompt_tokens``, ``priority``. Raises any of
+        :mod:`errors`.
+        """
+        return await self._pooled("Embed", embed_request(inputs, **options), timeout)
+
+    async def classify(self, inputs: Sequence[PoolInput], *, timeout: float | None = None, **options: Any) -> Pooled:
+        """Like :meth:`embed`, but return the probabilities of the model's classes; ``use_activation`` False: logits."""
+        return await self._pooled("Classify", classify_request(inputs, **options), timeout)
+
+    async def score(
+        self, query: str, documents: Sequence[str], *, timeout: float | None = None, **options: Any
+    ) -> Pooled:
+        """Like :meth:`embed`, but return the relevance of each document to the query."""
+        return await self._pooled("Score", score_request(query, documents, **options), timeout)
+
+    async def pool(
+        self, inputs: Sequence[PoolInput], task: str, *, timeout: float | None = None, **options: Any
+    ) -> Pooled:
+        """Like :meth:`embed`, but return what a task computes, such as ``token_embed``: a vector for each token."""
+        return await self._pooled("Pool", pool_request(inputs, task, **options), timeout)
+
     @takes(PromptArguments)
     async def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> Generation:
         """Continue a text or token ids and return the whole answer. ``model`` None: the served model.
@@ -160,6 +185,13 @@ class AsyncClient:
         course = AnswerCourse(request, self._retries, deadline, time.monotonic, may_restart=may_restart)
         self._cancellations.prepare()
         return course, AsyncResponses(course, self._open, self._cancel)
+
+    async def _pooled(self, method: str, request: object, timeout: float | None) -> Pooled:
+        async def call(stub: Any, left: float) -> Pooled:
+            responses = getattr(stub, method)(request, timeout=left, metadata=self._metadata)
+            return read_pooled([response async for response in responses])
+
+        return await self._retrying(call, timeout)
 
     def _open(self, call: NextCall, seconds: float) -> tuple[Call, Callable[[], object]]:
         stub, metadata = self._gateways.current, (*self._metadata, *call.metadata)

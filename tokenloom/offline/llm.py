@@ -17,14 +17,29 @@ from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
 from tokenloom.services.engine.core.grammar_config import reasoning_mode
 from tokenloom.services.engine.core.workers import WORKER_COMMAND, make_worker
 from tokenloom.services.engine.engine_settings import for_checkpoint
+from tokenloom.services.engine.identity import pooling_limits
 from tokenloom.v1 import types_pb2
 
 from .beam_search import BeamSearchOutput, BeamSearchParams, OfflineBeamSearch
 from .chat_prompts import ChatPrompts
 from .engine_args import engine_config
+from .lora_request import LoRARequests, OfflineLoras
 from .offline_loop import OfflineLoop
 from .offline_request import OfflineRequest
 from .outputs import RequestOutput
+from .pooling import OfflinePooling, with_outputs
+from .pooling_outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    PoolingTaskName,
+    ScoringRequestOutput,
+)
+from .pooling_prompts import PoolingPrompts
 from .progress import Progress
 from .prompts import Message, Prompt, as_conversations, as_prompts, read_prompt
 from .request_builder import RequestBuilder
@@ -87,9 +102,12 @@ class LLM:
             experts_per_token=ready.experts_per_token,
             hidden_size=ready.hidden_size if enable_prompt_embeds else 0,
             reasoning=reasoning_mode(config.reasoning, finds_reasoning=ready.finds_reasoning),
+            **pooling_limits(ready.pooling),
         )
         self._builder = RequestBuilder(self._info, self._tokenizer, limits, seed, config.reasoning.marks)
+        self._loras = OfflineLoras(self._client, are_enabled=config.lora.enable)
         self._loop = OfflineLoop(self._client)
+        self._pooling = OfflinePooling(PoolingPrompts(self._tokenizer, limits), self._loop)
         self._chats = ChatPrompts(self._info, self._tokenizer, self.model_name)
 
     def generate(
@@ -98,6 +116,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; return the outputs in the order of the prompts.
 
@@ -106,16 +125,19 @@ class LLM:
                 token ids, or a list of these.
             sampling_params: One for all, or one for each; None: the model's own (``get_default_sampling_params``).
             use_tqdm: Whether to show a progress bar, or what to make it with.
+            lora_request: A LoRA adapter for all, or one or None for each; needs ``enable_lora=True``.
         """
         with _as_value_error():
             tokenized = [read_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
-            requests = self._builder.build(tokenized, sampling_params)
+            requests = self._builder.build(self._loras.apply(tokenized, lora_request), sampling_params)
         return self._run(requests, use_tqdm)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoRARequests = None,
     ) -> Iterator[RequestOutput]:
         """Continue each prompt like :meth:`generate`, and yield an output whenever a sample has new tokens.
 
@@ -124,7 +146,7 @@ class LLM:
         """
         with _as_value_error():
             tokenized = [read_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
-            requests = self._builder.build(tokenized, sampling_params)
+            requests = self._builder.build(self._loras.apply(tokenized, lora_request), sampling_params)
         return self._stream(requests)
 
     def chat(
@@ -137,6 +159,7 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several.
 
@@ -146,6 +169,7 @@ class LLM:
             add_generation_prompt: Whether the prompt ends where the assistant's turn begins.
             tools: Functions in OpenAI's form, for the template to describe.
             chat_template_kwargs: More names for the template.
+            lora_request: A LoRA adapter for all, or one or None for each; needs ``enable_lora=True``.
         """
         with _as_value_error():
             encoded = self._chats.encode(
@@ -155,7 +179,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 template_kwargs=chat_template_kwargs,
             )
-            requests = self._builder.build(encoded, sampling_params)
+            requests = self._builder.build(self._loras.apply(encoded, lora_request), sampling_params)
         return self._run(requests, use_tqdm)
 
     def beam_search(
@@ -178,6 +202,85 @@ class LLM:
             tokenized = [read_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
             search = OfflineBeamSearch(self._builder, self._tokenizer, lambda requests: self._run(requests, False))
             return search.search(tokenized, params, concurrency_limit, use_tqdm)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_task: PoolingTaskName | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Pool each prompt; return the results in the order of the prompts.
+
+        Args:
+            prompts: As in :meth:`generate`, without embeddings.
+            pooling_params: One for all, or one for each; None: as the model says.
+            truncate_prompt_tokens: How many tokens of a longer prompt to keep; -1: as many as the context holds.
+            pooling_task: ``embed``, ``classify``, ``score``, ``token_embed`` or ``token_classify``, unless the
+                parameters name it.
+        """
+        with _as_value_error():
+            texts = as_prompts(prompts)
+            return self._pooling.encode(texts, pooling_params, pooling_task, truncate_prompt_tokens, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return a vector for each prompt; the arguments are those of :meth:`encode`."""
+        pooled = self.encode(
+            prompts,
+            pooling_params,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
+            pooling_task="embed",
+        )
+        return [with_outputs(each, EmbeddingOutput(each.outputs.data.tolist())) for each in pooled]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of the classes of each prompt; the arguments are those of :meth:`encode`."""
+        pooled = self.encode(
+            prompts,
+            pooling_params,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
+            pooling_task="classify",
+        )
+        return [with_outputs(each, ClassificationOutput(each.outputs.data.tolist())) for each in pooled]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Score one text against each of several, or pairs of texts: by a model that reads both at once, or by the
+        cosine of their vectors if the model embeds.
+
+        Args:
+            data_1: One text, or as many as ``data_2`` has.
+            data_2: The other texts.
+            truncate_prompt_tokens: As in :meth:`encode`.
+        """
+        with _as_value_error():
+            return self._pooling.score(data_1, data_2, pooling_params, truncate_prompt_tokens, use_tqdm)
 
     def enqueue(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Add one prompt, whose output :meth:`next_finished` returns; return its request id."""

@@ -2,12 +2,29 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.errors import EnginePausedError
+from tokenloom.engine_core.wire.messages import EngineCoreOutput
 
 from .offline_request import OfflineRequest
-from .offline_sample import OfflineSample
+
+
+class InFlight(Protocol):
+    """A request with its samples, each with its ``core_request`` and its ``completion``."""
+
+    @property
+    def samples(self) -> Sequence[Any]: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+    def accept(self, sample: Any, step: EngineCoreOutput) -> bool:
+        """Add a step's result to a sample. Returns whether the sample ended without the core's knowledge."""
+
+    def abort(self) -> None:
+        """End the samples that have not ended."""
 
 
 class OfflineLoop:
@@ -15,7 +32,7 @@ class OfflineLoop:
 
     def __init__(self, client: InprocClient) -> None:
         self._client = client
-        self._live: dict[str, tuple[OfflineRequest, OfflineSample]] = {}
+        self._live: dict[str, tuple[InFlight, Any]] = {}
         self._enqueued: list[OfflineRequest] = []
 
     def enqueue(self, request: OfflineRequest) -> None:
@@ -35,7 +52,7 @@ class OfflineLoop:
         return []
 
     @contextmanager
-    def running(self, requests: Sequence[OfflineRequest]) -> Iterator[None]:
+    def running(self, requests: Sequence[InFlight]) -> Iterator[None]:
         """Add requests; when the context ends, abort those that have not ended. Raises ``EnginePausedError``."""
         if requests:
             self._client.check_awake()
@@ -44,9 +61,9 @@ class OfflineLoop:
                 self._add(request)
             yield
         finally:
-            self._abort([request for request in requests if not request.output.finished])
+            self._abort([request for request in requests if not request.finished])
 
-    def step(self) -> list[OfflineRequest]:
+    def step(self) -> list[InFlight]:
         """Compute a step and return the requests that it ended.
 
         Raises ``EnginePausedError`` if none of the requests in flight can advance; they stay. After any other exception
@@ -63,24 +80,24 @@ class OfflineLoop:
             self._client.call_utility("reset_prefix_cache")
             raise
 
-    def _add(self, request: OfflineRequest) -> None:
+    def _add(self, request: InFlight) -> None:
         for sample in request.samples:
             self._live[sample.core_request.request_id] = request, sample
             self._client.add_request(sample.core_request)
 
-    def _step(self) -> list[OfflineRequest]:
-        ended = []
+    def _step(self) -> list[InFlight]:
+        ended: list[InFlight] = []
         for output in self._client.get_output().outputs:
             request, sample = self._live[output.request_id]
             if request.accept(sample, output):
                 self._client.abort_requests([output.request_id])
             if sample.completion.finished():
                 del self._live[output.request_id]
-                if request.output.finished:
+                if request.finished:
                     ended.append(request)
         return ended
 
-    def _abort(self, requests: Sequence[OfflineRequest]) -> None:
+    def _abort(self, requests: Sequence[InFlight]) -> None:
         ids = [sample.core_request.request_id for request in requests for sample in request.samples]
         self._client.abort_requests([id_ for id_ in ids if self._live.pop(id_, None) is not None])
         for request in requests:

@@ -35,6 +35,10 @@ class OfflineRequest:
         )
 
     @property
+    def finished(self) -> bool:
+        return self.output.finished
+
+    @property
     def num_tokens(self) -> int:
         """Return the number of output tokens of all samples so far."""
         return sum(len(completion.token_ids) for completion in self.output.outputs)

@@ -48,6 +48,8 @@ class TokenizedPrompt:
     token_ids: list[int]
     cache_salt: bytes = b""
     embeds: Sequence[types_pb2.PromptEmbeds] = ()
+    adapter: bytes = b""
+    """The digest of its LoRA adapter; empty: the base model."""
 
     def then(self, token_ids: Sequence[int]) -> "TokenizedPrompt":
         """Return the prompt followed by more tokens."""

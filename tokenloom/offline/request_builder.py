@@ -10,10 +10,12 @@ from tokenizers import Tokenizer
 from tokenloom.checkpoint import CheckpointInfo
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.request import bad_words, validation
+from tokenloom.request.adapter_salt import adapter_salt
 from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.request.reasoning import Reasoning, ReasoningMarks
 from tokenloom.request.sample_seed import sample_seed
 from tokenloom.services.engine.core.core_request import to_core_sampling, to_spans
+from tokenloom.services.engine.core.pooling_request import check_generates
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.v1 import types_pb2
@@ -76,6 +78,7 @@ class RequestBuilder:
         return replace(params, max_tokens=rest if params.max_tokens is None else min(params.max_tokens, rest))
 
     def _request(self, prompt: TokenizedPrompt, params: SamplingParams) -> OfflineRequest:
+        check_generates(self.limits)
         wire = params.to_wire()
         spellings = bad_words.spellings(params.bad_words or ())
         bad_words.forbid(wire, [self._encode(text) for text in spellings])
@@ -113,8 +116,9 @@ class RequestBuilder:
                 request_id=request_id if n == 1 else f"{index}_{request_id}",
                 prompt_token_ids=prompt.token_ids,
                 sampling_params=replace(others if index else first, seed=sample_seed(first.seed, index)),
-                cache_salt=prompt.cache_salt,
+                cache_salt=adapter_salt(prompt.cache_salt, prompt.adapter),
                 prompt_embeds=to_spans(prompt.embeds),
+                adapter=prompt.adapter,
             )
             for index in range(n)
         ]

@@ -9,7 +9,7 @@ from .refusal import Refused
 from .small_files import check_content
 
 _KINDS = {
-    "adapter": "a LoRA adapter, and adapters are not available yet: merge it into its base model",
+    "adapter": "a LoRA adapter: serve its base model, and load the adapter from a directory of the peft library",
     "mmproj": "the image encoder of a model: serve the file of the language model",
 }
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES, QUANTIZATION_METHODS
+from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES, BUILT_IN, QUANTIZATION_METHODS
 
 from .refusal import Refused
 from .small_files import read_object
@@ -46,7 +46,7 @@ def check_config(path: Path, model_impl: str = "auto") -> dict[str, Any]:
 
 
 def _check_architecture(file: Path, name: str, config: dict[str, Any], model_impl: str) -> None:
-    if name in ARCHITECTURES and model_impl != "transformers":
+    if name in BUILT_IN and model_impl != "transformers":
         return
     known = _classes_of_transformers()
     if name in known and model_impl != "native":

@@ -86,8 +86,8 @@ def _as_adapter(path: Path) -> str:
         return ""
     base = read_object(file).get("base_model_name_or_path") or "its base model"
     return (
-        f"{file}: this is a LoRA adapter of {base}, and adapters are not available yet: merge it into that model with "
-        "PEFT's merge_and_unload, save the result with the tokenizer, and serve that"
+        f"{file}: this is a LoRA adapter of {base}: serve that model with "
+        f"--enable-lora --lora-modules {path.name}={path}"
     )
 
 

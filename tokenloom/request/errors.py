@@ -124,6 +124,10 @@ class ModelNotFound(NotFound, openai=_WRONG):
     """No model of this name is served."""
 
 
+class QueryLost(NotFound):
+    """The engine does not hold the query's vectors, or not any more; the gateway sends the query again."""
+
+
 class RequestLost(NotFound):
     """The request that the caller resumes is not known, or not any more. The caller may send it again as a new one."""
 

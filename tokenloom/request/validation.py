@@ -96,6 +96,19 @@ def check_prompt(token_ids: Sequence[int], params: Params, limits: Limits, *, fi
         )
 
 
+def check_pooling_prompt(token_ids: Sequence[int], limits: Limits, *, field: str) -> None:
+    """Check that a prompt from which nothing is generated has tokens of the vocabulary and fits the context."""
+    if not token_ids:
+        raise InvalidArgument(f"{field} is empty; at least one token is needed", field)
+    if len(token_ids) > limits.max_model_len:
+        raise InvalidArgument(
+            f"{field} has {len(token_ids)} tokens, more than the model's context of {limits.max_model_len}; "
+            "send a shorter one, or set truncate_prompt_tokens",
+            field,
+        )
+    _check_token_ids(token_ids, limits, field)
+
+
 def check_sampling(params: Params, limits: Limits, num_samples: int = 1) -> None:
     """Check every sampling parameter that is set; defaults need no check."""
     for descriptor, value in params.ListFields():

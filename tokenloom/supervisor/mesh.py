@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenloom.services.runtime.host.tasks import first_of
@@ -12,6 +12,7 @@ from .output import LineCopier
 from .part import Part
 from .part_failed import PartFailed
 from .part_spec import PartSpec
+from .process import Process
 from .state_dir import MeshRecord, PartState, write_record
 
 KILL_GRACE = 2.0
@@ -23,9 +24,17 @@ class Mesh:
     """Owns the parts. Use as ``async with``: entering starts them, leaving kills those that are left."""
 
     def __init__(
-        self, specs: Sequence[PartSpec], directory: Path, output: LineCopier, *, port: int, drain_timeout: float
+        self,
+        specs: Sequence[PartSpec],
+        directory: Path,
+        output: LineCopier,
+        *,
+        port: int,
+        drain_timeout: float,
+        first: Mapping[str, Process] = {},
     ) -> None:
-        self.parts = [Part(spec, output) for spec in specs]
+        """``first``: The processes that run already, by the names of their parts."""
+        self.parts = [Part(spec, output, first.get(spec.name)) for spec in specs]
         self._directory = directory
         self._output = output
         self._port = port

@@ -29,11 +29,15 @@ class LineCopier:
     def open(self, name: str) -> int:
         """Return a file descriptor for a part's output; the caller closes its own copy after the part has started."""
         read_end, write_end = os.pipe()
+        self.follow(name, read_end)
+        return write_end
+
+    def follow(self, name: str, read_end: int) -> None:
+        """Copy what a part writes to a pipe, and close the pipe's end."""
         thread = threading.Thread(target=self._copy, args=(name, read_end), name=f"log-{name}", daemon=True)
         self._threads = [t for t in self._threads if t.is_alive()]
         self._threads.append(thread)
         thread.start()
-        return write_end
 
     def quiet_seconds(self) -> float:
         """Return how long ago the last line was written."""

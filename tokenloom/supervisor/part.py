@@ -25,8 +25,10 @@ _POLL_SECONDS = 0.05
 class Part:
     """Holds a part and its restarts. :meth:`keep` owns the process; the other methods only send signals."""
 
-    def __init__(self, spec: PartSpec, output: LineCopier) -> None:
+    def __init__(self, spec: PartSpec, output: LineCopier, first: Process | None = None) -> None:
+        """``first``: The first process, if it runs already."""
         self.spec = spec
+        self._first = first
         self.state: PartState | None = None
         """The state that the running process wrote when it began to listen."""
         self.serving = asyncio.Event()
@@ -81,10 +83,7 @@ class Part:
     async def _run_once(self) -> int | None:
         """Run a process to its end, or until it drains and has left its listening sockets to a successor. Return its
         exit status; None: it drains."""
-        for path in (self.spec.state_file, *self.spec.leftovers):
-            path.unlink(missing_ok=True)
-        process = await Process.start(self.spec, self._output)
-        self._process = process
+        process = self._process = await self._start()
         if self._stopping.is_set():  # stopped while it started: it has no requests to drain
             process.kill_group()
         status: int | None = None
@@ -109,6 +108,14 @@ class Part:
             self._report(False)
             self.state = None
             self.spec.state_file.unlink(missing_ok=True)
+
+    async def _start(self) -> Process:
+        if (first := self._first) is not None:
+            self._first = None
+            return first
+        for path in (self.spec.state_file, *self.spec.leftovers):
+            path.unlink(missing_ok=True)
+        return await Process.start(self.spec, self._output)
 
     async def _follow(self, pid: int) -> None:
         """Watch the health of the process once it has written its addresses."""

@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+from .forked_process import ForkedProcess, fork_part
 from .output import LineCopier
 from .part_spec import PartSpec
 
@@ -26,7 +27,7 @@ _LAUNCH = str(Path(__file__).with_name("launch.py"))
 class Process:
     """Holds a started part. Ctrl-C does not reach it, so that the supervisor decides the order of stopping."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process | ForkedProcess) -> None:
         self._process = process
         self.pid = process.pid
 
@@ -34,7 +35,6 @@ class Process:
     async def start(cls, spec: PartSpec, output: LineCopier) -> "Process":
         """Start the part's command; its output goes to `output`."""
         launcher = (sys.executable, "-I", "-S", _LAUNCH, str(os.getpid()))
-        inherited = {name: value for name, value in os.environ.items() if name not in spec.withheld}
         descriptor = output.open(spec.name)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -43,13 +43,18 @@ class Process:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=descriptor,
                 stderr=descriptor,
-                env={**_DEFAULTS, **inherited, **_ENVIRONMENT, **spec.environment},
+                env=_environment(spec),
                 process_group=0,
                 pass_fds=spec.descriptors,
             )
         finally:
             os.close(descriptor)
         return cls(process)
+
+    @classmethod
+    def fork(cls, spec: PartSpec, output: int) -> "Process":
+        """Run the part's module in a fork; its output goes to the descriptor `output`. Raises `OSError`."""
+        return cls(fork_part(spec, _environment(spec), output))
 
     async def wait(self) -> int:
         """Wait for the end and return the exit status; negative: the signal that ended the process."""
@@ -64,3 +69,8 @@ class Process:
         """Kill the part and all processes that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
             os.killpg(self.pid, signal.SIGKILL)
+
+
+def _environment(spec: PartSpec) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in spec.withheld}
+    return {**_DEFAULTS, **inherited, **_ENVIRONMENT, **spec.environment}

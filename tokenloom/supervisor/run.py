@@ -3,14 +3,18 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from .first_processes import fork_first
 from .layout import MeshOptions, parts_of
 from .mesh import Mesh
 from .output import LineCopier
+from .part_spec import PartSpec
 from .ports import held_ports
+from .process import Process
 from .state_dir import mesh_directory
 
 Work = Callable[[Mesh], Coroutine[Any, Any, None]]
@@ -26,25 +30,50 @@ class Outcome:
     """Every part ended by itself; none had to be killed."""
 
 
-async def run_mesh(options: MeshOptions, output: LineCopier, work: Work) -> Outcome:
+def run_mesh(options: MeshOptions, output: LineCopier, work: Work) -> Outcome:
     """Start a mesh, run `work` until it returns or a signal arrives, then drain the mesh.
 
+    Call it outside an event loop: the first processes of the parts are forks of this process, if that is possible.
     Exceptions of `work` are raised again after every part has ended. Raises `PortTaken` before any part starts.
     """
-    held = held_ports(options.host, options.gateways, options.port, options.grpc_port)
-    with held as ports, mesh_directory() as directory, contextlib.closing(output):
-        parts, timeout = parts_of(options, directory, ports), options.drain_timeout
-        mesh = Mesh(parts, directory, output, port=ports[0].http, drain_timeout=timeout)
-        return await supervise(mesh, work)
+    with _planned(options, output) as plan:
+        mesh = plan.mesh(fork_first(plan.specs, output))
+        return asyncio.run(supervise(mesh, work))
+
+
+async def run_mesh_in_loop(options: MeshOptions, output: LineCopier, work: Work) -> Outcome:
+    """Do the same within an event loop; every process is started anew."""
+    with _planned(options, output) as plan:
+        return await supervise(plan.mesh({}), work)
 
 
 async def supervise(mesh: Mesh, work: Work) -> Outcome:
-    """Do the same for a given mesh."""
+    """Run `work` with a given mesh in the same way, within an event loop."""
     interrupted = asyncio.Event()
     with _signals(interrupted, mesh.kill):
         async with mesh:
             await _until(interrupted, asyncio.create_task(work(mesh)))
             return Outcome(clean=await mesh.drain(), interrupted=interrupted.is_set())
+
+
+@dataclass(frozen=True)
+class _Plan:
+    specs: Sequence[PartSpec]
+    directory: Path
+    output: LineCopier
+    port: int
+    drain_timeout: float
+
+    def mesh(self, first: Mapping[str, Process]) -> Mesh:
+        port, timeout = self.port, self.drain_timeout
+        return Mesh(self.specs, self.directory, self.output, port=port, drain_timeout=timeout, first=first)
+
+
+@contextlib.contextmanager
+def _planned(options: MeshOptions, output: LineCopier) -> Iterator[_Plan]:
+    held = held_ports(options.host, options.gateways, options.port, options.grpc_port)
+    with held as ports, mesh_directory() as directory, contextlib.closing(output):
+        yield _Plan(parts_of(options, directory, ports), directory, output, ports[0].http, options.drain_timeout)
 
 
 async def _until(interrupted: asyncio.Event, working: "asyncio.Task[None]") -> None:

@@ -87,7 +87,7 @@ def _mesh(
 async def run_layout(
     layout: Layout, *, with_proxies: bool, write_line: WriteLine, work: Callable[[Target], Awaitable[None]]
 ) -> Outcome:
-    """Start the mesh, run ``work`` once every part serves, and stop the mesh. Raises as ``run_mesh``."""
+    """Start the mesh, run ``work`` once every part serves, and stop the mesh. Raises as ``run_mesh_in_loop``."""
     options = layout.mesh
     output = LineCopier(write_line)
     with held_ports(options.host, options.gateways, 0, 0) as ports, mesh_directory() as directory:

@@ -4,8 +4,6 @@
 // A call is cut into pieces of work (some queries, one KV head, a range of positions) that threads draw, dearest first.
 // Results of pieces that share queries are partial (an output, its largest score, its sum of weights) and merged.
 // Sums are float32 whatever the dtype. Build as attention.h says.
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
@@ -16,6 +14,7 @@
 #include "attention_decode_pairs.h"
 #include "attention_decode_words.h"
 #include "attention_tile.h"
+#include "parallel.h"
 
 namespace {
 
@@ -37,13 +36,10 @@ class Call {
 
   void run() {
     const int64_t n = pieces.size(), merges = merged.size() * a.num_heads;
-#pragma omp parallel num_threads(a.num_threads) if (n > 1)
-    {
-#pragma omp for schedule(dynamic, 1)
-      for (int64_t i = 0; i < n; ++i) compute(pieces[i]);
-#pragma omp for schedule(static)
-      for (int64_t i = 0; i < merges; ++i) merge(merged[i / a.num_heads], i % a.num_heads);
-    }
+    for_pieces(n, a.num_threads, [&](int64_t i) { compute(pieces[i]); });
+    for_ranges(merges, 16, merges > 16 ? a.num_threads : 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) merge(merged[i / a.num_heads], i % a.num_heads);
+    });
   }
 
  private:

@@ -4,12 +4,11 @@
 // The matrix lies in panels of two registers of outputs, in a panel input after input. Of an input a word holds two
 // numbers, an output of the first register in its lower half and one of the second in its upper half, so that a shift and
 // a mask make floats of them. A sum adds its inputs in their order, whatever the other rows are.
-#include <omp.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
+#include "parallel.h"
 #include "vec.h"
 
 namespace {
@@ -31,6 +30,7 @@ constexpr int PANEL = 2 * LANES;   // outputs
 constexpr int AT_ONCE = 6;         // rows whose sums registers hold
 constexpr int STRETCH = 96;        // rows that are computed together, so that a second-level cache holds them
 constexpr int CHUNK = 128;         // inputs that all rows use while a first-level cache holds them, and fetched ahead
+constexpr int SMALL = 1 << 13;     // numbers of rows that one thread arranges sooner than another one wakes up
 constexpr int LONE = 4, SEVERAL = 2;  // panels that a lone row, or more rows, read at the same time
 
 // How many panels R rows multiply at once: an addition takes 4 cycles, so two registers of sums for each row would leave
@@ -167,14 +167,14 @@ void run(const Product& p, int threads) {
   const int64_t panels = (p.outputs + PANEL - 1) / PANEL;
   for (int64_t first = 0; first < p.num_rows; first += STRETCH) {
     const int64_t rows = std::min<int64_t>(STRETCH, p.num_rows - first), step = panels_at_once(rows);
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-      for (int64_t row = 0; row < rows; ++row) arrange(p, first, rows, row, x);
-#pragma omp for schedule(static)
-      for (int64_t panel = 0; panel < panels; panel += step)
-        multiply(p, x, first, rows, panel, std::min(step, panels - panel));
-    }
+    const int64_t grain = std::max<int64_t>(1, SMALL / p.inputs);
+    for_ranges(rows, grain, rows > grain ? threads : 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) arrange(p, first, rows, row, x);
+    });
+    for_ranges(panels, step, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t panel = begin; panel < end; panel += step)
+        multiply(p, x, first, rows, panel, std::min(step, end - panel));
+    });
   }
 }
 
@@ -189,8 +189,7 @@ extern "C" int64_t panel_outputs() { return PANEL; }
 // Arranges `weight`, [outputs, inputs], as the products read it; zeros fill the last panel.
 extern "C" void pack_bfloat16(const uint16_t* weight, uint32_t* matrix, int64_t outputs, int64_t inputs,
                               int32_t threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t panel = 0; panel < (outputs + PANEL - 1) / PANEL; ++panel)
+  for_pieces((outputs + PANEL - 1) / PANEL, threads, [&](int64_t panel) {
     for (int64_t k = 0; k < inputs; ++k)
       for (int64_t lane = 0; lane < LANES; ++lane) {
         const int64_t first = panel * PANEL + lane, second = first + LANES;
@@ -198,6 +197,7 @@ extern "C" void pack_bfloat16(const uint16_t* weight, uint32_t* matrix, int64_t 
         const uint32_t upper = second < outputs ? weight[second * inputs + k] : 0;
         matrix[(panel * inputs + k) * LANES + lane] = lower | upper << 16;
       }
+  });
 }
 
 // out = rows times matrixᵀ, plus bias if there is one.

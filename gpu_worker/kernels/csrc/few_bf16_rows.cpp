@@ -1,14 +1,13 @@
 // Products of few rows with a large bfloat16 matrix, for processors with AVX-512 BF16 and without the matrix unit.
 //
 // The matrix lies as oneDNN packs it there: panels of 64, 32 or 16 outputs, in a panel the pairs of inputs one after the
-// other, of each pair the two numbers of every output. Each thread reads a stretch of it once, and every row uses what
+// other, of each pair the two numbers of every output. A thread reads a stretch of it once, and every row uses what
 // it reads while a first-level cache holds it. A sum adds its pairs in their order, whatever the other rows are.
-#include <omp.h>
-
 #include <algorithm>
 #include <vector>
 
 #include "dot_bf16.h"
+#include "parallel.h"
 #include "vec.h"
 
 namespace {
@@ -26,6 +25,7 @@ struct Product {
 constexpr bool USABLE = true;
 constexpr int MOST_ROWS = 32, AT_ONCE = 6;  // rows whose sums registers hold
 constexpr int CHUNK = 64;                   // pairs that all rows take before the next: 16 KiB stay in the cache
+constexpr int SMALL = 1 << 13;  // numbers of rows that one thread arranges sooner than another one wakes up
 
 // The first row of part `part`: parts are as equal as can be, because a lone row wastes registers.
 inline int64_t part_start(int64_t rows, int64_t part) {
@@ -95,15 +95,15 @@ void run(const Product& p, int threads) {
   uint32_t* arranged = scratch.data();
   const uint32_t* x = alone ? (const uint32_t*)p.rows : arranged;
   const int64_t panels = p.outputs / (VECS * LANES);
-#pragma omp parallel num_threads(threads)
-  {
-    if (!alone) {
-#pragma omp for schedule(static)
-      for (int64_t row = 0; row < p.num_rows; ++row) arrange(p, row, arranged);
-    }
-#pragma omp for schedule(static)
-    for (int64_t panel = 0; panel < panels; ++panel) multiply_panel<VECS>(p, x, panel);
+  if (!alone) {
+    const int64_t grain = std::max<int64_t>(1, SMALL / p.inputs);
+    for_ranges(p.num_rows, grain, p.num_rows > grain ? threads : 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) arrange(p, row, arranged);
+    });
   }
+  for_ranges(panels, 1, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) multiply_panel<VECS>(p, x, panel);
+  });
 }
 #else
 constexpr bool USABLE = false;

@@ -1,11 +1,11 @@
-// Products of few rows with a large float32 matrix. Needs AVX-512, whose 32 registers hold the sums of six rows.
+// Products of few rows with a large float32 matrix. Needs AVX-512, whose 32 registers hold the sums of six rows, or AVX2
+// with FMA, whose 16 hold those of three rows and half a panel.
 //
 // The matrix lies as oneDNN packs it: panels of 64 outputs, in a panel the inputs one after the other, of each its 64
-// numbers. Each thread reads a stretch of it once. A sum adds its inputs in their order, whatever the other rows are.
-#include <omp.h>
-
+// numbers. Every stretch of it is read once. A sum adds its inputs in their order, whatever the other rows are.
 #include <algorithm>
 
+#include "parallel.h"
 #include "vec.h"
 
 namespace {
@@ -18,42 +18,51 @@ struct Product {
   int64_t num_rows, inputs, outputs;
 };
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
 constexpr bool USABLE = true;
 #else
 constexpr bool USABLE = false;
 #endif
 constexpr int WIDTH = 64, VECS = WIDTH / LANES;  // outputs of a panel
-constexpr int MOST_ROWS = 32, AT_ONCE = 6;       // rows whose sums registers hold
+constexpr int MOST_ROWS = 32;
+constexpr int AT_ONCE = LANES == 16 ? 6 : 3;     // rows whose sums registers hold
 constexpr int DEPTH = 64;                        // inputs that all rows take before the next: 16 KiB stay in the cache
 constexpr int AHEAD = DEPTH * WIDTH;             // numbers fetched before their use
+
+// Vectors of a panel that R rows take at once; a lone row takes all, because an addition takes 4 cycles.
+template <int R>
+constexpr int TAKEN = LANES == 16 || R == 1 ? VECS : VECS / 2;
 
 // Sums of R rows over `depth` inputs of a panel; `fetch`: what lies ahead, which only the first rows do.
 template <int R>
 void add_rows(const float* rows, int64_t stride, const float* panel, int depth, float* sums, bool fetch) {
-  Vec sum[R][VECS];
+  constexpr int N = TAKEN<R>;
+  for (int first = 0; first < WIDTH; first += N * LANES) {
+    Vec sum[R][N];
 #pragma GCC unroll 6  // or the sums do not stay in registers
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int i = 0; i < VECS; ++i) sum[r][i] = load(sums + r * WIDTH + i * LANES);
-  for (int k = 0; k < depth; ++k, panel += WIDTH) {
-    Vec x[VECS];
-#pragma GCC unroll 4
-    for (int i = 0; i < VECS; ++i) {
-      if (fetch) __builtin_prefetch(panel + AHEAD + i * LANES, 0, 2);
-      x[i] = load(panel + i * LANES);
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int i = 0; i < N; ++i) sum[r][i] = load(sums + r * WIDTH + first + i * LANES);
+    const float* numbers = panel + first;
+    for (int k = 0; k < depth; ++k, numbers += WIDTH) {
+      Vec x[N];
+#pragma GCC unroll 8
+      for (int i = 0; i < N; ++i) {
+        if (fetch && i * LANES % 16 == 0) __builtin_prefetch(numbers + AHEAD + i * LANES, 0, 2);
+        x[i] = load(numbers + i * LANES);
+      }
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        const float row = rows[r * stride + k];
+#pragma GCC unroll 8
+        for (int i = 0; i < N; ++i) sum[r][i] += x[i] * row;
+      }
     }
 #pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-      const float row = rows[r * stride + k];
-#pragma GCC unroll 4
-      for (int i = 0; i < VECS; ++i) sum[r][i] += x[i] * row;
-    }
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int i = 0; i < N; ++i) store(sums + r * WIDTH + first + i * LANES, sum[r][i]);
   }
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int i = 0; i < VECS; ++i) store(sums + r * WIDTH + i * LANES, sum[r][i]);
 }
 
 void add_some_rows(int count, const float* rows, int64_t stride, const float* panel, int depth, float* sums,
@@ -93,6 +102,7 @@ extern "C" int32_t can_multiply() { return USABLE; }
 extern "C" void multiply(const float* rows, const float* matrix, const float* bias, float* out, int64_t num_rows,
                          int64_t inputs, int64_t outputs, int32_t /* to_float */, int32_t threads) {
   const Product p = {rows, matrix, bias, out, num_rows, inputs, outputs};
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t panel = 0; panel < outputs / WIDTH; ++panel) multiply_panel(p, panel);
+  for_ranges(outputs / WIDTH, 1, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) multiply_panel(p, panel);
+  });
 }

@@ -1,13 +1,12 @@
 // Products of few rows with a large bfloat16 matrix, as fast as memory gives the matrix. Needs the matrix unit.
 //
 // The matrix lies as oneDNN packs it, AB16b32a2b: blocks of 32 outputs and 32 inputs, in a block 16 pairs of inputs, of
-// a pair 32 outputs. Each thread reads a stretch of it once, and every row uses what it reads.
-#include <omp.h>
-
+// a pair 32 outputs. A thread reads a stretch of it once, and every row uses what it reads.
 #include <algorithm>
 #include <vector>
 
 #include "amx.h"
+#include "parallel.h"
 #include "vec.h"
 
 namespace {
@@ -117,10 +116,9 @@ void multiply_32(const Product& p, const BF16* tiles, int64_t begin, int64_t end
 }
 
 // [2, inputs / 32, 16, 32]: rows as they are lie so far apart that they evict each other from the cache.
-void to_tiles(const Product& p, BF16* tiles) {
+void to_tiles(const Product& p, BF16* tiles, int64_t begin, int64_t end) {
   const int64_t steps = p.inputs / DEPTH;
-#pragma omp for schedule(static)
-  for (int64_t k = 0; k < steps; ++k)
+  for (int64_t k = begin; k < end; ++k)
     for (int64_t r = 0; r < p.num_rows; ++r)
       memcpy(tiles + (r / TILE_ROWS * steps + k) * TILE + r % TILE_ROWS * DEPTH, p.rows + r * p.inputs + k * DEPTH,
              DEPTH * sizeof(BF16));
@@ -131,17 +129,10 @@ void run(const Product& p, int threads) {
   if (p.num_rows > TILE_ROWS) scratch.resize(2 * TILE_ROWS * p.inputs);
   BF16* tiles = scratch.data();
   const int64_t blocks = p.outputs / WIDTH;
-#pragma omp parallel num_threads(threads)
-  {
-    const int64_t thread = omp_get_thread_num(), count = omp_get_num_threads();
-    const int64_t begin = blocks * thread / count, end = blocks * (thread + 1) / count;
-    if (p.num_rows <= TILE_ROWS) {
-      multiply_16(p, begin, end);
-    } else {
-      to_tiles(p, tiles);
-      multiply_32(p, tiles, begin, end);
-    }
-  }
+  if (p.num_rows <= TILE_ROWS)
+    return for_ranges(blocks, 2, threads, [&](int64_t begin, int64_t end) { multiply_16(p, begin, end); });
+  for_ranges(p.inputs / DEPTH, 8, threads, [&](int64_t begin, int64_t end) { to_tiles(p, tiles, begin, end); });
+  for_ranges(blocks, 1, threads, [&](int64_t begin, int64_t end) { multiply_32(p, tiles, begin, end); });
 }
 #else
 bool may_use_amx() { return false; }

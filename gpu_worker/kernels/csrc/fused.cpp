@@ -1,10 +1,9 @@
 // What a decoder layer computes between its matrices, each in one pass over memory. Arithmetic is float32 whatever the
 // dtype; intermediate results that a layer keeps are rounded to it.
-#include <omp.h>
-
 #include <cmath>
 
 #include "kv_int8.h"
+#include "parallel.h"
 #include "vec.h"
 
 extern "C" {
@@ -26,6 +25,12 @@ namespace {
 
 constexpr int64_t SMALL = 1 << 14;  // elements that one thread handles sooner than others wake up
 
+// Rows of a range that one thread computes together.
+inline int64_t row_grain(int64_t n) { return std::max<int64_t>(1, SMALL / 8 / n); }
+
+// How many threads share rows of n elements.
+inline int row_threads(int64_t rows, int64_t n, int threads) { return rows > 1 && rows * n > SMALL ? threads : 1; }
+
 template <class T>
 float inverse_rms(const T* x, int64_t n, float eps) {
   Vec squares = {};
@@ -39,14 +44,16 @@ float inverse_rms(const T* x, int64_t n, float eps) {
 template <class T>
 void add_norm_rows(T* residual, const T* delta, const T* weight, T* out, int64_t rows, int64_t n, float eps,
                    float shift, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * n > SMALL)
-  for (int64_t r = 0; r < rows; ++r) {
+  const auto add_norm_row = [&](int64_t r) {
     T *x = residual + r * n, *y = out + r * n;
     if (delta)
       for (int64_t i = 0; i < n; i += LANES) store(x + i, load(x + i, n - i) + load(delta + r * n + i, n - i), n - i);
     const float scale = inverse_rms(x, n, eps);
     for (int64_t i = 0; i < n; i += LANES) store(y + i, load(x + i, n - i) * scale * (load(weight + i, n - i) + shift), n - i);
-  }
+  };
+  for_ranges(rows, row_grain(n), row_threads(rows, n, threads), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) add_norm_row(r);
+  });
 }
 
 // Dimension i turns with i + D / 2.
@@ -69,10 +76,9 @@ void norm_rotate(const T* x, const T* weight, const float* cos, const float* sin
 }
 
 template <class T, bool INT8>
-void rotate_rows(const HeadsArgs& a) {
+void rotate_range(const HeadsArgs& a, int64_t begin, int64_t end) {
   const int64_t D = a.head_size, H = a.num_heads, K = a.num_kv_heads;
-#pragma omp parallel for num_threads(a.num_threads) if (a.num_tokens > 1 && a.num_tokens * (H + K) * D > SMALL)
-  for (int64_t t = 0; t < a.num_tokens; ++t) {
+  for (int64_t t = begin; t < end; ++t) {
     T* row = (T*)a.heads + t * (H + 2 * K) * D;
     const float *cos = a.cos + t * D / 2, *sin = a.sin + t * D / 2;
     const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
@@ -91,6 +97,13 @@ void rotate_rows(const HeadsArgs& a) {
   }
 }
 
+template <class T, bool INT8>
+void rotate_rows(const HeadsArgs& a) {
+  const int64_t n = (a.num_heads + a.num_kv_heads) * a.head_size;
+  for_ranges(a.num_tokens, row_grain(n), row_threads(a.num_tokens, n, a.num_threads),
+             [&](int64_t begin, int64_t end) { rotate_range<T, INT8>(a, begin, end); });
+}
+
 // x * sigmoid(x)
 struct Silu {
   static Vec of(Vec x) { return x / (1.f + exponential(-x)); }
@@ -103,13 +116,13 @@ struct Gelu {
 
 template <class Activation, class T>
 void gate_rows(const T* gate_up, T* out, int64_t rows, int64_t n, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * n > SMALL)
-  for (int64_t r = 0; r < rows; ++r) {
-    const T *gate = gate_up + 2 * r * n, *up = gate + n;
-    for (int64_t i = 0; i < n; i += LANES) {
-      store(out + r * n + i, Activation::of(load(gate + i, n - i)) * load(up + i, n - i), n - i);
+  for_ranges(rows, row_grain(n), row_threads(rows, n, threads), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const T *gate = gate_up + 2 * r * n, *up = gate + n;
+      for (int64_t i = 0; i < n; i += LANES)
+        store(out + r * n + i, Activation::of(load(gate + i, n - i)) * load(up + i, n - i), n - i);
     }
-  }
+  });
 }
 
 }  // namespace
@@ -149,4 +162,16 @@ extern "C" void silu_mul(int32_t is_bf16, const void* gate_up, void* out, int64_
 // The same with gelu, approximated by a hyperbolic tangent.
 extern "C" void gelu_mul(int32_t is_bf16, const void* gate_up, void* out, int64_t rows, int64_t size, int32_t threads) {
   gate<Gelu>(is_bf16, gate_up, out, rows, size, threads);
+}
+
+// The cosines and sines, [count, half], of the angles that `frequencies` [half] give to each position, times `factor`.
+extern "C" void rotations(const int64_t* positions, const float* frequencies, float* cosines, float* sines,
+                          int64_t count, int64_t half, float factor, int32_t threads) {
+  for_ranges(count, row_grain(half), row_threads(count, 8 * half, threads), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * half; i < end * half; ++i) {
+      const float angle = (float)positions[i / half] * frequencies[i % half];
+      cosines[i] = std::cos(angle) * factor;
+      sines[i] = std::sin(angle) * factor;
+    }
+  });
 }

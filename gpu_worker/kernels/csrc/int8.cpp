@@ -2,14 +2,13 @@
 // been before. Needs the matrix unit.
 //
 // The matrix lies in blocks of 32 outputs and 64 inputs, in a block 16 fours of inputs, of a four 32 outputs. Rows are
-// computed by stretches that stay in the cache while each thread goes over its part of the matrix.
-#include <omp.h>
-
+// computed by stretches that stay in the cache while threads go over parts of the matrix.
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
 #include "amx.h"
+#include "parallel.h"
 #include "vec.h"
 
 namespace {
@@ -111,14 +110,12 @@ void run(const Product& p, int threads) {
   x.tiles.resize(most * p.inputs);
   x.units.resize(most);
   const int64_t blocks = p.outputs / WIDTH;
-#pragma omp parallel num_threads(threads)
   for (int64_t first = 0; first < p.num_rows; first += STRETCH) {
     const int64_t rows = std::min<int64_t>(STRETCH, p.num_rows - first);
-    const int64_t thread = omp_get_thread_num(), count = omp_get_num_threads();
-#pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; ++r) round_row((const T*)p.rows + (first + r) * p.inputs, p.inputs, r, x);
-    multiply<T>(p, x, first, rows, blocks * thread / count, blocks * (thread + 1) / count);
-#pragma omp barrier
+    for_ranges(rows, 1, threads, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) round_row((const T*)p.rows + (first + r) * p.inputs, p.inputs, r, x);
+    });
+    for_ranges(blocks, 1, threads, [&](int64_t begin, int64_t end) { multiply<T>(p, x, first, rows, begin, end); });
   }
 }
 #else

@@ -2,15 +2,14 @@
 // output. Rows are rounded to int8 by the same groups. Needs AVX2; uses AVX-512 and VNNI.
 //
 // The matrix lies in panels of 16 outputs, in a panel group after group, of a group eight fours of inputs, of a four its
-// 16 outputs. Two fours of 4 bits share 64 bytes: the first in the lower halves. Each thread unpacks its panels once for
-// a stretch of rows. Sums of a group are exact, and a row adds its groups in their order: it depends on no other row.
-#include <omp.h>
-
+// 16 outputs. Two fours of 4 bits share 64 bytes: the first in the lower halves. A thread unpacks a panel once for a
+// stretch of rows. Sums of a group are exact, and a row adds its groups in their order: it depends on no other row.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "dot.h"
+#include "parallel.h"
 #include "quantized.h"
 #include "quantized_rows.h"
 #include "vec.h"
@@ -27,6 +26,7 @@ struct Product {
 };
 
 #ifdef HAS_DOT
+constexpr int SMALL = 64;     // groups that one thread rounds sooner than another one wakes up
 constexpr int STRETCH = 128;  // rows that are computed together: of 3,072 inputs they take 400 KB of the cache
 
 // A row's group as int8 by its largest number. A number that is not finite makes the unit NaN.
@@ -87,16 +87,15 @@ void run(const Product& p, int threads) {
   x.reserve(groups * std::min<int64_t>(STRETCH, p.num_rows));
   for (int64_t first = 0; first < p.num_rows; first += STRETCH) {
     x.rows = std::min<int64_t>(STRETCH, p.num_rows - first);
-#pragma omp parallel num_threads(threads)
-    {
-      const int64_t thread = omp_get_thread_num(), count = omp_get_num_threads();
-#pragma omp for schedule(static) collapse(2)  // few rows too are shared among all threads
-      for (int64_t row = 0; row < x.rows; ++row)
-        for (int64_t g = 0; g < groups; ++g)
-          round_group<BITS>((const T*)p.rows + (first + row) * p.inputs + g * GROUP, p.matrix.least,
-                            g * x.rows + row, x);
-      multiply<BITS, OFFSETS, T>(p, x, first, panels * thread / count, panels * (thread + 1) / count);
-    }
+    // Groups of all rows one after the other, so that a few rows too are shared among all threads.
+    for_ranges(x.rows * groups, SMALL, x.rows * groups > SMALL ? threads : 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t row = i / groups, g = i % groups;
+        round_group<BITS>((const T*)p.rows + (first + row) * p.inputs + g * GROUP, p.matrix.least, g * x.rows + row, x);
+      }
+    });
+    for_ranges(panels, 1, threads,
+               [&](int64_t begin, int64_t end) { multiply<BITS, OFFSETS, T>(p, x, first, begin, end); });
   }
 }
 
@@ -132,13 +131,13 @@ extern "C" void multiply_quantized(int32_t bits, int32_t is_bf16, const void* ro
 // Packs `values`, [outputs, inputs] int8, into zeros as the products read them.
 extern "C" void pack_quantized(int32_t bits, const int8_t* values, uint8_t* matrix, int64_t outputs, int64_t inputs,
                                int32_t least, int32_t threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t first = 0; first < outputs; first += PANEL) {
+  for_pieces((outputs + PANEL - 1) / PANEL, threads, [&](int64_t piece) {
+    const int64_t first = piece * PANEL;
     const int8_t* rows = values + first * inputs;
     uint8_t* panel = matrix + first * inputs * bits / 8;
     bits == 4 ? pack_panel<4>(rows, outputs - first, inputs, least, panel)
               : pack_panel<8>(rows, outputs - first, inputs, least, panel);
-  }
+  });
 }
 
 // Rounds `groups` groups of a weight, of whole 32s of numbers each, to -8 to 7; `extremes`: the levels, as positive

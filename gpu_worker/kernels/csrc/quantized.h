@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "dot.h"
+#include "parallel.h"
 #include "vec.h"
 
 namespace {
@@ -84,8 +85,7 @@ float best_scale(const T* x, int64_t group, const float* extremes, int64_t count
 template <class T>
 void round_groups(const T* weight, int64_t groups, int64_t group, const float* extremes, int64_t count, int8_t* values,
                   float* scales, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int64_t g = 0; g < groups; ++g) {
+  const auto round_one = [&](int64_t g) {
     const T* x = weight + g * group;
     const float scale = scales[g] = best_scale(x, group, extremes, count), inverse = scale != 0 ? 1 / scale : 0;
     for (int64_t i = 0; i < group; i += GROUP) {
@@ -93,7 +93,10 @@ void round_groups(const T* weight, int64_t groups, int64_t group, const float* e
       for (int j = 0; j < GROUP / LANES; ++j) levels[j] = to_int(to_level(load(x + i + j * LANES), inverse));
       store_bytes(values + g * group + i, levels);
     }
-  }
+  };
+  for_ranges(groups, 16, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t g = begin; g < end; ++g) round_one(g);
+  });
 }
 #else
 template <class T>

@@ -55,6 +55,11 @@ class CoordinatorStub:
                 request_serializer=tokenloom_dot_v1_dot_coordinator__pb2.WatchRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.Snapshot.FromString,
                 _registered_method=True)
+        self.SetAdapter = channel.unary_unary(
+                '/tokenloom.v1.Coordinator/SetAdapter',
+                request_serializer=tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer:
@@ -94,6 +99,14 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetAdapter(self, request, context):
+        """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
+        forgot one, are asked to do the same. A new coordinator takes the adapters that joining engines have. Callers: gateways, for an operator.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -116,6 +129,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.WatchRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_coordinator__pb2.Snapshot.SerializeToString,
+            ),
+            'SetAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetAdapter,
+                    request_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -227,6 +245,33 @@ class Coordinator:
             '/tokenloom.v1.Coordinator/Watch',
             tokenloom_dot_v1_dot_coordinator__pb2.WatchRequest.SerializeToString,
             tokenloom_dot_v1_dot_coordinator__pb2.Snapshot.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.Coordinator/SetAdapter',
+            tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterRequest.SerializeToString,
+            tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

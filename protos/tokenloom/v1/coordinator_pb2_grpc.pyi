@@ -50,6 +50,10 @@ class CoordinatorStub:
     """Streams the registry, now and at each change. Output processors place by it while the coordinator is away (adding their own picks), engines
     resolve each other's names with it, and operators watch it.
     """
+    SetAdapter: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SetAdapterRequest, _coordinator_pb2.SetAdapterResponse]
+    """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
+    forgot one, are asked to do the same. A new coordinator takes the adapters that joining engines have. Callers: gateways, for an operator.
+    """
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
@@ -72,6 +76,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
     Watch: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRequest, _coordinator_pb2.Snapshot]  # type: ignore[assignment]
     """Streams the registry, now and at each change. Output processors place by it while the coordinator is away (adding their own picks), engines
     resolve each other's names with it, and operators watch it.
+    """
+    SetAdapter: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SetAdapterRequest, _coordinator_pb2.SetAdapterResponse]  # type: ignore[assignment]
+    """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
+    forgot one, are asked to do the same. A new coordinator takes the adapters that joining engines have. Callers: gateways, for an operator.
     """
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
@@ -116,6 +124,16 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.Snapshot], _abc.AsyncIterator[_coordinator_pb2.Snapshot]]:
         """Streams the registry, now and at each change. Output processors place by it while the coordinator is away (adding their own picks), engines
         resolve each other's names with it, and operators watch it.
+        """
+
+    @_abc_1.abstractmethod
+    def SetAdapter(
+        self,
+        request: _coordinator_pb2.SetAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.SetAdapterResponse, _abc.Awaitable[_coordinator_pb2.SetAdapterResponse]]:
+        """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
+        forgot one, are asked to do the same. A new coordinator takes the adapters that joining engines have. Callers: gateways, for an operator.
         """
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

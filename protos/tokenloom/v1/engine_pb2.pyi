@@ -49,7 +49,7 @@ class EngineInput(_message.Message):
     def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., add: _Optional[_Iterable[_Union[AddRequest, _Mapping]]] = ..., stop_at: _Optional[_Iterable[_Union[StopAt, _Mapping]]] = ..., abort_slots: _Optional[_Iterable[int]] = ..., credit: _Optional[int] = ..., accept: _Optional[_Iterable[_Union[AcceptTokens, _Mapping]]] = ...) -> None: ...
 
 class AddRequest(_message.Message):
-    __slots__ = ("slot", "request_id", "prompt", "accepted_token_ids", "sampling_params", "priority", "timeout", "kv_source", "hold_kv", "pick", "trace_headers", "awaits_tokens", "tenant")
+    __slots__ = ("slot", "request_id", "prompt", "accepted_token_ids", "sampling_params", "pooling_params", "priority", "timeout", "kv_source", "hold_kv", "pick", "trace_headers", "awaits_tokens", "tenant")
     class TraceHeadersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,7 @@ class AddRequest(_message.Message):
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    POOLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     KV_SOURCE_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +76,7 @@ class AddRequest(_message.Message):
     prompt: _types_pb2.Prompt
     accepted_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling_params: _types_pb2.SamplingParams
+    pooling_params: _types_pb2.PoolingParams
     priority: int
     timeout: _duration_pb2.Duration
     kv_source: KVSource
@@ -83,7 +85,7 @@ class AddRequest(_message.Message):
     trace_headers: _containers.ScalarMap[str, str]
     awaits_tokens: bool
     tenant: str
-    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., accepted_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_source: _Optional[_Union[KVSource, _Mapping]] = ..., hold_kv: _Optional[bool] = ..., pick: _Optional[_Union[PickId, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., awaits_tokens: _Optional[bool] = ..., tenant: _Optional[str] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., accepted_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., pooling_params: _Optional[_Union[_types_pb2.PoolingParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_source: _Optional[_Union[KVSource, _Mapping]] = ..., hold_kv: _Optional[bool] = ..., pick: _Optional[_Union[PickId, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., awaits_tokens: _Optional[bool] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class AcceptTokens(_message.Message):
     __slots__ = ("slot", "token_ids")
@@ -122,7 +124,7 @@ class StopAt(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class EngineFrame(_message.Message):
-    __slots__ = ("hello", "step", "slot", "token_index", "num_tokens", "token_ids", "finished", "logprobs", "kv_granted", "paused")
+    __slots__ = ("hello", "step", "slot", "token_index", "num_tokens", "token_ids", "finished", "logprobs", "kv_granted", "paused", "pooled")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +135,7 @@ class EngineFrame(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     KV_GRANTED_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
+    POOLED_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     step: int
     slot: _containers.RepeatedScalarFieldContainer[int]
@@ -143,7 +146,8 @@ class EngineFrame(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[SlotLogprobs]
     kv_granted: _containers.RepeatedCompositeFieldContainer[KVGrant]
     paused: bool
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., step: _Optional[int] = ..., slot: _Optional[_Iterable[int]] = ..., token_index: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., kv_granted: _Optional[_Iterable[_Union[KVGrant, _Mapping]]] = ..., paused: _Optional[bool] = ...) -> None: ...
+    pooled: _containers.RepeatedCompositeFieldContainer[_types_pb2.Pooled]
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., step: _Optional[int] = ..., slot: _Optional[_Iterable[int]] = ..., token_index: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., kv_granted: _Optional[_Iterable[_Union[KVGrant, _Mapping]]] = ..., paused: _Optional[bool] = ..., pooled: _Optional[_Iterable[_Union[_types_pb2.Pooled, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("slot", "reason", "num_output_tokens", "stop_token_id", "cached_tokens", "kv", "error", "queued_ns", "kv_wait_ns", "prefill_ns", "drafts", "routed_experts")
@@ -192,6 +196,68 @@ class KVGrant(_message.Message):
     slot: int
     kv: KVSource
     def __init__(self, slot: _Optional[int] = ..., kv: _Optional[_Union[KVSource, _Mapping]] = ...) -> None: ...
+
+class LoadLoraRequest(_message.Message):
+    __slots__ = ("name", "path", "digest", "in_place")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    IN_PLACE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    digest: bytes
+    in_place: bool
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., digest: _Optional[bytes] = ..., in_place: _Optional[bool] = ...) -> None: ...
+
+class LoadLoraResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: _types_pb2.Adapter
+    def __init__(self, adapter: _Optional[_Union[_types_pb2.Adapter, _Mapping]] = ...) -> None: ...
+
+class UnloadLoraRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnloadLoraResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListLorasRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListLorasResponse(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[LoraState]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[LoraState, _Mapping]]] = ...) -> None: ...
+
+class LoraState(_message.Message):
+    __slots__ = ("adapter", "rank", "in_slot", "requests")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    IN_SLOT_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    adapter: _types_pb2.Adapter
+    rank: int
+    in_slot: bool
+    requests: int
+    def __init__(self, adapter: _Optional[_Union[_types_pb2.Adapter, _Mapping]] = ..., rank: _Optional[int] = ..., in_slot: _Optional[bool] = ..., requests: _Optional[int] = ...) -> None: ...
+
+class PinLoraRequest(_message.Message):
+    __slots__ = ("name", "pinned")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    pinned: bool
+    def __init__(self, name: _Optional[str] = ..., pinned: _Optional[bool] = ...) -> None: ...
+
+class PinLoraResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class GetEngineInfoRequest(_message.Message):
     __slots__ = ()

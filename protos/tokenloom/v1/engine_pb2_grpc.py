@@ -180,6 +180,26 @@ class EngineAdminStub:
                 request_serializer=tokenloom_dot_v1_dot_engine__pb2.StopProfileRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_engine__pb2.StopProfileResponse.FromString,
                 _registered_method=True)
+        self.LoadLora = channel.unary_unary(
+                '/tokenloom.v1.EngineAdmin/LoadLora',
+                request_serializer=tokenloom_dot_v1_dot_engine__pb2.LoadLoraRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_engine__pb2.LoadLoraResponse.FromString,
+                _registered_method=True)
+        self.UnloadLora = channel.unary_unary(
+                '/tokenloom.v1.EngineAdmin/UnloadLora',
+                request_serializer=tokenloom_dot_v1_dot_engine__pb2.UnloadLoraRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_engine__pb2.UnloadLoraResponse.FromString,
+                _registered_method=True)
+        self.ListLoras = channel.unary_unary(
+                '/tokenloom.v1.EngineAdmin/ListLoras',
+                request_serializer=tokenloom_dot_v1_dot_engine__pb2.ListLorasRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_engine__pb2.ListLorasResponse.FromString,
+                _registered_method=True)
+        self.PinLora = channel.unary_unary(
+                '/tokenloom.v1.EngineAdmin/PinLora',
+                request_serializer=tokenloom_dot_v1_dot_engine__pb2.PinLoraRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_engine__pb2.PinLoraResponse.FromString,
+                _registered_method=True)
 
 
 class EngineAdminServicer:
@@ -279,6 +299,36 @@ class EngineAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadLora(self, request, context):
+        """Reads a LoRA adapter into host memory, so that requests may name it. Does nothing if it is loaded under this name. INVALID_ARGUMENT if the
+        files are not an adapter of this model; RESOURCE_EXHAUSTED if --max-cpu-loras adapters are loaded and pinned or in use; FAILED_PRECONDITION
+        without --enable-lora, or if another adapter has this name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadLora(self, request, context):
+        """Forgets an adapter: requests that name it are refused from now on, those that run with it end normally. NOT_FOUND if it is not loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListLoras(self, request, context):
+        """Lists the adapters that are loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PinLora(self, request, context):
+        """Keeps an adapter in a slot of the device, or ends that. RESOURCE_EXHAUSTED if all slots but one are pinned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -341,6 +391,26 @@ def add_EngineAdminServicer_to_server(servicer, server):
                     servicer.StopProfile,
                     request_deserializer=tokenloom_dot_v1_dot_engine__pb2.StopProfileRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_engine__pb2.StopProfileResponse.SerializeToString,
+            ),
+            'LoadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadLora,
+                    request_deserializer=tokenloom_dot_v1_dot_engine__pb2.LoadLoraRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_engine__pb2.LoadLoraResponse.SerializeToString,
+            ),
+            'UnloadLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadLora,
+                    request_deserializer=tokenloom_dot_v1_dot_engine__pb2.UnloadLoraRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_engine__pb2.UnloadLoraResponse.SerializeToString,
+            ),
+            'ListLoras': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLoras,
+                    request_deserializer=tokenloom_dot_v1_dot_engine__pb2.ListLorasRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_engine__pb2.ListLorasResponse.SerializeToString,
+            ),
+            'PinLora': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinLora,
+                    request_deserializer=tokenloom_dot_v1_dot_engine__pb2.PinLoraRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_engine__pb2.PinLoraResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -668,6 +738,114 @@ class EngineAdmin:
             '/tokenloom.v1.EngineAdmin/StopProfile',
             tokenloom_dot_v1_dot_engine__pb2.StopProfileRequest.SerializeToString,
             tokenloom_dot_v1_dot_engine__pb2.StopProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.EngineAdmin/LoadLora',
+            tokenloom_dot_v1_dot_engine__pb2.LoadLoraRequest.SerializeToString,
+            tokenloom_dot_v1_dot_engine__pb2.LoadLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.EngineAdmin/UnloadLora',
+            tokenloom_dot_v1_dot_engine__pb2.UnloadLoraRequest.SerializeToString,
+            tokenloom_dot_v1_dot_engine__pb2.UnloadLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLoras(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.EngineAdmin/ListLoras',
+            tokenloom_dot_v1_dot_engine__pb2.ListLorasRequest.SerializeToString,
+            tokenloom_dot_v1_dot_engine__pb2.ListLorasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinLora(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.EngineAdmin/PinLora',
+            tokenloom_dot_v1_dot_engine__pb2.PinLoraRequest.SerializeToString,
+            tokenloom_dot_v1_dot_engine__pb2.PinLoraResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -133,6 +133,17 @@ class EngineAdminStub:
     """Starts to record a profile of the worker, which slows it down. FAILED_PRECONDITION without a configured directory, or while recording."""
     StopProfile: _grpc.UnaryUnaryMultiCallable[_engine_pb2.StopProfileRequest, _engine_pb2.StopProfileResponse]
     """Writes the profile to that directory. FAILED_PRECONDITION if none is being recorded."""
+    LoadLora: _grpc.UnaryUnaryMultiCallable[_engine_pb2.LoadLoraRequest, _engine_pb2.LoadLoraResponse]
+    """Reads a LoRA adapter into host memory, so that requests may name it. Does nothing if it is loaded under this name. INVALID_ARGUMENT if the
+    files are not an adapter of this model; RESOURCE_EXHAUSTED if --max-cpu-loras adapters are loaded and pinned or in use; FAILED_PRECONDITION
+    without --enable-lora, or if another adapter has this name.
+    """
+    UnloadLora: _grpc.UnaryUnaryMultiCallable[_engine_pb2.UnloadLoraRequest, _engine_pb2.UnloadLoraResponse]
+    """Forgets an adapter: requests that name it are refused from now on, those that run with it end normally. NOT_FOUND if it is not loaded."""
+    ListLoras: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ListLorasRequest, _engine_pb2.ListLorasResponse]
+    """Lists the adapters that are loaded."""
+    PinLora: _grpc.UnaryUnaryMultiCallable[_engine_pb2.PinLoraRequest, _engine_pb2.PinLoraResponse]
+    """Keeps an adapter in a slot of the device, or ends that. RESOURCE_EXHAUSTED if all slots but one are pinned."""
 
 @_typing.type_check_only
 class EngineAdminAsyncStub(EngineAdminStub):
@@ -178,6 +189,17 @@ class EngineAdminAsyncStub(EngineAdminStub):
     """Starts to record a profile of the worker, which slows it down. FAILED_PRECONDITION without a configured directory, or while recording."""
     StopProfile: _aio.UnaryUnaryMultiCallable[_engine_pb2.StopProfileRequest, _engine_pb2.StopProfileResponse]  # type: ignore[assignment]
     """Writes the profile to that directory. FAILED_PRECONDITION if none is being recorded."""
+    LoadLora: _aio.UnaryUnaryMultiCallable[_engine_pb2.LoadLoraRequest, _engine_pb2.LoadLoraResponse]  # type: ignore[assignment]
+    """Reads a LoRA adapter into host memory, so that requests may name it. Does nothing if it is loaded under this name. INVALID_ARGUMENT if the
+    files are not an adapter of this model; RESOURCE_EXHAUSTED if --max-cpu-loras adapters are loaded and pinned or in use; FAILED_PRECONDITION
+    without --enable-lora, or if another adapter has this name.
+    """
+    UnloadLora: _aio.UnaryUnaryMultiCallable[_engine_pb2.UnloadLoraRequest, _engine_pb2.UnloadLoraResponse]  # type: ignore[assignment]
+    """Forgets an adapter: requests that name it are refused from now on, those that run with it end normally. NOT_FOUND if it is not loaded."""
+    ListLoras: _aio.UnaryUnaryMultiCallable[_engine_pb2.ListLorasRequest, _engine_pb2.ListLorasResponse]  # type: ignore[assignment]
+    """Lists the adapters that are loaded."""
+    PinLora: _aio.UnaryUnaryMultiCallable[_engine_pb2.PinLoraRequest, _engine_pb2.PinLoraResponse]  # type: ignore[assignment]
+    """Keeps an adapter in a slot of the device, or ends that. RESOURCE_EXHAUSTED if all slots but one are pinned."""
 
 class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
     """Operates one engine. Callers: operators."""
@@ -292,5 +314,40 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.StopProfileResponse, _abc.Awaitable[_engine_pb2.StopProfileResponse]]:
         """Writes the profile to that directory. FAILED_PRECONDITION if none is being recorded."""
+
+    @_abc_1.abstractmethod
+    def LoadLora(
+        self,
+        request: _engine_pb2.LoadLoraRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.LoadLoraResponse, _abc.Awaitable[_engine_pb2.LoadLoraResponse]]:
+        """Reads a LoRA adapter into host memory, so that requests may name it. Does nothing if it is loaded under this name. INVALID_ARGUMENT if the
+        files are not an adapter of this model; RESOURCE_EXHAUSTED if --max-cpu-loras adapters are loaded and pinned or in use; FAILED_PRECONDITION
+        without --enable-lora, or if another adapter has this name.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadLora(
+        self,
+        request: _engine_pb2.UnloadLoraRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.UnloadLoraResponse, _abc.Awaitable[_engine_pb2.UnloadLoraResponse]]:
+        """Forgets an adapter: requests that name it are refused from now on, those that run with it end normally. NOT_FOUND if it is not loaded."""
+
+    @_abc_1.abstractmethod
+    def ListLoras(
+        self,
+        request: _engine_pb2.ListLorasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.ListLorasResponse, _abc.Awaitable[_engine_pb2.ListLorasResponse]]:
+        """Lists the adapters that are loaded."""
+
+    @_abc_1.abstractmethod
+    def PinLora(
+        self,
+        request: _engine_pb2.PinLoraRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.PinLoraResponse, _abc.Awaitable[_engine_pb2.PinLoraResponse]]:
+        """Keeps an adapter in a slot of the device, or ends that. RESOURCE_EXHAUSTED if all slots but one are pinned."""
 
 def add_EngineAdminServicer_to_server(servicer: EngineAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

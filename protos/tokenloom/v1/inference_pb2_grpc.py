@@ -57,6 +57,26 @@ class InferenceStub:
                 request_serializer=tokenloom_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_stream(
+                '/tokenloom.v1.Inference/Embed',
+                request_serializer=tokenloom_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_inference__pb2.PoolResponse.FromString,
+                _registered_method=True)
+        self.Classify = channel.unary_stream(
+                '/tokenloom.v1.Inference/Classify',
+                request_serializer=tokenloom_dot_v1_dot_inference__pb2.ClassifyRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_inference__pb2.PoolResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_stream(
+                '/tokenloom.v1.Inference/Score',
+                request_serializer=tokenloom_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_inference__pb2.PoolResponse.FromString,
+                _registered_method=True)
+        self.Pool = channel.unary_stream(
+                '/tokenloom.v1.Inference/Pool',
+                request_serializer=tokenloom_dot_v1_dot_inference__pb2.PoolRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_inference__pb2.PoolResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/tokenloom.v1.Inference/ListModels',
                 request_serializer=tokenloom_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -106,6 +126,35 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Returns one vector for each input. Results come in the order of the inputs, several in a message; a result that does not fit into a message is
+        split. The last message has the usage. INVALID_ARGUMENT if the model does not serve the task; so for the calls below.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Classify(self, request, context):
+        """Returns the probabilities of the classes of the model's head for each input.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Returns one number for each document: its relevance to the query.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pool(self, request, context):
+        """Returns what a task computes from each input, for example one vector for each of its tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Lists the models that a request can name.
         """
@@ -135,6 +184,26 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GenerateSession,
                     request_deserializer=tokenloom_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_stream_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=tokenloom_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_inference__pb2.PoolResponse.SerializeToString,
+            ),
+            'Classify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Classify,
+                    request_deserializer=tokenloom_dot_v1_dot_inference__pb2.ClassifyRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_inference__pb2.PoolResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_stream_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=tokenloom_dot_v1_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_inference__pb2.PoolResponse.SerializeToString,
+            ),
+            'Pool': grpc.unary_stream_rpc_method_handler(
+                    servicer.Pool,
+                    request_deserializer=tokenloom_dot_v1_dot_inference__pb2.PoolRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_inference__pb2.PoolResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -253,6 +322,114 @@ class Inference:
             '/tokenloom.v1.Inference/GenerateSession',
             tokenloom_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             tokenloom_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tokenloom.v1.Inference/Embed',
+            tokenloom_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            tokenloom_dot_v1_dot_inference__pb2.PoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Classify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tokenloom.v1.Inference/Classify',
+            tokenloom_dot_v1_dot_inference__pb2.ClassifyRequest.SerializeToString,
+            tokenloom_dot_v1_dot_inference__pb2.PoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tokenloom.v1.Inference/Score',
+            tokenloom_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+            tokenloom_dot_v1_dot_inference__pb2.PoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tokenloom.v1.Inference/Pool',
+            tokenloom_dot_v1_dot_inference__pb2.PoolRequest.SerializeToString,
+            tokenloom_dot_v1_dot_inference__pb2.PoolResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,16 @@ class InferenceStub:
     with its finish reason and its usage. The session ends after the caller's half-close, once all turns are answered, or with a turn that fails.
     DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant has too many sessions.
     """
+    Embed: _grpc.UnaryStreamMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.PoolResponse]
+    """Returns one vector for each input. Results come in the order of the inputs, several in a message; a result that does not fit into a message is
+    split. The last message has the usage. INVALID_ARGUMENT if the model does not serve the task; so for the calls below.
+    """
+    Classify: _grpc.UnaryStreamMultiCallable[_inference_pb2.ClassifyRequest, _inference_pb2.PoolResponse]
+    """Returns the probabilities of the classes of the model's head for each input."""
+    Score: _grpc.UnaryStreamMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.PoolResponse]
+    """Returns one number for each document: its relevance to the query."""
+    Pool: _grpc.UnaryStreamMultiCallable[_inference_pb2.PoolRequest, _inference_pb2.PoolResponse]
+    """Returns what a task computes from each input, for example one vector for each of its tokens."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """Lists the models that a request can name."""
 
@@ -85,6 +95,16 @@ class InferenceAsyncStub(InferenceStub):
     with its finish reason and its usage. The session ends after the caller's half-close, once all turns are answered, or with a turn that fails.
     DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant has too many sessions.
     """
+    Embed: _aio.UnaryStreamMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.PoolResponse]  # type: ignore[assignment]
+    """Returns one vector for each input. Results come in the order of the inputs, several in a message; a result that does not fit into a message is
+    split. The last message has the usage. INVALID_ARGUMENT if the model does not serve the task; so for the calls below.
+    """
+    Classify: _aio.UnaryStreamMultiCallable[_inference_pb2.ClassifyRequest, _inference_pb2.PoolResponse]  # type: ignore[assignment]
+    """Returns the probabilities of the classes of the model's head for each input."""
+    Score: _aio.UnaryStreamMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.PoolResponse]  # type: ignore[assignment]
+    """Returns one number for each document: its relevance to the query."""
+    Pool: _aio.UnaryStreamMultiCallable[_inference_pb2.PoolRequest, _inference_pb2.PoolResponse]  # type: ignore[assignment]
+    """Returns what a task computes from each input, for example one vector for each of its tokens."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists the models that a request can name."""
 
@@ -136,6 +156,40 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         with its finish reason and its usage. The session ends after the caller's half-close, once all turns are answered, or with a turn that fails.
         DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant has too many sessions.
         """
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.PoolResponse], _abc.AsyncIterator[_inference_pb2.PoolResponse]]:
+        """Returns one vector for each input. Results come in the order of the inputs, several in a message; a result that does not fit into a message is
+        split. The last message has the usage. INVALID_ARGUMENT if the model does not serve the task; so for the calls below.
+        """
+
+    @_abc_1.abstractmethod
+    def Classify(
+        self,
+        request: _inference_pb2.ClassifyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.PoolResponse], _abc.AsyncIterator[_inference_pb2.PoolResponse]]:
+        """Returns the probabilities of the classes of the model's head for each input."""
+
+    @_abc_1.abstractmethod
+    def Score(
+        self,
+        request: _inference_pb2.ScoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.PoolResponse], _abc.AsyncIterator[_inference_pb2.PoolResponse]]:
+        """Returns one number for each document: its relevance to the query."""
+
+    @_abc_1.abstractmethod
+    def Pool(
+        self,
+        request: _inference_pb2.PoolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.PoolResponse], _abc.AsyncIterator[_inference_pb2.PoolResponse]]:
+        """Returns what a task computes from each input, for example one vector for each of its tokens."""
 
     @_abc_1.abstractmethod
     def ListModels(

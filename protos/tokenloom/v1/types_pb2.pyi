@@ -28,6 +28,15 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_PREFILLED: _ClassVar[FinishReason]
     FINISH_REASON_TOOL_CALLS: _ClassVar[FinishReason]
 
+class PoolingTask(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POOLING_TASK_UNSPECIFIED: _ClassVar[PoolingTask]
+    POOLING_TASK_EMBED: _ClassVar[PoolingTask]
+    POOLING_TASK_CLASSIFY: _ClassVar[PoolingTask]
+    POOLING_TASK_SCORE: _ClassVar[PoolingTask]
+    POOLING_TASK_TOKEN_EMBED: _ClassVar[PoolingTask]
+    POOLING_TASK_TOKEN_CLASSIFY: _ClassVar[PoolingTask]
+
 class ReasoningMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     REASONING_MODE_UNSPECIFIED: _ClassVar[ReasoningMode]
@@ -45,6 +54,12 @@ FINISH_REASON_ERROR: FinishReason
 FINISH_REASON_REPETITION: FinishReason
 FINISH_REASON_PREFILLED: FinishReason
 FINISH_REASON_TOOL_CALLS: FinishReason
+POOLING_TASK_UNSPECIFIED: PoolingTask
+POOLING_TASK_EMBED: PoolingTask
+POOLING_TASK_CLASSIFY: PoolingTask
+POOLING_TASK_SCORE: PoolingTask
+POOLING_TASK_TOKEN_EMBED: PoolingTask
+POOLING_TASK_TOKEN_CLASSIFY: PoolingTask
 REASONING_MODE_UNSPECIFIED: ReasoningMode
 REASONING_MODE_CONSTRAINED: ReasoningMode
 REASONING_MODE_FREE: ReasoningMode
@@ -189,14 +204,16 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("token_ids", "cache_salt", "embeds")
+    __slots__ = ("token_ids", "cache_salt", "embeds", "adapter")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     EMBEDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: bytes
     embeds: _containers.RepeatedCompositeFieldContainer[PromptEmbeds]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., embeds: _Optional[_Iterable[_Union[PromptEmbeds, _Mapping]]] = ...) -> None: ...
+    adapter: bytes
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., embeds: _Optional[_Iterable[_Union[PromptEmbeds, _Mapping]]] = ..., adapter: _Optional[bytes] = ...) -> None: ...
 
 class PromptEmbeds(_message.Message):
     __slots__ = ("position", "num_tokens", "rows")
@@ -207,6 +224,52 @@ class PromptEmbeds(_message.Message):
     num_tokens: int
     rows: bytes
     def __init__(self, position: _Optional[int] = ..., num_tokens: _Optional[int] = ..., rows: _Optional[bytes] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("digest", "name", "pinned", "path")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    name: str
+    pinned: bool
+    path: str
+    def __init__(self, digest: _Optional[bytes] = ..., name: _Optional[str] = ..., pinned: _Optional[bool] = ..., path: _Optional[str] = ...) -> None: ...
+
+class PoolingParams(_message.Message):
+    __slots__ = ("task", "dimensions", "use_activation", "first_part_tokens", "late_interaction")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    USE_ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PART_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LATE_INTERACTION_FIELD_NUMBER: _ClassVar[int]
+    task: PoolingTask
+    dimensions: int
+    use_activation: bool
+    first_part_tokens: int
+    late_interaction: LateInteraction
+    def __init__(self, task: _Optional[_Union[PoolingTask, str]] = ..., dimensions: _Optional[int] = ..., use_activation: _Optional[bool] = ..., first_part_tokens: _Optional[int] = ..., late_interaction: _Optional[_Union[LateInteraction, _Mapping]] = ...) -> None: ...
+
+class LateInteraction(_message.Message):
+    __slots__ = ("query_id", "num_documents")
+    QUERY_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_DOCUMENTS_FIELD_NUMBER: _ClassVar[int]
+    query_id: str
+    num_documents: int
+    def __init__(self, query_id: _Optional[str] = ..., num_documents: _Optional[int] = ...) -> None: ...
+
+class Pooled(_message.Message):
+    __slots__ = ("slot", "shape", "offset", "data")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    offset: int
+    data: bytes
+    def __init__(self, slot: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("sampled", "rank", "top", "token_id", "logprob")
@@ -257,7 +320,7 @@ class Timeline(_message.Message):
     def __init__(self, placement_ns: _Optional[int] = ..., queued_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., kv_transfer_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., detokenize_ns: _Optional[int] = ..., prefill_engine: _Optional[str] = ..., decode_engine: _Optional[str] = ..., tokenize_ns: _Optional[int] = ..., drafts: _Optional[_Union[DraftCounts, _Mapping]] = ...) -> None: ...
 
 class ModelLimits(_message.Message):
-    __slots__ = ("max_model_len", "vocab_size", "max_logprobs", "priorities", "hidden_size", "reasoning", "experts_per_token")
+    __slots__ = ("max_model_len", "vocab_size", "max_logprobs", "priorities", "hidden_size", "reasoning", "experts_per_token", "pooling_tasks", "generates", "matryoshka", "max_lora_rank", "class_labels")
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +328,11 @@ class ModelLimits(_message.Message):
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    POOLING_TASKS_FIELD_NUMBER: _ClassVar[int]
+    GENERATES_FIELD_NUMBER: _ClassVar[int]
+    MATRYOSHKA_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
+    CLASS_LABELS_FIELD_NUMBER: _ClassVar[int]
     max_model_len: int
     vocab_size: int
     max_logprobs: int
@@ -272,7 +340,12 @@ class ModelLimits(_message.Message):
     hidden_size: int
     reasoning: ReasoningMode
     experts_per_token: int
-    def __init__(self, max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., priorities: _Optional[bool] = ..., hidden_size: _Optional[int] = ..., reasoning: _Optional[_Union[ReasoningMode, str]] = ..., experts_per_token: _Optional[int] = ...) -> None: ...
+    pooling_tasks: _containers.RepeatedScalarFieldContainer[PoolingTask]
+    generates: bool
+    matryoshka: bool
+    max_lora_rank: int
+    class_labels: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., priorities: _Optional[bool] = ..., hidden_size: _Optional[int] = ..., reasoning: _Optional[_Union[ReasoningMode, str]] = ..., experts_per_token: _Optional[int] = ..., pooling_tasks: _Optional[_Iterable[_Union[PoolingTask, str]]] = ..., generates: _Optional[bool] = ..., matryoshka: _Optional[bool] = ..., max_lora_rank: _Optional[int] = ..., class_labels: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RoutedExperts(_message.Message):
     __slots__ = ("start", "num_layers", "top_k", "id_bytes", "expert_ids")

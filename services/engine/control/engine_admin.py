@@ -6,6 +6,7 @@ from tokenloom.request.errors import FailedPrecondition, InvalidArgument
 from tokenloom.v1 import engine_pb2, engine_pb2_grpc, types_pb2
 
 from ..running_engine import RunningEngine
+from .loras import to_adapter, to_state
 from .role import Role
 from .sleep import Sleep
 from .weights import Weights
@@ -22,6 +23,7 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
         self._role = Role(role, engine.publish_role, engine.leases_ended)
         self._sleep = Sleep(engine)
         self._weights = Weights(engine)
+        self._loras = engine.loras
 
     async def GetEngineInfo(
         self, request: engine_pb2.GetEngineInfoRequest, context: Any
@@ -88,6 +90,21 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
     ) -> engine_pb2.ReloadWeightsResponse:
         await self._weights.reload(request.path)
         return engine_pb2.ReloadWeightsResponse(fingerprint=self._engine.identity.fingerprint)
+
+    async def LoadLora(self, request: engine_pb2.LoadLoraRequest, context: Any) -> engine_pb2.LoadLoraResponse:
+        state = await self._loras.load(request.name, request.path, request.digest, in_place=request.in_place)
+        return engine_pb2.LoadLoraResponse(adapter=to_adapter(state))
+
+    async def UnloadLora(self, request: engine_pb2.UnloadLoraRequest, context: Any) -> engine_pb2.UnloadLoraResponse:
+        await self._loras.unload(request.name)
+        return engine_pb2.UnloadLoraResponse()
+
+    async def ListLoras(self, request: engine_pb2.ListLorasRequest, context: Any) -> engine_pb2.ListLorasResponse:
+        return engine_pb2.ListLorasResponse(adapters=map(to_state, await self._loras.list()))
+
+    async def PinLora(self, request: engine_pb2.PinLoraRequest, context: Any) -> engine_pb2.PinLoraResponse:
+        await self._loras.pin(request.name, pinned=request.pinned)
+        return engine_pb2.PinLoraResponse()
 
     async def StartProfile(
         self, request: engine_pb2.StartProfileRequest, context: Any

@@ -8,14 +8,17 @@ import os
 import sys
 from pathlib import Path
 
-from tokenloom.engine_core.config import EngineConfig
-from tokenloom.engine_core.executor import make_executor
-from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
-from tokenloom.engine_core.process.core_process import run_engine_core
-from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
-from tokenloom.services.runtime.telemetry import logs
+from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
 
-from .workers import WORKER_COMMAND, make_worker
+with uncollected_imports():
+    from tokenloom.engine_core.config import EngineConfig
+    from tokenloom.engine_core.executor import make_executor
+    from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
+    from tokenloom.engine_core.process.core_process import run_engine_core
+    from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
+    from tokenloom.services.runtime.telemetry import logs
+
+    from .workers import WORKER_COMMAND, make_own_worker
 
 
 def make_transports(config: EngineConfig) -> list[KVTransport]:
@@ -54,7 +57,7 @@ def main() -> int:
         *("--log-level", arguments.log_level, "--log-format", arguments.log_format),
     )
     status = run_engine_core(
-        arguments.handshake, lambda config: make_executor(config, make_worker, command), make_transports
+        arguments.handshake, lambda config: make_executor(config, make_own_worker, command), make_transports
     )
     sys.stderr.flush()
     # Do not wait for threads that are blocked in C, such as those that watch signals and the parent.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from msgspec import inspect
 
-from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, SamplingParams, StructuredOutput
+from tokenloom.engine_core.wire.core_sampling_params import DRAWS_NOTHING, GrammarKind, SamplingParams, StructuredOutput
 from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.request import validation
@@ -19,9 +19,12 @@ from tokenloom.request.sampling_params import RepetitionDetectionParams, Samplin
 from tokenloom.request.structural_tags import current_form
 from tokenloom.v1 import engine_pb2, types_pb2
 
+from .pooling_request import check_generates, to_core_pooling
+
 LEASE_ID_BYTES = 16
 _MAX_ENGINE_ID_CHARS = 256
 _MAX_TENANT_CHARS = 256
+_DIGEST_BYTES = 32
 
 
 def to_core_request(
@@ -31,23 +34,24 @@ def to_core_request(
 
     Raises ``InvalidArgument`` naming the field or ``DeadlineExceeded``.
     """
-    if add.WhichOneof("task") is None:
-        raise InvalidArgument("task is not set; expected sampling_params", "task")
-    prompt, params = add.prompt, add.sampling_params
-    validation.check_generate(prompt.token_ids, params, limits, accepted_token_ids=add.accepted_token_ids)
+    if (task := add.WhichOneof("task")) is None:
+        raise InvalidArgument("task is not set; expected sampling_params or pooling_params", "task")
+    prompt = add.prompt
+    pooling = to_core_pooling(add, limits) if task == "pooling_params" else None
+    sampling = _read_sampling(add, limits, random) if pooling is None else DRAWS_NOTHING
     if add.priority:
         validation.check_priority(add.priority, limits)
-    if prompt.embeds:
-        check_embeds(prompt, params, limits)
     if len(add.tenant) > _MAX_TENANT_CHARS:
         raise InvalidArgument(f"tenant has {len(add.tenant)} characters; at most {_MAX_TENANT_CHARS} fit", "tenant")
     _check_kv(add)
+    if prompt.adapter and len(prompt.adapter) != _DIGEST_BYTES:
+        raise InvalidArgument(f"adapter has {len(prompt.adapter)} bytes, expected {_DIGEST_BYTES}", "adapter")
     if add.HasField("timeout") and add.timeout.ToNanoseconds() <= 0:
         raise DeadlineExceeded("the request's time ran out before it reached an engine")
     return EngineCoreRequest(
         request_id=key,
         prompt_token_ids=list(prompt.token_ids),
-        sampling_params=to_core_sampling(params, limits, limits.max_model_len - len(prompt.token_ids), random),
+        sampling_params=sampling,
         accepted_token_ids=list(add.accepted_token_ids),
         priority=add.priority,
         cache_salt=prompt.cache_salt,
@@ -56,7 +60,19 @@ def to_core_request(
         prompt_embeds=to_spans(prompt.embeds) if prompt.embeds else [],
         tenant=add.tenant,
         timeout_ns=add.timeout.ToNanoseconds() if add.HasField("timeout") else 0,
+        adapter=prompt.adapter,
+        pooling_params=pooling,
     )
+
+
+def _read_sampling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits, random: Random) -> SamplingParams:
+    """Check what a request generates from, and return its parameters."""
+    check_generates(limits)
+    prompt, params = add.prompt, add.sampling_params
+    validation.check_generate(prompt.token_ids, params, limits, accepted_token_ids=add.accepted_token_ids)
+    if prompt.embeds:
+        check_embeds(prompt, params, limits)
+    return to_core_sampling(params, limits, limits.max_model_len - len(prompt.token_ids), random)
 
 
 def to_core_sampling(

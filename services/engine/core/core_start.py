@@ -15,6 +15,7 @@ from ..control.kv_event_feed import KVEventFeed
 from ..engine_metrics import EngineMetrics
 from ..engine_settings import EngineSettings
 from ..load import LoadTracker
+from ..lora_metrics import LoraMetrics
 from .core_link import CoreLink
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,10 @@ async def start_core(
         raise FailedPrecondition(str(error)) from None
     log.info("%d KV blocks, context of %d tokens; warm-up: %s", ready.num_kv_blocks, ready.max_model_len, ready.warm_up)
     _show_token_costs(host, metrics, client)
+    if (lora := settings.engine.lora).enable:
+        LoraMetrics(host.metrics, metrics.labels, lora.max_loras, lambda: load.loras)
     load.started(ready.num_kv_blocks // ready.num_kv_groups)
+    load.set_loras(ready.loras)
     metrics.observe_ready(ready, enable_prefix_caching=settings.engine.cache.enable_prefix_caching)
     metrics.kv.start_transports(name for name in settings.kv_transports if name != "auto")
     kv_events = KVEventFeed(host.epoch) if settings.engine.cache.kv_events else None

@@ -10,7 +10,7 @@ import sys
 from tokenloom.engine_core.executor.worker_process import run_worker
 from tokenloom.services.runtime.telemetry import logs
 
-from .workers import make_worker
+from .workers import make_own_worker
 
 
 def main() -> int:
@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--log-format", default="human", choices=("human", "json"))
     arguments = parser.parse_args()
     logs.setup("worker", f"{arguments.instance_id}/worker", level=arguments.log_level, style=arguments.log_format)
-    status = run_worker(arguments.address, make_worker)
+    status = run_worker(arguments.address, make_own_worker)
     sys.stderr.flush()
     os._exit(status)
 

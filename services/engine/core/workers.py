@@ -5,39 +5,54 @@ from collections.abc import Callable
 
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.worker import Worker
+from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
 
 WORKER_COMMAND = (sys.executable, "-m", "tokenloom.services.engine.core.worker_main")
 """Starts a worker's process; the executor appends ``--address ADDRESS``."""
 
 
+Maker = Callable[[EngineConfig], Worker]
+
+
 def make_worker(config: EngineConfig) -> Worker:
     """Return the worker that ``config`` names. Raises ``ValueError`` for an unknown one."""
+    return _import_maker(config)(config)
+
+
+def make_own_worker(config: EngineConfig) -> Worker:
+    """Return the worker of a process that starts for it; :func:`make_worker` also serves programs of users."""
+    with uncollected_imports():
+        make = _import_maker(config)
+    return make(config)
+
+
+def _import_maker(config: EngineConfig) -> Maker:
     name = config.worker.worker
-    if name not in _WORKERS:
-        raise ValueError(f"worker: {name!r} is unknown; use one of {', '.join(_WORKERS)}")
-    return _WORKERS[name](config)
+    if name not in _MAKERS:
+        raise ValueError(f"worker: {name!r} is unknown; use one of {', '.join(_MAKERS)}")
+    return _MAKERS[name]()
 
 
-def _model_worker(config: EngineConfig) -> Worker:
+def _model_worker() -> Maker:
     # Imported here because importing torch takes seconds, and the other workers do not need it.
     from tokenloom.gpu_worker.platform.devices import make_worker as make_model_worker
 
-    return make_model_worker(config)
+    return make_model_worker
 
 
-def _hash_worker(config: EngineConfig) -> Worker:
+def _hash_worker() -> Maker:
     from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 
-    return HashWorker(config)
+    return HashWorker
 
 
-def _timed_worker(config: EngineConfig) -> Worker:
+def _timed_worker() -> Maker:
     from tokenloom.engine_core.fake_workers.timed_worker import TimedWorker
 
-    return TimedWorker(config)
+    return TimedWorker
 
 
-_WORKERS: dict[str, Callable[[EngineConfig], Worker]] = {
+_MAKERS: dict[str, Callable[[], Maker]] = {
     "model": _model_worker,
     "hash": _hash_worker,
     "timed": _timed_worker,

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tokenloom.engine_core.wire.core_pooling_params import PoolingTask
 from tokenloom.engine_core.wire.messages import EngineCoreRequest, FinishReason, PrefillStats
 from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.services.runtime.telemetry.tracing import Headers
@@ -59,6 +60,7 @@ class Attempt:
         request: The request for the core, until the core has it.
         deadline: The timer that ends the attempt when its time has run out.
         routed: The experts of the tokens that were computed so far; None until some arrive.
+        pooling_task: What a pooling request asks for; None for one that generates.
         saw_nans: Whether a token was drawn from logits that contained NaN.
         finish_reason: None while the attempt is live.
     """
@@ -73,6 +75,7 @@ class Attempt:
     kv: AttemptKV
     deadline: asyncio.TimerHandle | None = None
     routed: RoutedRows | None = None
+    pooling_task: PoolingTask | None = None
     saw_nans: bool = False
     finish_reason: FinishReason | None = None
 

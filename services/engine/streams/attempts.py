@@ -40,7 +40,9 @@ _ERRORS: dict[ErrorKind, type[errors.TokenloomError]] = {
     ErrorKind.ENGINE_FULL: errors.ResourceExhausted,
     ErrorKind.TENANT_FULL: errors.RateLimitExceeded,
     ErrorKind.LEAVING: errors.TryElsewhere,
+    ErrorKind.NO_ADAPTER: errors.TryElsewhere,
     ErrorKind.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+    ErrorKind.QUERY_LOST: errors.QueryLost,
 }
 
 
@@ -97,6 +99,7 @@ class Attempts:
             tokens=TokenCounts(len(request.prompt_token_ids), num_accepted, num_accepted),
             times=AttemptTimes(self._clock()),
             kv=AttemptKV(request.lease_id, request.awaits_tokens),
+            pooling_task=None if request.pooling_params is None else request.pooling_params.task,
         )
         return attempt
 
@@ -148,6 +151,8 @@ class Attempts:
             logprobs = _wire_logprobs(output.new_logprobs) if output.new_logprobs is not None else None
             self._builder.add_tokens(attempt.slot, output.token_index, output.new_token_ids, logprobs)
             attempt.tokens.output = output.token_index + len(output.new_token_ids)
+        if output.pooled is not None:
+            self._builder.add_pooled(attempt.slot, output.pooled)
         if output.routed_experts is not None:
             attempt.routed = attempt.routed or RoutedRows(output.routed_experts.start)
             attempt.routed.add(output.routed_experts)

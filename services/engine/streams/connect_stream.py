@@ -194,9 +194,8 @@ class ConnectStream:
     async def _write(self, context: Context, hello: types_pb2.Hello) -> None:
         await self._send(context, engine_pb2.EngineFrame(hello=hello, step=self._load.step))
         while not self._is_done():
-            if self._builder.has_data and self._is_frame_due() and self._credit.take():
-                self._pace.sent()
-                await self._send(context, self._builder.take(self._load.step))
+            if (frame := self._next_frame()) is not None:
+                await self._send(context, frame)
             elif self._is_beat_due():
                 beat = engine_pb2.EngineFrame(step=self._load.step, paused=self._load.is_paused)
                 await self._send(context, beat)
@@ -208,6 +207,19 @@ class ConnectStream:
         if self._closing is not None:
             raise self._closing
 
+    def _next_frame(self) -> engine_pb2.EngineFrame | None:
+        """Return what is to be sent now, within credit: all that waits, or between two frames only what is urgent."""
+        builder = self._builder
+        if not builder.has_data:
+            return None
+        is_due = self._pace.is_due(urgent=self._half_closed or self._closing is not None)
+        if not (is_due or builder.is_urgent) or not self._credit.take():
+            return None
+        if not is_due:
+            return builder.take_urgent(self._load.step)
+        self._pace.sent()
+        return builder.take(self._load.step)
+
     async def _send(self, context: Context, frame: engine_pb2.EngineFrame) -> None:
         self._written_at = self._loop.time()
         await context.write(frame)
@@ -216,9 +228,6 @@ class ConnectStream:
         if self._closing is not None:
             return not (self._builder.has_data and self._credit.left)
         return self._half_closed and self.is_idle
-
-    def _is_frame_due(self) -> bool:
-        return self._pace.is_due(urgent=self._builder.is_urgent or self._half_closed or self._closing is not None)
 
     def _is_beat_due(self) -> bool:
         return not self.is_idle and self._loop.time() - self._written_at >= HEARTBEAT_SECONDS

@@ -1,6 +1,8 @@
 """Builds the columnar frames of one stream from steps. Steps that wait for credit merge into one frame. No I/O."""
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from tokenloom.request import logprob_columns
 from tokenloom.v1 import engine_pb2, types_pb2
@@ -14,6 +16,7 @@ _ROW_BYTES = 20  # slot, token_index and num_tokens, varints of at most 5 bytes 
 _TOKEN_BYTES = 5
 _LOGPROBS_BYTES = 48  # of one slot, without its positions
 _POSITION_BYTES = 9  # a float and a rank; an alternative (a float and a token id) has the same size
+_POOLED_BYTES = 64  # of one part without its numbers
 _MIN_MESSAGE_BYTES = 1024
 _UNWANTED = (
     types_pb2.FINISH_REASON_ABORT,
@@ -51,6 +54,8 @@ class FrameBuilder:
         self._finished: dict[int, engine_pb2.Finished] = {}
         self._grants: dict[int, engine_pb2.KVGrant] = {}
         self._prompts: dict[int, tuple[int, types_pb2.Logprobs]] = {}  # with the position of the first
+        # Results of pooling requests with the number of values already taken; the slots are in `_finished`, too.
+        self._pooled: dict[int, tuple[npt.NDArray[np.float32], int]] = {}
         self.is_urgent = False
         """Whether the data contains something that a client or an engine waits for: a first token, an end, a lease."""
 
@@ -83,6 +88,10 @@ class FrameBuilder:
         self._prompts[slot] = 1, logprobs
         self.is_urgent = True
 
+    def add_pooled(self, slot: int, result: npt.NDArray[np.float32]) -> None:
+        """Add the result of a pooling request, once; the caller ends the slot before the next frame."""
+        self._pooled[slot] = result, 0
+
     def grant(self, slot: int, kv: engine_pb2.KVSource) -> None:
         """Announce a lease ahead of the slot's first token; dropped if the slot ends before it is sent."""
         self._grants[slot] = engine_pb2.KVGrant(slot=slot, kv=kv)
@@ -96,6 +105,7 @@ class FrameBuilder:
         self._grants.pop(finished.slot, None)
         if finished.reason in _UNWANTED:
             self._prompts.pop(finished.slot, None)
+            self._pooled.pop(finished.slot, None)
 
     def cut(self, slot: int, num_tokens: int) -> None:
         """Drop the tokens after a stop string, and turn an end that was not sent yet into a stop."""
@@ -133,13 +143,36 @@ class FrameBuilder:
             self._num_tokens = self._num_with_logprobs = 0
         return frame
 
+    def take_urgent(self, step: int) -> engine_pb2.EngineFrame:
+        """Return a frame of what is waited for alone: first tokens, leases, and ends with the tokens before them.
+
+        The tokens of other slots keep waiting, because a frame costs the services as much as the slots in it. If they
+        are all that is left, because they did not fit before, the frame is theirs.
+        """
+        urgent = {*self._begun, *self._finished, *self._prompts}
+        waiting = {slot: row for slot, row in self._rows.items() if slot not in urgent}
+        if len(waiting) == len(self._rows) and not (self._finished or self._grants or self._prompts):
+            return self.take(step)
+        num_tokens = sum(len(row.token_ids) for row in waiting.values())
+        num_with_logprobs = sum(row.logprobs is not None for row in waiting.values())
+        self._rows = {slot: row for slot, row in self._rows.items() if slot in urgent}
+        self._num_tokens -= num_tokens
+        self._num_with_logprobs -= num_with_logprobs
+        frame = self.take(step)
+        self._rows |= waiting
+        self._num_tokens += num_tokens
+        self._num_with_logprobs += num_with_logprobs
+        return frame
+
     def _take_mixed(self, step: int, room: int) -> engine_pb2.EngineFrame:
         """Return a frame with as much of everything that waits as fits into ``room`` bytes."""
         grants = self._take_grants(room // 2)
         room -= sum(grant.ByteSize() + 8 for grant in grants)
         logprobs = self._take_prompts(room) if self._prompts else []
         room -= sum(each.ByteSize() + 8 for each in logprobs)
-        is_empty = not (grants or logprobs)
+        pooled = self._take_pooled(room) if self._pooled else []
+        room -= sum(_POOLED_BYTES + len(part.data) for part in pooled)
+        is_empty = not (grants or logprobs or pooled)
         slots, indices, counts, token_ids = [], [], [], []
         for slot, row, count in self._take_rows(room, is_alone=is_empty):
             slots.append(slot)
@@ -160,6 +193,7 @@ class FrameBuilder:
             finished=finished,
             logprobs=logprobs,
             kv_granted=grants,
+            pooled=pooled,
         )
 
     def _take_tokens(self, step: int) -> engine_pb2.EngineFrame:
@@ -213,6 +247,22 @@ class FrameBuilder:
                 room -= _LOGPROBS_BYTES + per_position * count
         return taken
 
+    def _take_pooled(self, room: int) -> list[types_pb2.Pooled]:
+        """Return as many numbers of results as fit, at least one."""
+        taken: list[types_pb2.Pooled] = []
+        waiting, self._pooled = self._pooled, {}
+        for slot, (result, start) in waiting.items():
+            count = min(result.size - start, max((room - _POOLED_BYTES) // 4, 0 if taken else 1))
+            if start + count < result.size:
+                self._pooled[slot] = result, start + count
+            if count or (not result.size and room >= _POOLED_BYTES):
+                data = np.ascontiguousarray(result, "<f4").reshape(-1)[start : start + count].tobytes()
+                taken.append(types_pb2.Pooled(slot=slot, shape=result.shape, offset=start, data=data))
+                room -= _POOLED_BYTES + 4 * count
+            elif not result.size:
+                self._pooled[slot] = result, start
+        return taken
+
     def _take_grants(self, room: int) -> list[engine_pb2.KVGrant]:
         """Return as many grants as fit, at least one. All name the same engine, so their sizes are about equal."""
         if not self._grants:
@@ -228,7 +278,8 @@ class FrameBuilder:
         finished, self._finished = self._finished, {}
         for slot, end in finished.items():
             num_bytes = end.ByteSize() + 8
-            if slot in self._rows or slot in self._prompts or (num_bytes > room and len(taken) >= at_least):
+            waits = slot in self._rows or slot in self._prompts or slot in self._pooled
+            if waits or (num_bytes > room and len(taken) >= at_least):
                 self._finished[slot] = end
             else:
                 room -= num_bytes

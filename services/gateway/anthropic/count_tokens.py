@@ -1,10 +1,9 @@
 """``/v1/messages/count_tokens``."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
+from ..adapters.model_names import ModelNames
 from ..generation.job import Chat
-from ..http.endpoint import check_model
 from ..http.exchange import Exchange
 from ..http.json_body import BodyParser
 from ..http.sse import encode_json
@@ -24,8 +23,7 @@ class CountTokens:
     parser: BodyParser
     reader: BodyReader
     tokenizers: TokenizerClient
-    names: Collection[str]
-    """The names of the model."""
+    names: ModelNames
     max_body_bytes: int
     timeout: float
     """Seconds that a call may take."""
@@ -38,7 +36,7 @@ class CountTokens:
         await exchange.respond(200, encode_json({"input_tokens": len(encoded.prompt.token_ids)}))
 
     def _chat(self, body: Body) -> Chat:
-        check_model(body.get("model"), self.names)
+        self.names.find(body.get("model"))
         fields = self.reader.read(body, CountTokensRequest)
         chat, reasoning = conversation(fields), thinking_of(fields.thinking)
         return read_chat(

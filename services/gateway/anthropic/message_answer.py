@@ -19,11 +19,11 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class MessageAnswer:
     """Shapes the assistant's next turn."""
 
-    def __init__(self, generation: Generation, options: Options, model: str) -> None:
+    def __init__(self, generation: Generation, options: Options) -> None:
         self._generation = generation
         self._stop = options.stop
         self._id = f"msg_{generation.request_id}"
-        self._model = model
+        self._model = generation.model
         self._blocks = ContentBlocks()
         is_open, may_reason = generation.opens_reasoning, generation.may_reason
         self._reader = OutputReader(options.plan, reasoning_is_open=is_open, may_reason=may_reason)

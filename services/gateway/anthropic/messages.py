@@ -25,7 +25,6 @@ class MessagesApi:
 
     reader: BodyReader
     chats: ChatApi
-    model: str
     is_resumable = False
 
     def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
@@ -46,4 +45,4 @@ class MessagesApi:
         return replace(job, most_tokens=longest), replace(options, ignored=ignored)
 
     def answer(self, generation: Generation, options: Options) -> MessageAnswer:
-        return MessageAnswer(generation, options, self.model)
+        return MessageAnswer(generation, options)

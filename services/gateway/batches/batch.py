@@ -13,7 +13,13 @@ STATUSES: Final[tuple[Status, ...]] = (
     *("failed", "expired", "cancelling", "cancelled"),
 )
 ENDED: Final[frozenset[Status]] = frozenset({"completed", "failed", "expired", "cancelled"})
-ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+ENDPOINTS: Final = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+)
 """What the lines of a batch may ask for."""
 
 

@@ -6,7 +6,7 @@ The gateway reads from the lists which known fields it ignores, the documentatio
 
 from collections.abc import Sequence
 
-from . import anthropic_fields, ollama_fields, openai_fields, responses_fields, vllm_fields
+from . import anthropic_fields, embedding_fields, ollama_fields, openai_fields, responses_fields, vllm_fields
 from .foreign_field import ForeignApi, Outcome
 
 FOREIGN_APIS: Sequence[ForeignApi] = (
@@ -17,6 +17,8 @@ FOREIGN_APIS: Sequence[ForeignApi] = (
     ollama_fields.CHAT,
     vllm_fields.CHAT,
     vllm_fields.COMPLETIONS,
+    embedding_fields.EMBEDDINGS,
+    embedding_fields.CHAT_EMBEDDINGS,
 )
 
 

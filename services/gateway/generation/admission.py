@@ -43,17 +43,19 @@ class Admission:
         """Outputs in work."""
         return self._shares.outputs.taken
 
-    def admit(self, job: Job, timeout: float) -> "Place":
+    def admit(self, job: Job, timeout: float, *, most_at_once: int = 0) -> "Place":
         """Return the request's place, which holds its part of the tenant's share until it is closed.
 
-        ``timeout``: seconds that the request may take. Raises ``Unavailable`` while the gateway drains,
-        ``ResourceExhausted`` when the request would wait for too long, ``RateLimitExceeded`` when the tenant is at a
-        limit, ``InvalidArgument`` for too many prompts or samples.
+        ``timeout``: seconds that the request may take. ``most_at_once``: outputs that are in work at the same time, for
+        a request whose prompts take turns; a tenant with a lower limit has fewer; 0: all.
+
+        Raises ``Unavailable`` while the gateway drains, ``ResourceExhausted`` when the request would wait for too long,
+        ``RateLimitExceeded`` when the tenant is at a limit, ``InvalidArgument`` for too many prompts or samples.
         """
-        num_outputs = _num_outputs(job)
         if self._draining:
             raise errors.Unavailable("the gateway is shutting down; retry")
         share = self._shares.of(job.tenant)
+        num_outputs = _num_at_once(job, share, most_at_once) if most_at_once else _num_outputs(job)
         share.add_outputs(num_outputs, self._shares.outputs)
         try:
             self._check_wait(job, share, timeout)
@@ -150,6 +152,7 @@ class Place:
     """Holds what one request has of its tenant's share, until it is closed.
 
     Attributes:
+        num_outputs: Outputs that may be in work at the same time.
         num_output_tokens: Tokens that were computed for the outputs; set before the place is closed.
     """
 
@@ -161,7 +164,7 @@ class Place:
         self._is_new = is_new
         self._admission = admission
         self._share = share
-        self._num_outputs = num_outputs
+        self.num_outputs = num_outputs
         self._num_prompt_tokens = self._reserved = 0
         self._grammar = b""
 
@@ -188,6 +191,10 @@ class Place:
         for submit in submits:
             num_prompt += len(submit.prompt.token_ids)
             num_output += (submit.num_samples or 1) * submit.sampling_params.max_tokens
+        self.reserve(num_prompt, num_output, is_bounded=is_bounded)
+
+    def reserve(self, num_prompt: int, num_output: int = 0, *, is_bounded: bool = True) -> None:
+        """Reserve so many tokens of prompts and outputs. Arguments and errors as in :meth:`reserve_tokens`."""
         self._reserved = self._share.reserve_tokens(num_prompt, num_output, is_bounded=is_bounded)
         self._num_prompt_tokens = num_prompt
         self._pending.refine(num_prompt)
@@ -203,12 +210,18 @@ class Place:
         self._pending.close()
         if self._num_prompt_tokens:
             self._share.charge(self._reserved, self._num_prompt_tokens + self.num_output_tokens)
-        self._admission.leave(self._share, self._num_outputs, is_new=self._is_new)
+        self._admission.leave(self._share, self.num_outputs, is_new=self._is_new)
 
     def _end_grammar(self) -> None:
         if self._grammar:
             self._share.remove_grammar(self._grammar)
             self._grammar = b""
+
+
+def _num_at_once(job: Job, share: TenantShare, most: int) -> int:
+    num_prompts = 1 if isinstance(job.prompts, Chat) else len(job.prompts)
+    limit = share.limits.live_outputs
+    return min(num_prompts, most if limit is None else max(min(most, limit), 1))
 
 
 def _num_outputs(job: Job) -> int:

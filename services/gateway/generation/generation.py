@@ -23,6 +23,7 @@ class Generation:
     Output ``i`` is sample ``i % num_samples`` of prompt ``i // num_samples``.
 
     Attributes:
+        model: Name of the model or adapter that generates.
         request_id: Random, or made from the client's idempotency key; complete once the request was submitted.
         prompts: The token ids of each prompt.
         prompt_texts: The text of each prompt, when it is to be echoed.
@@ -43,8 +44,11 @@ class Generation:
         reasoning_marks: ReasoningMarks | None = None,
         on_first_token: Callable[[], None] | None = None,
         claim: Claim = NEW,
+        *,
+        model: str = "",
     ) -> None:
         """``on_first_token``: called with the first token of each output."""
+        self.model = model
         self._claim = claim
         submits = prepared.submits
         self.request_id = request_id

@@ -55,7 +55,7 @@ class Generator:
         """Args:
         most_urgent_priority: The lowest priority that a client gets, whatever it asks for.
         max_request_values: Limits ``n * max_tokens * (1 + logprobs)`` of a request.
-        model: Its name in traces.
+        model: Its name in answers, logs and traces.
         reasoning_marks: The marks around the model's reasoning; None: they are not known.
         random: Draws the ids of requests, and the seeds of those that have none.
         clock: Returns nanoseconds.
@@ -98,7 +98,8 @@ class Generator:
         if job.beam_search is not None and claim.fingerprint:
             raise errors.InvalidArgument("a beam search can be neither resumed nor repeated by a key", "beam_search")
         timeout = min(job.timeout or self._default_timeout, self._default_timeout)
-        tracing = nullcontext() if self._tracer is None else traced(self._tracer, job, trace_headers, self._model)
+        model = self._model if job.adapter is None else job.adapter.name
+        tracing = nullcontext() if self._tracer is None else traced(self._tracer, job, trace_headers, model)
         if claim.request_id:
             self._resumable.resumes(claim.request_id, job.tenant.name)
         with ExitStack() as held, tracing as trace:
@@ -106,7 +107,7 @@ class Generator:
             try:
                 async with asyncio.timeout(timeout) as limit:
                     is_search, tenant = job.beam_search is not None, job.tenant
-                    generation = await self._begin(job, place, claim)
+                    generation = await self._begin(job, place, claim, model)
                     del job  # the client's texts, which may be large, must not live as long as its answer
                     held.callback(self._settle, place, generation, tenant)
                     if trace is not None:
@@ -125,7 +126,7 @@ class Generator:
                         is_kept = not limit.expired() and self._resumable.abandon(generation, held)
                         raise
                     finally:
-                        record_generation(self._model, generation)
+                        record_generation(generation)
                         if not is_kept:
                             self._resumable.remove(generation)
                             generation.close()
@@ -153,12 +154,13 @@ class Generator:
         """Cancel the requests whose client's connection has ended."""
         await self._resumable.close()
 
-    async def _begin(self, job: Job, place: Place, claim: Claim) -> Generation:
-        """Prepare a request and reserve its tokens."""
+    async def _begin(self, job: Job, place: Place, claim: Claim, model: str) -> Generation:
+        """Prepare a request and reserve its tokens. ``model``: what generates, for answers."""
         prepared = await self._preparer.prepare(job)
         place.reserve_tokens(prepared.submits, is_bounded=job.sampling.HasField("max_tokens"))
         request_id = self._random.randbytes(16).hex()
-        return Generation(prepared, request_id, self._metrics, self._reasoning_marks, place.begin_output, claim)
+        marks, begin = self._reasoning_marks, place.begin_output
+        return Generation(prepared, request_id, self._metrics, marks, begin, claim, model=model)
 
     def _settle(self, place: Place, generation: Generation, tenant: Tenant) -> None:
         """Report what a request has used, at its end."""

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from tokenloom.request.adapter_salt import adapter_salt
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.prompt_embeds import FIELD, Part
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
+from ..adapters.model_names import NamedAdapter
 from ..tenants.cache_salts import SALT_BYTES
 from ..tenants.tenant import Tenant
 
@@ -84,14 +86,17 @@ class Job:
     """Seconds; None: the gateway's default."""
     own_salt: str = ""
     """The client's own salt: cached prefixes are shared only with requests that have it too."""
+    adapter: NamedAdapter | None = None
+    """The LoRA adapter that generates; None: the model itself."""
 
     @property
     def cache_salt(self) -> bytes:
-        """The salt of the hashes of its KV blocks. The client's own never reaches beyond its tenant."""
-        if not self.own_salt:
-            return self.tenant.cache_salt
-        salted = hashlib.blake2b(self.own_salt.encode(), key=self.tenant.cache_salt, digest_size=SALT_BYTES)
-        return salted.digest()
+        """The salt of the hashes of its KV blocks. The client's own never reaches beyond its tenant, and no other
+        adapter has the same."""
+        salt = self.tenant.cache_salt
+        if self.own_salt:
+            salt = hashlib.blake2b(self.own_salt.encode(), key=salt, digest_size=SALT_BYTES).digest()
+        return salt if self.adapter is None else adapter_salt(salt, self.adapter.digest)
 
 
 def read_embeds_prompts(value: object) -> list[EmbedsPrompt]:

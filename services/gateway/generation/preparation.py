@@ -17,6 +17,7 @@ from ..mesh.tokenizer_client import TokenizerClient
 from .beam_plan import BeamPlan, plan_beams
 from .defaults import DEFAULT_MAX_VALUES
 from .job import SHEDDABLE_PRIORITY, Chat, EmbedsPrompt, Job
+from .pooling_tasks import NO_GENERATION, task_names
 from .request_cost import RequestCost, check_copies
 
 EncodedPrompt: TypeAlias = tokenizer_pb2.TokenizedPrompt | types_pb2.Prompt
@@ -77,6 +78,8 @@ class Preparer:
         limits = self._mesh.limits(info.fingerprint) if info is not None else None
         if info is None or limits is None:
             raise errors.Unavailable("no engine is serving yet; retry")
+        if limits.HasField("generates") and not limits.generates:
+            raise errors.InvalidArgument(NO_GENERATION.format(task_names(limits)), "model")
         sampling = _resolve(job, info, limits, self._random)
         beams = None if job.beam_search is None else plan_beams(job, job.beam_search, limits)
         prompts = await self._encode(job, sampling, limits, info.max_token_bytes)
@@ -105,7 +108,7 @@ class Preparer:
         """Return every prompt's token ids. ``max_token_bytes``: length of the longest token; 0: unknown."""
         keep = None if job.truncate_prompt_tokens is None else _num_kept(job.truncate_prompt_tokens, sampling, limits)
         contexts = 1 if keep is None else _TRUNCATED_CONTEXTS
-        _check_sizes(job, contexts * max_token_bytes * limits.max_model_len)
+        check_sizes(job, contexts * max_token_bytes * limits.max_model_len)
         salt = job.cache_salt
         prompts: list[EncodedPrompt] | Sequence[EncodedPrompt]
         if isinstance(job.prompts, Chat):
@@ -190,6 +193,8 @@ def _submit(
         trace_headers=CURRENT.get(),
     )
     submit.prompt.cache_salt = job.cache_salt
+    if job.adapter is not None:
+        submit.prompt.adapter = job.adapter.digest
     params = submit.sampling_params
     is_chat = isinstance(job.prompts, Chat)
     validation.fill_max_tokens(
@@ -218,7 +223,7 @@ def _num_kept(keep: int, sampling: types_pb2.SamplingParams, limits: types_pb2.M
     return keep if keep > 0 else max(limits.max_model_len - max(sampling.max_tokens, 1), 1)
 
 
-def _check_sizes(job: Job, max_bytes: int) -> None:
+def check_sizes(job: Job, max_bytes: int) -> None:
     """Refuse texts that cannot become a prompt. ``max_bytes``: size of the longest text; 0: unknown."""
     field = job.prompt_field
     for text in (job.prompts.messages_json,) if isinstance(job.prompts, Chat) else job.prompts:

@@ -1,6 +1,6 @@
 """Makes a request's span at the gateway: the root of its trace, unless the client has begun one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,9 +16,10 @@ from .job import Chat, Job
 class Outcome(Protocol):
     """What :class:`Generation` knows at a request's end."""
 
-    request_id: str
-    finished: dict[int, output_processor_pb2.RequestFinished]
-
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def finished(self) -> Mapping[int, output_processor_pb2.RequestFinished]: ...
     @property
     def usage(self) -> inference_pb2.Usage: ...
 
@@ -32,9 +33,12 @@ class RequestTrace:
 
 
 @contextmanager
-def traced(tracer: Tracer, job: Job, headers: Headers, model: str) -> Iterator[RequestTrace | None]:
-    """Make the span of a request. ``headers``: of the client's trace. Gives None when the request is not sampled."""
-    operation = "chat" if isinstance(job.prompts, Chat) else "text_completion"
+def traced(
+    tracer: Tracer, job: Job, headers: Headers, model: str, operation: str = ""
+) -> Iterator[RequestTrace | None]:
+    """Make the span of a request. ``headers``: of the client's trace. ``operation``: its name; empty: it generates.
+    Gives None when the request is not sampled."""
+    operation = operation or ("chat" if isinstance(job.prompts, Chat) else "text_completion")
     attributes = _request_attributes(operation, job, model)
     del job  # its texts may be large, and this block lasts as long as the answer
     span = tracer.start(f"{operation} {model}", headers, kind="server", attributes=attributes)

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any
 
@@ -11,6 +13,7 @@ from tokenloom.request import errors, logprob_columns
 from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
+from ..adapters.model_names import NamedAdapter
 from ..assistant.parsed_message import MessagePlan, ParsedMessage
 from ..generation.claim import NEW, Claim
 from ..generation.delivered import Delivered
@@ -24,6 +27,7 @@ from ..tenants.call_tenant import call_tenant
 from ..tenants.tenant_share import TenantShare
 from ..tenants.tenant_shares import TenantShares
 from .inference_request import InputSession, read_request
+from .pooling_calls import InputsRequest, PoolingCall, classify_params, embed_params, pool_params
 from .resumption import read_cancellation, read_claim, read_resumption
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -48,21 +52,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Writes to the context: a handler that waits in a ``yield`` would not notice a cancellation at once."""
-        mesh = self._meshes.pick(request.model or None)
+        mesh, adapter = self._meshes.find(request.model or None)
         with self._shares.of(call_tenant()).body(request.ByteSize()):
             job, plan = read_request(request, mesh.plans, call_tenant(), context.time_remaining())
             claim = read_claim(request, call_tenant(), context.invocation_metadata() or ())
             await _echo_id(request, context)
-            await self._answer(mesh, request, job, plan, context, claim=claim)
+            await self._answer(mesh, request, replace(job, adapter=adapter), plan, context, claim=claim)
 
     async def Resume(  # type: ignore[override]
         self, request: inference_pb2.InferenceResumeRequest, context: Context
     ) -> None:
         """Writes to the context, for the same reason."""
         original = request.request
-        mesh = self._meshes.pick(original.model or None)
+        mesh, adapter = self._meshes.find(original.model or None)
         with self._shares.of(call_tenant()).body(request.ByteSize()):
             job, plan = read_request(original, mesh.plans, call_tenant(), context.time_remaining())
+            job = replace(job, adapter=adapter)
             claim, delivered = read_resumption(request)
             await _echo_id(original, context)
             await self._answer(mesh, original, job, plan, context, claim=claim, delivered=delivered)
@@ -87,18 +92,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         """Read a turn when the one before is answered; turns that wait are bounded by gRPC's window."""
         session: InputSession | None = None
-        mesh: ServedMesh | None = None
+        served: tuple[ServedMesh, NamedAdapter | None] | None = None
         while (request := await self._next_turn(requests)) is not None:
-            if mesh is None or request.model:
-                asked = self._meshes.pick(request.model or None)
-                if mesh not in (None, asked):
+            if served is None or request.model:
+                asked = self._meshes.find(request.model or None)
+                if served not in (None, asked):
                     raise errors.InvalidArgument("a session stays with the model of its first turn", "model")
-                mesh = asked
+                served = asked
+            mesh, adapter = served
             if session is None:
                 session = InputSession(call_tenant())
                 await _echo_id(request, context)
             with share.body(request.ByteSize()):
-                job = session.read_turn(request, mesh.plans, context.time_remaining())
+                job = replace(session.read_turn(request, mesh.plans, context.time_remaining()), adapter=adapter)
                 await self._answer(mesh, request, job, None, context, session)
             session.end()
 
@@ -162,14 +168,46 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                             response.timeline.CopyFrom(generation.timeline)
                     await context.write(response)
 
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> None:  # type: ignore[override]
+        with self._pooling(request) as call:
+            await call.pool(request, embed_params(request), context)
+
+    async def Classify(  # type: ignore[override]
+        self, request: inference_pb2.ClassifyRequest, context: Context
+    ) -> None:
+        with self._pooling(request) as call:
+            await call.pool(request, classify_params(request), context)
+
+    async def Pool(self, request: inference_pb2.PoolRequest, context: Context) -> None:  # type: ignore[override]
+        with self._pooling(request) as call:
+            await call.pool(request, pool_params(request), context)
+
+    async def Score(self, request: inference_pb2.ScoreRequest, context: Context) -> None:  # type: ignore[override]
+        with self._pooling(request) as call:
+            await call.score(request, context)
+
+    @contextmanager
+    def _pooling(self, request: InputsRequest | inference_pb2.ScoreRequest) -> Iterator[PoolingCall]:
+        """Count the request's bytes for the length of the ``with`` block."""
+        tenant = call_tenant()
+        mesh, adapter = self._meshes.find(request.model or None)
+        with self._shares.of(tenant).body(request.ByteSize()):
+            yield PoolingCall(mesh.pooler, tenant, adapter)
+
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
         models: list[inference_pb2.Model] = []
+        listed = frozenset(self._meshes.listed())
         for mesh in self._meshes:
             limits = mesh.health.limits()
             max_model_len = limits.max_model_len if limits else 0
             models += [inference_pb2.Model(name=name, max_model_len=max_model_len) for name in mesh.names]
+            models += [
+                inference_pb2.Model(name=name, max_model_len=max_model_len, parent=mesh.model)
+                for name in mesh.models.adapters()
+                if name in listed
+            ]
         return inference_pb2.ListModelsResponse(models=models)
 
 

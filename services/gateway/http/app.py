@@ -137,10 +137,6 @@ class App:
             exchange.route = INTERNAL
         if exchange.path not in OPEN_PATHS and not exchange.path.startswith(PAGE_FILES):
             self._authorize(exchange, is_admin=is_admin)
-        if methods is None and exchange.path.startswith(_MODEL_PATH):
-            raise errors.ModelNotFound(
-                "this model is not served; GET /v1/models lists the served models", field="model"
-            )
         if methods is None:
             raise errors.NotFound("Not found; see /docs for the available endpoints.")
         # An ASGI server drops the body of a response to HEAD.
@@ -169,7 +165,9 @@ class App:
 
 
 def _pattern(path: str) -> str:
-    """Return the path with ``*`` in place of its third part."""
+    """Return the path with ``*`` in place of its third part; the name of a model may contain slashes."""
+    if path.startswith(_MODEL_PATH):
+        return _MODEL_PATH + "*"
     parts = path.split("/", 5)
     return "/".join((*parts[:3], "*", *parts[4:])) if len(parts) > 3 else path
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -11,6 +11,7 @@ from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, pick_headers
 
+from ..adapters.model_names import ModelNames
 from ..generation.claim import Claim
 from ..generation.delivered import Delivered
 from ..generation.generation import Generation
@@ -21,9 +22,10 @@ from ..openai.openai_models import Body, Options
 from ..tenants.tenant import Tenant
 from . import orca, sse
 from .claims import read_claim
-from .exchange import JSON, Exchange
+from .exchange import Exchange
 from .exchange import Headers as HeaderPairs
 from .json_body import BodyParser
+from .pieces import respond_in_pieces
 from .turn_share import TurnShare
 
 log = logging.getLogger(__name__)
@@ -39,8 +41,6 @@ MAX_IGNORED = 32
 """Limits the names in that header."""
 MAX_NAME = 64
 """Limits the length of each."""
-PIECE_BYTES = 256 << 10
-"""Bytes of an answer that are shaped or written in one turn of the event loop."""
 
 
 class Answer(Protocol):
@@ -91,8 +91,7 @@ class Endpoint:
 
     api: Api
     generator: Generator
-    names: Collection[str]
-    """The names of the model."""
+    names: ModelNames
     parser: BodyParser
     max_body_bytes: int
     answers: TurnShare
@@ -106,7 +105,7 @@ class Endpoint:
         """Answer what was read. ``asked`` holds it alone and is emptied: its prompts must not live as long as the
         answer."""
         options, claim = asked[0][1:]
-        headers = _trace_headers(exchange) if b"traceparent" in exchange.headers else NO_HEADERS
+        headers = trace_headers(exchange)
         with exchange.until_disconnected():
             async with self.generator.open(asked.pop()[0], headers, claim) as generation:
                 if log.isEnabledFor(logging.DEBUG):
@@ -137,38 +136,27 @@ class Endpoint:
             return job, options, claim
 
     def _job(self, tenant: Tenant, body: Body) -> tuple[Job, Options]:
-        check_model(body.get("model"), self.names)
-        return self.api.read(body, tenant)
+        adapter = self.names.find(body.get("model"))
+        job, options = self.api.read(body, tenant)
+        return job if adapter is None else replace(job, adapter=adapter), options
 
     def _headers(self, exchange: Exchange, options: Options) -> HeaderPairs:
         """Return the mesh's present load, if the client asks for it, and the fields that had no effect."""
         wanted = exchange.headers.get(orca.REQUEST_HEADER)
         load = () if wanted is None else orca.response_headers(wanted, self.generator.mesh_load)
-        return (*load, (IGNORED_HEADER, _listed(options.ignored))) if options.ignored else load
+        return (*load, (IGNORED_HEADER, listed(options.ignored))) if options.ignored else load
 
 
-def _listed(names: Sequence[str]) -> bytes:
+def listed(names: Sequence[str]) -> bytes:
     """Return names as a header's value; those that a header cannot hold are left out."""
     fit = [name for name in names[:MAX_IGNORED] if name.isascii() and name.isprintable() and len(name) <= MAX_NAME]
     return ", ".join(fit).encode()
 
 
-def check_model(name: object, names: Collection[str]) -> None:
-    """Raise :class:`errors.ModelNotFound` for a model other than the served one; None means the served one.
-
-    ``names``: of the served model.
-    """
-    if name is None or name in names:
-        return
-    if not isinstance(name, str):
-        raise errors.InvalidArgument("model must be a string", "model")
-    raise errors.ModelNotFound(
-        f"model {name[:128]!r} is not served; GET /v1/models lists the served models", field="model"
-    )
-
-
-def _trace_headers(exchange: Exchange) -> Headers:
+def trace_headers(exchange: Exchange) -> Headers:
     """Return the headers of the trace that the client has begun."""
+    if b"traceparent" not in exchange.headers:
+        return NO_HEADERS
     return pick_headers((name.decode("latin-1"), value) for name, value in exchange.headers.items())
 
 
@@ -236,26 +224,7 @@ async def _whole(exchange: Exchange, generation: Generation, answer: Answer, hea
         for delta in await generation.take():
             if (steps := answer.add(delta)) is not None:
                 await slices.run(steps)
-    pieces: list[bytes] = []
-    blocks, size = [], 0
-    for block in answer.body():
-        blocks.append(block)
-        size += len(block)
-        if size > PIECE_BYTES:
-            pieces.append(b"".join(blocks))
-            blocks, size = [], 0
-            await asyncio.sleep(0)
-    if not pieces:
-        await exchange.respond(200, b"".join(blocks), headers=headers)
-        return
-    pieces.append(b"".join(blocks))
-    length = str(sum(map(len, pieces))).encode()
-    await exchange.start(200, [(b"content-type", JSON), (b"content-length", length), *headers])
-    pieces.reverse()  # what was written is dropped
-    while pieces:
-        await exchange.write(pieces.pop())
-        await asyncio.sleep(0)
-    await exchange.finish()
+    await respond_in_pieces(exchange, answer.body(), headers)
 
 
 class Slices:

@@ -100,6 +100,8 @@ class GatewayProtocol(HttpToolsProtocol):
     """Of the request that is being received, or was received last."""
     _held = b""
     """What was read, but waits for another turn of the event loop."""
+    _answered: RequestResponseCycle | None = None
+    """Of the request that the application answers now, or answered last; with pipelining not the one received last."""
 
     def __init__(
         self,
@@ -133,6 +135,10 @@ class GatewayProtocol(HttpToolsProtocol):
         self._admitted.remove(self)
         self._stop_framing_timer()
         super().connection_lost(exc)
+        if self._answered is not None and not self._answered.response_complete:
+            # uvicorn notifies the request received last only, and logs an error when another one is left unanswered.
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         for cycle, _ in self.pipeline:  # their requests never reach the application
             cast(dict[str, Any], cycle.scope)["extensions"][REQUEST_BODY].close()
         for on_lost in tuple(self._watchers):
@@ -215,6 +221,8 @@ class GatewayProtocol(HttpToolsProtocol):
         self._framing_bytes = self._overhead_bytes = 0
         super().on_headers_complete()
         scope, cycle = cast(dict[str, Any], self.scope), self.cycle
+        if not self.pipeline:
+            self._answered = cycle
         self.headers = []  # trailers are counted, but never become headers of the request
         self._body = RequestBody(cycle, self._budget)
         # The application starts in the loop's next turn.
@@ -234,6 +242,11 @@ class GatewayProtocol(HttpToolsProtocol):
             self._check_fields()
         self._framing_bytes = self._overhead_bytes = 0
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._answered = self.pipeline[-1][0]
+        super().on_response_complete()
 
     def _parse(self, data: "bytes | memoryview") -> None:
         if self._is_leaving:

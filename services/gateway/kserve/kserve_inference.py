@@ -55,7 +55,7 @@ def read_inference(
     values = _values(inputs.get("sampling_parameters"), request)
     timeout = values.pop("timeout", None)
     excluded = _flag(inputs, "exclude_input_in_output", default=True)
-    body = {**values, "prompt": [_text("text_input", value) for value in inputs["text_input"]], "echo": not excluded}
+    body = {**values, "prompt": [text("text_input", value) for value in inputs["text_input"]], "echo": not excluded}
     job, options = api.read(body, tenant)
     if options.echo_only:
         raise InvalidArgument("max_tokens must be at least 1", "max_tokens")
@@ -124,7 +124,7 @@ def _single(name: str, values: Sequence[object]) -> object:
     return values[0]
 
 
-def _text(name: str, value: object) -> str:
+def text(name: str, value: object) -> str:
     assert isinstance(value, bytes)
     try:
         return value.decode()

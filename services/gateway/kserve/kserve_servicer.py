@@ -1,12 +1,14 @@
 """Serves the Open Inference Protocol; generates as the HTTP API does."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
 import grpc.aio
 
 from tokenloom.request import errors
+from tokenloom.v1 import types_pb2
 from tokenloom.v1.kserve import grpc_service_pb2 as pb
 from tokenloom.v1.kserve import grpc_service_pb2_grpc
 
@@ -14,10 +16,12 @@ from ..generation.generation import Generation
 from ..openai.answer import finish_reason
 from ..openai.completions import CompletionsApi
 from ..openai.openai_models import BodyReader
+from ..pooling.pooling import Pooling
 from ..served_mesh import ServedMesh
 from ..served_meshes import ServedMeshes
 from ..tenants.call_tenant import call_tenant
 from ..tenants.tenant_shares import TenantShares
+from .kserve_embedding import EMBEDDING, asks_for_embedding, read_embedding, write_embedding
 from .kserve_inference import INPUTS, OUTPUTS, VERSION, Inference, check_version, read_inference
 from .kserve_tensors import write_output
 
@@ -51,7 +55,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         return pb.ServerMetadataResponse(name="tokenloom", version=version("tokenloom"))
 
     async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
-        self._meshes.pick(request.name)
+        limits = self._meshes.pick(request.name).health.limits()
         check_version(request.version)
         tensor = pb.ModelMetadataResponse.TensorMetadata
         return pb.ModelMetadataResponse(
@@ -62,11 +66,16 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
                 tensor(name=name, datatype=kind, shape=[-1 if name == "text_input" else 1])
                 for name, kind in INPUTS.items()
             ],
-            outputs=[tensor(name=name, datatype="BYTES", shape=[-1]) for name in OUTPUTS],
+            outputs=[
+                *(tensor(name=name, datatype="BYTES", shape=[-1]) for name in OUTPUTS),
+                *(tensor(name=EMBEDDING, datatype="FP32", shape=[-1, -1]) for _ in range(_embeds(limits))),
+            ],
         )
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         with self._shares.of(call_tenant()).body(request.ByteSize()):
+            if (vectors := await self._embedding(request, context)) is not None:
+                return vectors
             mesh, inference = self._read(request, context)
             if inference.stream:
                 raise errors.InvalidArgument("stream is only supported by ModelStreamInfer", "stream")
@@ -86,7 +95,22 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
                 failed.infer_response.MergeFrom(self._response(request))
                 await context.write(failed)
 
+    async def _embedding(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse | None:
+        """Return the vectors that a request asks for; None if it asks for text."""
+        mesh, adapter = self._meshes.find(request.model_name)
+        if not asks_for_embedding(request, mesh.health.limits()):
+            return None
+        job = read_embedding(request, call_tenant(), adapter, context.time_remaining())
+        async with mesh.pooler.open(job) as pooling:
+            response = self._response(request)
+            write_embedding(response, pooling, raw=bool(request.raw_input_contents))
+            _close(response, pooling)
+            return response
+
     async def _answer(self, request: pb.ModelInferRequest, context: Context) -> None:
+        if (vectors := await self._embedding(request, context)) is not None:
+            await context.write(pb.ModelStreamInferResponse(infer_response=vectors))
+            return
         mesh, inference = self._read(request, context)
         async with mesh.generator.open(inference.job) as generation:
             if inference.stream:
@@ -97,9 +121,9 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
                 await context.write(pb.ModelStreamInferResponse(infer_response=response))
 
     def _read(self, request: pb.ModelInferRequest, context: Context) -> tuple[ServedMesh, Inference]:
-        mesh = self._meshes.pick(request.model_name)
-        api = CompletionsApi(self._reader, mesh.model)
-        return mesh, read_inference(request, api, call_tenant(), context.time_remaining())
+        mesh, adapter = self._meshes.find(request.model_name)
+        inference = read_inference(request, CompletionsApi(self._reader), call_tenant(), context.time_remaining())
+        return mesh, replace(inference, job=replace(inference.job, adapter=adapter))
 
     async def _whole(
         self, request: pb.ModelInferRequest, inference: Inference, generation: Generation
@@ -147,7 +171,11 @@ def _echoed(generation: Generation, index: int) -> str:
     return generation.prompt_texts[index // generation.num_samples] if generation.prompt_texts else ""
 
 
-def _close(response: pb.ModelInferResponse, generation: Generation) -> None:
+def _embeds(limits: types_pb2.ModelLimits | None) -> bool:
+    return limits is not None and types_pb2.POOLING_TASK_EMBED in limits.pooling_tasks
+
+
+def _close(response: pb.ModelInferResponse, generation: Generation | Pooling) -> None:
     usage = generation.usage
     response.parameters["triton_final_response"].bool_param = True
     response.parameters["prompt_tokens"].int64_param = usage.prompt_tokens

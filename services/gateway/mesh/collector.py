@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from tokenloom.request import errors, wire_errors
-from tokenloom.v1 import output_processor_pb2
+from tokenloom.v1 import output_processor_pb2, types_pb2
 
 
 class Delta(msgspec.Struct):
@@ -35,7 +35,8 @@ class Collector:
     """Joins the outputs of one client request (one index for each sample of each prompt) for its only reader.
 
     Writers never wait. Output that arrives while the reader waits for its client is merged into one delta per index, so
-    it is bounded by ``max_tokens`` for each index. So are the journals of what arrived: 4 bytes for each token.
+    it is bounded by ``max_tokens`` for each index. So are the journals of what arrived: 4 bytes for each token. Fulfils
+    ``Sink``.
     """
 
     def __init__(self, num_outputs: int) -> None:
@@ -108,6 +109,10 @@ class Collector:
         delta = self._pending.setdefault(index, Delta(index, self.num_tokens(index)))
         delta.prompt_logprobs = _extended(delta.prompt_logprobs, [logprobs])
         self._wake()
+
+    def put_pooled(self, index: int, part: types_pb2.Pooled) -> None:
+        """Fail the request: it generates."""
+        self.fail(errors.Internal("a result was pooled from a request that generates"))
 
     def finish(self, index: int, finished: output_processor_pb2.RequestFinished) -> None:
         """End an index. An error of one index is an error of the request."""

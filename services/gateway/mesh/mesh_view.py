@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -40,10 +40,16 @@ class MeshLoad:
 
 
 class MeshView:
-    """Watches the coordinator. It is not on the data path: while it is away, the last complete snapshot stays."""
+    """Watches the coordinator. It is not on the data path: while it is away, the last complete snapshot stays.
+
+    Attributes:
+        address: The coordinator's.
+        connected: Whether the coordinator answers.
+        adapters: The LoRA adapters that requests may name, by name.
+    """
 
     def __init__(self, address: str, channels: Channels) -> None:
-        self._address = address
+        self.address = address
         self._channels = channels
         self._snapshot = coordinator_pb2.Snapshot()
         self._limits: types_pb2.ModelLimits | None = None
@@ -52,6 +58,8 @@ class MeshView:
         self._capacity = Capacity()
         self._on_capacity: Callable[[Capacity], None] | None = None
         self.connected = False
+        self.adapters: Mapping[str, types_pb2.Adapter] = {}
+        self._taken = asyncio.Event()  # a new one for each snapshot
 
     @property
     def engines(self) -> Iterable[coordinator_pb2.EngineEntry]:
@@ -112,9 +120,14 @@ class MeshView:
             self._update_limits()
         return self._limits
 
+    async def wait_adapter(self, name: str, digest: bytes) -> None:
+        """Return once requests that name an adapter get the one with this digest; empty: once they are refused."""
+        while (self.adapters[name].digest if name in self.adapters else b"") != digest:
+            await self._taken.wait()
+
     async def run(self) -> None:
         """Watch and reconnect, until cancelled."""
-        async with self._channels.open(self._address, "coordinator") as channel:
+        async with self._channels.open(self.address, "coordinator") as channel:
             stub = coordinator_pb2_grpc.CoordinatorStub(channel)
             while True:
                 call = stub.Watch(coordinator_pb2.WatchRequest())
@@ -135,11 +148,15 @@ class MeshView:
         # A coordinator that has just restarted does not know its engines yet: prefer the older, complete view.
         if snapshot.complete or not self._snapshot.complete:
             before, self._snapshot = self._snapshot, snapshot
+            if snapshot.adapters or self.adapters:
+                self.adapters = {adapter.name: adapter for adapter in snapshot.adapters}
             # Most snapshots differ only in the engines' load.
             if list(map(_IDENTITY, before.engines)) != list(map(_IDENTITY, snapshot.engines)):
                 self._update_limits()
                 self._update_lost(before, snapshot)
         self._update_capacity()
+        taken, self._taken = self._taken, asyncio.Event()
+        taken.set()
 
     def _update_lost(self, before: coordinator_pb2.Snapshot, after: coordinator_pb2.Snapshot) -> None:
         """Note the engines that left without draining."""
@@ -173,4 +190,14 @@ class MeshView:
                 experts_per_token=min(limit.experts_per_token for limit in limits),
                 hidden_size=min(limit.hidden_size for limit in limits),
                 reasoning=min(limit.reasoning for limit in limits),
+                pooling_tasks=_common_tasks(limits),
+                generates=all(limit.generates or not limit.HasField("generates") for limit in limits),
+                matryoshka=all(limit.matryoshka for limit in limits),
+                class_labels=limits[0].class_labels,
+                max_lora_rank=max(limit.max_lora_rank for limit in limits),
             )
+
+
+def _common_tasks(limits: list[types_pb2.ModelLimits]) -> list[types_pb2.PoolingTask]:
+    """Return the pooling tasks that all engines serve."""
+    return [task for task in limits[0].pooling_tasks if all(task in limit.pooling_tasks for limit in limits)]

@@ -155,12 +155,15 @@ class ProcessStream:
                 else:
                     target.collector.put(index, text, token_index, token_ids[start:end])
             start = end
+        for part in frame.pooled:
+            if (target := self._slots.get(part.slot)) is not None:
+                target.collector.put_pooled(target.first_index, part)
         for slot in frame.engine_death_slots:
             if (submission := self._slots.get(slot)) is not None:
                 submission.engine_deaths += 1
         for finished in frame.finished:
             self._finish(finished)
-        if n or frame.finished or frame.logprobs:  # heartbeats need no credit
+        if n or frame.finished or frame.logprobs or frame.pooled:  # heartbeats need no credit
             self._grant()
 
     def _deal_prompts(

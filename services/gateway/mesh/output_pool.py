@@ -14,9 +14,9 @@ from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
-from .collector import Collector
 from .output_link import INITIAL_CREDIT, OutputLink, ProcessStream
 from .request_ids import UNKNOWN_MARK, mark_in, marked, rank
+from .sink import Sink
 from .submission import KeptPrompts, Submission
 
 Cancel: TypeAlias = Callable[[], None]
@@ -99,7 +99,7 @@ class OutputPool:
         host.spawn(self._members.watch(joined), name="output processors")
         host.spawn(self._place_waiting(), name="requests without an output processor")
 
-    def submit(self, submit: pb.Submit, collector: Collector, index: int) -> Cancel:
+    def submit(self, submit: pb.Submit, collector: Sink, index: int) -> Cancel:
         """Send a request to the next output processor in turn, or keep it until one is connected; its samples go to the
         collector, from ``index`` on. ``submit`` must not change any more.
 
@@ -120,7 +120,7 @@ class OutputPool:
         """Return the id of a new request: the digits, and the mark of the output processor that is next in turn."""
         return marked(random_digits, next((link.mark for link in self._in_turn() if self._may_run(link)), UNKNOWN_MARK))
 
-    def resume(self, submit: pb.Submit, collector: Collector, index: int) -> Cancel:
+    def resume(self, submit: pb.Submit, collector: Sink, index: int) -> Cancel:
         """Find the output processor that has a request of another gateway, or of another call, and collect its output
         from the beginning. ``submit`` is what would begin the request; if it moves later on, it is continued with that.
 

@@ -8,7 +8,7 @@ from tokenloom.request import errors
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
 from tokenloom.v1 import output_processor_pb2 as pb
 
-from .collector import Collector
+from .sink import Sink
 
 MAX_LOSSES_ALONE = 3
 """Output processors that may end while they run a request alone, without any new output of it. Then the request ends,
@@ -80,7 +80,7 @@ class Submission:
     def __init__(
         self,
         submit: pb.Submit,
-        collector: Collector,
+        collector: Sink,
         first_index: int,
         kept: KeptPrompts,
         budget: RetryBudget,

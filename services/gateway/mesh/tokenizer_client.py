@@ -91,14 +91,23 @@ class TokenizerClient:
         add_special_tokens: bool = True,
         hash_salt: bytes | None = None,
         want_token_strings: bool = False,
+        second_texts: Sequence[str] = (),
+        max_tokens: int = 0,
+        keep_first: bool = False,
     ) -> Awaitable[tokenizer_pb2.EncodeResponse]:
-        """Return token ids of each text, with block hashes under the tenant's ``hash_salt``; None: without hashes."""
+        """Return token ids of each text, with block hashes under the tenant's ``hash_salt``; None: without hashes.
+
+        ``second_texts``, ``max_tokens``, ``keep_first``: as in ``EncodeRequest``.
+        """
         request = tokenizer_pb2.EncodeRequest(
             texts=texts,
             add_special_tokens=add_special_tokens,
             want_hashes=hash_salt is not None,
             cache_salt=hash_salt or b"",
             want_token_strings=want_token_strings,
+            second_texts=second_texts,
+            max_tokens=max_tokens,
+            keep_first=keep_first,
         )
         return self._call("Encode", request)
 

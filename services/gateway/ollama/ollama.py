@@ -20,7 +20,7 @@ from .ollama_body import OPTIONS, OllamaRequest, chat_body
 
 _LINES = ((b"content-type", b"application/x-ndjson"),)
 _FORM = ErrorForm(lambda error: {"error": error.message}, is_lines=True)
-ERROR_FORMS = {f"/api/{name}": _FORM for name in ("chat", "generate", "show", "tags")}
+ERROR_FORMS = {f"/api/{name}": _FORM for name in ("chat", "generate", "embed", "embeddings", "show", "tags")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class OllamaApi:
         return job, replace(options, ignored=(*reader.ignored(body, OllamaRequest), *unread))
 
     def answer(self, generation: Generation, options: Options) -> OllamaAnswer:
-        return OllamaAnswer(generation, options, self.chats.model, is_chat=self.is_chat)
+        return OllamaAnswer(generation, options, is_chat=self.is_chat)
 
 
 def ollama_routes(chats: ChatApi, endpoint: Callable[[Api], Endpoint], health: MeshHealth) -> Routes:

@@ -17,8 +17,8 @@ from ..openai.openai_models import Options
 class OllamaAnswer:
     """Shapes the assistant's next turn. Calls are sent at the end, when their arguments are complete."""
 
-    def __init__(self, generation: Generation, options: Options, model: str, *, is_chat: bool) -> None:
-        self._generation, self._model, self._is_chat = generation, model, is_chat
+    def __init__(self, generation: Generation, options: Options, *, is_chat: bool) -> None:
+        self._generation, self._model, self._is_chat = generation, generation.model, is_chat
         is_open, may_reason = generation.opens_reasoning, generation.may_reason
         self._reader = OutputReader(options.plan, reasoning_is_open=is_open, may_reason=may_reason)
         self._begun = time.monotonic_ns()

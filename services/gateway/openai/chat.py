@@ -31,7 +31,6 @@ class ChatApi:
     """Reads bodies of the endpoint and makes its answers."""
 
     reader: BodyReader
-    model: str
     plans: MessagePlans
     is_resumable = True
 
@@ -60,7 +59,7 @@ class ChatApi:
         return job, Options.of(fields, sampling, plan=plan, ignored=ignored + self.plans.ignored(request))
 
     def answer(self, generation: Generation, options: Options) -> "ChatAnswer":
-        return ChatAnswer(AnswerBase(generation, options, "chatcmpl", self.model, "chat.completion.chunk"))
+        return ChatAnswer(AnswerBase(generation, options, "chatcmpl", generation.model, "chat.completion.chunk"))
 
 
 class ChatAnswer:

@@ -24,7 +24,6 @@ class CompletionsApi:
     """Reads bodies of the endpoint and makes its answers."""
 
     reader: BodyReader
-    model: str
     is_resumable = True
 
     def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
@@ -52,7 +51,7 @@ class CompletionsApi:
         return job, options
 
     def answer(self, generation: Generation, options: Options) -> "CompletionAnswer":
-        return CompletionAnswer(AnswerBase(generation, options, "cmpl", self.model, "text_completion"))
+        return CompletionAnswer(AnswerBase(generation, options, "cmpl", generation.model, "text_completion"))
 
 
 class CompletionAnswer:

@@ -19,6 +19,7 @@ from ..foreign_fields import ignored_names
 from ..generation.job import BeamOptions, Chat, EmbedsPrompt, Job
 from ..ollama.ollama_body import OllamaRequest
 from ..openapi.message_schemas import MessagesRequest
+from ..openapi.pooling_schemas import ClassifyRequest, PoolingRequest, RerankRequest, ScoreRequest
 from ..openapi.request_schemas import (
     ChatCompletionRequest,
     CommonFields,
@@ -80,6 +81,10 @@ _BODIES: tuple[type[msgspec.Struct], ...] = (
     MessagesRequest,
     ResponsesRequest,
     OllamaRequest,
+    PoolingRequest,
+    ClassifyRequest,
+    ScoreRequest,
+    RerankRequest,
 )
 READ_FIELDS = frozenset(
     {

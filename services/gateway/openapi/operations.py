@@ -10,6 +10,8 @@ from tokenloom.request.sampling_params import SamplingFields
 
 from ..request_log.finished_request import LastRequests
 from . import batch_schemas as batches
+from . import lora_schemas as lora
+from . import pooling_schemas as pooling
 from . import request_schemas as bodies
 from . import response_schemas as answers
 from .message_schemas import CountTokensRequest, MessagesRequest
@@ -114,6 +116,17 @@ OPERATIONS = (
     Operation(
         "post", "/tokenize", "Encode a prompt or a conversation", answers.TokenizeResponse, bodies.TokenizeRequest
     ),
+    Operation("post", "/v1/embeddings", "Vectors of texts", pooling.EmbeddingList, pooling.EmbeddingRequest),
+    Operation("post", "/classify", "Classes of texts", pooling.ClassificationList, pooling.ClassifyRequest),
+    Operation("post", "/pooling", "What a pooling task computes", pooling.PoolingList, pooling.PoolingRequest),
+    *(
+        Operation("post", path, "Relevance of texts to texts", pooling.ScoreList, pooling.ScoreRequest)
+        for path in ("/score", "/v1/score")
+    ),
+    *(
+        Operation("post", path, "Documents by their relevance", pooling.Ranking, pooling.RerankRequest)
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
     Operation("post", "/detokenize", "Decode token ids", answers.DetokenizeResponse, bodies.DetokenizeRequest),
     Operation(
         "get", "/health", "Whether the gateway can answer requests", answers.Status, may_be_away=True, is_open=True
@@ -212,6 +225,31 @@ ADMIN_OPERATIONS = (
         },
         is_admin=True,
     ),
+    Operation(
+        "post",
+        "/v1/load_lora_adapter",
+        "Load a LoRA adapter on every engine, or on none",
+        answers.EnginesDone,
+        lora.LoadAdapter,
+        is_admin=True,
+    ),
+    Operation(
+        "post",
+        "/v1/unload_lora_adapter",
+        "Unload a LoRA adapter from every engine",
+        answers.EnginesDone,
+        lora.AdapterBody,
+        is_admin=True,
+    ),
+    Operation(
+        "post",
+        "/v1/pin_lora_adapter",
+        "Keep a LoRA adapter on every engine's device",
+        answers.EnginesDone,
+        lora.PinAdapter,
+        is_admin=True,
+    ),
+    Operation("get", "/v1/lora_adapters", "LoRA adapters and where they are", lora.LoadedAdapters, is_admin=True),
     Operation("get", "/requests", "The last requests of this gateway", LastRequests, is_admin=True),
     Operation("post", "/start_profile", "Start recording steps", answers.EnginesDone, is_admin=True),
     Operation("post", "/stop_profile", "Write the recorded steps", answers.EnginesDone, is_admin=True),

@@ -15,6 +15,10 @@ class Generated(Protocol):
         """Its id within the mesh."""
 
     @property
+    def model(self) -> str:
+        """The name of the model or adapter."""
+
+    @property
     def usage(self) -> inference_pb2.Usage:
         """Its tokens."""
 
@@ -42,10 +46,10 @@ class RequestRecord:
     output_tokens: int = 0
     ttft_seconds: float | None = None
 
-    def add(self, model: str, generation: Generated) -> None:
+    def add(self, generation: Generated) -> None:
         """Add a generation that has ended."""
         usage = generation.usage
-        self.model, self.generation_id = model, generation.request_id
+        self.model, self.generation_id = generation.model, generation.request_id
         self.prompt_tokens += usage.prompt_tokens
         self.cached_tokens += usage.cached_tokens
         self.output_tokens += usage.completion_tokens
@@ -57,7 +61,7 @@ CURRENT_RECORD: ContextVar[RequestRecord | None] = ContextVar("request_record", 
 """The record of the request that a task works on. Each HTTP request and each gRPC call has a task of its own."""
 
 
-def record_generation(model: str, generation: Generated) -> None:
+def record_generation(generation: Generated) -> None:
     """Add a generation that has ended to the record of the current request, if it has one."""
     if (record := CURRENT_RECORD.get()) is not None:
-        record.add(model, generation)
+        record.add(generation)

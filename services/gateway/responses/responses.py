@@ -7,6 +7,7 @@ from uuid import uuid4
 
 from tokenloom.request.errors import InvalidArgument
 
+from ..adapters.model_names import ModelNames
 from ..generation.generation import Generation
 from ..generation.job import Job
 from ..openai.chat import ChatApi
@@ -42,7 +43,7 @@ class ResponsesApi:
 
     reader: BodyReader
     chats: ChatApi
-    model: str
+    names: ModelNames
     store: ResponseStore
     is_resumable = False
 
@@ -68,7 +69,7 @@ class ResponsesApi:
         is_stored = self.store.is_on and fields.store is not False
         if is_background and (fields.stream or not is_stored):
             raise InvalidArgument("background needs a stored response, and excludes stream", "background")
-        echo = {name: getattr(fields, name) for name in _ECHOED} | {"model": self.model}
+        echo = {name: getattr(fields, name) for name in _ECHOED} | {"model": self.names.answers_as(body.get("model"))}
         echo |= {name: value for name, value in _DEFAULTS.items() if echo[name] is None}
         echo |= {name: default if body.get(name) is None else body[name] for name, default in _ECHOED_SAMPLING.items()}
         return ResponseRequest(

@@ -1,22 +1,17 @@
 """Routes for operators, under vLLM's names: each asks every engine. They exist only with an admin key."""
 
-import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import parse_qs
 
-import grpc.aio
-
-from tokenloom.request import errors, wire_errors
-from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.v1 import coordinator_pb2, engine_pb2_grpc
+from tokenloom.request import errors
 from tokenloom.v1 import engine_pb2 as pb
 
 from ..http.app import Handler
 from ..http.exchange import Exchange
 from ..http.sse import encode_json
-from ..mesh.mesh_view import MeshView
+from ..mesh.engine_calls import Ask, EngineCalls, alive, checked
 from ..served_meshes import ServedMeshes
 
 _MODES = {"abort": pb.PAUSE_MODE_ABORT, "wait": pb.PAUSE_MODE_WAIT, "keep": pb.PAUSE_MODE_KEEP}
@@ -24,7 +19,6 @@ _TAGS = {"weights": pb.WAKE_TAG_WEIGHTS, "kv_cache": pb.WAKE_TAG_KV_CACHE}
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 T = TypeVar("T")
-Ask = Callable[["engine_pb2_grpc.EngineAdminAsyncStub"], Awaitable[T]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +26,7 @@ class AdminRoutes:
     """Pauses engines, puts them to sleep, resets their caches and records profiles."""
 
     meshes: ServedMeshes
-    channels: Channels
-    """With a certificate that engines accept as an operator's."""
-    timeout: float
-    """Seconds that the slowest engine may take."""
+    calls: EngineCalls
 
     def routes(self) -> Mapping[str, Mapping[str, Handler]]:
         return {
@@ -106,43 +97,14 @@ class AdminRoutes:
         """Return each engine's answer, by its name, which follows that of its model if there are several. All engines
         are asked, whatever one of them answers.
 
-        Raises ``Unavailable`` without any engine, ``DeadlineExceeded`` when one takes too long, and otherwise the first
-        failure, which begins with the engine's name.
+        Raises ``Unavailable`` without any engine, and otherwise the first failure, which begins with the engine's name.
         """
         engines = {
             engine.engine_id if self.meshes.is_one else f"{mesh.model}/{engine.engine_id}": engine.address
             for mesh in self.meshes
-            for engine in sorted(_alive(mesh.view), key=lambda engine: engine.engine_id)
+            for engine in alive(mesh.view)
         }
-        if not engines:
-            raise errors.Unavailable("no engine is known; retry")
-        try:
-            async with asyncio.timeout(self.timeout):
-                asked = [self._ask_one(address, send) for address in engines.values()]
-                answers = await asyncio.gather(*asked, return_exceptions=True)
-        except TimeoutError:
-            raise errors.DeadlineExceeded(f"an engine took longer than {self.timeout:g} s") from None
-        return {name: _checked(name, answer) for name, answer in zip(engines, answers, strict=True)}
-
-    async def _ask_one(self, address: str, send: "Ask[T]") -> T:
-        async with self.channels.open(address, "engine") as channel:
-            try:
-                return await send(engine_pb2_grpc.EngineAdminStub(channel))
-            except grpc.aio.AioRpcError as failure:
-                raise wire_errors.from_rpc(failure) from failure
-
-
-def _alive(view: MeshView) -> Iterator[coordinator_pb2.EngineIdentity]:
-    """Yield the engines of a mesh that are not known to be dead."""
-    return (entry.identity for entry in view.engines if entry.report.state != coordinator_pb2.ENGINE_STATE_DEAD)
-
-
-def _checked(engine_id: str, answer: T | BaseException) -> T:
-    if not isinstance(answer, BaseException):
-        return answer
-    error = wire_errors.of_exception(answer)
-    error.message = f"{engine_id}: {error.message}"
-    raise error
+        return checked(await self.calls.ask(engines, send))
 
 
 class Query:

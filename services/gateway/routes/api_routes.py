@@ -17,6 +17,7 @@ from ..openai.completions import CompletionsApi
 from ..openai.openai_models import BodyReader
 from ..openapi.openapi_routes import document_routes
 from ..page.page_routes import page_routes
+from ..pooling.pooling_routes import pooling_routes
 from ..responses.response_routes import response_routes
 from ..responses.response_store import ResponseStore
 from ..responses.responses import ResponsesApi
@@ -30,11 +31,11 @@ from .tokenize_routes import TokenizeRoutes
 def status_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes, counts: ResponseCounts) -> Routes:
     """Return the routes that describe the gateway and, of several meshes, the first one."""
     mesh = meshes.first
-    status = StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.names)
+    status = StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.models)
     return {
         **status.routes(),
         **(page_routes(meshes, host, counts, status.root) if settings.page else {}),
-        "/api/tags": get(lambda: ollama_tags(meshes.names)),
+        "/api/tags": get(lambda: ollama_tags(meshes.listed())),
         **document_routes(mesh.health, admin=settings.has_admin, batches=settings.batch_dir is not None),
     }
 
@@ -49,20 +50,21 @@ def api_routes(
 ) -> Routes:
     """Return the routes whose requests name a model. ``store``: keeps the responses of all models."""
     limit, timeout, answers = settings.max_body_bytes, settings.request_timeout, TurnShare(ANSWERS_PER_TURN)
-    chats = ChatApi(reader, mesh.model, mesh.plans)
-    messages = MessagesApi(reader, chats, mesh.model)
-    tokenize = TokenizeRoutes(parser, reader, mesh.tokenizers, mesh.health, mesh.names, limit, timeout)
-    count_tokens = CountTokens(parser, reader, mesh.tokenizers, mesh.names, limit, timeout)
-    responses = ResponsesApi(reader, chats, mesh.model, store)
+    chats = ChatApi(reader, mesh.plans)
+    messages = MessagesApi(reader, chats)
+    tokenize = TokenizeRoutes(parser, reader, mesh.tokenizers, mesh.health, mesh.models, limit, timeout)
+    count_tokens = CountTokens(parser, reader, mesh.tokenizers, mesh.models, limit, timeout)
+    responses = ResponsesApi(reader, chats, mesh.models, store)
 
     def endpoint(api: Api) -> Endpoint:
-        return Endpoint(api, mesh.generator, mesh.names, parser, limit, answers)
+        return Endpoint(api, mesh.generator, mesh.models, parser, limit, answers)
 
     return {
         "/v1/chat/completions": {"POST": endpoint(chats)},
-        "/v1/completions": {"POST": endpoint(CompletionsApi(reader, mesh.model))},
+        "/v1/completions": {"POST": endpoint(CompletionsApi(reader))},
         **message_routes(endpoint(messages), count_tokens),
         **ollama_routes(chats, endpoint, mesh.health),
         **response_routes(ResponsesEndpoint(endpoint(responses), responses, mesh.generator, store, host)),
         **tokenize.routes(),
+        **pooling_routes(mesh, parser, reader, limit),
     }

@@ -7,8 +7,9 @@ from functools import partial
 from ..health import PARTS, PartState
 from ..http.app import Routes
 from ..http.exchange import Exchange
+from ..http.sse import encode_json
 from ..served_meshes import ServedMeshes
-from .status_routes import get, health_object, model_object, respond_health
+from .status_routes import get, health_object, model_object, model_of, respond_health
 
 
 class ModelsRoutes:
@@ -23,6 +24,7 @@ class ModelsRoutes:
         return {
             "/v1/models": get(lambda: {"object": "list", "data": list(self._models().values())}),
             **{f"/v1/models/{name}": get(partial(self._model, name)) for name in self._meshes.names},
+            "/v1/models/*": {"GET": self.adapter},
             "/health": {"GET": self.health},
             "/ping": {"GET": self.health, "POST": self.health},
         }
@@ -40,13 +42,22 @@ class ModelsRoutes:
         )
 
     def _models(self) -> dict[str, dict[str, object]]:
-        """Return every model under each of its names."""
+        """Return every model under each of its names, then the adapters."""
         limits = {mesh.model: mesh.health.limits() for mesh in self._meshes}
-        return {
+        models = {
             name: model_object(name, spec.names[0], limits.get(spec.names[0]), self._created)
             for spec in self._meshes.specs
             for name in spec.names
         }
+        return models | {name: self._adapter(name) for name in self._meshes.listed() if name not in models}
+
+    async def adapter(self, exchange: Exchange) -> None:
+        """Describe the LoRA adapter of the path. Raises ``ModelNotFound``."""
+        await exchange.respond(200, encode_json(self._adapter(model_of(exchange))))
+
+    def _adapter(self, name: str) -> dict[str, object]:
+        mesh, _ = self._meshes.find(name)
+        return model_object(name, mesh.model, mesh.health.limits(), self._created, parent=mesh.model)
 
     def _model(self, name: str) -> dict[str, object]:
         return self._models()[name]

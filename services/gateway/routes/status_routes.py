@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from tokenloom.services.runtime.telemetry.metrics_page import metrics_page
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
+from ..adapters.model_names import ModelNames
 from ..generation.generator import Generator
 from ..health import MeshHealth, PartState
 from ..http.app import Handler, Routes
@@ -31,21 +32,23 @@ class StatusRoutes:
         mesh: MeshView,
         generator: Generator,
         registry: CollectorRegistry,
-        names: Sequence[str],
+        models: ModelNames,
     ) -> None:
-        """``names``: of the model, the first one for answers."""
+        """``models``: the names of the model and of its adapters."""
         self._health = health
         self._mesh = mesh
         self._generator = generator
         self._registry = registry
-        self._names = names
-        self._model = names[0]
+        self._models = models
+        self._names = models.own
+        self._model = models.own[0]
         self._created = int(time.time())
 
     def routes(self) -> Routes:
         return {
-            "/v1/models": get(lambda: {"object": "list", "data": list(map(self._model_object, self._names))}),
+            "/v1/models": get(lambda: {"object": "list", "data": list(map(self._model_object, self._listed()))}),
             **{f"/v1/models/{name}": get(partial(self._model_object, name)) for name in self._names},
+            "/v1/models/*": {"GET": self.adapter},
             "/": {"GET": self.root},  # clients ask for HEAD / to learn whether a server is there
             "/health": {"GET": self.health},
             "/ping": {"GET": self.health, "POST": self.health},
@@ -68,6 +71,12 @@ class StatusRoutes:
         text = f"Tokenloom serves {self._model}. /docs describes the API.\n"
         await exchange.respond(200, text.encode(), b"text/plain; charset=utf-8")
 
+    async def adapter(self, exchange: Exchange) -> None:
+        """Describe the LoRA adapter of the path. Raises ``ModelNotFound``."""
+        name = model_of(exchange)
+        self._models.find(name)
+        await exchange.respond(200, encode_json(self._model_object(name)))
+
     async def metrics(self, exchange: Exchange) -> None:
         page, content_type = metrics_page(self._registry, exchange.headers.get(b"accept", b"").decode("latin-1"))
         await exchange.respond(200, page, content_type.encode())
@@ -83,19 +92,31 @@ class StatusRoutes:
             "engines": [_engine_object(entry) for entry in self._mesh.engines],
         }
 
+    def _listed(self) -> Iterable[str]:
+        yield from self._names
+        yield from (name for name in self._models.adapters() if name not in self._names)
+
     def _model_object(self, name: str) -> dict[str, object]:
-        return model_object(name, self._model, self._health.limits(), self._created)
+        parent = None if name in self._names else self._model
+        return model_object(name, self._model, self._health.limits(), self._created, parent=parent)
 
 
-def model_object(name: str, root: str, limits: types_pb2.ModelLimits | None, created: int) -> dict[str, object]:
-    """Describe a model as OpenAI's and vLLM's servers do. ``root``: its first name."""
+def model_of(exchange: Exchange) -> str:
+    """Return the model that a path under ``/v1/models/`` names; names may contain slashes."""
+    return exchange.path.split("/", 3)[3]
+
+
+def model_object(
+    name: str, root: str, limits: types_pb2.ModelLimits | None, created: int, *, parent: str | None = None
+) -> dict[str, object]:
+    """Describe a model as OpenAI's and vLLM's servers do. ``root``: its first name; ``parent``: of an adapter."""
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "tokenloom",
         "root": root,
-        "parent": None,
+        "parent": parent,
         "max_model_len": limits.max_model_len if limits else None,
     }
 

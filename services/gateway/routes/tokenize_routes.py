@@ -1,6 +1,6 @@
 """``/tokenize`` and ``/detokenize``, in vLLM's form."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -8,9 +8,9 @@ from tokenloom.request import errors
 from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.v1 import tokenizer_pb2
 
+from ..adapters.model_names import ModelNames
 from ..health import MeshHealth
 from ..http.app import Handler
-from ..http.endpoint import check_model
 from ..http.exchange import Exchange
 from ..http.json_body import BodyParser
 from ..http.sse import encode_json
@@ -32,8 +32,7 @@ class TokenizeRoutes:
     reader: BodyReader
     tokenizers: TokenizerClient
     health: MeshHealth
-    names: Collection[str]
-    """The names of the model."""
+    names: ModelNames
     max_body_bytes: int
     timeout: float
     """Seconds that a call may take."""
@@ -91,9 +90,9 @@ class TokenizeRoutes:
             return await self.parser.read(received.data, read)
 
     def _tokenize_request(self, body: Body) -> TokenizeRequest:
-        check_model(body.get("model"), self.names)
+        self.names.find(body.get("model"))
         return self.reader.read(body, TokenizeRequest)
 
     def _token_ids(self, body: Body) -> list[int]:
-        check_model(body.get("model"), self.names)
+        self.names.find(body.get("model"))
         return narrow_token_ids("tokens", self.reader.read(body, DetokenizeRequest).tokens)

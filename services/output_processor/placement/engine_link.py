@@ -16,7 +16,7 @@ from tokenloom.services.runtime.peers.silence import PeerSilent, was_silent
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished, KVSource, PickId, SlotLogprobs
 from tokenloom.v1.engine_pb2_grpc import EngineStub
-from tokenloom.v1.types_pb2 import Hello, Logprobs
+from tokenloom.v1.types_pb2 import Hello, Logprobs, Pooled
 
 from .last_snapshot import EngineKey
 
@@ -48,6 +48,9 @@ class AttemptOwner(Protocol):
         self, attempt: "Attempt", token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None
     ) -> None:
         """Called with new tokens; ``token_index`` is the position of the first of them in the whole output."""
+
+    def on_pooled(self, attempt: "Attempt", part: Pooled) -> None:
+        """Called with the result of a pooling request, or the next part of it."""
 
     def on_finished(self, attempt: "Attempt", finished: Finished) -> None:
         """Called when the attempt has ended."""
@@ -220,6 +223,9 @@ class EngineLink:
             if (attempt := self._attempts.get(grant.slot)) is not None:
                 attempt.owner.on_kv_granted(attempt, grant.kv)
         self._deal(frame)
+        for part in frame.pooled:
+            if (attempt := self._attempts.get(part.slot)) is not None:
+                attempt.owner.on_pooled(attempt, part)
         for finished in frame.finished:
             if (attempt := self._attempts.pop(finished.slot, None)) is not None:
                 attempt.owner.on_finished(attempt, finished)

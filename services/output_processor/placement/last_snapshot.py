@@ -59,7 +59,7 @@ class LastSnapshot:
         """Answer like the coordinator, by its rule, but without a pick's id: the serving engine of the lowest score.
 
         Ties rotate. The pick counts until the next snapshot or ``release``. Cached prefixes are not considered: only
-        the coordinator knows them. Raises ``Unavailable`` when no engine serves.
+        the coordinator knows them. Raises ``Unavailable`` when no engine serves, or none has the request's adapter.
         """
         count = len(self._entries)
         candidates = [
@@ -75,11 +75,17 @@ class LastSnapshot:
         ]
         if not candidates:
             raise errors.Unavailable("No engine is serving this model now; retry.")
-        index, whole = pairing.choose(candidates, request.role, self._pd_threshold)
+        if request.query_id:
+            candidates = [self._of_query(candidates, request.query_id)]
+        index, whole = pairing.choose(candidates, request.role, 0 if request.pools else self._pd_threshold)
         self._turn = index + 1
         chosen = self._entries[index]
         self.count(_key(chosen))
         return PickResponse(engine=chosen.identity, whole_request=whole)
+
+    def _of_query(self, candidates: list[pairing.Candidate[int]], query_id: str) -> pairing.Candidate[int]:
+        names = [(*_key(self._entries[each.engine]), each.role) for each in candidates]
+        return pairing.engine_of_query(candidates, names, query_id)
 
     def num_requests(self, key: EngineKey) -> int:
         """Return how many requests an engine last reported; 0 for an engine that is not in the snapshot."""
@@ -107,6 +113,7 @@ def _is_candidate(entry: EngineEntry, request: PickRequest, exclude: Collection[
         _is_serving(entry)
         and _key(entry) not in exclude
         and pairing.in_pool(request.fingerprint, entry.identity.fingerprint, request.role)
+        and (not request.adapter or any(each.digest == request.adapter for each in entry.report.adapters))
     )
 
 

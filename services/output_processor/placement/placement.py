@@ -263,6 +263,7 @@ async def _away() -> PickResponse:
 
 
 def _pick_request(submit: Submit, leg: EngineRole, num_output_tokens: int, pool: Fingerprint) -> PickRequest:
+    pools = submit.HasField("pooling_params")
     return PickRequest(
         fingerprint=pool,
         role=leg,
@@ -272,4 +273,7 @@ def _pick_request(submit: Submit, leg: EngineRole, num_output_tokens: int, pool:
         tenant=submit.tenant,
         priority=submit.priority,
         timeout=submit.timeout if submit.HasField("timeout") else None,
+        adapter=submit.prompt.adapter,
+        pools=pools,
+        query_id=submit.pooling_params.late_interaction.query_id if pools else "",
     )

@@ -1,4 +1,4 @@
-"""Makes the message that sends a leg of a sample to its engine. No I/O."""
+"""Makes the message that sends a leg of a sample, or a pooling request, to its engine. No I/O."""
 
 from collections.abc import Sequence
 
@@ -30,17 +30,13 @@ def make_add(
         hold_kv, kv_source, awaits_tokens: As in ``AddRequest``.
         routed_start: The position from which on the experts of tokens are missing, for a request that asks for them.
     """
-    timeout = None
-    if seconds_left is not None:
-        timeout = Duration()
-        timeout.FromNanoseconds(max(0, int(seconds_left * 1e9)))
     request = AddRequest(
         request_id=submit.request_id,
         prompt=submit.prompt,
         accepted_token_ids=accepted,
         sampling_params=params,
         priority=submit.priority,
-        timeout=timeout,
+        timeout=_duration(seconds_left),
         hold_kv=hold_kv,
         kv_source=kv_source,
         awaits_tokens=awaits_tokens,
@@ -51,3 +47,25 @@ def make_add(
     if routed_start:
         request.sampling_params.routed_experts_prompt_start = routed_start
     return request
+
+
+def make_pooling_add(submit: Submit, *, pick: PickId | None, seconds_left: float | None) -> AddRequest:
+    """Return the message of a pooling request; the arguments are as in :func:`make_add`."""
+    return AddRequest(
+        request_id=submit.request_id,
+        prompt=submit.prompt,
+        pooling_params=submit.pooling_params,
+        priority=submit.priority,
+        timeout=_duration(seconds_left),
+        pick=pick,
+        trace_headers=submit.trace_headers,
+        tenant=submit.tenant,
+    )
+
+
+def _duration(seconds: float | None) -> Duration | None:
+    if seconds is None:
+        return None
+    duration = Duration()
+    duration.FromNanoseconds(max(0, int(seconds * 1e9)))
+    return duration

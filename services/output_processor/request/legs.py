@@ -9,7 +9,7 @@ from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.v1.engine_pb2 import Finished, KVSource
 from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
-from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, FinishReason, Logprobs, SamplingParams
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, FinishReason, Logprobs, Pooled, SamplingParams
 
 from ..placement.engine_link import Attempt
 from ..placement.placement import Asked, Placer
@@ -55,7 +55,7 @@ class Legs:
         self._on_end = on_end
         self._on_settled: Callable[[Attempt], None] | None = None
         self._deadline = lifetime.deadline
-        self._retries = Retries(submit, lifetime, output, placer)
+        self._retries = Retries(submit, lifetime, output.engine_died, placer)
         self._prefill: Attempt | None = None  # or the attempt that does the whole request
         self._decode: Attempt | None = None
         self._next: Attempt | None = None  # a decode leg that waits, because its engine still prefills
@@ -201,6 +201,9 @@ class Legs:
             self._output.add_prompt_logprobs(token_index, logprobs)
         except Exception as error:  # a fault of one request never ends the stream of all
             self.fail(error)
+
+    def on_pooled(self, attempt: Attempt, part: Pooled) -> None:
+        self.fail(errors.Internal("the engine pooled a request that generates"))
 
     def on_tokens(
         self, attempt: Attempt, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None

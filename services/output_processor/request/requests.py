@@ -14,6 +14,7 @@ from ..placement.placement import Asked, Placer
 from ..stream.outbox import Outbox
 from ..text.vocabulary import Vocabulary
 from .kept_requests import KeptRequests
+from .pooled_request import PooledRequest
 from .request_trace import RequestTrace
 from .sample_group import SampleGroup, num_samples
 from .sample_output import SampleOutput
@@ -59,6 +60,22 @@ class Requests:
             return None
         return self._placer.ask(submit)
 
+    def make_pooled(
+        self, submit: Submit, outbox: Outbox, tasks: Tasks, on_end: Callable[[int], object]
+    ) -> PooledRequest:
+        """Return a pooling request that has not started yet. The arguments and errors are as in :meth:`make`."""
+        self._check(1)
+        self._placer.budget.add_request()
+        trace = RequestTrace.open(self._tracer, submit) if submit.trace_headers else None
+        self.num_live += 1
+        self._idle.clear()
+
+        def ended(slot: int, finished: RequestFinished) -> None:
+            self._sample_ended(finished)
+            on_end(slot)
+
+        return PooledRequest(submit, outbox, self._placer, tasks, trace, self._clock, ended)
+
     def make(self, submit: Submit, outbox: Outbox, tasks: Tasks, on_end: Callable[[int], object]) -> SampleGroup:
         """Return a request that has not started yet.
 
@@ -71,7 +88,9 @@ class Requests:
         samples, ``TryElsewhere`` when too many requests are live or this process drains.
         """
         count = num_samples(submit)
-        self._check(submit, count)
+        if submit.WhichOneof("task") != "sampling_params":
+            raise errors.InvalidArgument("sampling_params is missing", "sampling_params")
+        self._check(count)
         self._placer.budget.add_request()
         journals = _journals(submit, count) if submit.journals else {}
         samples = [
@@ -104,9 +123,7 @@ class Requests:
         self.kept.hurry()
         await self._idle.wait()
 
-    def _check(self, submit: Submit, count: int) -> None:
-        if submit.WhichOneof("task") != "sampling_params":
-            raise errors.InvalidArgument("sampling_params is missing", "sampling_params")
+    def _check(self, count: int) -> None:
         if self._draining:
             raise errors.TryElsewhere("The output processor is shutting down; retry.")
         if self.num_live + count > self._max_requests:

@@ -1,5 +1,7 @@
 """Decides whether a sample that an engine failed continues on another one. No I/O."""
 
+from collections.abc import Callable
+
 from tokenloom.request import errors
 from tokenloom.services.runtime.peers.retry_budget import Cause, cause_of
 from tokenloom.v1.output_processor_pb2 import Submit
@@ -8,7 +10,6 @@ from ..placement.engine_link import Attempt
 from ..placement.engine_search import EngineSearch
 from ..placement.placement import Placer
 from .lifetime import Lifetime
-from .sample_output import SampleOutput
 
 
 class Retries:
@@ -18,10 +19,13 @@ class Retries:
         search: What the next placement has to know.
     """
 
-    def __init__(self, submit: Submit, lifetime: Lifetime, output: SampleOutput, placer: Placer) -> None:
+    def __init__(
+        self, submit: Submit, lifetime: Lifetime, on_engine_death: Callable[[], object], placer: Placer
+    ) -> None:
+        """``on_engine_death``: called when an engine died while it ran only this request."""
         self._num_samples = submit.num_samples or 1
         self._lifetime = lifetime
-        self._output = output
+        self._on_engine_death = on_engine_death
         self._placer = placer
         self.search = EngineSearch(placer.budget, lifetime.give_up_at)
 
@@ -57,4 +61,4 @@ class Retries:
 
     def _blame(self, attempt: Attempt) -> None:
         if self._lifetime.engine_died(attempt.link.key):
-            self._output.engine_died()
+            self._on_engine_death()

@@ -17,6 +17,7 @@ from tokenloom.v1.output_processor_pb2 import (
 from tokenloom.v1.types_pb2 import FinishReason, Hello
 
 from ..placement.placement import Asked
+from ..request.pooled_request import PooledRequest
 from ..request.requests import Requests
 from ..request.sample_group import SampleGroup
 from .outbox import Outbox
@@ -32,7 +33,7 @@ class Session:
         """``hello``: what this process sends first."""
         self._hello = hello
         self._requests = requests
-        self._live: dict[int, SampleGroup] = {}  # by slot; bounded by the requests that may be live
+        self._live: dict[int, SampleGroup | PooledRequest] = {}  # by slot; bounded by the requests that may be live
         self._last_slot = 0
         self._credit = Credit()
         self._wake = asyncio.Event()
@@ -74,7 +75,7 @@ class Session:
             if peer is not None:
                 kept.disconnect(peer)
             for group in list(self._live.values()):
-                if not group.fingerprint or peer is None or not kept.lose(group, peer):
+                if peer is None or not isinstance(group, SampleGroup) or not kept.lose(group, peer):
                     group.cancel()
             await self._tasks.close()
 
@@ -127,15 +128,19 @@ class Session:
                 await asyncio.sleep(0)  # replaying many tokens must not hold up the requests that run
 
     def _submit(self, submit: Submit, asked: Asked | None) -> None:
+        group: SampleGroup | PooledRequest
         try:
             if submit.take_over and (known := self._requests.kept.find(submit)) is not None:
                 self._attach(known, submit.slot)
                 return
-            group = self._requests.make(submit, self._outbox, self._tasks, self._live.pop)
+            if submit.HasField("pooling_params"):
+                group = self._requests.make_pooled(submit, self._outbox, self._tasks, self._live.pop)
+            else:
+                group = self._requests.make(submit, self._outbox, self._tasks, self._live.pop)
+                group.on_taken = self._taken
         except Exception as error:  # a fault of one request never ends the stream of all
             self._refuse(submit.slot, error)
             return
-        group.on_taken = self._taken
         self._begin(submit.slot, group)
         group.start(asked)
 
@@ -155,7 +160,7 @@ class Session:
         if not group.is_over:
             self._begin(slot, group)
 
-    def _begin(self, slot: int, group: SampleGroup) -> None:
+    def _begin(self, slot: int, group: SampleGroup | PooledRequest) -> None:
         if not self._live:
             self._written_at = self._loop.time()  # the first heartbeat is due from now on
         self._live[slot] = group

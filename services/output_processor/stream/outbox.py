@@ -1,8 +1,13 @@
 """Collects output for one gateway between two frames: columns, with the deltas of a slot merged. No I/O."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished, SlotTextLogprobs
+from tokenloom.v1.types_pb2 import Pooled
+
+POOLED_BYTES = 4 << 20
+"""Results that share a frame, at most; a part of a result that is larger has a frame of its own."""
 
 Key = tuple[int, int]
 """A slot, and the index of one of its samples."""
@@ -18,11 +23,12 @@ class Outbox:
         self._on_news = on_news
         self._rows: dict[Key, tuple[str, int, Sequence[int]]] = {}
         self._logprobs: list[SlotTextLogprobs] = []
+        self._pooled: deque[Pooled] = deque()
         self._finished: list[RequestFinished] = []
         self._engine_deaths: list[int] = []
 
     def __bool__(self) -> bool:
-        return bool(self._rows or self._finished or self._engine_deaths or self._logprobs)
+        return bool(self._rows or self._finished or self._engine_deaths or self._logprobs or self._pooled)
 
     def add(self, key: Key, text: str, token_index: int, token_ids: Sequence[int]) -> None:
         """Add new text and tokens of a sample; they follow what was added before."""
@@ -39,6 +45,11 @@ class Outbox:
         self._logprobs.append(logprobs)
         self._on_news()
 
+    def add_pooled(self, part: Pooled) -> None:
+        """Add the result of a pooling request, or the next part of it."""
+        self._pooled.append(part)
+        self._on_news()
+
     def finish(self, finished: RequestFinished) -> None:
         """Add the end of a sample; nothing may be added for it after that."""
         self._finished.append(finished)
@@ -50,7 +61,7 @@ class Outbox:
         self._on_news()
 
     def take(self) -> ProcessFrame:
-        """Return everything that was collected, as one frame."""
+        """Return what was collected as one frame; results that would make it too large are left for the next one."""
         rows = self._rows
         slots, samples = zip(*rows, strict=True) if rows else ((), ())
         texts, indices, ids = zip(*rows.values(), strict=True) if rows else ((), (), ())
@@ -67,7 +78,21 @@ class Outbox:
             sample_index=samples if any(samples) else (),
         )
         self._rows, self._logprobs, self._finished, self._engine_deaths = {}, [], [], []
+        if self._pooled:
+            self._take_pooled(frame)
         return frame
+
+    def _take_pooled(self, frame: ProcessFrame) -> None:
+        """Move results into the frame, and the ends of requests whose results do not fit out of it."""
+        size = 0
+        while self._pooled and (not size or size + len(self._pooled[0].data) <= POOLED_BYTES):
+            size += len(self._pooled[0].data)
+            frame.pooled.append(self._pooled.popleft())
+        if left := {part.slot for part in self._pooled}:
+            ends = list(frame.finished)
+            self._finished = [end for end in ends if end.slot in left]
+            del frame.finished[:]
+            frame.finished.extend(end for end in ends if end.slot not in left)
 
 
 class _Nowhere(Outbox):

@@ -8,7 +8,6 @@ _BALANCED = "one coordinator places requests on all engines; --engines sets thei
 _ORIGINS = "use --cors-origins, which lists the origins of web pages; methods, headers and credentials follow from it"
 _GRAPHS = "the engine uses neither CUDA graphs nor a compiler"
 _TEXT_ONLY = "models read text only; a multimodal request is refused by name"
-_LORA = "LoRA adapters are not available yet; merge the adapter into its base model and serve the merged checkpoint"
 _EXPERTS = "experts of a model are computed by one engine; use --engines for several engines on this machine"
 _OVERLAP = "the engine does not split a batch to overlap communication, because an engine has one device"
 _TEMPLATE = "send chat_template_kwargs in the request"
@@ -123,7 +122,6 @@ UNNEEDED = {
     "--num-lookahead-slots": "the slots follow from --speculative-config",
     "--prefix-caching-hash-algo": "blocks are always identified by SHA-256",
     "--renderer-num-workers": "--render-workers sets the processes that render chat templates",
-    "--enforce-eager": "the engine never uses CUDA graphs",
     "--compilation-config -cc -O": _GRAPHS,
     "--optimization-level": _GRAPHS,
     "--cudagraph-capture-sizes": _GRAPHS,
@@ -220,15 +218,10 @@ MISSING = {
     "--allowed-local-media-path": _TEXT_ONLY,
     "--allowed-media-domains": _TEXT_ONLY,
     "--ec-transfer-config": _TEXT_ONLY,
-    "--enable-lora": _LORA,
-    "--lora-modules": _LORA,
-    "--max-loras": _LORA,
-    "--max-lora-rank": _LORA,
-    "--max-cpu-loras": _LORA,
-    "--lora-dtype": _LORA,
-    "--fully-sharded-loras": _LORA,
-    "--default-mm-loras": _LORA,
-    "--lora-extra-vocab-size": _LORA,
+    "--lora-dtype": "the matrices of LoRA adapters have the dtype of the model",
+    "--fully-sharded-loras": "an engine has one device; use --engines for several engines on this machine",
+    "--default-mm-loras": _TEXT_ONLY,
+    "--lora-extra-vocab-size": "LoRA adapters with tokens of their own are refused by name",
     "--enable-layerwise-nvtx-tracing": "--profiler-dir writes PyTorch's profiles instead",
     "--enable-mfu-metrics": "/metrics has tokens and steps, but not the share of the device's peak",
     "--additional-config": "every option has a flag of its own; `tokenloom serve --help` lists them",

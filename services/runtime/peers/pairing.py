@@ -3,6 +3,7 @@ while the coordinator is unavailable, every output processor. No I/O."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from operator import attrgetter
 from typing import Generic, TypeVar
 
@@ -63,6 +64,19 @@ def choose(candidates: Sequence[Candidate[T]], leg: EngineRole, pd_threshold: in
     prefillers = [each for each in candidates if each.role == _BOTH or _can_hand_over(each, decoders)]
     chosen = min(prefillers or candidates, key=_RANK)
     return chosen.engine, not _can_hand_over(chosen, decoders)
+
+
+def engine_of_query(engines: Sequence[T], names: Sequence[tuple[str, int, EngineRole]], query_id: str) -> T:
+    """Return the engine that holds the vectors of a query, by its id alone: every process chooses the same, and an
+    engine that joins or leaves moves few queries. ``names``: of each engine, its id, epoch and role; an engine that
+    only decodes is chosen only if no other one serves."""
+    able = [index for index, name in enumerate(names) if name[2] != _DECODE] or list(range(len(names)))
+
+    def weight(index: int) -> bytes:
+        engine_id, epoch, _ = names[index]
+        return blake2b(f"{query_id} {engine_id} {epoch}".encode(), digest_size=8).digest()
+
+    return engines[max(able, key=weight)]
 
 
 def missing_role(roles: Iterable[EngineRole]) -> EngineRole | None:

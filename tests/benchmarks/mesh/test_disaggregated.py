@@ -9,7 +9,8 @@ from tokenloom.bench.load.arrivals import Pace
 from tokenloom.bench.load.datasets import DatasetName, DatasetOptions
 from tokenloom.bench.load.events import Outcome
 from tokenloom.bench.load.slo import Objectives
-from tokenloom.bench.mesh.disaggregated import Contender, ServerBroke, compare, report, serve_command, table, write_plot
+from tokenloom.bench.mesh.contenders import Contender, ServerBroke, compare, serve_command
+from tokenloom.bench.mesh.disaggregated import report, table, write_plot
 from tokenloom.bench.mesh.serve import ServeOptions
 from tokenloom.supervisor.ports import reserved_ports
 

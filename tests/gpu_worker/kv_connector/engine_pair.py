@@ -11,6 +11,7 @@ from tokenloom.engine_core.config import (
     EngineConfig,
     KVCacheDtype,
     KVConfig,
+    LoraConfig,
     SchedulerConfig,
     SpeculativeConfig,
     WorkerConfig,
@@ -27,6 +28,7 @@ from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.gpu_worker.kv_connector.kv_transports import make_transports
 from tokenloom.gpu_worker.kv_connector.tcp_socket import SocketTransport
+from tokenloom.request.adapter_salt import adapter_salt
 from tokenloom.services.engine.core.workers import WORKER_COMMAND, make_worker
 
 MODEL = str(Path(demo_model.__file__).parent)
@@ -62,6 +64,7 @@ class Engine:
         model: str = MODEL,
         num_blocks: int = 120,
         speculative: SpeculativeConfig | None = None,
+        lora: LoraConfig | None = None,
         **kv: Any,
     ) -> None:
         names = tuple(transport.name for transport in transports)
@@ -75,6 +78,7 @@ class Engine:
                 **kv,
             ),
             speculative=speculative,
+            lora=lora or LoraConfig(),
         )
         self.transport = names[0] if names else ""
         kv_parts = make_core_kv(config, transports)
@@ -123,15 +127,17 @@ class Pair:
         self.prefill = Engine(make(), prefill, role="prefill", **kv)
         self.decode = Engine(make(), decode, role="decode", **kv)
 
-    def ask(self, request_id: str, prompt: list[int], params: SamplingParams) -> list[int]:
+    def ask(self, request_id: str, prompt: list[int], params: SamplingParams, adapter: bytes = b"") -> list[int]:
         """The whole road of a request; its tokens."""
-        self.prefill.add(request_id, prompt, params, lease_id=request_id.encode())
+        named = {"adapter": adapter, "cache_salt": adapter_salt(b"", adapter)}
+        self.prefill.add(request_id, prompt, params, lease_id=request_id.encode(), **named)
         (output,) = self.prefill.run(request_id)
         assert output.finish_reason is FinishReason.PREFILLED
-        layout, digest = self.decode.core.ready.kv_layout, prompt_digest(prompt, b"")
+        layout, digest = self.decode.core.ready.kv_layout, prompt_digest(prompt, named["cache_salt"])
         answer = self.prefill.answer(KVAcquire(1, request_id.encode(), layout, digest, [self.prefill.transport]))
         assert answer.target is not None, answer
-        self.decode.add(request_id, prompt, params, accepted_token_ids=output.new_token_ids, remote_kv=answer.target)
+        accepted = output.new_token_ids
+        self.decode.add(request_id, prompt, params, accepted_token_ids=accepted, remote_kv=answer.target, **named)
         outputs = self.decode.run(request_id, lambda: self._verify(answer.target))
         return output.new_token_ids + [token for output in outputs for token in output.new_token_ids]
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from tests.gpu_worker.kv_connector.engine_pair import MAKE, MODEL, Engine, MakeExecutor, Pair, mp, uni
-from tokenloom.engine_core.config import SpeculativeConfig
+from tokenloom.engine_core.config import LoraConfig, SpeculativeConfig
 from tokenloom.engine_core.kv_transfer.kv_messages import KVAcquire
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.kv_connector import nixl
+from tokenloom.model_path import DEMO_ADAPTERS
+from tokenloom.request.adapter_salt import adapter_salt
 
 LENGTHS = (1, 15, 16, 17, 33, 100, 400)
 GREEDY = SamplingParams(max_tokens=12, seed=3, temperature=0.0)
@@ -93,6 +95,22 @@ def test_the_tokens_are_those_of_one_engine(
         while engine.core.has_work():
             engine.core.step()
         assert engine.core.scheduler.stats().kv_usage == 0.0
+
+
+def test_both_legs_compute_with_the_same_adapter(make_pair: MakePair) -> None:
+    lora = LoraConfig(enable=True, modules=tuple(f"{name}={DEMO_ADAPTERS / name}" for name in ("json", "pirate")))
+    pair, alone = make_pair("shm", lora=lora), Engine([], lora=lora)
+    adapters = [b"", *(state.digest for state in alone.core.ready.loras)]
+    found = set()
+    for number, adapter in enumerate(adapters):
+        salt = adapter_salt(b"", adapter)
+        alone.add(str(number), prompt_of(100), GREEDY, adapter=adapter, cache_salt=salt)
+        expected = [token for output in alone.run(str(number)) for token in output.new_token_ids]
+        assert pair.ask(str(number), prompt_of(100), GREEDY, adapter) == expected
+        found.add(tuple(expected))
+    assert len(found) == len(adapters)
+    assert pair.decode.core.scheduler.stats().kv_blocks_received == 3 * 7, "no adapter hits the blocks of another"
+    alone.core.shutdown()
 
 
 def test_what_moved_can_be_hit(make_pair: MakePair, expected: Callable[[int, SamplingParams], list[int]]) -> None:

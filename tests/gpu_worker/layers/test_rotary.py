@@ -15,6 +15,7 @@ from tokenloom.gpu_worker.layers.rotary import (
     no_rotation,
     read_rope,
     rotate,
+    rotation,
     with_context,
 )
 
@@ -45,7 +46,7 @@ def test_cosines_and_sines_equal_transformers(name: str, head_size: int) -> None
     reference = LlamaRotaryEmbedding(hf_config)
     config = read_rope(ConfigReader({"rope_parameters": parameters}, "config.json"), head_size, 16384)
     positions = torch.tensor([0, 1, 2, 77, 4095, 4096, 16383])
-    cos, sin = RotaryEmbedding(config, torch.device("cpu"))(positions)
+    cos, sin = RotaryEmbedding(config, torch.device("cpu"), rotation)(positions)
     expected_cos, expected_sin = reference(torch.zeros(1), positions[None])
     torch.testing.assert_close(inverse_frequencies(config), reference.inv_freq, rtol=0, atol=0)
     torch.testing.assert_close(torch.cat((cos, cos), -1)[:, 0], expected_cos[0], rtol=0, atol=0)
@@ -62,14 +63,14 @@ def test_long_rope_equals_transformers(entries: dict[str, Any], max_model_len: i
     outer = {"rope_scaling": parameters, "original_max_position_embeddings": 4096}
     config = with_context(read_rope(ConfigReader(outer, "config.json"), 32, 16384), max_model_len)
     positions = torch.tensor([0, 1, 77, 4095, max_model_len - 1])  # the last one chooses transformers' factors
-    cos, sin = RotaryEmbedding(config, torch.device("cpu"))(positions)
+    cos, sin = RotaryEmbedding(config, torch.device("cpu"), rotation)(positions)
     expected_cos, expected_sin = LlamaRotaryEmbedding(hf_config)(torch.zeros(1), positions[None])
     torch.testing.assert_close(torch.cat((cos, cos), -1)[:, 0], expected_cos[0], rtol=0, atol=0)
     torch.testing.assert_close(torch.cat((sin, sin), -1)[:, 0], expected_sin[0], rtol=0, atol=0)
 
 
 def test_without_rotation_heads_stay_as_they_are() -> None:
-    cos, sin = RotaryEmbedding(no_rotation(8), torch.device("cpu"))(torch.tensor([0, 5, 100_000]))
+    cos, sin = RotaryEmbedding(no_rotation(8), torch.device("cpu"), rotation)(torch.tensor([0, 5, 100_000]))
     heads = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1))
     assert torch.equal(rotate(heads, cos, sin), heads)
 
@@ -78,7 +79,7 @@ def test_without_rotation_heads_stay_as_they_are() -> None:
 def test_rotation_equals_transformers(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     heads = torch.randn(5, 3, 16, generator=generator).to(dtype)
-    cos, sin = RotaryEmbedding(RopeConfig(16), torch.device("cpu"))(torch.arange(5) * 9)
+    cos, sin = RotaryEmbedding(RopeConfig(16), torch.device("cpu"), rotation)(torch.arange(5) * 9)
     wide_cos, wide_sin = (torch.cat((x, x), -1)[:, 0].to(dtype) for x in (cos, sin))
     expected, _ = apply_rotary_pos_emb(heads, heads, wide_cos, wide_sin)
     assert torch.equal(rotate(heads, cos, sin), expected)

@@ -16,8 +16,11 @@ class ApartPlatform:
         self._kv_memory = kv_memory
         self.num_returned = 0
 
-    def start(self, num_threads: int) -> None:
+    def start(self, num_threads: int, num_engines: int) -> None:
         torch.set_num_threads(num_threads or 1)
+
+    def before_step(self) -> None:
+        pass
 
     def peak_of(self, call) -> int:
         call()

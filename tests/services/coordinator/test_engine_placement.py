@@ -256,3 +256,37 @@ def test_a_paused_engine_is_not_taken_for_hung(registry: Registry, clock: Clock)
         assert paused.state == EngineState.ENGINE_STATE_PAUSED
         registry.report(paused, report(running=1, step=7, state=state))
         assert paused.state == state, "the pause does not count as standing still after it either"
+
+
+def test_all_requests_of_a_query_go_to_one_engine(registry: Registry) -> None:
+    for name in "abcd":
+        registry.join(identity(name), report())
+    queries = [f"query-{index}" for index in range(32)]
+    engine_of = {query: picked(registry.pick(request(query_id=query))) for query in queries}
+    assert len(set(engine_of.values())) == 4, "queries are spread"
+    registry.join(identity("e"), report())
+    again = {query: picked(registry.pick(request(query_id=query, prompt_tokens=50))) for query in queries}
+    assert all(again[query] in (engine, "e") for query, engine in engine_of.items())
+    assert sum(again[query] == engine for query, engine in engine_of.items()) > 16
+
+
+def test_a_query_whose_engine_failed_has_another_one(registry: Registry) -> None:
+    for name in "ab":
+        registry.join(identity(name), report())
+    first = picked(registry.pick(request(query_id="q")))
+    failed = [EngineRef(engine_id=first, epoch=1)]
+    assert {first, picked(registry.pick(request(query_id="q", exclude=failed)))} == {"a", "b"}
+
+
+def test_a_prompt_that_pools_may_fill_the_cache(registry: Registry) -> None:
+    registry.join(identity("a", blocks=1), report())
+    with pytest.raises(ResourceExhausted):
+        registry.pick(request(BLOCK_SIZE))
+    assert picked(registry.pick(request(BLOCK_SIZE, pools=True))) == "a"
+
+
+def test_an_engine_without_kv_blocks_takes_what_its_context_holds(registry: Registry) -> None:
+    registry.join(identity("encoder", blocks=0), report())
+    assert picked(registry.pick(request(4096, pools=True))) == "encoder"
+    with pytest.raises(ResourceExhausted):
+        registry.pick(request(4097, pools=True))

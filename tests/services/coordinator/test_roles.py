@@ -259,3 +259,8 @@ def test_the_index_counts_from_the_beginning_and_forgets_the_oldest() -> None:
 
 def test_a_snapshot_shows_the_threshold() -> None:
     assert Fleet(threshold=9).registry.snapshot().pd_threshold == 9
+
+
+def test_a_request_that_pools_runs_on_an_engine_that_prefills() -> None:
+    assert Fleet("p0", "d0").pick(PREFILL, 10) == "d0*"
+    assert Fleet("p0", "d0").pick(PREFILL, 10, pools=True) == "p0"

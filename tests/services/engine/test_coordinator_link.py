@@ -220,5 +220,5 @@ async def test_a_report_to_an_ended_stream_is_no_failure(monkeypatch: pytest.Mon
         ENGINE_ROLE_BOTH,  # type: ignore[arg-type]
     )
     with pytest.raises(Aborted):
-        await link._join(call, lambda grace: None)  # type: ignore[arg-type]
+        await link._join(call, lambda grace: None, lambda changes: None)  # type: ignore[arg-type]
     assert call.num_writes > 1

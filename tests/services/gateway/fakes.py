@@ -1,7 +1,8 @@
 """The mesh behind a gateway, in one process and under a test's control."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import struct
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,14 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     async def Encode(self, request: tokenizer_pb2.EncodeRequest, context: Any) -> tokenizer_pb2.EncodeResponse:
         await self._count(context)
         self.prompts.append(request)
-        return tokenizer_pb2.EncodeResponse(prompts=[self._prompt(text.encode(), request) for text in request.texts])
+        prompts = [self._prompt(text.encode(), request) for text in request.texts]
+        for prompt, second in zip(prompts, request.second_texts, strict=False):
+            prompt.first_part_tokens = len(prompt.token_ids)
+            prompt.token_ids.extend(second.encode())
+        for prompt in prompts if request.max_tokens else ():
+            cut = len(prompt.token_ids) - request.max_tokens
+            del prompt.token_ids[slice(request.max_tokens, None) if request.keep_first else slice(max(cut, 0))]
+        return tokenizer_pb2.EncodeResponse(prompts=prompts)
 
     async def EncodeChat(self, request: tokenizer_pb2.EncodeChatRequest, context: Any) -> Any:
         await self._count(context)
@@ -107,6 +115,8 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.limits = LIMITS
         self.is_away = False
         self.report = coordinator_pb2.EngineReport(running=3, waiting=2, kv_usage=0.25)
+        self.addresses: dict[str, str] = {}
+        self.adapters: dict[str, types_pb2.Adapter] = {}
         self._changed = asyncio.Condition()
         self._num_changes = 0
 
@@ -125,6 +135,14 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             self.is_away = is_away
             self._notify()
 
+    async def SetAdapter(self, request: coordinator_pb2.SetAdapterRequest, context: Any) -> Any:
+        async with self._changed:
+            self.adapters.pop(request.adapter.name, None)
+            if not request.unloaded:
+                self.adapters[request.adapter.name] = request.adapter
+            self._notify()
+        return coordinator_pb2.SetAdapterResponse()
+
     async def _changed_since(self, seen: int) -> None:
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_changes != seen)
@@ -139,12 +157,16 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 await wire_errors.abort(context, errors.Unavailable("the fake coordinator is away"))
             seen = self._num_changes  # what changes while the snapshot is sent needs another one
             entries = [self._entry(name) for name in self.engines]
-            yield coordinator_pb2.Snapshot(complete=True, engines=entries)
+            yield coordinator_pb2.Snapshot(complete=True, engines=entries, adapters=self.adapters.values())
             await self._changed_since(seen)
 
     def _entry(self, name: str) -> coordinator_pb2.EngineEntry:
         identity = coordinator_pb2.EngineIdentity(
-            engine_id=name, fingerprint=FINGERPRINT, limits=self.limits, num_kv_blocks=64
+            engine_id=name,
+            address=self.addresses.get(name, ""),
+            fingerprint=FINGERPRINT,
+            limits=self.limits,
+            num_kv_blocks=64,
         )
         entry = coordinator_pb2.EngineEntry(identity=identity, report=self.report)
         entry.report.state = self.state
@@ -196,6 +218,13 @@ class FakeRequest:
         )
         self._session.frames.put_nowait(output_processor_pb2.ProcessFrame(finished=[finished]))
 
+    def pool(self, values: Sequence[float], shape: Sequence[int] | None = None, offset: int = 0) -> None:
+        """A frame with a result, or a part of it."""
+        data = struct.pack(f"<{len(values)}f", *values)
+        shape = [len(values)] if shape is None else shape
+        part = types_pb2.Pooled(slot=self.submit.slot, shape=shape, offset=offset, data=data)
+        self._session.frames.put_nowait(output_processor_pb2.ProcessFrame(pooled=[part]))
+
     def fail(self, error: errors.TokenloomError) -> None:
         finished = output_processor_pb2.RequestFinished(
             slot=self.submit.slot, reason=types_pb2.FINISH_REASON_ERROR, error=wire_errors.to_proto(error)
@@ -236,6 +265,7 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
         self.resumes: asyncio.Queue[tuple[FakeRequest, output_processor_pb2.Resume]] = asyncio.Queue()
         self.withdrawals: asyncio.Queue[output_processor_pb2.Withdrawal] = asyncio.Queue()
         self.auto: Sequence[str] | None = None
+        self.pool: Callable[[FakeRequest], object] | None = None  # answers pooling requests
 
     async def Process(self, messages: Any, context: Any) -> AsyncIterator[output_processor_pb2.ProcessFrame]:
         session = FakeSession()
@@ -277,7 +307,9 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
             session.credit += message.credit or message.hello.initial_credit
             for submit in message.submit:
                 request = session.requests[submit.slot] = FakeRequest(session, submit)
-                if self.auto is None:
+                if self.pool is not None and submit.HasField("pooling_params"):
+                    self.pool(request)
+                elif self.auto is None:
                     self.requests.put_nowait(request)
                 else:
                     request.answer(*self.auto)

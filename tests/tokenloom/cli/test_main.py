@@ -49,7 +49,7 @@ def test_bad_arguments_end_with_status_2(arguments: list[str]) -> None:
         (["serve", "--prot", "1"], "--port"),
         (["chat", "--sytem", "x"], "--system"),
         (["serve", "-tp", "2"], "-tp is a flag of vLLM: each engine computes on one device; use --engines"),
-        (["serve", "--enable-lora"], "LoRA adapters are not available yet"),
+        (["serve", "--lora-dtype", "auto"], "the matrices of LoRA adapters have the dtype of the model"),
         (["bench", "serve", "--prot", "1"], "--prot: no such option"),
     ],
 )
@@ -82,7 +82,10 @@ def test_the_help_of_the_commands_imports_none_of_them() -> None:
 HEAVY = {"asyncio", "google.protobuf", "grpc", "jinja2", "numpy", "prometheus_client", "tokenizers", "torch"}
 
 
-LIGHT = ("serve", "stop", "fetch", "chat", "complete", "models", "config", "doctor", "certs", "build-kernels")
+LIGHT = (
+    *("serve", "demo", "stop", "fetch", "chat", "complete", "run-batch", "models", "generate", "ps", "top", "config"),
+    *("doctor", "certs", "chaos", "bench", "build-kernels", "completion"),
+)
 """Commands whose options are imported without what runs them."""
 
 

@@ -25,7 +25,7 @@ def started(monkeypatch: pytest.MonkeyPatch, socket_dir: Path) -> list[Any]:
     """The meshes that would have started."""
     found: list[Any] = []
 
-    async def run_mesh(options: Any, *_: Any) -> Outcome:
+    def run_mesh(options: Any, *_: Any) -> Outcome:
         found.append(options)
         return Outcome(interrupted=True, clean=True)
 

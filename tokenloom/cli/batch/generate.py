@@ -16,7 +16,6 @@ from tokenloom.model_path import DEMO_MODEL_NAME
 from ..chat.sampling_options import Stop, Temperature, TopK, TopP
 from ..failures import FAILED, CommandFailed, reported
 from ..options import engine_options, given, offers, parsed
-from .generate_prompt import BadLine, read_prompt_line
 from .jsonl import STANDARD, LineWriter, count_lines, read_lines
 
 
@@ -82,6 +81,9 @@ def _answers(
 
 def _skip_answered(lines: Iterator[tuple[int, str]], answers: list[dict[str, Any]]) -> int:
     """Skip the prompts that have an answer. Raises `CommandFailed` if the answers belong to other prompts."""
+    # Imported here, because it takes numpy and protobuf, which the help does not need.
+    from .generate_prompt import BadLine, read_prompt_line
+
     for answer, (number, text) in itertools.zip_longest(
         answers, itertools.islice(lines, len(answers)), fillvalue=(0, "")
     ):

@@ -2,15 +2,33 @@
 
 import typer
 
-from .bench_disaggregated import disaggregated
-from .bench_kv import kv
-from .bench_mesh import mesh
-from .bench_offline import step, throughput
-from .bench_overload import overload
-from .bench_peers import model, peers
-from .bench_serve import serve
-from .bench_speculation import speculation
+from ..commands import lazy_group
 
-bench = typer.Typer(help="Measure the engine and the mesh on this machine.", no_args_is_help=True, add_completion=False)
-for command in (serve, throughput, mesh, overload, step, speculation, kv, disaggregated, peers, model):
-    bench.command()(command)
+_COMMANDS = {
+    "Commands": (
+        "bench_serve:serve",
+        "bench_offline:throughput",
+        "bench_mesh:mesh",
+        "bench_overload:overload",
+        "bench_offline:step",
+        "bench_shared:shared",
+        "bench_speculation:speculation",
+        "bench_kv:kv",
+        "bench_disaggregated:disaggregated",
+        "bench_peers:peers",
+        "bench_regress:regress",
+        "bench_peers:model",
+    )
+}
+
+bench = typer.Typer(
+    cls=lazy_group(__package__, _COMMANDS),
+    help="Measure the engine and the mesh on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+@bench.callback()
+def _options() -> None:
+    """Handle options that stand before a command: none."""

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from tokenloom.bench.load.arrivals import Pace
 from tokenloom.bench.load.datasets import DatasetName, DatasetOptions
 from tokenloom.bench.load.slo import Objectives
-from tokenloom.bench.mesh.disaggregated import Contender, compare, report, serve_command, table, write_plot
+from tokenloom.bench.mesh.contenders import Contender, compare, serve_command
+from tokenloom.bench.mesh.disaggregated import report, table, write_plot
 from tokenloom.bench.mesh.serve import ServeOptions
 from tokenloom.model_path import DEMO_MODEL_NAME
 from tokenloom.services.runtime.host.options import options_of

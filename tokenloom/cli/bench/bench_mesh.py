@@ -2,11 +2,14 @@
 
 import asyncio
 from functools import partial
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NoReturn
 
 import typer
 
+from tokenloom.bench.mesh import idle as idle_bench
 from tokenloom.bench.mesh import mesh as mesh_bench
+from tokenloom.bench.mesh.idle import IdleCase
 from tokenloom.bench.report import machine
 from tokenloom.model_path import DEMO_MODEL_NAME
 
@@ -37,6 +40,9 @@ def mesh(
         int, typer.Option(min=0, help="Prefill engines; with --decode, instead of one engine for both.")
     ] = 0,
     decode: Annotated[int, typer.Option(min=0, help="Decode engines, each with --batch requests at once.")] = 0,
+    idle: Annotated[
+        bool, typer.Option("--idle", help="Measure the cores that a mesh without requests uses, part by part, instead.")
+    ] = False,
     model: Annotated[str, typer.Option(help="Checkpoint whose tokenizer is used.")] = DEMO_MODEL_NAME,
     output_json: OutputJson = None,
     as_json: AsJson = False,
@@ -45,6 +51,8 @@ def mesh(
     if bool(prefill) != bool(decode):
         raise typer.BadParameter("--prefill and --decode need each other")
     path, _ = model_directory(model, None)
+    if idle:
+        _measure_idle(path, IdleCase(seconds, prefill, decode), as_json=as_json, output_json=output_json)
     reports = []
     with failures(), bars() as bar:
         for ms in step_ms or _STEPS_MS:
@@ -56,3 +64,10 @@ def mesh(
     report = {"machine": machine.describe(), "cases": reports}
     show(report, mesh_bench.tables(reports), as_json=as_json, path=output_json)
     raise typer.Exit(1 if any(case["failed"] for case in reports) else 0)
+
+
+def _measure_idle(model: Path, case: IdleCase, *, as_json: bool, output_json: Path | None) -> NoReturn:
+    with failures():
+        report = {"machine": machine.describe(), **asyncio.run(idle_bench.run_idle(model, case))}
+    show(report, [idle_bench.table(report)], as_json=as_json, path=output_json)
+    raise typer.Exit(1 if report["busy"] else 0)

@@ -4,22 +4,20 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from tokenloom.bench.load.events import Outcome
-from tokenloom.bench.mesh.disaggregated import ServerBroke
-from tokenloom.bench.mesh.local_mesh import MeshBroke
-from tokenloom.bench.peers.compare import PeerFailed
-
 from ..tables import print_tables
+
+if TYPE_CHECKING:
+    from tokenloom.bench.load.events import Outcome
 
 _INTERRUPTED = 130
 
-Done = Callable[[Outcome], None]
+Done = Callable[["Outcome"], None]
 
 
 def progress() -> Progress:
@@ -56,6 +54,11 @@ def show(report: Any, tables: Sequence[RenderableType], *, as_json: bool, path: 
 @contextlib.contextmanager
 def failures() -> Iterator[None]:
     """Print expected failures as one line and exit."""
+    # Imported here, because they take gRPC, which the help of a command does not need.
+    from tokenloom.bench.mesh.contenders import ServerBroke
+    from tokenloom.bench.mesh.local_mesh import MeshBroke
+    from tokenloom.bench.peers.compare import PeerFailed
+
     try:
         yield
     except (ValueError, MeshBroke, ServerBroke, PeerFailed, OSError) as error:

@@ -1,6 +1,5 @@
 """``tokenloom chaos`` injects faults into a local mesh under load and compares its answers with undisturbed ones."""
 
-import asyncio
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from tokenloom.bench.chaos.campaign.options import CAMPAIGNS, ChaosOptions
-from tokenloom.bench.chaos.campaign.run import run_campaign
-from tokenloom.bench.chaos.campaign.tables import as_markdown
-from tokenloom.bench.chaos.clients.load import Unstable
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.supervisor.output import Tail, WriteLine
 
@@ -35,6 +31,13 @@ def chaos(
 
     Options that are not given have the defaults of the campaign, which are the limits that the project promises.
     """
+    # Imported here, because they take gRPC, which the help does not need.
+    import asyncio
+
+    from tokenloom.bench.chaos.campaign.run import run_campaign
+    from tokenloom.bench.chaos.campaign.tables import as_markdown
+    from tokenloom.bench.chaos.clients.load import Unstable
+
     if campaign not in CAMPAIGNS:
         raise typer.BadParameter(f"{campaign!r} is not one of {_NAMES}", param_hint="CAMPAIGN")
     preset = CAMPAIGNS[campaign]

@@ -1,32 +1,19 @@
 """``tokenloom ps`` lists the parts of a running local mesh."""
 
-import asyncio
 import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from tokenloom.supervisor.part_health import is_serving
-from tokenloom.supervisor.state_dir import MeshRecord, PartRecord, read_part_state, running_meshes
+from tokenloom.supervisor.state_dir import running_meshes
 
 from ..failures import reported
 from ..tables import print_tables
 
-
-@dataclass(frozen=True)
-class Row:
-    """Describes one part, as ``--json`` prints it."""
-
-    service: str
-    index: int
-    role: str | None
-    pid: int | None
-    address: str | None
-    metrics: str | None
-    health: str
+if TYPE_CHECKING:
+    from .part_rows import Row
 
 
 def ps(
@@ -43,27 +30,16 @@ def ps(
             where = "" if port is None else f" on port {port}"
             typer.echo(f"No mesh is running{where}; `tokenloom serve` starts one.", err=True)
         raise typer.Exit(0 if port is None else 1)
-    rows = asyncio.run(rows_of(meshes[0]))
+    from .part_rows import find_rows  # here, because it takes gRPC, which the help does not need
+
+    rows = find_rows(meshes[0])
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
         print_tables(_table(rows))
 
 
-async def rows_of(mesh: MeshRecord) -> list[Row]:
-    """Ask all parts for their health concurrently."""
-    return list(await asyncio.gather(*map(_row, mesh.parts)))
-
-
-async def _row(part: PartRecord) -> Row:
-    state = read_part_state(Path(part.state_file))
-    if state is None:
-        return Row(part.service, part.index, part.role, None, None, None, "NOT_SERVING")
-    health = "SERVING" if await is_serving(state.health) else "NOT_SERVING"
-    return Row(part.service, part.index, state.role or part.role, state.pid, state.address, state.metrics, health)
-
-
-def _table(rows: list[Row]) -> Table:
+def _table(rows: "list[Row]") -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("SERVICE", "INDEX", "ROLE", "PID", "ADDRESS", "METRICS", "HEALTH"):
         table.add_column(title, no_wrap=True, justify="right" if title in ("INDEX", "PID") else "left")

@@ -7,6 +7,7 @@ import typer
 
 from tokenloom.model_path import DEMO_MODEL_NAME
 from tokenloom.services.runtime.host.options import options_of
+from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
 from tokenloom.supervisor.layout import MeshOptions
 
 from ..options import given, offers
@@ -34,6 +35,7 @@ def serve(
 ) -> None:
     """Serve MODEL (by default the demo model) on this machine until Ctrl-C; a second Ctrl-C kills."""
     # Imported here because the help needs the options only: what runs a mesh takes gRPC, asyncio and more.
-    from .serving import serve_model
+    with uncollected_imports():
+        from .serving import serve_model
 
     serve_model(model, served_model_name or [], more_names or [], config, given(**chosen))

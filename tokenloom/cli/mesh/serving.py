@@ -1,6 +1,5 @@
 """Checks what ``tokenloom serve`` was given, and runs the mesh."""
 
-import asyncio
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,12 +43,10 @@ def serve_model(
     scheme = "https" if "public_tls_cert" in values else "http"
     with reported():
         check_host(options, values)
-        outcome = asyncio.run(
-            run_mesh(
-                options,
-                LineCopier(write_line),
-                lambda mesh: _announce_and_wait(mesh, options.served_model_name, scheme),
-            )
+        outcome = run_mesh(
+            options,
+            LineCopier(write_line),
+            lambda mesh: _announce_and_wait(mesh, options.served_model_name, scheme),
         )
     raise typer.Exit(0 if outcome.clean else 1)
 

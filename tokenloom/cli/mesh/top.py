@@ -1,29 +1,17 @@
 """``tokenloom top`` shows a running local mesh, refreshed at an interval."""
 
-import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
 from tokenloom.supervisor.state_dir import MeshRecord, running_meshes
 
 from ..failures import CommandFailed, reported
 from ..tables import print_tables
-from .mesh_rates import Latency, MeshView, PartView, view
-from .mesh_sample import take_sample
-
-_COLUMNS = ("PART", "ROLE", "PID", "HEALTH", "CPU", "MEMORY", "RUN", "WAIT", "KV", "HITS", "PROMPT/S", "TOKENS/S")
-_DRAFT_COLUMNS = ("DRAFTS", "TOK/STEP")
-_LEFT = ("PART", "ROLE", "HEALTH")
 
 
 def top(
@@ -33,45 +21,16 @@ def top(
     port: Annotated[int | None, typer.Option(help="The mesh on this HTTP port, not the newest one.")] = None,
 ) -> None:
     """Watch a local mesh: parts, health, queues, KV use, tokens/s, latencies. Ctrl-C leaves."""
+    from .top_screen import look_once, shown, watch  # here, because they take gRPC, which the help does not need
+
     with reported():
         mesh = _find(port)
         if once or as_json or not sys.stdout.isatty():
-            seen = asyncio.run(_look_once(mesh, interval))
+            seen = look_once(mesh, interval)
             print(json.dumps(asdict(seen), indent=2)) if as_json else print_tables(shown(seen))
         else:
             with contextlib.suppress(KeyboardInterrupt):
-                asyncio.run(_watch(mesh, interval))
-
-
-def shown(seen: MeshView) -> RenderableType:
-    """Return a line for the whole mesh and a row for each part."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    drafts = any(part.draft_acceptance_rate is not None for part in seen.parts)
-    for title in (*_COLUMNS, *(_DRAFT_COLUMNS if drafts else ())):
-        table.add_column(title, no_wrap=True, justify="left" if title in _LEFT else "right")
-    for part in seen.parts:
-        table.add_row(*_cells(part), *(_draft_cells(part) if drafts else ()))
-    return Group(_summary(seen), Text(), table)
-
-
-async def _watch(mesh: MeshRecord, interval: float) -> None:
-    """Refresh the screen until the mesh ends."""
-    with Live(console=Console(), screen=True, auto_refresh=False) as live:
-        async for seen in _looks(mesh, interval):
-            live.update(shown(seen), refresh=True)
-
-
-async def _look_once(mesh: MeshRecord, interval: float) -> MeshView:
-    return await anext(_looks(mesh, interval))
-
-
-async def _looks(mesh: MeshRecord, interval: float) -> AsyncIterator[MeshView]:
-    before = await take_sample(mesh)
-    while mesh in running_meshes():
-        await asyncio.sleep(interval)
-        after = await take_sample(mesh)
-        yield view(before, after)
-        before = after
+                watch(mesh, interval)
 
 
 def _find(port: int | None) -> MeshRecord:
@@ -80,44 +39,3 @@ def _find(port: int | None) -> MeshRecord:
             return mesh
     where = "" if port is None else f" on port {port}"
     raise CommandFailed(f"no mesh is running{where}; `tokenloom serve` starts one")
-
-
-def _summary(seen: MeshView) -> Text:
-    up = sum(part.health == "SERVING" for part in seen.parts)
-    return Text.assemble(
-        (f"{up} of {len(seen.parts)} parts are serving", "green" if up == len(seen.parts) else "red"),
-        f"   {seen.requests_per_second:.1f} requests/s   {seen.generation_tokens_per_second:,.0f} tokens/s",
-        f"   TTFT {_latency(seen.time_to_first_token)}   ITL {_latency(seen.inter_token_latency)}",
-    )
-
-
-def _cells(part: PartView) -> list[Text | str]:
-    return [
-        f"{part.service}-{part.index}",
-        part.role or "-",
-        "-" if part.pid is None else str(part.pid),
-        Text(part.health, "green" if part.health == "SERVING" else "red"),
-        _number(part.cpu_percent, "{:.0f} %"),
-        _number(part.memory_bytes, "{:,.0f} MB", 1e-6),
-        _number(part.running, "{:.0f}"),
-        _number(part.waiting, "{:.0f}"),
-        _number(part.kv_usage, "{:.0f} %", 100.0),
-        _number(part.prefix_hit_rate, "{:.0f} %", 100.0),
-        _number(part.prompt_tokens_per_second, "{:,.0f}"),
-        _number(part.generation_tokens_per_second, "{:,.0f}"),
-    ]
-
-
-def _draft_cells(part: PartView) -> list[str]:
-    """Return the share of drafts that were right, and the tokens of a step with drafts."""
-    return [_number(part.draft_acceptance_rate, "{:.0f} %", 100.0), _number(part.tokens_per_draft, "{:.1f}")]
-
-
-def _number(value: float | None, form: str, factor: float = 1.0) -> str:
-    return "-" if value is None else form.format(value * factor)
-
-
-def _latency(latency: Latency) -> str:
-    if latency.p50_ms is None or latency.p95_ms is None:
-        return "-"
-    return f"{latency.p50_ms:.0f} / {latency.p95_ms:.0f} ms (p50 / p95)"

@@ -105,6 +105,20 @@ class TestSteps:
         assert list(data[0].token_ids) == received.token_ids[1][:1]
         assert len(data) <= 2 + seconds / 0.1
 
+    async def test_a_first_token_between_two_frames_leaves_the_other_tokens_waiting(self, socket_dir: Path) -> None:
+        settings = make_settings(socket_dir, frame_interval=0.1)
+        async with running_engine(settings) as host, Peer(host.address) as peer:
+            await peer.send(make_add(1, [1, 2], 2000))
+            await peer.read_tokens()
+            for slot in range(2, 9):  # on a busy machine a frame may be due just then
+                await peer.send(make_add(slot, [slot], 2))
+                await peer.read_until_finished([slot])
+            await peer.send(abort_slots=[1])
+            received = await peer.read_until_finished([1])
+        begun = [list(frame.slot) for frame in received.frames if any(not index for index in frame.token_index)]
+        assert sum(len(slots) == 1 for slots in begun[1:]) > 0
+        assert received.token_ids[1] == expected_tokens([1, 2], len(received.token_ids[1]), VOCAB_SIZE)
+
     async def test_stop_tokens_end_a_request(self, peer: Peer) -> None:
         tokens = expected_tokens([7, 8], 4, VOCAB_SIZE)
         params = types_pb2.SamplingParams(max_tokens=9, temperature=0.0, stop_token_ids=[tokens[3]])

@@ -69,6 +69,51 @@ def test_what_did_not_fit_is_urgent() -> None:
     assert not builder.is_urgent
 
 
+def test_an_urgent_frame_leaves_the_other_slots_waiting() -> None:
+    builder = FrameBuilder()
+    for slot, token_index in ((1, 5), (2, 8), (3, 0), (4, 9)):
+        builder.add_tokens(slot, token_index, [slot])
+    builder.finish(Finished(slot=4, reason=FINISH_REASON_LENGTH))
+    frame = builder.take_urgent(3)
+    assert (list(frame.slot), [end.slot for end in frame.finished], frame.step) == ([3, 4], [4], 3)
+    assert builder.has_data
+    assert not builder.is_urgent
+    builder.add_tokens(2, 9, [7])
+    frame = builder.take(4)
+    assert (list(frame.slot), list(frame.num_tokens), list(frame.token_ids)) == ([1, 2], [1, 2], [1, 2, 7])
+    assert not builder.has_data
+
+
+def test_an_urgent_frame_has_what_is_left_when_nothing_urgent_is() -> None:
+    builder = FrameBuilder()
+    builder.add_tokens(1, 5, [1])
+    builder.add_tokens(2, 0, [2])
+    builder.cut(2, 0)
+    assert builder.is_urgent
+    assert list(builder.take_urgent(1).slot) == [1]
+    assert not builder.has_data
+    assert not builder.is_urgent
+
+
+@given(
+    rows=st.dictionaries(st.integers(1, 2**32 - 1), st.tuples(st.booleans(), st.integers(1, 900)), max_size=40),
+    max_bytes=st.integers(1, 8192),
+)
+def test_urgent_frames_lose_nothing(rows: dict[int, tuple[bool, int]], max_bytes: int) -> None:
+    builder = FrameBuilder(max_bytes)
+    for slot, (has_begun, count) in rows.items():
+        builder.add_tokens(slot, 2**31 if has_begun else 0, [2**32 - 1] * count)
+    received = Received()
+    while builder.is_urgent:
+        frame = builder.take_urgent(1)
+        assert frame.slot
+        received.take(frame)
+    while builder.has_data:
+        received.take(builder.take(1))
+    assert {slot: len(ids) for slot, ids in received.token_ids.items()} == {slot: n for slot, (_, n) in rows.items()}
+    assert all(frame.ByteSize() <= max(max_bytes, 1024) for frame in received.frames)
+
+
 @given(
     rows=st.dictionaries(st.integers(1, 2**32 - 1), st.integers(1, 900), max_size=40),
     max_bytes=st.integers(1, 8192),

@@ -207,7 +207,7 @@ async def test_another_key_sees_nothing(socket_dir: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/audio/speech"}, "endpoint"),
         ({"input_file_id": "file-0"}, "input_file_id"),
         ({"input_file_id": "../../etc/passwd"}, "input_file_id"),
         ({"completion_window": "1d"}, "completion_window"),

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.services.gateway.fakes import FakeMesh
+from tests.services.gateway.fakes import FakeMesh, FakeRequest
 from tokenloom.services.gateway.foreign_fields import FOREIGN_APIS, ignored_names
 from tokenloom.services.gateway.foreign_fields.foreign_field import ForeignApi, ForeignField, Outcome
 from tokenloom.services.gateway.http.endpoint import IGNORED_HEADER
@@ -19,7 +19,14 @@ from tokenloom.v1 import types_pb2
 
 IGNORED = IGNORED_HEADER.decode()
 REASONS = types_pb2.REASONING_MODE_FREE
-LIMITS = types_pb2.ModelLimits(max_model_len=512, vocab_size=256, priorities=True, reasoning=REASONS)
+LIMITS = types_pb2.ModelLimits(
+    max_model_len=512,
+    vocab_size=256,
+    priorities=True,
+    reasoning=REASONS,
+    pooling_tasks=[types_pb2.POOLING_TASK_EMBED],
+    matryoshka=True,
+)
 SAME_AS_BEFORE = {
     "model": "it names the only model",
     "length_penalty": "it ranks the outputs of a beam search, which the fake engine has not",
@@ -46,10 +53,16 @@ async def test_every_field_has_the_outcome_of_its_row(socket_dir: Path, api: For
     mesh.coordinator.limits = LIMITS
     async with mesh.gateway(**settings), mesh.http() as http:
         mesh.outputs.auto = ["<think>Hm.</think>x"]
+        mesh.outputs.pool = _pool
         found = [f"{row.name}: {fault}" for row in api.fields if (fault := await try_row(mesh, http, api, row))]
         assert "\n".join(found) == ""
         unknown = await http.post(api.path, json={**api.base, "no_such_field": 1, "another": 2})
         assert (unknown.status_code, unknown.headers[IGNORED]) == (200, "no_such_field, another")
+
+
+def _pool(request: FakeRequest) -> None:
+    request.pool([1.0, 2.0])
+    request.finish()
 
 
 async def try_row(mesh: FakeMesh, http: httpx.AsyncClient, api: ForeignApi, row: ForeignField) -> str:

@@ -167,7 +167,7 @@ PROVOKED: dict[str, tuple[Provoke, dict[Labels, int]]] = {
     ),
     "path": (scan, {(OTHER, "404", "NOT_FOUND"): 20}),
     "model": (lambda mesh, http: post(http, model="other"), {(CHAT, "404", "MODEL_NOT_FOUND"): 1}),
-    "model's path": (lambda mesh, http: http.get("/v1/models/other"), {(OTHER, "404", "MODEL_NOT_FOUND"): 1}),
+    "model's path": (lambda mesh, http: http.get("/v1/models/other"), {("/v1/models/*", "404", "MODEL_NOT_FOUND"): 1}),
     "object": (lambda mesh, http: http.get("/v1/responses/resp_1"), {("/v1/responses/*", "404", "NOT_FOUND"): 1}),
     "method": (lambda mesh, http: http.request("PATCH", CHAT), {(CHAT, "405", "METHOD_NOT_ALLOWED"): 1}),
     "late body": (late_body, {(CHAT, "408", "BODY_TIMEOUT"): 1}),

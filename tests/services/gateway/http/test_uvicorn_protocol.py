@@ -1,8 +1,10 @@
 """What surrounds the bodies of requests is limited in size, number and time, and a refused connection is not parsed."""
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -10,6 +12,7 @@ from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import HEADERS, MODEL, SOON, FakeMesh
 from tests.services.gateway.http.raw_connection import MIB, READ_BYTES, Connection
 from tokenloom.services.gateway.http import uvicorn_protocol
+from tokenloom.services.gateway.http.exchange import DIRECT_WRITER, Exchange
 from tokenloom.services.gateway.http.uvicorn_protocol import (
     HEAD_SECONDS,
     LINGER_BYTES_REFUSED,
@@ -169,6 +172,33 @@ async def test_too_many_pipelined_requests_close_the_connection(connection: Conn
     await settle()
     assert connection.budget.reserved == 2, "the one that is being answered holds its body"
     assert not connection.transport.sent
+
+
+@pytest.mark.parametrize("num_answered", [0, 1])
+async def test_a_request_that_is_cut_with_those_behind_it_is_no_error(
+    connection: Connection, caplog: pytest.LogCaptureFixture, num_answered: int
+) -> None:
+    numbers = itertools.count()
+    left: list[int] = []
+
+    async def app(scope: dict[str, Any], receive: object, send: Any) -> None:
+        if (number := next(numbers)) < num_answered:
+            await Exchange(scope, send).respond(200, b"ok")
+            return
+        lost = asyncio.Event()
+        scope["extensions"][DIRECT_WRITER].watch(lost.set)
+        await lost.wait()
+        left.append(number)
+
+    connection.protocol.app = cast(Any, app)
+    connection.send(CHUNKED + b"2\r\n{}\r\n0\r\n\r\n" + head(b"") * (num_answered + 1))
+    await settle()
+    connection.transport.close()
+    connection.protocol.connection_lost(None)
+    await settle()
+    assert left == [num_answered]
+    assert connection.statuses == [200] * num_answered
+    assert [record.getMessage() for record in caplog.records] == []
 
 
 async def test_a_bad_head_behind_a_live_request_does_not_write_into_its_response(connection: Connection) -> None:

@@ -3,6 +3,7 @@
 from prometheus_client import CollectorRegistry
 
 from tests.loop_clock import pass_time
+from tokenloom.services.gateway.adapters.adapter_usage import AdapterUsage
 from tokenloom.services.gateway.http.response_counts import ResponseCounts
 from tokenloom.services.gateway.mesh.mesh_view import MeshLoad
 from tokenloom.services.gateway.metrics import GatewayMetrics
@@ -12,9 +13,16 @@ from tokenloom.services.gateway.tenants.key_usage import KeyUsage
 LOAD = MeshLoad(num_running=1, num_waiting=2, kv_usage=0.5)
 
 
+def gateway_metrics(registry: CollectorRegistry) -> GatewayMetrics:
+    return GatewayMetrics(registry, "m", KeyUsage(registry), AdapterUsage(registry))
+
+
 async def test_an_interval_compares_the_counters() -> None:
     registry = CollectorRegistry()
-    metrics, counts = GatewayMetrics(registry, "m", KeyUsage(registry)), ResponseCounts(registry)
+    metrics, counts = (
+        gateway_metrics(registry),
+        ResponseCounts(registry),
+    )
     traffic = Traffic(metrics, counts, lambda: LOAD)
     for _ in range(2):
         metrics.generation_tokens.inc(50)
@@ -35,7 +43,11 @@ async def test_an_interval_compares_the_counters() -> None:
 
 async def test_older_intervals_are_dropped() -> None:
     registry = CollectorRegistry()
-    traffic = Traffic(GatewayMetrics(registry, "m", KeyUsage(registry)), ResponseCounts(registry), lambda: LOAD)
+    traffic = Traffic(
+        gateway_metrics(registry),
+        ResponseCounts(registry),
+        lambda: LOAD,
+    )
     for _ in range(NUM_INTERVALS + 5):
         traffic.end_interval()
     columns = traffic.columns()

@@ -4,6 +4,7 @@ import pytest
 
 from tests.services.output_processor.fakes import entry
 from tokenloom.request.errors import Unavailable
+from tokenloom.services.coordinator.engine_registry import Registry
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey, LastSnapshot
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineState, PickRequest, Snapshot
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
@@ -80,3 +81,25 @@ def test_a_coordinator_that_is_replaced_while_young_is_remembered() -> None:
 
 def test_before_a_complete_one_an_incomplete_snapshot_is_better_than_none() -> None:
     assert pick(fleet(entry(identity("a")), complete=False), PREFILL) == "a*"
+
+
+def test_a_query_goes_where_the_coordinator_placed_it() -> None:
+    registry = Registry(7, lambda: 0.0)
+    engines = [identity(name) for name in "abc"]
+    for engine in engines:
+        engine.limits.max_model_len = 64
+        registry.join(engine, entry(engine).report)
+    snapshot = fleet(*(entry(engine) for engine in reversed(engines)))
+    for number in range(16):
+        query = PickRequest(role=PREFILL, prompt_tokens=3, pools=True, query_id=f"q{number}", fingerprint=OURS)
+        assert snapshot.pick(query).engine == registry.pick(query).engine
+
+
+def test_requests_with_an_adapter_go_to_the_engines_that_have_it() -> None:
+    having, other = entry(identity("a"), score=40), entry(identity("b"))
+    having.report.adapters.add(name="pirate", digest=b"p")
+    snapshot = fleet(having, other)
+    request = PickRequest(role=BOTH, prompt_tokens=10, fingerprint=OURS, adapter=b"p")
+    assert [snapshot.pick(request).engine.engine_id for _ in range(3)] == ["a", "a", "a"]
+    with pytest.raises(Unavailable):
+        snapshot.pick(PickRequest(role=BOTH, prompt_tokens=10, fingerprint=OURS, adapter=b"other"))

@@ -33,7 +33,7 @@ def test_answers_name_only_options_that_exist(status: str) -> None:
         ("--tensor-parallel-size=2", "--engines"),
         ("--gpu_memory_utilization", "--kv-cache-memory"),
         ("--no-enable-log-requests", "--log-request-events"),
-        ("--enable-lora", "not available yet"),
+        ("--lora-dtype", "the dtype of the model"),
         ("--kv-transfer-config", "--prefill and --decode"),
         ("--prot", "did you mean --port"),
     ],

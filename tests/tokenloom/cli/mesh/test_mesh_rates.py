@@ -8,7 +8,7 @@ from rich.console import Console
 
 from tokenloom.cli.mesh.mesh_rates import view
 from tokenloom.cli.mesh.mesh_sample import MeshSample, Metrics, PartSample
-from tokenloom.cli.mesh.top import shown
+from tokenloom.cli.mesh.top_screen import shown
 from tokenloom.supervisor.state_dir import PartRecord, PartState
 
 INF = math.inf

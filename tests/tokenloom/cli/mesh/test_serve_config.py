@@ -23,7 +23,7 @@ def meshes(monkeypatch: pytest.MonkeyPatch) -> list[MeshOptions]:
     """What would have been started."""
     started: list[MeshOptions] = []
 
-    async def run_mesh(options: MeshOptions, *_: Any) -> Outcome:
+    def run_mesh(options: MeshOptions, *_: Any) -> Outcome:
         started.append(options)
         return Outcome(interrupted=False, clean=True)
 

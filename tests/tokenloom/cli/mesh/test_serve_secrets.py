@@ -20,7 +20,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[MeshOptions]:
     """Take the place of the mesh; holds what it would start with."""
     started: list[MeshOptions] = []
 
-    async def run_mesh(options: MeshOptions, *_: Any) -> Outcome:
+    def run_mesh(options: MeshOptions, *_: Any) -> Outcome:
         started.append(options)
         return Outcome(interrupted=True, clean=True)
 

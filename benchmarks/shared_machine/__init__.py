@@ -1,0 +1,1 @@
+"""A benchmark of an engine that shares its machine with other programs."""

@@ -1,0 +1,127 @@
+"""Reads the configurations of encoders."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint.config_reader import ConfigReader
+from ..checkpoint.model_config import read_dtype
+from ..checkpoint.supported import CLASS_HEAD, ENCODERS, EncoderFamily
+from ..layers.activation import ACTIVATIONS
+from ..layers.rotary import RopeConfig, read_rope_by_kind
+from ..pooling.class_head import num_classes
+
+_SLIDING = "sliding_attention"
+_HARMLESS = """attention_probs_dropout_prob hidden_dropout_prob classifier_dropout attention_dropout embedding_dropout
+    mlp_dropout directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head
+    pooler_type gradient_checkpointing initializer_cutoff_factor cls_token_id reference_compile repad_logits_with_grad
+    deterministic_flash_attn sparse_pred_ignore_index sparse_prediction decoder_bias tie_word_embeddings output_past"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """Holds the shapes and switches of one encoder."""
+
+    family: EncoderFamily
+    dtype: torch.dtype
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    max_model_len: int
+    norm_eps: float
+    hidden_act: str
+    num_token_types: int = 0
+    """Rows of the table of token types; 0: the model does not distinguish parts."""
+    first_position: int = 0
+    """The row of the position table that belongs to position 0."""
+    num_classes: int = 0
+    """Classes of its head; 0: it has none."""
+    windows: tuple[int | None, ...] = ()
+    """[num_layers]: how far a token sees in both directions; None: it sees the whole prompt."""
+    ropes: tuple[RopeConfig, ...] = ()
+    """[num_layers]: how each layer rotates its heads; empty: the model has a table of positions."""
+    attention_bias: bool = True
+    mlp_bias: bool = True
+    norm_bias: bool = True
+    head_bias: bool = True
+    head_act: str = "gelu"
+    head_pools_mean: bool = False
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+def read_encoder_config(path: Path, dtype: str = "auto") -> EncoderConfig:
+    """Read the configuration of a checkpoint directory of an encoder. Raises ``ValueError`` naming what is wrong."""
+    reader = ConfigReader.open(path)
+    architecture = (reader.take("architectures") or [""])[0]
+    family = ENCODERS[architecture]
+    shared: dict[str, Any] = {
+        "family": family,
+        "dtype": read_dtype(path, dtype),
+        "vocab_size": reader.take_int("vocab_size"),
+        "hidden_size": reader.take_int("hidden_size"),
+        "intermediate_size": reader.take_int("intermediate_size"),
+        "num_layers": reader.take_int("num_hidden_layers"),
+        "num_heads": reader.take_int("num_attention_heads"),
+        "num_classes": num_classes(path) if architecture.endswith(CLASS_HEAD) else 0,
+    }
+    if shared["hidden_size"] % shared["num_heads"]:
+        raise reader.error("hidden_size", f"must be a multiple of num_attention_heads = {shared['num_heads']}")
+    for name in _HARMLESS.split():
+        reader.take(name)
+    own = _modernbert_entries(reader, shared) if family == "modernbert" else _bert_entries(reader, family)
+    reader.refuse_rest()
+    return EncoderConfig(**shared, **own)
+
+
+def _bert_entries(reader: ConfigReader, family: EncoderFamily) -> dict[str, Any]:
+    if reader.take("position_embedding_type", "absolute") != "absolute":
+        raise reader.error("position_embedding_type", "must be absolute")
+    # RoBERTa counts positions from the row after that of padding.
+    first = 0 if family == "bert" else int(reader.take("pad_token_id", 1)) + 1
+    return {
+        "max_model_len": reader.take_int("max_position_embeddings", 512) - first,
+        "norm_eps": reader.take_float("layer_norm_eps", 1e-12),
+        "hidden_act": _activation(reader, "hidden_act"),
+        "num_token_types": reader.take_int("type_vocab_size", 2),
+        "first_position": first,
+    }
+
+
+def _modernbert_entries(reader: ConfigReader, shared: dict[str, Any]) -> dict[str, Any]:
+    num_layers, max_model_len = shared["num_layers"], reader.take_int("max_position_embeddings", 8192)
+    step = reader.take_int("global_attn_every_n_layers", 3)
+    by_step = [_SLIDING if layer % step else "full_attention" for layer in range(num_layers)]
+    kinds = reader.take("layer_types") or by_step
+    thetas = {
+        "full_attention": reader.take_float("global_rope_theta", 160_000.0),
+        _SLIDING: reader.take_float("local_rope_theta", 10_000.0),
+    }
+    ropes = read_rope_by_kind(reader, shared["hidden_size"] // shared["num_heads"], max_model_len, thetas)
+    window = reader.take_int("local_attention", 128) // 2
+    return {
+        "max_model_len": max_model_len,
+        "norm_eps": reader.take_float("norm_eps", 1e-5),
+        "hidden_act": _activation(reader, "hidden_activation"),
+        "windows": tuple(window if kind == _SLIDING else None for kind in kinds),
+        "ropes": tuple(ropes[kind] for kind in kinds),
+        "attention_bias": reader.take_bool("attention_bias", False),
+        "mlp_bias": reader.take_bool("mlp_bias", False),
+        "norm_bias": reader.take_bool("norm_bias", False),
+        "head_bias": reader.take_bool("classifier_bias", False),
+        "head_act": _activation(reader, "classifier_activation"),
+        "head_pools_mean": reader.take("classifier_pooling", "cls") == "mean",
+    }
+
+
+def _activation(reader: ConfigReader, name: str) -> str:
+    activation = reader.take(name) or "gelu"
+    if activation not in ACTIVATIONS:
+        raise reader.unsupported(name, f"is not supported: must be one of {', '.join(ACTIVATIONS)}")
+    return str(activation)

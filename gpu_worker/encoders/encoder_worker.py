@@ -1,0 +1,167 @@
+"""Computes the steps of an encoder: each step holds whole prompts, and nothing is kept between steps."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tokenloom.engine_core.config import EngineConfig
+from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
+from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
+from tokenloom.engine_core.process.process_memory import resident_bytes
+from tokenloom.engine_core.wire.core_pooling_params import PoolingParams
+from tokenloom.engine_core.wire.handshake import WarmUp
+from tokenloom.engine_core.wire.lora import LoraInfo
+from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from tokenloom.engine_core.worker import FreedMemory, ModelInfo
+
+from ..platform.affinity import bind_to
+from ..platform.platform import Platform
+from ..platform.profiler import Profiler
+from ..pooling.pooled_rows import Floats
+from ..pooling.pooler import Pooler, make_pooler
+from .encoder import Encoder, load_encoder
+from .encoder_config import read_encoder_config
+
+
+class _Prompt(NamedTuple):
+    token_ids: list[int]
+    params: PoolingParams
+
+
+class EncoderWorker:
+    """Fulfils :class:`tokenloom.engine_core.worker.Worker`."""
+
+    def __init__(self, config: EngineConfig, platform: Platform) -> None:
+        self._config = config
+        self._platform = platform
+        self._path = Path(config.worker.model)
+        self._model: Encoder | None = None
+        self._pooler: Pooler | None = None
+        self._prompts: dict[str, _Prompt] = {}
+        self._output = ModelRunnerOutput([], [])
+        self._profiler = Profiler(config.worker.profiler_dir)
+
+    def load_model(self) -> ModelInfo:
+        """Load the weights. Raises ``ValueError`` naming what in the checkpoint is wrong or not supported."""
+        bind_to(self._config.worker.cpus)
+        self._platform.start(self._config.worker.num_threads, self._config.cache.engines_on_host)
+        self._load(self._path)
+        assert self._model is not None
+        assert self._pooler is not None
+        config = self._model.config
+        device, dtype = self._platform.device.type, str(config.dtype).removeprefix("torch.")
+        numerics = (device, dtype, self._config.worker.quantization, "encoder", f"torch-{torch.__version__}")
+        return ModelInfo(
+            vocab_size=config.vocab_size,
+            max_model_len=config.max_model_len,
+            kv_bytes_per_token=0,
+            kv_layout="none",
+            numerics="/".join(part for part in numerics if part),
+            hidden_size=config.hidden_size,
+            pooling=self._pooler.info,
+        )
+
+    def _load(self, path: Path) -> None:
+        settings = self._config.worker
+        model = load_encoder(path, settings.dtype, self._platform.device, settings.quantization)
+        pooler = make_pooler(path, settings, model.config.hidden_size, model.head, is_encoder=True)
+        self._model, self._pooler, self._path = model, pooler, path
+
+    def determine_available_memory(self) -> int:
+        """Return 0: an encoder's blocks hold nothing."""
+        return 0
+
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig, memory: PoolMemory | None = None) -> WarmUp:
+        """Compute a step of one prompt of the longest length."""
+        started, length = time.perf_counter(), kv_cache.max_model_len
+        self._forward([[0] * length], [length])
+        return WarmUp(seconds=time.perf_counter() - started, prefill_tokens=length)
+
+    def kv_pool(self) -> KVPool:
+        raise AssertionError("an encoder keeps no KV")
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        self._platform.before_step()
+        self._update(scheduler_output)
+        req_ids = list(scheduler_output.num_scheduled_tokens)
+        pooled = self._pool(req_ids) if req_ids else {}
+        self._output = ModelRunnerOutput(req_ids, [[] for _ in req_ids], pooled=pooled)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        return self._output
+
+    def _update(self, step: SchedulerOutput) -> None:
+        for req_id in step.finished_req_ids:
+            self._prompts.pop(req_id, None)
+        for new in step.scheduled_new_reqs:
+            assert new.pooling_params is not None, "the core refuses requests that generate"
+            self._prompts[new.req_id] = _Prompt(new.prompt_token_ids, new.pooling_params)
+
+    def _pool(self, req_ids: list[str]) -> dict[str, Floats]:
+        assert self._pooler is not None, "the weights are asleep"
+        prompts = [self._prompts[req_id] for req_id in req_ids]
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        firsts = [prompt.params.first_part_tokens or length for prompt, length in zip(prompts, lengths, strict=True)]
+        hidden, results = self._forward([prompt.token_ids for prompt in prompts], firsts), {}
+        for req_id, prompt, part in zip(req_ids, prompts, torch.split(hidden, lengths), strict=True):
+            states = self._pooler.start(prompt.params)
+            states.add(part)
+            results[req_id] = self._pooler.finish(states, prompt.params)
+        return results
+
+    @torch.inference_mode()
+    def _forward(self, prompts: list[list[int]], firsts: list[int]) -> torch.Tensor:
+        """Return the hidden states [T, hidden_size] of prompts, whose first tokens ``firsts`` have type 0."""
+        assert self._model is not None, "the weights are asleep"
+        begins = np.cumsum([0, *map(len, prompts)])
+        positions = np.concatenate([np.arange(len(prompt)) for prompt in prompts])
+        types = positions >= np.repeat(firsts, np.diff(begins))
+        arrays = (np.concatenate([np.asarray(prompt, dtype=np.int64) for prompt in prompts]), positions, types)
+        device = self._platform.device
+        token_ids, at, kinds = (torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays)
+        return self._model.forward(token_ids, at, kinds, begins.tolist())
+
+    def sleep(self, level: int) -> FreedMemory:
+        before = self._platform.bytes_in_use()
+        self._model = self._pooler = None
+        self._platform.return_freed()
+        return FreedMemory(max(0, before - self._platform.bytes_in_use()))
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        if "weights" in tags and self._model is None:
+            self._load(self._path)
+
+    def reload_weights(self, path: str) -> None:
+        dtype = self._config.worker.dtype
+        if read_encoder_config(Path(path), dtype) != read_encoder_config(self._path, dtype):
+            raise ValueError("the new checkpoint has another configuration than the loaded one: not the same model")
+        self._load(Path(path))
+
+    def load_lora(self, path: str) -> LoraInfo:
+        raise ValueError("an encoder cannot have LoRA adapters")
+
+    def drop_lora(self, digest: bytes) -> None:
+        """Do nothing: this worker has no adapters."""
+
+    def profile(self, start: bool) -> None:
+        if start:
+            self._profiler.start()
+        else:
+            self._profiler.stop()
+
+    def check_health(self) -> None:
+        """Compute a sum on the device. Raises ``RuntimeError`` if the device fails or the sum is wrong."""
+        if float(torch.ones(8, device=self._platform.device).sum()) != 8.0:
+            raise RuntimeError(f"{self._platform.device.type} computes wrong sums")
+
+    def resident_bytes(self) -> int:
+        return resident_bytes()
+
+    def shutdown(self) -> None:
+        self._profiler.close()
+        self._model = self._pooler = None

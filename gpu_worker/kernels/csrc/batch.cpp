@@ -1,0 +1,45 @@
+// Gathers the arrays of a step from the persistent batch. In numpy that takes twenty calls, whose code a model's weights
+// have pushed out of the caches since the last step.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+extern "C" {
+
+struct GatherArgs {
+  // Of the batch, by row: token ids, how many tokens are computed and known, block ids and how many there are.
+  const int32_t* tokens;
+  const int64_t *computed, *known;
+  const int32_t* tables;
+  const int64_t* num_blocks;
+  // Of the step, by request: its row, and how many of its tokens the step computes.
+  const int64_t *rows, *lengths;
+  // Written, as StepInputs holds them; block tables with `width` columns.
+  int64_t *token_ids, *positions, *slots;
+  int32_t *query_starts, *seq_lens, *block_tables;
+  int64_t* sampled;
+  int64_t num_requests, tokens_stride, tables_stride, block_size;
+  int64_t num_tokens, num_sampled, width;  // written
+};
+
+}  // extern "C"
+
+extern "C" void gather(GatherArgs* args) {
+  GatherArgs& a = *args;
+  a.num_tokens = a.num_sampled = a.width = 0;
+  for (int64_t r = 0; r < a.num_requests; ++r) a.width = std::max(a.width, a.num_blocks[a.rows[r]]);
+  for (int64_t r = 0; r < a.num_requests; ++r) {
+    const int64_t row = a.rows[r], start = a.computed[row], end = start + a.lengths[r];
+    const int32_t *table = a.tables + row * a.tables_stride, *tokens = a.tokens + row * a.tokens_stride;
+    a.query_starts[r] = a.num_tokens;
+    a.seq_lens[r] = end;
+    memcpy(a.block_tables + r * a.width, table, a.width * sizeof *table);
+    for (int64_t p = start; p < end; ++p, ++a.num_tokens) {
+      a.token_ids[a.num_tokens] = tokens[p];
+      a.positions[a.num_tokens] = p;
+      a.slots[a.num_tokens] = (int64_t)table[p / a.block_size] * a.block_size + p % a.block_size;
+    }
+    if (end >= a.known[row]) a.sampled[a.num_sampled++] = r;
+  }
+  a.query_starts[a.num_requests] = a.num_tokens;
+}

@@ -1,0 +1,100 @@
+"""Wraps linear layers, so that rows of a step get the change of the adapter that their request names."""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..kernels.library import LoraLayer, LoraPart, LoraRows
+from ..layers.interface import Linear
+from .adapter import Adapter, Matrices
+from .step_rows import StepRows
+
+
+class LoraKernel(Protocol):
+    """Is the function ``add_lora`` of ``lora.cpp``."""
+
+    def __call__(self, *args: object) -> None: ...
+
+
+class CurrentRows:
+    """Holds which rows of the step in work have an adapter.
+
+    Attributes:
+        rows: None if no row has one.
+        at: The address of the struct that describes them to kernels, the same for every step: recorded steps read it.
+    """
+
+    def __init__(self) -> None:
+        self.rows: StepRows | None = None
+        self._struct = LoraRows()
+        self.at = ctypes.addressof(self._struct)
+
+    def set(self, rows: StepRows) -> None:
+        """Begin a step with these rows."""
+        self.rows = rows
+        rows.fill(self._struct)
+
+
+class LoraLinear:
+    """Fulfils :class:`..layers.interface.Linear`: what ``base`` computes, changed in the rows that have an adapter."""
+
+    def __init__(
+        self,
+        base: Linear,
+        names: Sequence[str],
+        inputs: int,
+        outputs: Sequence[int],
+        max_loras: int,
+        current: CurrentRows,
+        kernel: LoraKernel | None,
+        dtype: torch.dtype,
+    ) -> None:
+        """``names`` and ``outputs``: of the parts, whose outputs lie next to each other. ``kernel``: None where torch
+        computes the products. ``dtype``: of inputs and outputs."""
+        self._base = base
+        self._names = names
+        self._outputs = outputs
+        self._current = current
+        self._kernel = kernel
+        self._matrices: list[list[Matrices | None]] = [[None] * len(names) for _ in range(max_loras)]
+        self._parts = (LoraPart * (max_loras * len(names)))()
+        is_bf16 = dtype == torch.bfloat16
+        self._struct = LoraLayer(ctypes.addressof(self._parts), len(names), inputs, sum(outputs), is_bf16)
+        self._at = ctypes.addressof(self._struct)
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        out = self._base(x, dtype)
+        if (rows := self._current.rows) is not None:
+            self._add(x, out, rows)
+        return out
+
+    def occupy(self, slot: int, adapter: Adapter | None, device: torch.device) -> None:
+        """Use the matrices of an adapter for the rows of a slot, or none."""
+        column = 0
+        for index, (name, outputs) in enumerate(zip(self._names, self._outputs, strict=True)):
+            found = adapter.layers.get(name) if adapter is not None else None
+            matrices = self._matrices[slot][index] = None if found is None else found.to(device)
+            part = LoraPart(outputs=outputs, column=column)
+            if matrices is not None:
+                part = LoraPart(matrices.down.data_ptr(), matrices.up.data_ptr(), matrices.rank, column, outputs)
+            self._parts[slot * len(self._names) + index] = part
+            column += outputs
+
+    def _add(self, x: Tensor, out: Tensor, rows: StepRows) -> None:
+        if self._kernel is None:
+            self._add_with_torch(x, out, rows)
+            return
+        x = x.contiguous()
+        self._kernel(x.data_ptr(), out.data_ptr(), self._current.at, self._at)
+
+    def _add_with_torch(self, x: Tensor, out: Tensor, rows: StepRows) -> None:
+        for slot, indices in rows.groups(x.device):
+            column = 0
+            for outputs, matrices in zip(self._outputs, self._matrices[slot], strict=True):
+                if matrices is not None:
+                    change = x[indices] @ matrices.down[:, : matrices.rank] @ matrices.up
+                    out[indices, column : column + outputs] += change.to(out.dtype)
+                column += outputs

@@ -1,0 +1,129 @@
+"""Chooses the threads of a process by what other programs and its CPU limit leave of the cores."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ..kernels.threads import set_kernel_threads, share_cores
+from .cpu_limit import cpu_limit, throttled_seconds
+
+_LOOK = 0.2
+"""Seconds between looks at the counters: a look reads a file for each thread."""
+_SHARED = 0.25
+"""Threads that wait for a processor, on average, from which on the cores are shared."""
+_QUIET = 0.1
+"""Below so many, in :data:`_QUIET_LOOKS` looks one after the other, they are not shared any more."""
+_QUIET_LOOKS = 5
+_FORGOTTEN = 0.8
+"""What is left of an earlier look's waiting threads at the next one, if fewer wait there."""
+
+
+class Threads(Protocol):
+    """What changes the threads that compute."""
+
+    def use(self, cores: int, free: int, shared: bool) -> None:
+        """Compute with at most ``cores`` threads, which are ``shared`` with other programs or are not; ``free``: how
+        many threads get a core of their own."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the system has counted since this process began."""
+
+    waited: float
+    """Seconds for which threads of this process waited for a processor, together."""
+    throttled: float
+    """Seconds for which its CPU limit stopped it."""
+    limit: float | None
+    """Cores that it may use."""
+
+
+def read_counters(root: Path = Path("/")) -> Counters:
+    """Read the counters of this process. What a system does not count is 0."""
+    return Counters(_waited_seconds(root), throttled_seconds(root), cpu_limit(root))
+
+
+def cores_within(limit: float | None, threads: int, num_engines: int = 1) -> int:
+    """Return how many of an engine's threads a CPU limit can keep busy that ``num_engines`` share. A thread for a small
+    part of a core would end each period of the limit early, for all of them."""
+    return threads if limit is None else max(1, min(threads, math.ceil(limit / num_engines - 0.25)))
+
+
+class CoreWatch:
+    """Looks at the counters every few steps, and chooses the threads. For the thread that computes steps only."""
+
+    def __init__(
+        self,
+        threads: Threads,
+        most_threads: int,
+        num_engines: int = 1,
+        read: Callable[[], Counters] = read_counters,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._threads = threads
+        self._most = most_threads
+        self._num_engines = num_engines
+        self._read = read
+        self._clock = clock
+        self._next = -math.inf
+        self._looked = math.nan
+        self._before: Counters | None = None
+        self._waiting = 0.0
+        self._quiet_looks = 0
+        self._is_shared = False
+        self._chosen = (most_threads, most_threads, False)
+
+    def before_step(self) -> None:
+        """Look at the counters if it is time to."""
+        if self._clock() >= self._next:
+            self._look()
+
+    def _look(self) -> None:
+        counters, now = self._read(), self._clock()
+        looked, before = self._looked, self._before
+        self._looked, self._before, self._next = now, counters, now + _LOOK
+        if before is not None and now > looked:
+            waited = counters.waited - before.waited + counters.throttled - before.throttled
+            self._judge(waited / (now - looked))
+        cores = cores_within(counters.limit, self._most, self._num_engines)
+        # Rounded up: a thread that waits for a fraction of its time is waited for by all that share its work.
+        free = max(1, cores - math.ceil(self._waiting - _QUIET)) if self._is_shared else cores
+        if (chosen := (cores, free, self._is_shared)) != self._chosen:
+            self._chosen = chosen
+            self._threads.use(*chosen)
+
+    def _judge(self, waiting: float) -> None:
+        self._waiting = max(waiting, self._waiting * _FORGOTTEN)
+        self._quiet_looks = self._quiet_looks + 1 if waiting < _QUIET else 0
+        if waiting >= _SHARED:
+            self._is_shared = True
+        elif self._quiet_looks >= _QUIET_LOOKS:
+            self._is_shared = False
+
+
+class ProcessThreads:
+    """Fulfils :class:`Threads` for torch's threads and those of the kernels."""
+
+    def __init__(self, threads: int) -> None:
+        """``threads``: as many as were chosen first. Kernels always get this number, because how they cut their work
+        may depend on it; how many of them compute is another setting."""
+        self._threads = threads
+
+    def use(self, cores: int, free: int, shared: bool) -> None:
+        set_kernel_threads(self._threads)
+        share_cores(shared, cores)
+        torch.set_num_threads(free)  # they wait for each other after every operation
+
+
+def _waited_seconds(root: Path) -> float:
+    nanoseconds = 0
+    for statistics in (root / "proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, IndexError, ValueError):  # the thread has ended
+            nanoseconds += int(statistics.read_text().split()[1])
+    return nanoseconds / 1e9

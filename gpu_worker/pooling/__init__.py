@@ -1,0 +1,1 @@
+"""Pools what a model computed of a prompt: vectors, classes and scores."""

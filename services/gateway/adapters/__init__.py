@@ -1,0 +1,1 @@
+"""Names LoRA adapters in requests, and loads them on all engines of a mesh."""

@@ -1,0 +1,23 @@
+"""Counts what was generated with each LoRA adapter."""
+
+from typing import Final
+
+from prometheus_client import CollectorRegistry
+
+from tokenloom.v1 import inference_pb2
+
+from ..usage_counts import UsageCounts
+
+MAX_ADAPTERS: Final = 1000
+"""Adapters with series of their own; further ones are counted together, under the name ``other``."""
+
+
+class AdapterUsage:
+    """Counts by adapter, for all models of the gateway. Requests without an adapter are not counted here."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._counts = UsageCounts(registry, "adapter", "the LoRA adapter's name", ("adapter",), MAX_ADAPTERS)
+
+    def add(self, name: str, usage: inference_pb2.Usage) -> None:
+        """Count a request that has ended. ``name``: ``model:adapter``."""
+        self._counts.add((name,), usage)

@@ -1,0 +1,133 @@
+"""Answers the calls of the public gRPC API that generate nothing: Embed, Classify, Score and Pool."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc.aio
+from google.protobuf.message import Message
+
+from tokenloom.request.errors import InvalidArgument
+from tokenloom.services.runtime.telemetry.tracing import pick_headers
+from tokenloom.v1 import inference_pb2, types_pb2
+
+from ..adapters.model_names import NamedAdapter
+from ..generation.job import Job
+from ..generation.pooling_tasks import TASKS
+from ..pooling.pooler import Pooler
+from ..pooling.pooling import Pooling
+from ..pooling.pooling_job import PoolingJob, check_count
+from ..pooling.scoring import plan_scoring
+from ..pooling.vector_json import floats
+from ..tenants.tenant import Tenant
+
+Context = grpc.aio.ServicerContext[Any, Any]
+InputsRequest: TypeAlias = inference_pb2.EmbedRequest | inference_pb2.ClassifyRequest | inference_pb2.PoolRequest
+
+_MESSAGE_BYTES = 1 << 20
+"""Numbers in one message: clients accept messages of 4 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingCall:
+    """Answers one call.
+
+    Attributes:
+        pooler: Of the model that the request names.
+        tenant: Of the client's key.
+        adapter: The LoRA adapter that the request names; None: the model itself.
+    """
+
+    pooler: Pooler
+    tenant: Tenant
+    adapter: NamedAdapter | None
+
+    async def pool(self, request: InputsRequest, params: types_pb2.PoolingParams, context: Context) -> None:
+        """Write the results of a request with inputs. Raises ``InvalidArgument`` naming the field."""
+        check_count(len(request.inputs), "inputs")
+        job = self._job([_input(each) for each in request.inputs], "inputs", request.options, context)
+        await self._answer(PoolingJob(job, params), context, _outputs)
+
+    async def score(self, request: inference_pb2.ScoreRequest, context: Context) -> None:
+        """Write the scores of a request. Raises ``InvalidArgument`` naming the field."""
+        if not request.query:
+            raise InvalidArgument("query is empty; at least one token is needed", "query")
+        scoring = plan_scoring(
+            [request.query],
+            list(request.documents),
+            self._job((), "documents", request.options, context),
+            self.pooler.limits(),
+            fields=("query", "documents"),
+            use_activation=request.use_activation if request.HasField("use_activation") else None,
+        )
+
+        def outputs(pooling: Pooling) -> Iterator[inference_pb2.PooledOutput]:
+            for index, score in enumerate(scoring.scores(pooling)):
+                yield inference_pb2.PooledOutput(index=index, data=floats([score]))
+
+        await self._answer(scoring.job, context, outputs)
+
+    async def _answer(self, job: PoolingJob, context: Context, outputs: Any) -> None:
+        async with self.pooler.open(job, pick_headers(context.invocation_metadata() or ())) as pooling:
+            response, size = inference_pb2.PoolResponse(request_id=pooling.request_id), 0
+            for output in outputs(pooling):
+                if response.outputs and size + len(output.data) > _MESSAGE_BYTES:
+                    await context.write(response)
+                    response, size = inference_pb2.PoolResponse(request_id=pooling.request_id), 0
+                response.outputs.append(output)
+                size += len(output.data)
+            response.usage.CopyFrom(pooling.usage)
+            await context.write(response)
+
+    def _job(
+        self, prompts: Sequence[Any], field: str, options: inference_pb2.PoolInputOptions, context: Context
+    ) -> Job:
+        return Job(
+            prompts,
+            field,
+            types_pb2.SamplingParams(),
+            tenant=self.tenant,
+            adapter=self.adapter,
+            priority=options.priority,
+            truncate_prompt_tokens=optional(options, "truncate_prompt_tokens"),
+            add_special_tokens=optional(options, "add_special_tokens") is not False,
+            timeout=context.time_remaining(),
+        )
+
+
+def embed_params(request: inference_pb2.EmbedRequest) -> types_pb2.PoolingParams:
+    dimensions, activation = optional(request, "dimensions"), optional(request, "normalize")
+    return types_pb2.PoolingParams(task=TASKS["embed"], dimensions=dimensions, use_activation=activation)
+
+
+def classify_params(request: inference_pb2.ClassifyRequest) -> types_pb2.PoolingParams:
+    return types_pb2.PoolingParams(task=TASKS["classify"], use_activation=optional(request, "use_activation"))
+
+
+def pool_params(request: inference_pb2.PoolRequest) -> types_pb2.PoolingParams:
+    """Raises ``InvalidArgument`` for a request without a task."""
+    if request.task not in TASKS.values():
+        raise InvalidArgument(f"task must be one of {', '.join(TASKS)}", "task")
+    dimensions, activation = optional(request, "dimensions"), optional(request, "use_activation")
+    return types_pb2.PoolingParams(task=request.task, dimensions=dimensions, use_activation=activation)
+
+
+def optional(message: Message, name: str) -> Any:
+    """Return a field; None when the client did not set it."""
+    return getattr(message, name) if message.HasField(name) else None
+
+
+def _input(each: inference_pb2.PoolInput) -> str | list[int]:
+    match each.WhichOneof("input"):
+        case "text":
+            return each.text
+        case "token_ids":
+            return list(each.token_ids.ids)
+    raise InvalidArgument("inputs: each must be set: text or token_ids", "inputs")
+
+
+def _outputs(pooling: Pooling) -> Iterator[inference_pb2.PooledOutput]:
+    for index, result in enumerate(pooling.results):
+        for start in range(0, max(len(result.data), 1), _MESSAGE_BYTES):
+            data = result.data[start : start + _MESSAGE_BYTES]
+            yield inference_pb2.PooledOutput(index=index, shape=result.shape, offset=start // 4, data=data)

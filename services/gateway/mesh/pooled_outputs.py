@@ -1,0 +1,136 @@
+"""Collects what the requests of one pooling call return."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from tokenloom.request import errors, wire_errors
+from tokenloom.v1 import output_processor_pb2, types_pb2
+
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PooledResult:
+    """Holds the result of one prompt.
+
+    Attributes:
+        shape: [], [n] or [tokens, n].
+        data: float32 numbers in row-major order, little-endian.
+    """
+
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class PooledOutputs:
+    """Joins the parts of the results for its only reader. A result that another engine begins anew, at offset 0,
+    replaces the parts before it. Fulfils ``Sink``.
+
+    Attributes:
+        results: By prompt; None: it has not ended, or keeps its result at the engine.
+        lost: The prompts whose query an engine did not hold any more.
+        num_live: Prompts that were begun and have not ended.
+        cached_tokens: Prompt tokens that were found in a cache.
+    """
+
+    def __init__(self, num_prompts: int, max_bytes: int, on_end: Callable[[], object]) -> None:
+        """``max_bytes``: limits all results together. ``on_end``: called when a prompt has ended with a result."""
+        self.results: list[PooledResult | None] = [None] * num_prompts
+        self.lost: list[int] = []
+        self.num_live = self.cached_tokens = 0
+        self._parts: dict[int, list[types_pb2.Pooled]] = {}
+        self._bytes_left = self._max_bytes = max_bytes
+        self._on_end = on_end
+        self._error: errors.TokenloomError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._most_live = 0
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    async def wait(self, most_live: int) -> None:
+        """Return when at most so many prompts are live. Raises the error that ended the call."""
+        while self._error is None and self.num_live > most_live:
+            self._waiter, self._most_live = asyncio.get_running_loop().create_future(), most_live
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._error is not None:
+            raise self._error
+
+    def put_pooled(self, index: int, part: types_pb2.Pooled) -> None:
+        """Add a part of a result. Missing or repeated numbers fail the call: a wrong vector is worse than an error."""
+        parts = self._parts.setdefault(index, [])
+        if not part.offset:
+            self._bytes_left += _size(parts)
+            parts.clear()
+        if part.offset * _FLOAT_BYTES != _size(parts):
+            self.fail(errors.Internal(f"expected number {_size(parts) // _FLOAT_BYTES} of a result"))
+            return
+        self._bytes_left -= len(part.data)
+        if self._bytes_left < 0:
+            message = f"the results have more than {self._max_bytes} bytes; split the request"
+            self.fail(errors.InvalidArgument(message, "input"))
+            return
+        parts.append(part)
+
+    def finish(self, index: int, finished: output_processor_pb2.RequestFinished) -> None:
+        self.num_live -= 1
+        parts = self._parts.pop(index, [])
+        error = wire_errors.from_proto(finished.error) if finished.HasField("error") else None
+        if isinstance(error, errors.QueryLost):
+            self.lost.append(index)
+        elif error is not None:
+            self.fail(error)
+        elif parts:
+            self._finish(index, tuple(parts[0].shape), parts)
+        self.cached_tokens += finished.cached_tokens
+        if self.num_live <= self._most_live:
+            self._wake()
+
+    def fail(self, error: errors.TokenloomError) -> None:
+        if self._error is None:
+            self._error = error
+            self._wake()
+
+    def num_tokens(self, index: int) -> int:
+        """Return 0: nothing is generated."""
+        return 0
+
+    def journal(self, index: int, sample_index: int) -> output_processor_pb2.SampleJournal:
+        """Return nothing: another output processor begins the prompt anew."""
+        return output_processor_pb2.SampleJournal()
+
+    def put(
+        self,
+        index: int,
+        text: str,
+        token_index: int,
+        token_ids: list[int],
+        *,
+        logprobs: Sequence[output_processor_pb2.SlotTextLogprobs] = (),
+        ends: bool = False,
+    ) -> None:
+        self.fail(errors.Internal("tokens arrived for a pooling request"))
+
+    def put_prompt(self, index: int, logprobs: output_processor_pb2.SlotTextLogprobs) -> None:
+        self.fail(errors.Internal("log probabilities arrived for a pooling request"))
+
+    def _finish(self, index: int, shape: tuple[int, ...], parts: list[types_pb2.Pooled]) -> None:
+        if _size(parts) != _FLOAT_BYTES * prod(shape):
+            self.fail(errors.Internal(f"a result of shape {list(shape)} has {_size(parts)} bytes"))
+            return
+        self.results[index] = PooledResult(shape, b"".join(part.data for part in parts))
+        self._on_end()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _size(parts: Sequence[types_pb2.Pooled]) -> int:
+    return sum(len(part.data) for part in parts)

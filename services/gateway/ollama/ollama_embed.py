@@ -1,0 +1,70 @@
+"""``/api/embed`` and the older ``/api/embeddings`` of Ollama's API."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from tokenloom.request.narrowing import narrow_int
+from tokenloom.v1 import types_pb2
+
+from ..http.sse import encode_json
+from ..openai.openai_models import Body, BodyReader
+from ..openapi.pooling_schemas import PoolingFields
+from ..pooling.pooling import Pooling
+from ..pooling.pooling_api import Shape, ignored_fields, make_job, split_inputs
+from ..pooling.pooling_job import PoolingJob, check_count
+from ..pooling.vector_json import result_blocks
+from ..tenants.tenant import Tenant
+
+
+class OllamaEmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for one vector for each input (``input``), or for one prompt."""
+
+    model: str
+    input: Any = None
+    prompt: str | None = None
+    truncate: bool | None = None
+    dimensions: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class OllamaEmbedApi:
+    """Reads bodies of one of the two endpoints. ``is_older``: that of a single prompt."""
+
+    reader: BodyReader
+    is_older: bool
+
+    def read(self, body: Body, tenant: Tenant) -> tuple[PoolingJob, Shape, Sequence[str]]:
+        """Return what the body asks for, what shapes the answer, and the fields that have no effect. Raises
+        :class:`errors.InvalidArgument` naming the field."""
+        began = time.monotonic_ns()
+        fields = self.reader.read(body, OllamaEmbedRequest)
+        field = "prompt" if self.is_older else "input"
+        inputs = split_inputs(getattr(fields, field), field)
+        check_count(len(inputs), field)
+        cut = PoolingFields(truncate_prompt_tokens=None if fields.truncate is False else -1)
+        params = types_pb2.PoolingParams(
+            task=types_pb2.POOLING_TASK_EMBED,
+            dimensions=None if not fields.dimensions else narrow_int("dimensions", fields.dimensions, 1, 2**32 - 1),
+        )
+        job = PoolingJob(make_job(cut, inputs, field, tenant), params, keep_first=True)
+        shape = _single if self.is_older else lambda pooling: _all(pooling, began)
+        return job, shape, ignored_fields(body, fields)
+
+
+def _single(pooling: Pooling) -> Iterator[bytes]:
+    yield b'{"embedding":'
+    yield from result_blocks(pooling.results[0], as_base64=False)
+    yield b"}"
+
+
+def _all(pooling: Pooling, began_ns: int) -> Iterator[bytes]:
+    yield encode_json({"model": pooling.model})[:-1] + b',"embeddings":['
+    for index, result in enumerate(pooling.results):
+        yield b"," if index else b""
+        yield from result_blocks(result, as_base64=False)
+    counts = {"prompt_eval_count": pooling.usage.prompt_tokens, "total_duration": time.monotonic_ns() - began_ns}
+    yield b"]," + encode_json(counts | {"load_duration": 0})[1:]

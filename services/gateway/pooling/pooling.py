@@ -1,0 +1,156 @@
+"""Holds a pooling call in work: sends its prompts to output processors, a limited number at a time."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from tokenloom.request import errors
+from tokenloom.services.runtime.telemetry.tracing import CURRENT
+from tokenloom.v1 import inference_pb2, output_processor_pb2, tokenizer_pb2, types_pb2
+
+from ..mesh.output_pool import Cancel, OutputPool
+from ..mesh.pooled_outputs import PooledOutputs, PooledResult
+from .pooling_job import PoolingJob
+
+MAX_RESULT_BYTES = 256 << 20
+"""Limits the results of one call: 2,048 vectors of 32,768 numbers, or 65,536 token vectors of 1,024."""
+_SENT_AT_ONCE = 16
+_QUERIES_AT_ONCE = 64
+"""Queries whose token vectors engines hold for one call at the same time."""
+_MAX_ROUNDS = 3
+"""How often a query is sent whose engine lost it."""
+
+
+class Pooling:
+    """Holds a pooling call in work, and its results.
+
+    Attributes:
+        model: Name of the model or adapter.
+        request_id: Random.
+        finished: Nothing: the ends of prompts are not kept.
+        ttft_seconds: None: nothing is generated.
+    """
+
+    finished: Mapping[int, output_processor_pb2.RequestFinished] = {}
+    ttft_seconds = None
+
+    def __init__(
+        self,
+        pooling: PoolingJob,
+        prompts: Sequence[tokenizer_pb2.TokenizedPrompt],
+        model: str,
+        priority: int,
+        request_id: str,
+        draw_id: Callable[[], str],
+        on_end: Callable[[], object],
+    ) -> None:
+        """Args:
+        draw_id: Returns a new random id.
+        on_end: Called when a prompt has ended with a result.
+        """
+        job = pooling.job
+        self.model = model if job.adapter is None else job.adapter.name
+        self.request_id = request_id
+        self._num_queries = pooling.num_queries
+        self._prompts = prompts
+        self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self._common = output_processor_pb2.Submit(
+            tenant=job.tenant.name,
+            priority=priority,
+            pooling_params=pooling.params,
+            prompt=types_pb2.Prompt(
+                cache_salt=job.cache_salt, adapter=b"" if job.adapter is None else job.adapter.digest
+            ),
+            trace_headers=CURRENT.get(),
+        )
+        self._draw_id = draw_id
+        self._outputs = PooledOutputs(len(prompts), MAX_RESULT_BYTES, on_end)
+        self._cancels: dict[int, Cancel] = {}
+
+    @property
+    def results(self) -> Sequence[PooledResult]:
+        """The results by prompt, after :meth:`run`; without those of queries, whose vectors stay at their engines."""
+        results = self._outputs.results[self._num_queries :]
+        assert all(result is not None for result in results)
+        return [result for result in results if result is not None]
+
+    @property
+    def num_ended(self) -> int:
+        """Prompts that have a result."""
+        return sum(result is not None for result in self._outputs.results)
+
+    @property
+    def usage(self) -> inference_pb2.Usage:
+        """The tokens of all prompts."""
+        return inference_pb2.Usage(prompt_tokens=self._num_prompt_tokens, cached_tokens=self._outputs.cached_tokens)
+
+    async def run(self, pool: OutputPool, most_at_once: int, seconds_left: Callable[[], float]) -> None:
+        """Send the prompts and wait for all results. Raises what ended the call early."""
+        if self._num_queries:
+            await self._interact(pool, most_at_once, seconds_left)
+            return
+        await self._send(range(len(self._prompts)), pool, most_at_once, seconds_left)
+        if missing := self._outputs.results.count(None):
+            raise errors.Internal(f"{missing} prompts ended without a result")
+
+    def close(self) -> None:
+        """Cancel what still runs."""
+        for cancel in self._cancels.values():
+            cancel()
+        self._cancels.clear()
+
+    async def _interact(self, pool: OutputPool, most_at_once: int, seconds_left: Callable[[], float]) -> None:
+        """Send queries, then the documents that are scored by the engines which hold them."""
+        for start in range(0, self._num_queries, _QUERIES_AT_ONCE):
+            queries = range(start, min(start + _QUERIES_AT_ONCE, self._num_queries))
+            for _ in range(_MAX_ROUNDS):
+                pairs = {query: left for query in queries if (left := self._unscored(query))}
+                if not pairs:
+                    break
+                ids = {query: self._draw_id() for query in pairs}
+                parts = {query: (ids[query], len(documents)) for query, documents in pairs.items()}
+                await self._send(parts, pool, most_at_once, seconds_left, parts)
+                parts = {each: (ids[query], 0) for query, documents in pairs.items() for each in documents}
+                await self._send(parts, pool, most_at_once, seconds_left, parts)
+            else:
+                if any(map(self._unscored, queries)):
+                    raise errors.Unavailable("The engine that held the query became unavailable; retry.")
+
+    def _unscored(self, query: int) -> list[int]:
+        """Return the documents of a query that have no score: all documents belong to a single query, otherwise one to
+        each."""
+        documents = range(self._num_queries, len(self._prompts))
+        own = documents if self._num_queries == 1 else documents[query : query + 1]
+        return [each for each in own if self._outputs.results[each] is None]
+
+    async def _send(
+        self,
+        indices: Iterable[int],
+        pool: OutputPool,
+        most_at_once: int,
+        seconds_left: Callable[[], float],
+        interactions: Mapping[int, tuple[str, int]] | None = None,
+    ) -> None:
+        """Send prompts and wait for their ends. ``interactions``: the id of the query of each, and its documents."""
+        for number, index in enumerate(indices):
+            await self._outputs.wait(most_at_once - 1)
+            submit = self._submit(index, seconds_left())
+            if interactions is not None:
+                query_id, num_documents = interactions[index]
+                late = submit.pooling_params.late_interaction
+                late.query_id, late.num_documents = query_id, num_documents
+            self._outputs.num_live += 1
+            self._cancels[index] = pool.submit(submit, self._outputs, index)
+            if number % _SENT_AT_ONCE == _SENT_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        await self._outputs.wait(0)
+
+    def _submit(self, index: int, seconds_left: float) -> output_processor_pb2.Submit:
+        prompt = self._prompts[index]
+        submit = output_processor_pb2.Submit()
+        submit.CopyFrom(self._common)
+        submit.request_id = f"{self.request_id}-{index}"
+        submit.prompt.token_ids.extend(prompt.token_ids)
+        submit.block_hash_prefixes.extend(prompt.block_hash_prefixes)
+        submit.pooling_params.first_part_tokens = prompt.first_part_tokens
+        submit.timeout.FromNanoseconds(max(round(seconds_left * 1e9), 0))
+        return submit

@@ -1,0 +1,115 @@
+"""Defines what an endpoint for pooling calls reads and writes, and what all of them read alike."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from tokenloom.request import errors
+from tokenloom.request.narrowing import narrow_int
+from tokenloom.v1 import types_pb2
+
+from ..generation.job import Chat, Job
+from ..http import sse
+from ..openai.chat_messages import read_chat
+from ..openai.openai_models import Body
+from ..openapi.pooling_schemas import InputFields, PoolingFields
+from ..tenants.tenant import Tenant
+from .pooling import Pooling
+from .pooling_job import PoolingJob, check_count
+
+Shape = Callable[[Pooling], Iterator[bytes]]
+"""Yields the JSON of an answer in small blocks."""
+
+
+class PoolingApi(Protocol):
+    """Reads the bodies of one endpoint and shapes its answers."""
+
+    def read(self, body: Body, tenant: Tenant) -> tuple[PoolingJob, Shape, Sequence[str]]:
+        """Return what the body asks for, what shapes the answer, and the fields that have no effect. Raises
+        :class:`errors.InvalidArgument` naming the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListAnswer:
+    """Writes answers that hold a list with an object for each result."""
+
+    prefix: str
+    """Begins the answer's id."""
+
+    def blocks(self, pooling: Pooling, items: Iterable[bytes]) -> Iterator[bytes]:
+        """``items``: blocks of the list's JSON, with its commas."""
+        head: dict[str, object] = {"id": f"{self.prefix}-{pooling.request_id}", "object": "list"}
+        head |= {"created": int(time.time()), "model": pooling.model}
+        yield sse.encode_json(head)[:-1] + b',"data":['
+        yield from items
+        yield b'],"usage":%b}' % sse.encode_json(usage_object(pooling))
+
+
+def usage_object(pooling: Pooling) -> dict[str, object]:
+    """Return the usage as OpenAI's embeddings have it, with the cached tokens."""
+    usage = pooling.usage
+    details = {"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
+    return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens, **details}
+
+
+def make_job(fields: PoolingFields, prompts: Any, field: str, tenant: Tenant) -> Job:
+    """Return the part of a body that pooling and generation share."""
+    keep = fields.truncate_prompt_tokens
+    return Job(
+        prompts,
+        field,
+        types_pb2.SamplingParams(),
+        tenant=tenant,
+        priority=fields.priority or 0,
+        own_salt=fields.cache_salt or "",
+        truncate_prompt_tokens=None if keep is None else narrow_int("truncate_prompt_tokens", keep, -1, 2**32 - 1),
+        add_special_tokens=fields.add_special_tokens is not False,
+    )
+
+
+def read_inputs(fields: InputFields, tenant: Tenant) -> Job:
+    """Return the job of ``input`` or ``messages``."""
+    if (fields.input is None) == (fields.messages is None):
+        raise errors.InvalidArgument("exactly one of input and messages must be set", "input")
+    if fields.messages is not None:
+        return make_job(fields, _chat(fields), "messages", tenant)
+    prompts = split_inputs(fields.input, "input")
+    check_count(len(prompts), "input")
+    return make_job(fields, prompts, "input", tenant)
+
+
+def split_inputs(value: object, field: str) -> Sequence[str | Sequence[object]]:
+    """Return one input or several, as texts or token ids; the ids are checked later, against the limits."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        kinds = {type(item) for item in value}  # values decoded from JSON have no subtypes
+        if kinds in ({str}, {list}):
+            return value
+        if not kinds & {str, list, dict, type(None)}:
+            return [value]
+    raise errors.InvalidArgument(
+        f"{field} must be a string, a list of strings, token ids or a list of token ids", field
+    )
+
+
+def keeps_first(fields: PoolingFields) -> bool:
+    return fields.truncation_side == "right"
+
+
+def ignored_fields(body: Body, fields: msgspec.Struct) -> Sequence[str]:
+    """Return the names of a body's fields that have no effect."""
+    known = frozenset(fields.__struct_fields__)
+    return [name for name in body if name not in known and body[name] is not None]
+
+
+def _chat(fields: InputFields) -> Chat:
+    return read_chat(
+        fields.messages or (),
+        template_kwargs=fields.chat_template_kwargs,
+        add_generation_prompt=bool(fields.add_generation_prompt),
+        continue_final_message=fields.continue_final_message,
+    )

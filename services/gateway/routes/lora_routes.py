@@ -1,0 +1,103 @@
+"""Routes for operators that load and unload LoRA adapters, under vLLM's names. They exist only with an admin key."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+
+from tokenloom.request import errors
+from tokenloom.request.adapter_name import check_adapter_name
+
+from ..adapters.mesh_adapters import MeshAdapters
+from ..http.app import Handler
+from ..http.exchange import Exchange
+from ..http.sse import encode_json
+from ..mesh.engine_calls import EngineCalls
+from ..openapi.lora_schemas import AdapterBody, LoadAdapter, PinAdapter
+from ..served_mesh import ServedMesh
+from ..served_meshes import ServedMeshes
+
+MAX_BODY_BYTES = 16 << 10
+MAX_PATH = 4096
+
+T = TypeVar("T", bound=AdapterBody)
+
+
+class LoraRoutes:
+    """Changes the adapters of the mesh that a body names; a gateway with one mesh needs no name."""
+
+    def __init__(self, meshes: ServedMeshes, calls: EngineCalls) -> None:
+        self._meshes = meshes
+        self._calls = calls
+        self._adapters: dict[str, MeshAdapters] = {}  # by model
+
+    def routes(self) -> Mapping[str, Mapping[str, Handler]]:
+        return {
+            "/v1/load_lora_adapter": {"POST": self.load},
+            "/v1/unload_lora_adapter": {"POST": self.unload},
+            "/v1/pin_lora_adapter": {"POST": self.pin},
+            "/v1/lora_adapters": {"GET": self.show},
+        }
+
+    async def load(self, exchange: Exchange) -> None:
+        """Load an adapter on all engines or on none."""
+        body = await _read(exchange, LoadAdapter)
+        name = check_adapter_name(body.lora_name, "lora_name")
+        if not 0 < len(body.lora_path) <= MAX_PATH or "\0" in body.lora_path:
+            raise errors.InvalidArgument(f"lora_path must be a path of 1 to {MAX_PATH} characters", "lora_path")
+        adapters = self._of(self._meshes.pick(body.base_model_name))
+        engines = await adapters.load(name, body.lora_path, in_place=body.load_inplace)
+        await exchange.respond(200, encode_json({"status": "loaded", "engines": engines}))
+
+    async def unload(self, exchange: Exchange) -> None:
+        body = await _read(exchange, AdapterBody)
+        engines = await self._of(self._meshes.pick(body.base_model_name)).unload(body.lora_name)
+        await exchange.respond(200, encode_json({"status": "unloaded", "engines": engines}))
+
+    async def pin(self, exchange: Exchange) -> None:
+        """``pinned``: false ends the pinning."""
+        body = await _read(exchange, PinAdapter)
+        adapters = self._of(self._meshes.pick(body.base_model_name))
+        engines = await adapters.pin(body.lora_name, pinned=body.pinned)
+        await exchange.respond(
+            200, encode_json({"status": "pinned" if body.pinned else "unpinned", "engines": engines})
+        )
+
+    async def show(self, exchange: Exchange) -> None:
+        """Answer with the adapters of all models, and what each engine has of them."""
+        found = [await self._states(mesh) for mesh in self._meshes]
+        await exchange.respond(200, encode_json({"adapters": [each for states in found for each in states]}))
+
+    async def _states(self, mesh: ServedMesh) -> list[dict[str, object]]:
+        known = mesh.view.adapters
+        states = await self._of(mesh).states() if known else {}
+        return [
+            {
+                "id": f"{mesh.model}:{name}",
+                "lora_name": name,
+                "pinned": known[name].pinned,
+                "digest": known[name].digest.hex(),
+                "engines": {
+                    engine: {"in_slot": each.in_slot, "requests": each.requests, "rank": each.rank}
+                    for engine, answer in states.items()
+                    for each in answer.adapters
+                    if each.adapter.digest == known[name].digest
+                },
+            }
+            for name in sorted(known)
+        ]
+
+    def _of(self, mesh: ServedMesh) -> MeshAdapters:
+        if mesh.model not in self._adapters:
+            self._adapters[mesh.model] = MeshAdapters(mesh, self._calls)
+        return self._adapters[mesh.model]
+
+
+async def _read(exchange: Exchange, form: type[T]) -> T:
+    with await exchange.read_body(MAX_BODY_BYTES) as received:
+        try:
+            return msgspec.json.decode(received.data, type=form)
+        except msgspec.ValidationError as error:
+            raise errors.InvalidArgument(str(error)) from None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise errors.InvalidArgument("the body is not valid JSON") from None

@@ -1,0 +1,63 @@
+"""Counts requests and tokens by label, for labels of which there may be many."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily
+
+from tokenloom.v1 import inference_pb2
+
+_TEXTS = {
+    "requests": "Requests that have ended, by {of}.",
+    "prompt_tokens": "Prompt tokens of these requests.",
+    "cached_tokens": "Prompt tokens of these requests that were in the prefix cache.",
+    "output_tokens": "Output tokens of these requests.",
+}
+
+
+@dataclass(slots=True)
+class _Used:
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+class UsageCounts:
+    """Counts in the event loop's thread, once for each request; a scrape reads the counts."""
+
+    def __init__(self, registry: CollectorRegistry, kind: str, of: str, labels: Sequence[str], most: int) -> None:
+        """Args:
+        kind: Begins the metrics' names, after ``tokenloom_``.
+        of: Describes the labels in the metrics' help.
+        labels: Names of the labels.
+        most: Values of the labels with series of their own; further ones are counted together, as ``other``.
+        """
+        self._kind, self._of, self._labels, self._most = kind, of, labels, most
+        self._other = ("other", *("" for _ in labels[1:]))
+        self._used: dict[tuple[str, ...], _Used] = {}
+        registry.register(self)
+
+    def add(self, values: tuple[str, ...], usage: inference_pb2.Usage) -> None:
+        """Count a request that has ended. ``values``: of the labels."""
+        if values not in self._used and len(self._used) >= self._most:
+            values = self._other
+        used = self._used.setdefault(values, _Used())
+        used.requests += 1
+        used.prompt_tokens += usage.prompt_tokens
+        used.cached_tokens += usage.cached_tokens
+        used.output_tokens += usage.completion_tokens
+
+    def describe(self) -> Iterator[CounterMetricFamily]:
+        """Return the names, so that the registry refuses a second metric with one of them."""
+        for field, text in _TEXTS.items():
+            yield CounterMetricFamily(f"tokenloom_{self._kind}_{field}", text.format(of=self._of), labels=self._labels)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Return the counts now."""
+        used = list(self._used.items())  # a copy: a scrape runs in a thread of its own
+        for field, family in zip(_TEXTS, self.describe(), strict=True):
+            for values, counts in used:
+                family.add_metric(values, getattr(counts, field))
+            yield family

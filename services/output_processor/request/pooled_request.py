@@ -1,0 +1,186 @@
+"""Runs a request that generates nothing: places it on one engine, and passes on what the engine pools."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from tokenloom.request import errors, wire_errors
+from tokenloom.services.runtime.host.tasks import Tasks
+from tokenloom.services.runtime.telemetry.logs import RequestLog
+from tokenloom.v1.engine_pb2 import Finished, KVSource
+from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
+from tokenloom.v1.types_pb2 import EngineRole, FinishReason, Logprobs, Pooled, Timeline
+
+from ..placement.engine_link import Attempt
+from ..placement.placement import Asked, Placer
+from ..stream.outbox import Outbox
+from .add_request import make_pooling_add
+from .lifetime import Lifetime
+from .request_trace import RequestTrace
+from .retries import Retries
+
+log = logging.getLogger(__name__)
+
+_ABORT, _ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
+
+
+class PooledRequest:
+    """Runs one pooling request, from its Submit to its end.
+
+    When its engine fails, another engine begins it anew; the gateway then drops the parts that it has received. Nothing
+    of the result is kept here, so the request ends with the gateway's stream. Fulfils ``AttemptOwner``.
+    """
+
+    def __init__(
+        self,
+        submit: Submit,
+        outbox: Outbox,
+        placer: Placer,
+        tasks: Tasks,
+        trace: RequestTrace | None,
+        clock: Callable[[], int],
+        on_end: Callable[[int, RequestFinished], object],
+    ) -> None:
+        """Args:
+        tasks: Own the placements.
+        clock: Returns nanoseconds.
+        on_end: Called once, with its slot and its end.
+        """
+        self._submit = submit
+        self._outbox = outbox
+        self._placer = placer
+        self._tasks = tasks
+        self._trace = trace
+        self._clock = clock
+        self._on_end = on_end
+        self._lifetime = Lifetime.of(submit, asyncio.get_running_loop().time())
+        self._retries = Retries(submit, self._lifetime, self._engine_died, placer)
+        self._attempt: Attempt | None = None
+        self._placement: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timeline = Timeline()
+        self._num_attempts = 1
+        self._has_ended = False
+        self.slot = submit.slot
+
+    def start(self, asked: Asked | None = None) -> None:
+        """Find an engine. ``asked``: the pick, if the coordinator was asked already."""
+        if self._lifetime.deadline is not None:
+            self._timer = asyncio.get_running_loop().call_at(self._lifetime.deadline, self._expire)
+        self._continue(asked)
+
+    def cancel(self) -> None:
+        """End because the gateway wants no result."""
+        self._end(_ABORT)
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error."""
+        self._end(_ERROR, error=error)
+
+    def on_pooled(self, attempt: Attempt, part: Pooled) -> None:
+        attempt.has_output = True
+        part.slot = self.slot
+        self._outbox.add_pooled(part)
+
+    def on_finished(self, attempt: Attempt, finished: Finished) -> None:
+        self._placer.release(attempt)
+        error = wire_errors.from_proto(finished.error) if finished.reason == _ERROR else None
+        if error is not None and self._retries.refused(attempt, error):
+            self._replace()
+        else:
+            self._end(finished.reason, finished, error)
+
+    def on_lost(self, attempt: Attempt, *, is_alone: bool) -> None:
+        self._placer.release(attempt)
+        self._retries.lost(attempt, is_alone=is_alone)
+        self._replace()
+
+    def on_kv_granted(self, attempt: Attempt, kv: KVSource) -> None:
+        """Do nothing: no other engine continues from the KV."""
+
+    def on_prompt_logprobs(self, attempt: Attempt, token_index: int, logprobs: Logprobs) -> None:
+        self.fail(errors.Internal("the engine sent log probabilities for a pooling request"))
+
+    def on_tokens(
+        self, attempt: Attempt, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None
+    ) -> None:
+        self.fail(errors.Internal("the engine generated tokens for a pooling request"))
+
+    def _replace(self) -> None:
+        """Begin anew on another engine, unless the request may have killed its engines."""
+        self._attempt = None
+        self._num_attempts += 1
+        self._continue()
+
+    def _continue(self, asked: Asked | None = None) -> None:
+        if (verdict := self._retries.verdict()) is not None:
+            self.fail(verdict)
+        else:
+            self._placement = self._tasks.spawn(self._place(asked), name=f"place {self._submit.request_id}")
+
+    async def _place(self, asked: Asked | None) -> None:
+        """Find an engine and send the request. A failure ends this request, never the gateway's stream."""
+        started, role = self._clock(), EngineRole.ENGINE_ROLE_PREFILL
+        try:
+            attempt = await self._placer.place(self._submit, role, self._retries.search, asked=asked)
+            self._placement = None
+            self._timeline.placement_ns += self._clock() - started
+            self._send(attempt)
+        except Exception as error:
+            self._placement = None
+            self.fail(error)
+
+    def _send(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._timeline.prefill_engine = attempt.link.identity.engine_id
+        deadline = self._lifetime.deadline
+        left = None if deadline is None else deadline - asyncio.get_running_loop().time()
+        request = make_pooling_add(self._submit, pick=attempt.pick, seconds_left=left)
+        try:
+            attempt.link.add(request, attempt, self)
+        except errors.Unavailable:
+            self.on_lost(attempt, is_alone=False)  # it never ran there
+        if log.isEnabledFor(logging.DEBUG):
+            request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
+            request_log.debug("placed on %s", self._timeline.prefill_engine)
+
+    def _engine_died(self) -> None:
+        self._outbox.engine_died(self.slot)
+
+    def _expire(self) -> None:
+        self.fail(errors.DeadlineExceeded("The request's time ran out."))
+
+    def _end(self, reason: FinishReason, finished: Finished | None = None, error: BaseException | None = None) -> None:
+        """Free what is held on the engine, and report the end."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._placement is not None:
+            self._placement.cancel()
+        if self._attempt is not None:
+            self._attempt.link.abort(self._attempt)
+            self._placer.release(self._attempt)
+            self._attempt = None
+        end = self._describe(reason, finished, error)
+        self._outbox.finish(end)
+        if self._trace is not None:
+            self._trace.sample_ended(end)
+            self._trace.end()
+        self._on_end(self.slot, end)
+
+    def _describe(
+        self, reason: FinishReason, finished: Finished | None, error: BaseException | None
+    ) -> RequestFinished:
+        finished = finished or Finished()
+        self._timeline.queued_ns, self._timeline.prefill_ns = finished.queued_ns, finished.prefill_ns
+        return RequestFinished(
+            slot=self.slot,
+            reason=reason,
+            error=None if error is None else wire_errors.to_proto(error),
+            prompt_tokens=len(self._submit.prompt.token_ids),
+            cached_tokens=finished.cached_tokens,
+            attempts=self._num_attempts,
+            timeline=self._timeline,
+        )

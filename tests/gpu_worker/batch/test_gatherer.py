@@ -1,0 +1,67 @@
+"""The kernel gathers what numpy gathers."""
+
+import shutil
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tokenloom.gpu_worker.batch import input_batch
+from tokenloom.gpu_worker.batch.input_batch import InputBatch, StepInputs
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+
+PARAMS = SamplingParams(max_tokens=50, seed=0)
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[InputBatch]:
+    """One with the kernel and one with numpy."""
+    with_kernel = InputBatch(8, 1024, 16)
+    monkeypatch.setattr(input_batch, "make_gatherer", lambda *_: None)
+    return [with_kernel, InputBatch(8, 1024, 16)]
+
+
+def assert_equal(found: StepInputs, expected: StepInputs) -> None:
+    for field in fields(StepInputs):
+        one, other = getattr(found, field.name), getattr(expected, field.name)
+        np.testing.assert_array_equal(one, other)
+        assert not isinstance(other, np.ndarray) or one.dtype == other.dtype
+
+
+def begin(batch: InputBatch, lengths: dict[str, int], blocks: dict[str, list[int]]) -> None:
+    new = [NewRequestData(each, list(range(n)), [], PARAMS, blocks[each], 0) for each, n in lengths.items()]
+    batch.update(SchedulerOutput(new, CachedRequestData([], [], [], {}), lengths, sum(lengths.values()), [], []))
+
+
+def test_prompts_chunks_decodes_and_drafts(batches: list[InputBatch]) -> None:
+    lengths = {"a": 40, "b": 3, "c": 600}
+    blocks = {"a": [5, 3, 8], "b": [1], "c": list(range(100, 140))}
+    random = np.random.default_rng(0)
+    for batch in batches:
+        begin(batch, lengths, blocks)
+    steps = [lengths, {"c": 17}, {"a": 1}, {"b": 1, "a": 1}, {"a": 4, "b": 1}, {"a": 1, "b": 1, "c": 300}]
+    for number, counts in enumerate(steps):
+        drafts = {"a": [7, 8, 9]} if counts.get("a") == 4 else {}
+        computed = random.integers(0, 30, len(counts)).tolist() if number else [0] * len(counts)
+        computed = [min(done, lengths[each] - 1) for each, done in zip(counts, computed, strict=True)]
+        for batch in batches:
+            batch.update(
+                SchedulerOutput(
+                    [], CachedRequestData(list(counts), [[]] * len(counts), computed, {}), counts, 1, [], []
+                )
+            )
+        assert_equal(*(batch.prepare(counts, drafts) for batch in batches))
+
+
+def test_a_row_that_another_request_takes(batches: list[InputBatch]) -> None:
+    for batch in batches:
+        begin(batch, {"a": 20, "b": 5}, {"a": [2, 9], "b": [4]})
+        batch.prepare({"a": 1, "b": 1})
+        batch.update(SchedulerOutput([], CachedRequestData([], [], [], {}), {}, 0, ["a"], []))
+        begin(batch, {"a": 7}, {"a": [6]})
+    found, expected = (batch.prepare({"a": 7, "b": 5}) for batch in batches)
+    assert_equal(found, expected)
+    assert found.block_tables.tolist() == [[6], [4]]

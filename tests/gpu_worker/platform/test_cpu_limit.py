@@ -1,0 +1,53 @@
+"""The CPU limits of control groups, versions 1 and 2, are read from every group above the process."""
+
+from pathlib import Path
+
+import pytest
+
+from tokenloom.gpu_worker.platform.cpu_limit import cpu_limit, throttled_seconds
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_the_strictest_group_of_version_2_counts(tmp_path: Path) -> None:
+    groups = {
+        "proc/self/cgroup": "0::/pods/one\n",
+        "sys/fs/cgroup/pods/one/cpu.max": "400000 100000\n",
+        "sys/fs/cgroup/pods/cpu.max": "150000 100000\n",
+        "sys/fs/cgroup/pods/cpu.stat": "usage_usec 9\nnr_throttled 3\nthrottled_usec 2500000\n",
+        "sys/fs/cgroup/pods/one/cpu.stat": "usage_usec 9\n",
+    }
+    root = write(tmp_path, groups)
+    assert cpu_limit(root) == 1.5
+    assert throttled_seconds(root) == 2.5
+
+
+def test_version_1(tmp_path: Path) -> None:
+    groups = {
+        "proc/self/cgroup": "5:cpu,cpuacct:/pod\n4:memory:/pod\n0::/\n",
+        "sys/fs/cgroup/cpu/pod/cpu.cfs_quota_us": "50000\n",
+        "sys/fs/cgroup/cpu/pod/cpu.cfs_period_us": "100000\n",
+        "sys/fs/cgroup/cpu/pod/cpu.stat": "nr_periods 8\nnr_throttled 2\nthrottled_time 1500000000\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+        "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+    }
+    root = write(tmp_path, groups)
+    assert cpu_limit(root) == 0.5
+    assert throttled_seconds(root) == 1.5
+
+
+def test_in_a_container_the_path_is_the_hosts(tmp_path: Path) -> None:
+    groups = {"proc/self/cgroup": "0::/kubepods/pod7\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}
+    assert cpu_limit(write(tmp_path, groups)) == 2.0
+
+
+@pytest.mark.parametrize("groups", [{}, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}])
+def test_without_a_limit(tmp_path: Path, groups: dict[str, str]) -> None:
+    root = write(tmp_path, groups)
+    assert cpu_limit(root) is None
+    assert throttled_seconds(root) == 0.0

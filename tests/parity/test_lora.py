@@ -1,0 +1,116 @@
+"""Requests with LoRA adapters get the tokens of a model into whose weights the adapter is merged."""
+
+import functools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.gpu_worker.lora.random_adapter import merge, save_adapter
+from tests.parity.engine import Engine
+from tests.parity.identical import Case, assert_identical
+from tests.parity.reference import compute_case, save_random
+from tokenloom.engine_core.config import LoraConfig
+from tokenloom.gpu_worker.lora.adapter import Layout
+from tokenloom.request.adapter_salt import adapter_salt
+
+RANKS = (16, 3, 64, 8)
+
+
+class Adapted:
+    """A random model, four adapters, and what the merged models make of some prompts."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = save_random("qwen3", directory, head_dim=24)
+        self.adapters = [
+            save_adapter(directory / f"adapter{i}", self.model, rank=rank, seed=i, use_rslora=i == 1)
+            for i, rank in enumerate(RANKS)
+        ]
+        merged = [merge(self.model, each, directory / f"merged{i}") for i, each in enumerate(self.adapters)]
+        rng = random.Random(5)
+        lengths = (3, 40, 16, 90, 17, 5, 64, 33)
+        self.prompts = [[rng.randrange(3, 503) for _ in range(length)] for length in lengths]
+        self.numbers = [0, 1, 2, 3, None, 0, 1, None]
+        self.cases = [
+            _case(self.model if number is None else merged[number], prompt)
+            for prompt, number in zip(self.prompts, self.numbers, strict=True)
+        ]
+
+    def engine(self, max_loras: int = 8, **options: Any) -> Engine:
+        modules = tuple(f"{number}={path}" for number, path in enumerate(self.adapters))
+        return Engine(self.model, lora=LoraConfig(enable=True, max_loras=max_loras, modules=modules), **options)
+
+    def check(self, engine: Engine) -> None:
+        """Compare all cases in one call of the engine."""
+        digests = {state.name: state.digest for state in engine.core.adapters.answer().adapters}  # type: ignore[union-attr]
+        adapters = [b"" if number is None else digests[str(number)] for number in self.numbers]
+        by_prompt = {tuple(case.prompt): adapter for case, adapter in zip(self.cases, adapters, strict=True)}
+
+        def generate(prompts: Sequence[list[int]], max_tokens: Sequence[int]) -> list[list[int]]:
+            chosen = [
+                next(each for known, each in by_prompt.items() if tuple(prompt[: len(known)]) == known)
+                for prompt in prompts
+            ]
+            return engine.generate(prompts, max_tokens, adapters=chosen)
+
+        assert_identical(self.cases, generate)
+
+
+@torch.inference_mode()
+def _case(model: Path, prompt: list[int]) -> Case:
+    return compute_case(_load(model), prompt)
+
+
+@functools.cache
+def _load(model: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return Adapted(tmp_path_factory.mktemp("adapted"))
+
+
+def test_adapters_and_the_base_in_one_batch_equal_merged_weights(adapted: Adapted) -> None:
+    engine = adapted.engine()
+    adapted.check(engine)
+    assert engine.most_scheduled == len(adapted.cases)
+
+
+def test_chunked_and_preempted(adapted: Adapted) -> None:
+    engine = adapted.engine(budget=24, num_blocks=20, max_num_seqs=8, max_model_len=160)
+    adapted.check(engine)
+    assert engine.stats.num_preemptions
+    assert engine.most_scheduled > 2
+
+
+def test_fewer_slots_than_adapters(adapted: Adapted) -> None:
+    engine = adapted.engine(max_loras=2)
+    adapted.check(engine)
+
+
+def test_without_kernels(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenloom.gpu_worker.lora import slots
+
+    monkeypatch.setattr(slots, "_load_kernel", lambda device: (None, Layout()))
+    adapted.check(adapted.engine())
+
+
+def test_prefix_hits_of_another_adapter_are_never_taken(adapted: Adapted) -> None:
+    engine = adapted.engine(prefix_caching=True)
+    digests = [state.digest for state in engine.core.adapters.answer().adapters]  # type: ignore[union-attr]
+    prompt = adapted.prompts[3]
+    hits = []
+    for adapter in (digests[3], b"", digests[0], digests[3]):
+        before = engine.stats.prefix_cache_hits
+        (tokens,) = engine.generate([prompt], [8], adapters=[adapter])
+        hits.append(engine.stats.prefix_cache_hits - before)
+        if adapter == digests[3]:
+            assert tokens == adapted.cases[3].tokens[:8]
+    assert hits[:3] == [0, 0, 0]
+    assert hits[3] == 80, "those of the same adapter are"
+    assert adapter_salt(b"", digests[0]) != adapter_salt(b"", digests[3])

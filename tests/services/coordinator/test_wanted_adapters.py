@@ -1,0 +1,160 @@
+"""Tests where requests with LoRA adapters are placed, and what engines that join are asked to load."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.services.coordinator.test_coordinator_servicer import Coordinator, coordinator, first_report
+from tests.services.coordinator.test_engine_registry import Clock, identity, report
+from tokenloom.request.errors import InvalidArgument, ModelNotFound, ResourceExhausted, Unavailable
+from tokenloom.services.coordinator.engine_record import EngineRecord
+from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.wanted_adapters import LOAD_SECONDS, MAX_ADAPTERS, WantedAdapters
+from tokenloom.v1.coordinator_pb2 import AdapterChanges, EngineIdentity, EngineState, PickRequest, SetAdapterRequest
+from tokenloom.v1.types_pb2 import Adapter, EngineRole
+
+__all__ = ["coordinator"]
+
+PIRATE, JSON, OTHER = (
+    Adapter(name="pirate", digest=b"p" * 32, path="/pirate"),
+    Adapter(name="json", digest=b"j" * 32, path="/json", pinned=True),
+    Adapter(name="pirate", digest=b"o" * 32, path="/other"),
+)
+
+
+def able(name: str) -> EngineIdentity:
+    """An engine that can load adapters."""
+    found = identity(name)
+    found.limits.max_lora_rank = 16
+    return found
+
+
+def joined(name: str, *adapters: Adapter) -> EngineRecord:
+    return EngineRecord(able(name), report(adapters=adapters), 0.0)
+
+
+def registry(clock: Clock, **engines: tuple[Adapter, ...]) -> Registry:
+    made = Registry(1, clock, settle_seconds=0.0)
+    for name, adapters in engines.items():
+        made.adapters.join(made.join(able(name), report(adapters=adapters)))
+    return made
+
+
+def pick(made: Registry, digest: bytes) -> str:
+    request = PickRequest(role=EngineRole.ENGINE_ROLE_BOTH, prompt_tokens=10, adapter=digest)
+    return made.pick(request).engine.engine_id
+
+
+def test_requests_go_by_load_to_the_engines_that_have_their_adapter() -> None:
+    made = registry(Clock(), a=(PIRATE,), b=(PIRATE, JSON), c=())
+    assert [pick(made, PIRATE.digest) for _ in range(4)] == ["a", "b", "a", "b"]
+    assert [pick(made, JSON.digest) for _ in range(2)] == ["b", "b"]
+    assert [pick(made, b"") for _ in range(2)] == ["c", "c"]
+
+
+def test_an_adapter_that_no_engine_has_is_loaded_where_the_load_is_least() -> None:
+    clock = Clock()
+    made = registry(clock, a=(PIRATE,), b=(), c=())
+    record = made.join(able("a"), report())  # it was restarted
+    made.join(able("b"), report(running=3))
+    made.join(identity("d"), report())  # has no load, but cannot load adapters
+    made.join(able("a"), report(running=2))
+    for _ in range(3):
+        with pytest.raises(Unavailable, match="'pirate'"):
+            pick(made, PIRATE.digest)
+    assert made.adapters.asked == [("c", AdapterChanges(load=[PIRATE]))]
+    clock.now += LOAD_SECONDS
+    with pytest.raises(Unavailable):
+        pick(made, PIRATE.digest)
+    assert len(made.adapters.asked) == 2
+    assert record.adapters == frozenset()
+    made.report(made.join(able("c"), report()), report(adapters=[PIRATE]))
+    assert pick(made, PIRATE.digest) == "c"
+
+
+def test_a_pick_for_an_unloaded_adapter_fails_at_once() -> None:
+    made = registry(Clock(), a=(PIRATE,))
+    made.set_adapter(PIRATE, unloaded=True)
+    made.join(able("a"), report())
+    with pytest.raises(ModelNotFound, match="unloaded or replaced"):
+        pick(made, PIRATE.digest)
+    assert not made.adapters.asked
+
+
+def test_nothing_is_missing_before_the_engines_had_time_to_join() -> None:
+    clock = Clock()
+    made = Registry(1, clock)
+    with pytest.raises(Unavailable, match="still joining"):
+        pick(made, PIRATE.digest)
+    clock.now += 3.0
+    made.refresh()
+    with pytest.raises(ModelNotFound):
+        pick(made, PIRATE.digest)
+
+
+def test_an_engine_that_joins_is_brought_to_the_state_of_the_others() -> None:
+    wanted = WantedAdapters()
+    assert wanted.join(joined("a", PIRATE)) is None
+    wanted.set(JSON, unloaded=False)
+    assert wanted.join(joined("b")) == AdapterChanges(load=[PIRATE, JSON])
+    assert wanted.join(joined("c", OTHER, JSON)) == AdapterChanges(unload=["pirate"], load=[PIRATE])
+    wanted.set(PIRATE, unloaded=True)
+    assert wanted.join(joined("a", PIRATE)) == AdapterChanges(unload=["pirate"], load=[JSON])
+    assert list(wanted) == [JSON]
+    wanted.set(OTHER, unloaded=False)
+    assert list(wanted) == [JSON, OTHER]
+    assert wanted.join(EngineRecord(identity("base"), report(), 0.0)) is None
+
+
+def test_a_new_coordinator_takes_the_adapters_of_all_engines() -> None:
+    made = registry(Clock(), a=(PIRATE,), b=(JSON,))
+    assert list(made.snapshot().adapters) == [JSON, PIRATE]
+
+
+def test_what_is_recorded_is_checked_and_bounded() -> None:
+    wanted = WantedAdapters()
+    for wrong in (Adapter(digest=b"d"), Adapter(name="n")):
+        with pytest.raises(InvalidArgument):
+            wanted.set(wrong, unloaded=False)
+    for number in range(MAX_ADAPTERS):
+        wanted.set(Adapter(name=str(number), digest=number.to_bytes(32)), unloaded=False)
+    with pytest.raises(ResourceExhausted):
+        wanted.set(PIRATE, unloaded=False)
+    wanted.set(Adapter(name="0"), unloaded=True)
+    wanted.set(PIRATE, unloaded=False)
+
+
+async def test_commands_reach_engines_that_join_and_those_that_requests_wait_for(coordinator: Coordinator) -> None:
+    await coordinator.stub.SetAdapter(SetAdapterRequest(adapter=PIRATE))
+    snapshot = await coordinator.watch().read()
+    assert list(snapshot.adapters) == [PIRATE]
+    call = coordinator.open(_able_report("a"))
+    assert (await call.read()).hello.peer_id == "coordinator-0"
+    assert (await call.read()).adapters == AdapterChanges(load=[PIRATE])
+    await asyncio.sleep(0.3)  # the coordinator settles
+    request = PickRequest(role=EngineRole.ENGINE_ROLE_BOTH, prompt_tokens=3, adapter=PIRATE.digest)
+    request.fingerprint.model = "m"
+    with pytest.raises(Exception, match="No engine has the LoRA adapter"):
+        await coordinator.stub.Pick(request)
+    assert (await call.read()).adapters == AdapterChanges(load=[PIRATE])
+    await call.write(report(adapters=[PIRATE], state=EngineState.ENGINE_STATE_SERVING))
+    await _until_picked(coordinator, request)
+
+
+def _able_report(name: str) -> Any:
+    first = first_report(name)
+    first.identity.limits.max_lora_rank = 16
+    return first
+
+
+async def _until_picked(coordinator: Coordinator, request: PickRequest) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                picked = await coordinator.stub.Pick(request)
+            except Exception:
+                await asyncio.sleep(0.01)
+                continue
+            assert picked.engine.engine_id == "a"
+            return

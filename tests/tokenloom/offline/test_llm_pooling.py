@@ -1,0 +1,66 @@
+"""Embeddings, classes and scores in the offline API, over the hash worker."""
+
+import numpy as np
+import pytest
+import torch
+
+from tokenloom import LLM, PoolingParams, SamplingParams
+from tokenloom.engine_core.fake_workers.hash_pooling import hash_pooled
+from tokenloom.engine_core.wire.core_pooling_params import PoolingParams as CoreParams
+from tokenloom.engine_core.wire.core_pooling_params import PoolingTask
+
+
+@pytest.fixture(scope="module")
+def llm():
+    llm = LLM("tokenloom-demo", worker="hash", num_gpu_blocks_override=512)
+    yield llm
+    llm.close()
+
+
+def expected(token_ids, task, **params):
+    prefix = np.column_stack((token_ids, np.arange(len(token_ids)))).astype(np.int32)
+    return hash_pooled(prefix, CoreParams(task, **params))
+
+
+def test_embeds_2048_inputs_in_one_call_in_order(llm):
+    prompts = [[10 + number % 500, 7, 8, number // 500] for number in range(2048)]
+    outputs = llm.embed(prompts, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert output.outputs.embedding == expected(prompt, PoolingTask.EMBED).tolist()
+    assert outputs[0].outputs.hidden_size == 8
+
+
+def test_encode_returns_what_is_asked_for(llm):
+    ids = llm.get_tokenizer().encode("Once upon a time").ids
+    (vectors,) = llm.encode("Once upon a time", pooling_task="token_embed", use_tqdm=False)
+    assert torch.equal(vectors.outputs.data, torch.from_numpy(expected(ids, PoolingTask.TOKEN_EMBED)))
+    (short,) = llm.encode("Once upon a time", PoolingParams(dimensions=3, task="embed"), use_tqdm=False)
+    assert short.outputs.data.tolist() == expected(ids, PoolingTask.EMBED, dimensions=3).tolist()
+    (cut,) = llm.encode("Once upon a time", pooling_task="embed", truncate_prompt_tokens=2, use_tqdm=False)
+    assert cut.prompt_token_ids == ids[:2]
+
+
+def test_classifies_and_scores(llm):
+    (classes,) = llm.classify("Once", use_tqdm=False)
+    assert classes.outputs.num_classes == 2
+    assert sum(classes.outputs.probs) == pytest.approx(1)
+    scores = llm.score("Once", ["upon", "a", "time"], use_tqdm=False)
+    ids = llm.get_tokenizer().encode("Once", "time").ids
+    assert scores[2].outputs.score == pytest.approx(float(expected(ids, PoolingTask.SCORE)))
+
+
+def test_wrong_requests_are_value_errors(llm):
+    with pytest.raises(ValueError, match="pooling_task is not set"):
+        llm.encode("Once", use_tqdm=False)
+    with pytest.raises(ValueError, match="dimensions is 9; this model's vectors have 8"):
+        llm.embed("Once", pooling_params=PoolingParams(dimensions=9), use_tqdm=False)
+    with pytest.raises(ValueError, match="score: 2 texts and 3 texts"):
+        llm.score(["a", "b"], ["a", "b", "c"], use_tqdm=False)
+
+
+def test_model_that_only_pools_generates_nothing():
+    llm = LLM("tokenloom-demo", worker="hash", runner="pooling", num_gpu_blocks_override=64)
+    with pytest.raises(ValueError, match="this model generates no tokens; its pooling tasks are: embed, classify"):
+        llm.generate("Once", SamplingParams(max_tokens=1), use_tqdm=False)
+    llm.close()

@@ -1,0 +1,56 @@
+"""Follows one prompt of the offline API that is pooled."""
+
+from collections.abc import Sequence
+
+import torch
+
+from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest
+
+from .pooling_outputs import PoolingOutput, PoolingRequestOutput
+
+
+class PooledSample:
+    """Holds the only sample of a request; it is also its own completion."""
+
+    def __init__(self, core_request: EngineCoreRequest) -> None:
+        self.core_request = core_request
+        self.completion = self
+        self.is_finished = False
+
+    def finished(self) -> bool:
+        return self.is_finished
+
+
+class PooledRequest:
+    """Fulfils :class:`.offline_loop.InFlight`."""
+
+    def __init__(self, core_request: EngineCoreRequest) -> None:
+        self._sample = PooledSample(core_request)
+        self.samples: Sequence[PooledSample] = [self._sample]
+        self._result: EngineCoreOutput | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self._sample.is_finished
+
+    def accept(self, sample: PooledSample, step: EngineCoreOutput) -> bool:
+        """Take the result. Returns False: the core has ended the request. Raises ``ValueError`` for a wrong request,
+        ``RuntimeError`` if the core failed it."""
+        sample.is_finished = True
+        if step.error:
+            raise ValueError(step.error) if step.error_field else RuntimeError(step.error)
+        self._result = step
+        return False
+
+    def abort(self) -> None:
+        """End the request without a result."""
+        self._sample.is_finished = True
+
+    def output(self) -> PoolingRequestOutput[PoolingOutput]:
+        """Return the result of a request that has ended."""
+        step, request = self._result, self._sample.core_request
+        if step is None or step.pooled is None:
+            raise RuntimeError("the request was aborted")
+        num_cached = step.prefill_stats.num_cached_tokens if step.prefill_stats is not None else 0
+        data = torch.from_numpy(step.pooled.copy())
+        return PoolingRequestOutput(request.request_id, PoolingOutput(data), request.prompt_token_ids, num_cached)

@@ -12,6 +12,7 @@
 #include "attention_decode_amx.h"
 #include "attention_decode_int8.h"
 #include "attention_decode_pairs.h"
+#include "attention_decode_words.h"
 #include "attention_tile.h"
 #include "parallel.h"
 
@@ -210,6 +211,11 @@ class Call {
 #elif defined(DECODE_IN_PAIRS)
     if constexpr (std::is_same_v<T, BF16>)
       return decode_pairs<G>;
+    else
+      return decode<T, G>;
+#elif defined(DECODE_IN_WORDS)
+    if constexpr (std::is_same_v<T, BF16>)
+      return decode_words<G>;
     else
       return decode<T, G>;
 #else

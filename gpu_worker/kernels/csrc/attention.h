@@ -71,8 +71,9 @@ inline Int8Rows int8_rows(const Args& a, const void* cache, const int32_t* table
   return {first + offset * D, (const float*)(first + a.block_size * D) + offset};
 }
 
+// Into the second-level cache: of the first level's misses too few can wait for memory at the same time.
 inline void prefetch(const void* row, int bytes) {
-  for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i);
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i, 0, 2);
 }
 
 // A scaled score s becomes softcap * tanh(s / softcap), before any position is hidden.

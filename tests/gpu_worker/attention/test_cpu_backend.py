@@ -87,6 +87,13 @@ def test_softcap_and_sinks(batch, num_heads, num_kv_heads, rule, window):
     compare_rule(batch, shape(num_kv_heads, num_heads=num_heads), rules(num_heads, window)[rule])
 
 
+@pytest.mark.parametrize("num_heads", [2, 4, 6, 8])
+@pytest.mark.parametrize("batch", ["decodes of many lengths", *LONG])
+def test_decodes_in_bfloat16_by_the_heads_that_share_a_key(batch, num_heads):
+    for window in (None, 40):
+        compare(batch, shape(2, torch.bfloat16, num_heads), window, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("rule", ["softcap", "sinks", "both"])
 @pytest.mark.parametrize("num_heads", [4, 6, 32])
 @pytest.mark.parametrize("batch", BENT)

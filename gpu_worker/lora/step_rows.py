@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import LoraRows
+from ..kernels.threads import kernel_threads
 
 
 class StepRows:
@@ -30,7 +31,7 @@ class StepRows:
             self._starts.ctypes.data,
             self._slots.ctypes.data,
             len(self._slots),
-            torch.get_num_threads(),
+            kernel_threads(),
         )
         self.at = ctypes.addressof(self._struct)
 

@@ -60,7 +60,7 @@ class CPUOps:
         count, half = len(positions), len(frequencies)
         cosines, sines = torch.empty(count, 1, half), torch.empty(count, 1, half)
         pointers_to = (each.data_ptr() for each in (positions, frequencies, cosines, sines))
-        self._kernels.rotations(*pointers_to, count, half, factor, torch.get_num_threads())
+        self._kernels.rotations(*pointers_to, count, half, factor, kernel_threads())
         return cosines, sines
 
     def rotate_and_write(

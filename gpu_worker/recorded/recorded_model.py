@@ -14,6 +14,7 @@ from ..attention.attention_backend import KVCache
 from ..attention.fixed_plan import BoundPlan, FixedPlan
 from ..batch.input_batch import StepInputs
 from ..kernels.compiler import KernelsUnavailable
+from ..kernels.threads import kernel_threads
 from ..models.model import Model
 from .buffers import Buffers, SharedMemory
 from .calls import UnrecordableError
@@ -76,7 +77,7 @@ class RecordedModel:
         num_tokens = len(inputs.token_ids)
         if num_tokens > self._plan.most_tokens or inputs.embeds or not _all_draw(inputs):
             return None
-        size = (num_tokens, torch.get_num_threads())
+        size = (num_tokens, kernel_threads())
         step = self._steps.get(size)
         if step is None and (size in self._failed or len(self._failed) >= _MOST_FAILURES):
             return None

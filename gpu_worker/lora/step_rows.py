@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.library import LoraRows
+from ..kernels.threads import kernel_threads
 
 
 class StepRows:
@@ -25,7 +26,7 @@ class StepRows:
         """Describe the rows to kernels, as long as this object lives."""
         struct.rows, struct.starts = self._rows.ctypes.data, self._starts.ctypes.data
         struct.slots, struct.num_groups = self._slots.ctypes.data, len(self._slots)
-        struct.num_threads = torch.get_num_threads()
+        struct.num_threads = kernel_threads()
 
     def groups(self, device: torch.device) -> Iterator[tuple[int, Tensor]]:
         """Yield each slot with the indices of its rows, int64 on ``device``."""

@@ -294,7 +294,7 @@ class TestCredit:
             assert beats[0].step < beats[1].step  # type: ignore[union-attr]
             await peer.send(credit=1)
             merged = await peer.read_tokens()
-            assert merged.num_tokens[0] > 50
+            assert merged.num_tokens[0] > beats[1].step - beats[0].step  # type: ignore[union-attr]
             assert merged.token_index[0] == len(first.slot) + sum(second.num_tokens or [1])
             await peer.send(abort_slots=[1], credit=5)
             await peer.read_until_finished([1])

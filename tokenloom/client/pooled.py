@@ -96,7 +96,7 @@ def pool_request(
     return inference_pb2.PoolRequest(
         model=model or "",
         inputs=inputs_of(inputs),
-        task=types_pb2.PoolingTask.Value(f"POOLING_TASK_{task.upper()}"),
+        task=f"POOLING_TASK_{task.upper()}",
         dimensions=dimensions,
         use_activation=use_activation,
         options=input_options(**options),

@@ -266,6 +266,8 @@ def test_environment_is_read_at_the_edge_only() -> None:
     edges = (
         *("tokenloom.cli", "tokenloom.supervisor", "tokenloom.demo_model", "tokenloom.offline.llm"),
         "tokenloom.services.runtime.host.service_settings",
+        # Sets the variable that oneDNN reads, and reads none.
+        "tokenloom.gpu_worker.kernels.levels",
         # Commands of their own.
         "tokenloom.services.runtime.host.probe",
         *("tokenloom.bench.engine.step_ab", "tokenloom.bench.engine.step_instructions"),

@@ -117,7 +117,7 @@ class PoolingUsage(msgspec.Struct):
 class Embedding(msgspec.Struct):
     """The vector of one input."""
 
-    object: Literal["embedding"]
+    object: Annotated[Literal["embedding"], Meta(description="The kind of this object.")]
     index: Annotated[int, Meta(description="Number of the input.")]
     embedding: Annotated[list[float] | str, Meta(description="Numbers, or base64 of float32 numbers.")]
 
@@ -125,12 +125,12 @@ class Embedding(msgspec.Struct):
 class EmbeddingList(msgspec.Struct):
     """The vectors of all inputs, in order."""
 
-    id: str
-    object: Literal["list"]
+    id: Annotated[str, Meta(description="Of the call.")]
+    object: Annotated[Literal["list"], Meta(description="The kind of this object.")]
     created: Annotated[int, Meta(description="Unix time.")]
-    model: str
-    data: list[Embedding]
-    usage: PoolingUsage
+    model: Annotated[str, Meta(description="Name of the model.")]
+    data: Annotated[list[Embedding], Meta(description="One for each input, in order.")]
+    usage: Annotated[PoolingUsage, Meta(description="Tokens of all inputs.")]
 
 
 class Classification(msgspec.Struct):
@@ -139,24 +139,24 @@ class Classification(msgspec.Struct):
     index: Annotated[int, Meta(description="Number of the input.")]
     label: Annotated[str, Meta(description="Name of the likeliest class.")]
     probs: Annotated[list[float], Meta(description="One number for each class.")]
-    num_classes: int
+    num_classes: Annotated[int, Meta(description="Classes of the model.")]
 
 
 class ClassificationList(msgspec.Struct):
     """The classes of all inputs, in order."""
 
-    id: str
-    object: Literal["list"]
+    id: Annotated[str, Meta(description="Of the call.")]
+    object: Annotated[Literal["list"], Meta(description="The kind of this object.")]
     created: Annotated[int, Meta(description="Unix time.")]
-    model: str
-    data: list[Classification]
-    usage: PoolingUsage
+    model: Annotated[str, Meta(description="Name of the model.")]
+    data: Annotated[list[Classification], Meta(description="One for each input, in order.")]
+    usage: Annotated[PoolingUsage, Meta(description="Tokens of all inputs.")]
 
 
 class PooledData(msgspec.Struct):
     """The result of one input."""
 
-    object: Literal["pooling"]
+    object: Annotated[Literal["pooling"], Meta(description="The kind of this object.")]
     index: Annotated[int, Meta(description="Number of the input.")]
     data: Annotated[
         float | list[float | list[float]] | str,
@@ -167,45 +167,45 @@ class PooledData(msgspec.Struct):
 class PoolingList(msgspec.Struct):
     """The results of all inputs, in order."""
 
-    id: str
-    object: Literal["list"]
+    id: Annotated[str, Meta(description="Of the call.")]
+    object: Annotated[Literal["list"], Meta(description="The kind of this object.")]
     created: Annotated[int, Meta(description="Unix time.")]
-    model: str
-    data: list[PooledData]
-    usage: PoolingUsage
+    model: Annotated[str, Meta(description="Name of the model.")]
+    data: Annotated[list[PooledData], Meta(description="One for each input, in order.")]
+    usage: Annotated[PoolingUsage, Meta(description="Tokens of all inputs.")]
 
 
 class ScoreData(msgspec.Struct):
     """The relevance of one pair."""
 
-    object: Literal["score"]
+    object: Annotated[Literal["score"], Meta(description="The kind of this object.")]
     index: Annotated[int, Meta(description="Number of the pair.")]
-    score: float
+    score: Annotated[float, Meta(description="Larger is more relevant.")]
 
 
 class ScoreList(msgspec.Struct):
     """The relevance of all pairs, in order."""
 
-    id: str
-    object: Literal["list"]
+    id: Annotated[str, Meta(description="Of the call.")]
+    object: Annotated[Literal["list"], Meta(description="The kind of this object.")]
     created: Annotated[int, Meta(description="Unix time.")]
-    model: str
-    data: list[ScoreData]
-    usage: PoolingUsage
+    model: Annotated[str, Meta(description="Name of the model.")]
+    data: Annotated[list[ScoreData], Meta(description="One for each input, in order.")]
+    usage: Annotated[PoolingUsage, Meta(description="Tokens of all inputs.")]
 
 
 class RankedDocument(msgspec.Struct, omit_defaults=True):
     """A document and its relevance."""
 
     index: Annotated[int, Meta(description="Number of the document in the request.")]
-    relevance_score: float
+    relevance_score: Annotated[float, Meta(description="Larger is more relevant.")]
     document: Annotated[dict[str, Any] | None, Meta(description='{"text": …}')] = None
 
 
 class Ranking(msgspec.Struct):
     """The documents, the most relevant first."""
 
-    id: str
-    model: str
-    results: list[RankedDocument]
-    usage: PoolingUsage
+    id: Annotated[str, Meta(description="Of the call.")]
+    model: Annotated[str, Meta(description="Name of the model.")]
+    results: Annotated[list[RankedDocument], Meta(description="The most relevant first.")]
+    usage: Annotated[PoolingUsage, Meta(description="Tokens of all inputs.")]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.gpu_worker.recorded.steps import generate, load, make_runner
 from tokenloom import demo_model
+from tokenloom.gpu_worker.kernels.threads import kernel_threads, set_kernel_threads
 from tokenloom.gpu_worker.recorded.recorded_model import RecordedModel
 from tokenloom.gpu_worker.recorded.recorder import Recorder
 
@@ -107,13 +108,12 @@ def test_recording_imports_no_compiler() -> None:
 def test_another_number_of_threads_gets_its_own_recording(demo: Any) -> None:
     runner, recorded = make_runner(demo, records=True)
     expected = generate(runner)
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
+    set_kernel_threads(kernel_threads() + 1)
     try:
         runner._batch.clear()
         assert generate(runner) == expected
     finally:
-        torch.set_num_threads(before)
+        set_kernel_threads(0)
     assert count(recorded) == 4
 
 

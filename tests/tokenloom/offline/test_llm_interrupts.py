@@ -58,17 +58,17 @@ def test_an_interrupt_leaves_a_usable_engine(llm):
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_step_that_fails_leaves_a_usable_engine(llm, monkeypatch, error):
     (expected,) = llm.generate([9] * 40, GREEDY, use_tqdm=False)
-    model = llm._client._core.executor._worker._model
+    runner = llm._client._core.executor._worker._runner
     steps = 0
 
-    def fail_in_the_third_step(hidden):
+    def fail_in_the_third_step(inputs):
         nonlocal steps
         steps += 1
         if steps == 3:
             raise error("broken")
-        return type(model).compute_logits(model, hidden)
+        return type(runner)._compute(runner, inputs)
 
-    monkeypatch.setattr(model, "compute_logits", fail_in_the_third_step)
+    monkeypatch.setattr(runner, "_compute", fail_in_the_third_step)
     with pytest.raises(error, match="broken"):
         llm.generate([[9] * 40] * 20, GREEDY, use_tqdm=False)
     check_usable(llm, expected)

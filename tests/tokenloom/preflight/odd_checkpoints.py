@@ -168,9 +168,9 @@ ODD = [
     Odd("config as a dead link", link("config.json"), "config.json is a link", "download the model again"),
     Odd("no architectures", config(architectures=None), "config.json", 'set architectures, for example to ["Llama'),
     Odd("vision", architecture("LlavaForConditionalGeneration"), "config.json", "ForCausalLM"),
-    Odd("encoder", architecture("BertForMaskedLM"), "config.json", "fills gaps"),
-    Odd("classifier", architecture("LlamaForSequenceClassification"), "config.json", "classifies texts"),
-    Odd("embeddings", architecture("BertModel"), "config.json", "embeddings"),
+    Odd("encoder", architecture("ElectraForMaskedLM"), "config.json", "fills gaps"),
+    Odd("classifier", architecture("ElectraForSequenceClassification"), "config.json", "classifies texts"),
+    Odd("embeddings", architecture("ElectraModel"), "config.json", "embeddings"),
     Odd("translation", architecture("T5ForConditionalGeneration", is_encoder_decoder=True), "config.json", "encoder"),
     Odd(
         "code in it",

@@ -55,6 +55,7 @@ FINAL = {
     "NotFound": True,
     "ModelNotFound": True,
     "RequestLost": True,
+    "QueryLost": True,
     "FailedPrecondition": True,
     "Aborted": False,  # the call that has taken the answer over may be an earlier one of the same client
     "Unimplemented": True,

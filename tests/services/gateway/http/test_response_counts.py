@@ -44,7 +44,7 @@ async def test_refusals_of_every_kind_are_counted(socket_dir: Path) -> None:
             (CHAT, "415", "UNSUPPORTED_MEDIA_TYPE"): 1,
             (CHAT, "405", "METHOD_NOT_ALLOWED"): 1,
             (OTHER, "404", "NOT_FOUND"): 1,
-            (OTHER, "404", "MODEL_NOT_FOUND"): 1,
+            ("/v1/models/*", "404", "MODEL_NOT_FOUND"): 1,
             ("/v1/responses/*", "404", "NOT_FOUND"): 1,
         }
 

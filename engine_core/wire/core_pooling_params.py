@@ -63,3 +63,5 @@ class ModelPooling(msgspec.Struct, frozen=True):
     """The values that they may have; empty: any up to ``vector_size``."""
     vector_size: int = 0
     """Numbers of a vector."""
+    class_labels: tuple[str, ...] = ()
+    """The names of the classes, in order; empty if the checkpoint does not name them."""

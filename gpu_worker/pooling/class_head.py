@@ -35,6 +35,12 @@ def load_score_head(checkpoint: Checkpoint, hidden_size: int) -> ClassHead:
     return ClassHead((projection,), class_activation(checkpoint.path), count, "LAST", by_token=True)
 
 
+def class_labels(path: Path) -> tuple[str, ...]:
+    """Return the names of the classes in the configuration of a checkpoint directory, in order; empty: it has none."""
+    names = _config(path).get("id2label") or {}
+    return tuple(str(names[number]) for number in sorted(names, key=int))
+
+
 def num_classes(path: Path) -> int:
     """Return how many classes the configuration of a checkpoint directory names."""
     values = _config(path)

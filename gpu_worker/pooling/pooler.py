@@ -13,7 +13,7 @@ from torch import Tensor
 from tokenloom.engine_core.config import WorkerConfig
 from tokenloom.engine_core.wire.core_pooling_params import ModelPooling, PoolingParams, PoolingTask
 
-from .class_head import ClassHead
+from .class_head import ClassHead, class_labels
 from .projection import Projection, project
 from .sentence_files import PoolingType, SentenceFiles, read_matryoshka, read_sentence_files
 
@@ -124,6 +124,7 @@ def make_pooler(
         matryoshka=files.matryoshka,
         dimensions=files.dimensions,
         vector_size=size,
+        class_labels=() if head is None else class_labels(path),
     )
     activates = chosen is None or chosen.use_activation is not False
     return Pooler(info, pooling, files.projections, files.normalizes, head, activates)

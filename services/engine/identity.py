@@ -70,6 +70,7 @@ def pooling_limits(pooling: ModelPooling) -> dict[str, Any]:
         "pooling_tasks": list(map(types_pb2.PoolingTask.ValueType, pooling.tasks)),
         "generates": pooling.generates,
         "matryoshka": pooling.matryoshka,
+        "class_labels": pooling.class_labels,
     }
 
 

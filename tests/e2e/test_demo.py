@@ -28,6 +28,8 @@ def test_it_answers_shows_the_times_and_leaves_nothing(socket_dir: Path) -> None
     assert steps == [
         "tokenize", "placement", "queue", "prefill", "KV transfer", "decode", "detokenize", "other", "total",
     ]  # fmt: skip
+    assert "tokenloom-demo:json  {" in done.stdout
+    assert "tokenloom-demo:pirate  Arr!" in done.stdout
     assert list((socket_dir / "tokenloom").iterdir()) == []
     commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     assert not [command for command in commands if any(str(socket_dir) in argument for argument in command)]

@@ -1,12 +1,15 @@
-"""Starts a mesh, asks it one question, and shows where the time went."""
+"""Starts a mesh, asks it one question, shows where the time went, and asks its adapters a question at once."""
 
 import asyncio
 import time
+from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from tokenloom.model_path import DEMO_ADAPTERS, DEMO_MODEL
 from tokenloom.supervisor.layout import MeshOptions
 from tokenloom.supervisor.mesh import Mesh
 from tokenloom.supervisor.output import LineCopier, Tail
@@ -18,6 +21,10 @@ from ..failures import INTERRUPTED, reported
 from ..server import Server
 from .model_directory import model_directory
 from .prechecks import check_model
+
+_ADAPTERS = ("json", "pirate")
+"""LoRA adapters of the demo model."""
+_ADAPTERS_QUESTION = "What is the capital of France?"
 
 
 def run_demo(prompt: str, model: str, max_tokens: int, speculative_config: str) -> None:
@@ -39,17 +46,10 @@ def run_demo(prompt: str, model: str, max_tokens: int, speculative_config: str) 
         port=0,
         flags={
             "coordinator": ("--pd-threshold", "0"),  # so that the short question also goes through prefill and decode
-            "engine": ("--speculative-config", speculative_config) if speculative_config else (),
+            "engine": _engine_flags(path, speculative_config),
         },
         drain_timeout=5.0,
     )
-    body = {
-        "model": name,
-        "messages": [{"role": "user", "content": prompt}],
-        "temperature": 0,
-        "max_tokens": max_tokens,
-        "return_timeline": True,
-    }
     console = Console(highlight=False, soft_wrap=True)
     logs = Tail()
     started = time.monotonic()
@@ -62,8 +62,11 @@ def run_demo(prompt: str, model: str, max_tokens: int, speculative_config: str) 
         assert http is not None
         console.print(f"[dim]ready after {time.monotonic() - started:.1f} s at http://{http}[/]\n")
         console.print(f"[bold]you[/]  {escape(prompt)}\n[bold]{escape(name)}[/]  ", end="")
-        answer = await asyncio.to_thread(stream_chat, Server(f"http://{http}"), body, _print_piece)
+        server = Server(f"http://{http}")
+        answer = await asyncio.to_thread(stream_chat, server, _body(name, prompt, max_tokens), _print_piece)
         _print_answer_end(console, answer)
+        if path == DEMO_MODEL:
+            await _ask_adapters(console, server, name)
 
     try:
         with reported():
@@ -73,6 +76,38 @@ def run_demo(prompt: str, model: str, max_tokens: int, speculative_config: str) 
         raise
     console.print("[dim]all parts have stopped[/]" if outcome.clean else "[red]a part had to be killed[/]")
     raise typer.Exit(INTERRUPTED if outcome.interrupted else not outcome.clean)
+
+
+def _engine_flags(path: Path, speculative_config: str) -> tuple[str, ...]:
+    flags = ("--speculative-config", speculative_config) if speculative_config else ()
+    if path != DEMO_MODEL:
+        return flags
+    modules = ",".join(f"{name}={DEMO_ADAPTERS / name}" for name in _ADAPTERS)
+    return (*flags, "--enable-lora", "--lora-modules", modules)
+
+
+def _body(model: str, prompt: str, max_tokens: int) -> dict[str, Any]:
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "return_timeline": True,
+    }
+
+
+async def _ask_adapters(console: Console, server: Server, model: str) -> None:
+    """Ask the model and its adapters the same question at once: the engine answers them in one batch."""
+    names = (model, *(f"{model}:{adapter}" for adapter in _ADAPTERS))
+    texts: dict[str, list[str]] = {name: [] for name in names}
+    asked = (
+        asyncio.to_thread(stream_chat, server, _body(name, _ADAPTERS_QUESTION, 60), texts[name].append)
+        for name in names
+    )
+    await asyncio.gather(*asked)
+    console.print(f"\n[bold]you[/]  {_ADAPTERS_QUESTION} [dim](asked the model and two LoRA adapters at once)[/]")
+    for name, pieces in texts.items():
+        console.print(f"[bold]{escape(name)}[/]  {escape(''.join(pieces))}")
 
 
 def _print_piece(text: str) -> None:

@@ -62,6 +62,7 @@ def test_what_is_wrong_is_named(llm: LLM, tmp_path: Path) -> None:
         llm.generate("Hello", PARAMS, lora_request=[JSON, None])
     with pytest.raises(ValueError, match="'absent': absent: No such file"):
         llm.generate("Hello", PARAMS, lora_request=LoRARequest("absent", tmp_path / "absent"))
+    ask(llm, JSON)
     with pytest.raises(ValueError, match="'json': another adapter is loaded"):
         llm.generate("Hello", PARAMS, lora_request=LoRARequest("json", DEMO_ADAPTERS / "pirate"))
     with pytest.raises(ValueError, match="lora_path of the LoRA adapter 'none' is empty"):

@@ -55,14 +55,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note that the step allocated the memory of ``tensor``."""
         self.tensors.setdefault(tensor.untyped_storage().data_ptr(), tensor)
 
-    def hear(self, result: object, function: Any, arguments: tuple[Any, ...]) -> object:
-        """Note a call that a kernel's hook reports."""
+    def hear(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        """Note a call that a kernel's hook reports, if this thread made it."""
         if self.failure is None and threading.get_ident() == self._thread:
             try:
                 self.note(function, *arguments)
             except UnrecordableError as error:
                 self.failure = str(error)
-        return result
 
     def _note_operation(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         if func in _ALLOCATIONS:
@@ -75,20 +74,33 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise UnrecordableError(f"{func} is not a kernel")
 
 
+_hearing: Recorder | None = None
+
+
+def _hook(result: object, function: Any, arguments: tuple[Any, ...]) -> object:
+    """Report a call of a kernel. This object lives as long as the process: ctypes holds no reference to a hook while a
+    call runs, and the call of another thread may end after its hook was taken away."""
+    if (recorder := _hearing) is not None:
+        recorder.hear(function, arguments)
+    return result
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder | None]:
     """Record the operations of this thread; None if another thread records at this moment."""
+    global _hearing
     if not _recording.acquire(blocking=False):
         yield None
         return
     try:
-        recorder, hooked = Recorder(), list(_functions())
+        _hearing, hooked = Recorder(), list(_functions())
         for function in hooked:
-            function.errcheck = recorder.hear
+            function.errcheck = _hook
         try:
-            with recorder:
-                yield recorder
+            with _hearing:
+                yield _hearing
         finally:
+            _hearing = None
             for function in hooked:
                 del function.errcheck
     finally:

@@ -49,7 +49,7 @@ def test_in_float32_the_tokens_are_equal(reference: Reference, sampling: dict[st
 @pytest.mark.parametrize("quantization", [None, "int8-dynamic"])
 def test_in_bfloat16_only_near_ties_differ(reference: Reference, quantization: Literal["int8-dynamic"] | None) -> None:
     first, second = (Engine(reference.path, dtype="bfloat16", quantization=quantization) for _ in range(2))
-    runs = continued(first, second, reference, every=16 if quantization else 4)  # int8 is slow without a matrix unit
+    runs = continued(first, second, reference, every=8 if quantization else 4)  # int8 is slow without a matrix unit
     different = [run for run in runs if run[1] != run[2]]
     assert len(different) <= MAX_SHARE * len(runs)
     for prompt, whole, again in different:

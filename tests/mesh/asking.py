@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,10 +45,19 @@ async def ask(
         if response.status_code != 200:
             answer.error = json.loads(await response.aread())["error"]
             return answer
-        async for line in response.aiter_lines():
+        async for line in _lines(response):
             if line.startswith("data: {"):
                 _take(answer, json.loads(line.removeprefix("data: ")))
     return answer
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Yield the lines of a stream of events. httpx would also end lines at characters of texts, such as U+2028."""
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line.decode()
 
 
 def _take(answer: Answer, event: dict[str, Any]) -> None:

@@ -128,7 +128,7 @@ class MeshAdapters:
                 raise wire_errors.from_rpc(failure) from None
         try:
             async with asyncio.timeout(SEEN_SECONDS):
-                await self._mesh.view.wait_adapter(adapter.name, adapter.digest)
+                await self._mesh.view.wait_adapter(adapter)
         except TimeoutError:
             log.warning("adapter %s: the coordinator's snapshot does not show the change yet", adapter.name)
 

@@ -120,9 +120,10 @@ class MeshView:
             self._update_limits()
         return self._limits
 
-    async def wait_adapter(self, name: str, digest: bytes) -> None:
-        """Return once requests that name an adapter get the one with this digest; empty: once they are refused."""
-        while (self.adapters[name].digest if name in self.adapters else b"") != digest:
+    async def wait_adapter(self, wanted: types_pb2.Adapter) -> None:
+        """Return once the snapshot shows this adapter, with its digest and its pinning, and requests that name it get
+        it. Without a digest: once they are refused."""
+        while not _is_shown(wanted, self.adapters.get(wanted.name)):
             await self._taken.wait()
 
     async def run(self) -> None:
@@ -201,3 +202,9 @@ class MeshView:
 def _common_tasks(limits: list[types_pb2.ModelLimits]) -> list[types_pb2.PoolingTask]:
     """Return the pooling tasks that all engines serve."""
     return [task for task in limits[0].pooling_tasks if all(task in limit.pooling_tasks for limit in limits)]
+
+
+def _is_shown(wanted: types_pb2.Adapter, shown: types_pb2.Adapter | None) -> bool:
+    if shown is None or not wanted.digest:
+        return shown is None and not wanted.digest
+    return (shown.digest, shown.pinned) == (wanted.digest, wanted.pinned)

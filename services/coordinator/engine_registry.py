@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.runtime.peers.pairing import in_pool, missing_role
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, PickRequest, PickResponse, Snapshot
+from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, PickRequest, PickResponse, Snapshot
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import Adapter, EngineRole
 
 from . import engine_placement
+from .changed_engines import ChangedEngines
 from .defaults import SETTLE_SECONDS
 from .engine_record import EngineRecord
 from .wanted_adapters import WantedAdapters
@@ -30,6 +31,7 @@ class Registry:
 
     Attributes:
         adapters: The LoRA adapters that the engines should have.
+        changed: The engines that changed since the last look of the feed of snapshots.
     """
 
     def __init__(
@@ -52,11 +54,27 @@ class Registry:
         self._missing: EngineRole | None = None  # the last one that was logged
         self._snapshot: Snapshot | None = None
         self.adapters = WantedAdapters()
+        self.changed = ChangedEngines()
         self.revision = 1
         """Grows with every change."""
 
     def __len__(self) -> int:
         return len(self._records)
+
+    @property
+    def epoch(self) -> int:
+        """The incarnation of the coordinator."""
+        return self._epoch
+
+    @property
+    def is_complete(self) -> bool:
+        """False while a new coordinator waits for engines to join again."""
+        return self._is_complete
+
+    @property
+    def pd_threshold(self) -> int:
+        """Uncached prompt tokens below which an engine does the whole request."""
+        return self._policy.pd_threshold
 
     def join(self, identity: EngineIdentity, report: EngineReport) -> EngineRecord:
         """Add an engine that opened a stream; it takes the place of an older one of its name."""
@@ -66,7 +84,7 @@ class Registry:
             record.inherit(older)
         self._records[identity.engine_id] = record
         record.update(report, self._epoch, now)
-        self._regroup()
+        self._regroup(identity.engine_id)
         return record
 
     def report(self, record: EngineRecord, report: EngineReport) -> None:
@@ -74,8 +92,9 @@ class Registry:
         before = record.state, record.report.role
         if record.update(report, self._epoch, self._clock()):
             self.revision += 1
+            self.changed.load(record.identity.engine_id)
         if before != (record.state, report.role):
-            self._regroup()
+            self._regroup(record.identity.engine_id)
 
     def set_adapter(self, adapter: Adapter, *, unloaded: bool) -> None:
         """Record what an operator did on all engines. Raises as :meth:`.WantedAdapters.set`."""
@@ -86,7 +105,7 @@ class Registry:
         """Remove an engine whose stream ended, unless a newer join has its name."""
         if self._records.get(record.identity.engine_id) is record:
             del self._records[record.identity.engine_id]
-            self._regroup()
+            self._regroup(record.identity.engine_id)
 
     def pick(self, request: PickRequest) -> PickResponse:
         """Place one leg and count it. Raises what :func:`.engine_placement.choose` raises, and ``ModelNotFound`` for an
@@ -100,6 +119,7 @@ class Registry:
         self._num_picks += 1
         record.count(self._num_picks, request.prompt_tokens, self._clock(), request.block_hash_prefixes)
         self.revision += 1
+        self.changed.load(record.identity.engine_id)
         return PickResponse(
             engine=record.identity,
             whole_request=whole,
@@ -113,7 +133,12 @@ class Registry:
         changed = [record for record in self._records.values() if record.refresh(now)]
         if changed or is_complete != self._is_complete:
             self._is_complete = is_complete
-            self._regroup()
+            self._regroup(*(record.identity.engine_id for record in changed))
+
+    def entry(self, engine_id: str) -> EngineEntry | None:
+        """Return an engine as snapshots show it now; None if it is not joined."""
+        record = self._records.get(engine_id)
+        return None if record is None else record.entry(self._clock())
 
     def snapshot(self) -> Snapshot:
         """Return the registry's view now; the same object until something changes."""
@@ -154,7 +179,8 @@ class Registry:
             log.warning("no %s engine is serving: every request stays on one engine", name)
         self._missing = missing
 
-    def _regroup(self) -> None:
-        """Note that an engine joined, left or changed its state or role, so that the pools are gathered again."""
+    def _regroup(self, *names: str) -> None:
+        """Note that engines joined, left or changed their state or role, so that the pools are gathered again."""
         self._pools.clear()
+        self.changed.other(names)
         self.revision += 1

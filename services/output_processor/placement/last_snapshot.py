@@ -7,12 +7,12 @@ from typing import NamedTuple
 from tokenloom.request import errors
 from tokenloom.services.runtime.peers import pairing
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
+from tokenloom.services.runtime.peers.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
     EngineState,
     PickRequest,
     PickResponse,
-    Snapshot,
 )
 from tokenloom.v1.types_pb2 import Fingerprint
 
@@ -31,6 +31,8 @@ class LastSnapshot:
 
     def __init__(self, fingerprint: Fingerprint) -> None:
         self._fingerprint = fingerprint
+        self._view = RegistryView()
+        self._version = 0  # of the view, when the entries were taken from it
         self._entries: list[EngineEntry] = []
         self._serving: frozenset[EngineKey] = frozenset()
         self._pd_threshold = 0
@@ -39,14 +41,18 @@ class LastSnapshot:
         self._picks: Counter[EngineKey] = Counter()  # since the snapshot, and still live
         self._turn = 0
 
-    def update(self, snapshot: Snapshot) -> bool:
-        """Take a new snapshot. While engines still re-join a new coordinator, the snapshot of the former one stays.
+    def update(self, snapshot: RegistryView) -> bool:
+        """Take a view after a change. While engines still re-join a new coordinator, the view of the former one stays.
 
         Returns whether an engine serves that did not serve before.
         """
+        if snapshot is self._view and snapshot.version == self._version:  # only loads changed; picks look at them
+            self._picks.clear()
+            return False
         is_new_coordinator = snapshot.coordinator_epoch != self._epoch
         if self._entries and not snapshot.complete and (self._complete or is_new_coordinator):
             return False
+        self._view, self._version = snapshot, snapshot.version
         self._epoch = snapshot.coordinator_epoch
         self._complete = snapshot.complete
         self._entries = [entry for entry in snapshot.engines if self._is_ours(entry)]
@@ -61,6 +67,7 @@ class LastSnapshot:
         Ties rotate. The pick counts until the next snapshot or ``release``. Cached prefixes are not considered: only
         the coordinator knows them. Raises ``Unavailable`` when no engine serves, or none has the request's adapter.
         """
+        self._view.update_loads()
         count = len(self._entries)
         candidates = [
             pairing.Candidate(
@@ -89,6 +96,7 @@ class LastSnapshot:
 
     def num_requests(self, key: EngineKey) -> int:
         """Return how many requests an engine last reported; 0 for an engine that is not in the snapshot."""
+        self._view.update_loads()
         reports = (entry.report for entry in self._entries if _key(entry) == key)
         return sum(report.running + report.waiting for report in reports)
 

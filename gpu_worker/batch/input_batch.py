@@ -1,6 +1,6 @@
 """The persistent batch: the worker's state of every request between steps, from which each step gathers its arrays."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -271,9 +271,9 @@ class InputBatch:
         wanted = members.params if members is not None and rows is members.rows else [params[x] for x in rows.tolist()]
         return wanted, self._num_tokens[rows] - self._num_prompt_tokens[rows]
 
-    def are_greedy(self, rows: Ints) -> bool:
+    def are_greedy(self, rows: Iterable[int]) -> bool:
         """Return whether these rows take the tokens of the largest logits."""
-        return all(self._params[row].temperature == 0.0 for row in rows.tolist())
+        return all(self._params[row].temperature == 0.0 for row in rows)
 
     def extend(self, row: int, token_ids: Sequence[int]) -> None:
         """Append drawn tokens to a row, as :meth:`append` does, while no request asks for changed logits."""

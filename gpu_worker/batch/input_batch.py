@@ -238,13 +238,13 @@ class InputBatch:
         """Return the tokens of all rows, [max_num_seqs, max_model_len], as they are at any later time."""
         return self._token_ids
 
-    def num_tokens(self, rows: Ints) -> Ints:
-        """Return how many tokens of prompt and output these rows have, [n]."""
-        return self._num_tokens[rows]
+    def num_tokens(self, row: int) -> int:
+        """Return how many tokens of prompt and output a row has."""
+        return self._num_tokens.item(row)
 
-    def num_slots(self, rows: Ints) -> Ints:
-        """Return how many tokens of these rows their blocks and the context hold, [n]."""
-        return np.minimum(self.block_table.num_slots(rows), self._token_ids.shape[1])
+    def num_slots(self, row: int) -> int:
+        """Return how many tokens of a row its blocks and the context hold."""
+        return min(self.block_table.num_slots(row), self._token_ids.shape[1])
 
     def place_drafts(self, rows: Ints, positions: Ints, token_ids: Ints) -> None:
         """Put a token behind those of each of these rows, for :meth:`gather`; drawn tokens replace it."""

@@ -25,6 +25,8 @@ class DraftWeights:
         self.kernels = load_drafts()
         self._config = config
         self._is_bf16 = config.dtype == torch.bfloat16
+        self.num_by_token = 0
+        """How many weights a token is multiplied with before its logits."""
         self._kept: list[Tensor] = []
         rope = config.ropes[0]
         self.layers: Array[DraftLayer] = (DraftLayer * config.num_layers)()
@@ -52,6 +54,7 @@ class DraftWeights:
         for number in range(config.num_layers):
             made.layers[number] = made._load_layer(checkpoint, f"model.layers.{number}", "input_layernorm")
         embedding, output = load_embeddings(checkpoint, "model.embed_tokens.weight", config)
+        made.num_by_token = _num_by_token(config, is_head=False)
         made._set_ends(embedding * config.embedding_scale, output)
         made.args.norm = made._load_norm(checkpoint, "model.norm")
         return made
@@ -61,6 +64,7 @@ class DraftWeights:
         """Take those of a head. ``embedding`` and ``output`` [vocab_size, hidden_size]: those of the model that it
         drafts for."""
         made, size = cls(config), config.hidden_size
+        made.num_by_token = _num_by_token(config, is_head=True)
         made.args.fc = made._matrix(checkpoint.take("fc.weight", size, 2 * size))
         made.layers[0] = made._load_layer(checkpoint, "layers.0", "")
         made._set_ends(embedding, output)
@@ -141,12 +145,12 @@ def fits(config: ModelConfig, *, is_head: bool = False) -> bool:
         and all(each is None for each in (*others, *limits))
         and config.hidden_act in ("silu", "swish")
         and config.kv_dtype != torch.int8
-        and _num_weights(config, is_head) <= MOST_WEIGHTS
+        and config.vocab_size * config.hidden_size + _num_by_token(config, is_head) <= MOST_WEIGHTS
     )
 
 
-def _num_weights(config: ModelConfig, is_head: bool) -> int:
+def _num_by_token(config: ModelConfig, is_head: bool) -> int:
     heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_size
     by_layer = config.hidden_size * (heads + 3 * config.intermediate_size)
     joined = 2 * config.hidden_size**2 if is_head else 0
-    return config.vocab_size * config.hidden_size + config.num_layers * by_layer + joined
+    return config.num_layers * by_layer + joined

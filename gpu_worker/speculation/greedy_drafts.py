@@ -22,6 +22,8 @@ from .draft_weights import DraftWeights, fits
 
 _FEW_ROWS, _FEW_DRAFTS = 8, 8
 """Room for so many is allocated ahead."""
+_FEW_PRODUCTS = 1 << 23
+"""So many multiplications take as long as the calls of a small model's operations."""
 
 
 class DraftRange(NamedTuple):
@@ -45,6 +47,8 @@ class GreedyDrafts:
 
     def __init__(self, weights: DraftWeights) -> None:
         self._weights = weights
+        self.most_tokens = _FEW_PRODUCTS // weights.num_by_token
+        """Computing more tokens of a request one after the other takes longer than all of them at once."""
         self._args = weights.args
         self._where = byref(weights.args)
         self._batch: InputBatch | None = None

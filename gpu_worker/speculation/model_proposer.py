@@ -25,8 +25,6 @@ LEAST_CONFIDENCE = 0.4
 one would cost more than it gains."""
 _FEW_REQUESTS = 8
 """Up to so many requests are drafted for one after the other, in one call."""
-_FEW_TOKENS = 32
-"""Up to so many tokens of a request are computed one after the other, in one call."""
 
 
 class _Ranges(NamedTuple):
@@ -164,7 +162,7 @@ class ModelProposer:
         self, at_once: GreedyDrafts, step: StepInputs, hidden: Tensor, found: _Ranges
     ) -> dict[str, list[int]]:
         ranges, drafter = found.ranges, self._awake
-        if any(each.end - each.start > _FEW_TOKENS for each in ranges):
+        if any(each.end - each.start > at_once.most_tokens for each in ranges):
             with torch.inference_mode():
                 self._compute(step, hidden, found)
             ranges = [each._replace(start=each.end - 1) for each in ranges]  # the last token's state is needed again
@@ -179,22 +177,15 @@ class ModelProposer:
         return drafts
 
     def _ranges(self, step: StepInputs, wanted: Mapping[str, int]) -> _Ranges:
-        batch, rows = self._batch, step.rows
-        columns = zip(
-            step.req_ids,
-            rows.tolist(),
-            step.positions[step.cu_query_lens[:-1]].tolist(),
-            step.seq_lens.tolist(),
-            batch.num_tokens(rows).tolist(),
-            batch.num_slots(rows).tolist(),
-            strict=True,
-        )
-        found = _Ranges([], [], [], [])
-        for place, (req_id, row, first, seq_len, known, room) in enumerate(columns):
+        batch, found = self._batch, _Ranges([], [], [], [])
+        first_rows = step.cu_query_lens[:-1].tolist()
+        columns = zip(step.req_ids, step.rows.tolist(), step.seq_lens.tolist(), first_rows, strict=True)
+        for place, (req_id, row, seq_len, first_row) in enumerate(columns):
+            first, known = step.positions.item(first_row), batch.num_tokens(row)
             # The last token was drawn in this step, and the model has not computed it.
             computed = min(seq_len, known - 1)
             found.computed.append(computed)
-            count = max(0, min(wanted.get(req_id, 0), room - known + 1))
+            count = max(0, min(wanted.get(req_id, 0), batch.num_slots(row) - known + 1))
             end = known if count else computed
             # A draft that was rejected has the KV of another token.
             done = self._computed[req_id] = min(self._computed.get(req_id, first), computed)

@@ -40,7 +40,9 @@ def proposals(driver, requests, num_tokens=NUM_TOKENS):
 
 @pytest.mark.parametrize(("method", "folder"), [("draft_model", "draft"), ("eagle", "eagle")])
 def test_a_call_drafts_what_the_model_drafts(model, method, folder):
-    found, at_once = proposals(make_driver(model, method, folder), GREEDY)
+    driver = make_driver(model, method, folder)
+    driver.proposer.drafter.at_once.most_tokens = 32
+    found, at_once = proposals(driver, GREEDY)
     driver = make_driver(model, method, folder)
     driver.proposer.drafter.at_once = None
     expected, step_by_step = proposals(driver, GREEDY)
@@ -48,6 +50,14 @@ def test_a_call_drafts_what_the_model_drafts(model, method, folder):
     assert sum(len(drafts) for step in found for drafts in step.values()) > NUM_TOKENS
     assert at_once == [48]  # the prompts, each with the token after it
     assert len(step_by_step) > len(found)
+
+
+def test_one_call_computes_short_prompts_too(model):
+    found, lengths = proposals(make_driver(model, "draft_model", "draft"), GREEDY)
+    assert not lengths
+    driver = make_driver(model, "draft_model", "draft")
+    driver.proposer.drafter.at_once.most_tokens = 32
+    assert found == proposals(driver, GREEDY)[0]
 
 
 def test_drawn_and_penalized_tokens_are_drafted_step_by_step(model):

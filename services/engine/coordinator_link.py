@@ -139,6 +139,7 @@ class CoordinatorLink:
             computed_tokens_per_second=_rounded(load.computed_tokens_per_second),
             prompt_tokens_per_second=_rounded(load.prompt_tokens_per_second),
             step_seconds=_rounded(load.step_seconds),
+            step_requests=_rounded(load.step_requests),
             adapters=map(to_adapter, self._load.loras),
         )
 

@@ -34,6 +34,7 @@ class Load:
     computed_tokens_per_second: float
     prompt_tokens_per_second: float
     step_seconds: float
+    step_requests: float
 
 
 class LoadTracker:
@@ -168,6 +169,7 @@ class LoadTracker:
             computed_tokens_per_second=self._rates.computed_tokens_per_second,
             prompt_tokens_per_second=self._steps.prompt_tokens_per_second(self._clock()),
             step_seconds=self._steps.step_seconds,
+            step_requests=self._steps.step_requests,
         )
 
     def take_picks(self) -> list[engine_pb2.PickId]:

@@ -16,7 +16,7 @@ class StepRates:
     """
 
     def __init__(self) -> None:
-        self._at = self._step_seconds = self._tokens = 0.0
+        self._at = self._step_seconds = self._step_requests = self._tokens = 0.0
         self._step = 0
         self._last = SchedulerStats()
 
@@ -24,6 +24,11 @@ class StepRates:
     def step_seconds(self) -> float:
         """Mean seconds of a step that began with running requests; 0 before the first one."""
         return self._step_seconds
+
+    @property
+    def step_requests(self) -> float:
+        """Mean running requests of those steps, weighted alike: a longer step and its larger batch belong together."""
+        return self._step_requests
 
     def prompt_tokens_per_second(self, now: float) -> float:
         """Prompt tokens whose prefill ended, cached ones included, per second of all time; 0: fewer than one, so that
@@ -39,8 +44,9 @@ class StepRates:
         kept = math.exp(-seconds / _SECONDS)
         self._tokens = self._tokens * kept + stats.num_prefilled_tokens - last.num_prefilled_tokens
         if last.num_running and num_steps > 0:  # otherwise the engine was idle, or answered outside a step
-            mean = seconds / num_steps
-            self._step_seconds = kept * self._step_seconds + (1 - kept) * mean if self._step_seconds else mean
+            kept = kept if self._step_seconds else 0.0
+            self._step_seconds = kept * self._step_seconds + (1 - kept) * seconds / num_steps
+            self._step_requests = kept * self._step_requests + (1 - kept) * last.num_running
 
     def skip(self) -> None:
         """Leave out the time since the last step, because the engine was paused."""

@@ -25,7 +25,7 @@ class Steps:
 
 def test_nothing_is_known_before_the_first_step() -> None:
     rates = StepRates()
-    assert (rates.step_seconds, rates.prompt_tokens_per_second(5.0)) == (0, 0)
+    assert (rates.step_seconds, rates.step_requests, rates.prompt_tokens_per_second(5.0)) == (0, 0, 0)
 
 
 def test_averages_follow_what_the_engine_does() -> None:
@@ -33,8 +33,10 @@ def test_averages_follow_what_the_engine_does() -> None:
     steps.run(1000, 0.1, tokens=50)
     assert steps.rates.step_seconds == pytest.approx(0.1)
     assert steps.rates.prompt_tokens_per_second(steps.now) == pytest.approx(500, rel=0.02)
-    steps.run(1000, 0.05, tokens=50)
+    assert steps.rates.step_requests == pytest.approx(1)
+    steps.run(1000, 0.05, tokens=50, running=7)
     assert steps.rates.step_seconds == pytest.approx(0.05, rel=0.02)
+    assert steps.rates.step_requests == pytest.approx(7, rel=0.02)
     assert steps.rates.prompt_tokens_per_second(steps.now) == pytest.approx(1000, rel=0.02)
 
 

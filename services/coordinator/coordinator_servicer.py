@@ -112,8 +112,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         check_hello(first.hello, peer_id=self._name, epoch=self._epoch, expected_peer=first.identity.engine_id)
         check_identity(first)
         stream = self._open(first)  # an engine that reads our hello is registered
-        interval = to_duration(stream.interval)
-        answer = EngineCommand(hello=make_hello(self._name, self._epoch), report_interval=interval)
+        answer = EngineCommand(hello=make_hello(self._name, self._epoch))
         try:
             await first_of(self._read(stream, requests), stream.write(answer, context))
         finally:
@@ -148,7 +147,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         identity = first.identity
         if (older := self._streams.get(identity.engine_id)) is not None:
             older.overtake()
-        stream = EngineStream(self._registry.join(identity, first), self._interval)
+        stream = EngineStream(self._registry.join(identity, first))
         self._streams[identity.engine_id] = stream
         if (changes := self._registry.adapters.join(stream.record)) is not None:
             stream.command(EngineCommand(adapters=changes))
@@ -173,7 +172,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                     stream.command(EngineCommand(adapters=changes))
 
     def _pace(self) -> None:
-        """Ask the engines to report as often as suits their number."""
+        """Ask the engines to report as often as suits their number. Those that re-join a new coordinator keep their
+        interval until it knows how many they are."""
+        if not self._registry.is_complete:
+            return
         self._interval = interval = report_interval(len(self._streams), self._interval)
         for stream in self._streams.values():
             with contextlib.suppress(ResourceExhausted):  # the next time

@@ -171,10 +171,10 @@ class EngineRecord:
         self._counted, self._counted_tokens = older._counted, older._counted_tokens
         self.prefixes = older.prefixes
 
-    def entry(self, now: float) -> EngineEntry:
+    def entry(self, now: float, *, with_identity: bool = True) -> EngineEntry:
         """Return the engine as snapshots show it."""
         entry = EngineEntry(
-            identity=self.identity,
+            identity=self.identity if with_identity else None,
             report=self._shown,
             score=self.score,
             waiting=self.num_waiting,

@@ -97,7 +97,7 @@ class Registry:
     @property
     def pd_threshold(self) -> int:
         """Uncached prompt tokens below which an engine does the whole request."""
-        return self._policy.pd_threshold
+        return self._placement.policy.pd_threshold
 
     def join(self, identity: EngineIdentity, report: EngineReport) -> EngineRecord:
         """Add an engine that opened a stream; it takes the place of an older one of its name."""
@@ -125,6 +125,8 @@ class Registry:
         if self._by_row.get(record.row) is not record:
             return
         before = record.state, record.report.role, record.adapters
+        if report.adapters != record.report.adapters:  # for example one was pinned
+            self.changed.other([record.identity.engine_id])
         if record.update(report, self._epoch, self._clock()):
             self.revision += 1
             self.changed.load(record.identity.engine_id)
@@ -174,10 +176,10 @@ class Registry:
             self._is_complete = is_complete
             self._regroup(*(record.identity.engine_id for record in changed))
 
-    def entry(self, engine_id: str) -> EngineEntry | None:
+    def entry(self, engine_id: str, *, with_identity: bool = True) -> EngineEntry | None:
         """Return an engine as snapshots show it now; None if it is not joined."""
         record = self._records.get(engine_id)
-        return None if record is None else record.entry(self._clock())
+        return None if record is None else record.entry(self._clock(), with_identity=with_identity)
 
     def snapshot(self) -> Snapshot:
         """Return the registry's view now; the same object until something changes."""

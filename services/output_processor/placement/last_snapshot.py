@@ -4,19 +4,24 @@ from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
+import numpy as np
+
 from tokenloom.request import errors
-from tokenloom.services.runtime.peers import pairing
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
+from tokenloom.services.runtime.peers.registry_view import RegistryView
+from tokenloom.services.runtime.placement import pairing
+from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
+from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
+from tokenloom.services.runtime.placement.pool import make_pool
+from tokenloom.services.runtime.placement.rendezvous import name_hash
+from tokenloom.services.runtime.placement.rules import Ask, score
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
     EngineState,
     PickRequest,
     PickResponse,
-    Snapshot,
 )
 from tokenloom.v1.types_pb2 import Fingerprint
-
-_WAITING_WEIGHT = 4  # what one waiting request adds to a score
 
 
 class EngineKey(NamedTuple):
@@ -31,27 +36,39 @@ class LastSnapshot:
 
     def __init__(self, fingerprint: Fingerprint) -> None:
         self._fingerprint = fingerprint
+        self._view = RegistryView()
+        self._version = 0  # of the view, when the entries were taken from it
         self._entries: list[EngineEntry] = []
+        self._columns = EngineColumns()  # the entries, with the picks since
+        self._kinds = FingerprintKinds()
+        self._rows: dict[EngineKey, int] = {}
+        self._has_loads = False  # whether the columns have the view's newest loads
         self._serving: frozenset[EngineKey] = frozenset()
         self._pd_threshold = 0
         self._epoch = 0
         self._complete = False
         self._picks: Counter[EngineKey] = Counter()  # since the snapshot, and still live
-        self._turn = 0
+        self._num_picks = 0
 
-    def update(self, snapshot: Snapshot) -> bool:
-        """Take a new snapshot. While engines still re-join a new coordinator, the snapshot of the former one stays.
+    def update(self, snapshot: RegistryView) -> bool:
+        """Take a view after a change. While engines still re-join a new coordinator, the view of the former one stays.
 
         Returns whether an engine serves that did not serve before.
         """
+        if snapshot is self._view and snapshot.version == self._version:  # only loads changed; picks look at them
+            self._picks.clear()
+            self._has_loads = False
+            return False
         is_new_coordinator = snapshot.coordinator_epoch != self._epoch
         if self._entries and not snapshot.complete and (self._complete or is_new_coordinator):
             return False
+        self._view, self._version = snapshot, snapshot.version
         self._epoch = snapshot.coordinator_epoch
         self._complete = snapshot.complete
         self._entries = [entry for entry in snapshot.engines if self._is_ours(entry)]
         self._pd_threshold = snapshot.pd_threshold
         self._picks.clear()
+        self._fill_columns()
         before, self._serving = self._serving, frozenset(map(_key, filter(_is_serving, self._entries)))
         return not self._serving <= before
 
@@ -61,60 +78,88 @@ class LastSnapshot:
         Ties rotate. The pick counts until the next snapshot or ``release``. Cached prefixes are not considered: only
         the coordinator knows them. Raises ``Unavailable`` when no engine serves, or none has the request's adapter.
         """
-        count = len(self._entries)
-        candidates = [
-            pairing.Candidate(
-                engine=index,
-                role=entry.report.role,
-                fingerprint=entry.identity.fingerprint,
-                rank=(self._score(entry), (index - self._turn) % count),
-                uncached_tokens=request.prompt_tokens,
-            )
-            for index, entry in enumerate(self._entries)
-            if _is_candidate(entry, request, exclude)
-        ]
-        if not candidates:
+        self._fill_loads()
+        rows = self._candidates(request, exclude)
+        if not len(rows):
             raise errors.Unavailable("No engine is serving this model now; retry.")
         if request.query_id:
-            candidates = [self._of_query(candidates, request.query_id)]
-        index, whole = pairing.choose(candidates, request.role, 0 if request.pools else self._pd_threshold)
-        self._turn = index + 1
-        chosen = self._entries[index]
+            rows = np.array([pairing.engine_of_query(self._columns, rows, request.query_id)], np.intp)
+        pool = make_pool(self._columns, self._kinds, rows)
+        threshold = 0 if request.pools else self._pd_threshold
+        row, whole = pairing.choose(self._columns, pool, Ask(request.role, request.prompt_tokens), score, threshold)
+        self._num_picks += 1
+        self._columns.last_turn[row] = self._num_picks
+        chosen = self._entries[row]
         self.count(_key(chosen))
         return PickResponse(engine=chosen.identity, whole_request=whole)
 
-    def _of_query(self, candidates: list[pairing.Candidate[int]], query_id: str) -> pairing.Candidate[int]:
-        names = [(*_key(self._entries[each.engine]), each.role) for each in candidates]
-        return pairing.engine_of_query(candidates, names, query_id)
-
     def num_requests(self, key: EngineKey) -> int:
         """Return how many requests an engine last reported; 0 for an engine that is not in the snapshot."""
+        self._view.update_loads()
         reports = (entry.report for entry in self._entries if _key(entry) == key)
         return sum(report.running + report.waiting for report in reports)
 
     def count(self, key: EngineKey) -> None:
         """Count one more leg that was placed on an engine."""
         self._picks[key] += 1
+        self._add_waiting(key, 1)
 
     def release(self, key: EngineKey) -> None:
         """Forget a leg that was counted and has ended."""
         if self._picks[key] > 0:
             self._picks[key] -= 1
+            self._add_waiting(key, -1)
 
-    def _score(self, entry: EngineEntry) -> int:
-        return entry.score + _WAITING_WEIGHT * self._picks[_key(entry)]
+    def _add_waiting(self, key: EngineKey, requests: int) -> None:
+        if (row := self._rows.get(key)) is not None:
+            self._columns.waiting[row] += requests
+
+    def _candidates(self, request: PickRequest, exclude: Collection[EngineKey]) -> Rows:
+        rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
+        if request.adapter:
+            rows = np.array([row for row in rows if _has_adapter(self._entries[row], request.adapter)], np.intp)
+        excluded = [self._rows[key] for key in exclude if key in self._rows]
+        return rows[~np.isin(rows, excluded)] if excluded else rows
+
+    def _fill_columns(self) -> None:
+        """Write the entries into new columns, whose rows are the positions of the entries; loads follow when they are
+        needed."""
+        turns = {key: self._columns.last_turn[row] for key, row in self._rows.items()}
+        self._columns, self._kinds, self._rows = EngineColumns(), FingerprintKinds(), {}
+        self._has_loads = False
+        for entry in self._entries:
+            key, columns, row = _key(entry), self._columns, self._columns.add()
+            self._rows[key] = row
+            columns.order[row] = row
+            columns.kind[row] = self._kinds.number(entry.identity.fingerprint)
+            columns.name_hash[row] = name_hash(f"{key.engine_id} {key.epoch}")
+            columns.role[row] = entry.report.role
+            columns.is_serving[row] = _is_serving(entry)
+            columns.last_turn[row] = turns.get(key, 0)
+
+    def _fill_loads(self) -> None:
+        """Write the view's newest loads into the columns, unless they are there."""
+        if self._has_loads:
+            return
+        self._has_loads = True
+        self._view.update_loads()
+        columns = self._columns
+        for row, entry in enumerate(self._entries):
+            report, block_size = entry.report, entry.identity.fingerprint.block_size
+            columns.waiting[row] = entry.waiting + self._picks[_key(entry)]
+            columns.running[row] = report.running
+            columns.waiting_tokens[row] = entry.waiting_tokens
+            columns.free_tokens[row] = report.free_kv_blocks * block_size - entry.waiting_tokens
+            columns.prefill_rate[row] = report.prefill_tokens_per_second
+            columns.start_rate[row] = report.starts_per_second
+            columns.seats[row] = report.seats
 
     def _is_ours(self, entry: EngineEntry) -> bool:
         return fingerprint_difference(self._fingerprint, entry.identity.fingerprint) is None
 
 
-def _is_candidate(entry: EngineEntry, request: PickRequest, exclude: Collection[EngineKey]) -> bool:
-    return (
-        _is_serving(entry)
-        and _key(entry) not in exclude
-        and pairing.in_pool(request.fingerprint, entry.identity.fingerprint, request.role)
-        and (not request.adapter or any(each.digest == request.adapter for each in entry.report.adapters))
-    )
+def _has_adapter(entry: EngineEntry, digest: bytes) -> bool:
+    return any(each.digest == digest for each in entry.report.adapters)
 
 
 def _is_serving(entry: EngineEntry) -> bool:

@@ -6,6 +6,7 @@ from tests.services.output_processor.fakes import entry
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.engine_registry import Registry
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey, LastSnapshot
+from tokenloom.services.runtime.peers.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineState, PickRequest, Snapshot
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
@@ -18,9 +19,15 @@ def identity(name: str, **fingerprint: object) -> EngineIdentity:
     return EngineIdentity(engine_id=name, epoch=1, fingerprint=served)
 
 
+def view(**fields: object) -> RegistryView:
+    shown = RegistryView()
+    shown.take(Snapshot(**fields))  # type: ignore[arg-type]
+    return shown
+
+
 def fleet(*entries: object, complete: bool = True, pd_threshold: int = 0) -> LastSnapshot:
     snapshot = LastSnapshot(OURS)
-    snapshot.update(Snapshot(engines=entries, complete=complete, pd_threshold=pd_threshold))  # type: ignore[arg-type]
+    snapshot.update(view(engines=entries, complete=complete, pd_threshold=pd_threshold))
     return snapshot
 
 
@@ -35,7 +42,7 @@ def pick(
 
 
 def test_lowest_score_with_its_own_picks_then_in_turn() -> None:
-    snapshot = fleet(entry(identity("a"), score=4), entry(identity("b")), entry(identity("c")))
+    snapshot = fleet(entry(identity("a"), waiting=1), entry(identity("b")), entry(identity("c")))
     assert [pick(snapshot, PREFILL) for _ in range(4)] == ["b*", "c*", "a*", "b*"]
     snapshot.release(EngineKey("c", 1))
     assert pick(snapshot, PREFILL) == "c*"
@@ -62,19 +69,19 @@ def test_without_a_serving_engine_a_pick_is_unavailable() -> None:
 
 def test_a_complete_view_is_kept_while_engines_rejoin() -> None:
     snapshot = fleet(entry(identity("a")))
-    snapshot.update(Snapshot(complete=False))
+    snapshot.update(view(complete=False))
     assert pick(snapshot, PREFILL) == "a*"
-    snapshot.update(Snapshot(complete=True))
+    snapshot.update(view(complete=True))
     with pytest.raises(Unavailable):
         pick(snapshot, PREFILL)
 
 
 def test_a_coordinator_that_is_replaced_while_young_is_remembered() -> None:
     snapshot = fleet(complete=False)
-    snapshot.update(Snapshot(coordinator_epoch=1, complete=False, engines=[entry(identity("a"))]))
-    snapshot.update(Snapshot(coordinator_epoch=2, complete=False))
+    snapshot.update(view(coordinator_epoch=1, complete=False, engines=[entry(identity("a"))]))
+    snapshot.update(view(coordinator_epoch=2, complete=False))
     assert pick(snapshot, PREFILL) == "a*"
-    snapshot.update(Snapshot(coordinator_epoch=2, complete=True))
+    snapshot.update(view(coordinator_epoch=2, complete=True))
     with pytest.raises(Unavailable):
         pick(snapshot, PREFILL)
 
@@ -96,7 +103,7 @@ def test_a_query_goes_where_the_coordinator_placed_it() -> None:
 
 
 def test_requests_with_an_adapter_go_to_the_engines_that_have_it() -> None:
-    having, other = entry(identity("a"), score=40), entry(identity("b"))
+    having, other = entry(identity("a"), waiting=10), entry(identity("b"))
     having.report.adapters.add(name="pirate", digest=b"p")
     snapshot = fleet(having, other)
     request = PickRequest(role=BOTH, prompt_tokens=10, fingerprint=OURS, adapter=b"p")

@@ -46,13 +46,19 @@ class PickSlices:
             yield results
             if num_done == len(requests):
                 return
+            await asyncio.sleep(0)  # streams that have not begun are before this one
 
     async def _begin(self) -> float:
         """Wait until picks may be made, and return until when."""
         if self._waiting or (self._ends_at is not None and self._clock() >= self._ends_at):
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
-            await waiter
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                if not waiter.cancelled():  # it was this stream's turn
+                    self._end_turn()
+                raise
         if self._ends_at is None:
             self._ends_at = self._clock() + SLICE_SECONDS
             asyncio.get_running_loop().call_soon(self._end_turn)

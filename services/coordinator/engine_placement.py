@@ -53,6 +53,28 @@ def choose(pool: Sequence[EngineRecord], request: PickRequest, policy: Policy) -
     return pairing.choose(candidates, request.role, 0 if request.pools else policy.pd_threshold)
 
 
+def choose_near(
+    near: Sequence[EngineRecord] | None, pool: Sequence[EngineRecord], request: PickRequest, policy: Policy
+) -> tuple[EngineRecord, bool]:
+    """Return what :func:`choose` returns for ``near``, the engines that the output processor has streams to, unless
+    none of them can take the request, or only another engine of ``pool`` has room for it at once. ``near``: None if all
+    are equal. Raises what :func:`choose` raises for ``pool``."""
+    if near is None:
+        return choose(pool, request, policy)
+    try:
+        chosen = choose(near, request, policy)
+    except (ResourceExhausted, Unavailable):
+        return choose(pool, request, policy)
+    if _has_room(chosen[0], request):
+        return chosen
+    other = choose(pool, request, policy)
+    return other if _has_room(other[0], request) else chosen
+
+
+def _has_room(record: EngineRecord, request: PickRequest) -> bool:
+    return not record.is_late and request.prompt_tokens < record.free_tokens
+
+
 def _without(pool: Sequence[EngineRecord], excluded: Sequence[EngineRef]) -> list[EngineRecord]:
     keys = {(each.engine_id, each.epoch) for each in excluded}
     return [record for record in pool if (record.identity.engine_id, record.identity.epoch) not in keys]

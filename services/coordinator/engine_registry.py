@@ -12,6 +12,7 @@ from tokenloom.v1.types_pb2 import Adapter, EngineRole
 from . import engine_placement
 from .defaults import SETTLE_SECONDS
 from .engine_record import EngineRecord
+from .engine_subsets import EngineSubsets
 from .wanted_adapters import WantedAdapters
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class Registry:
         self._records: dict[str, EngineRecord] = {}
         # Serving engines by the fingerprint and role that requests ask for: nearly all ask for the same.
         self._pools: dict[tuple[bytes, EngineRole], Sequence[EngineRecord]] = {}
+        self._subsets = EngineSubsets()
         self._num_picks = 0
         self._missing: EngineRole | None = None  # the last one that was logged
         self._snapshot: Snapshot | None = None
@@ -57,6 +59,11 @@ class Registry:
 
     def __len__(self) -> int:
         return len(self._records)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether engines have had the time to join again after the start of this coordinator."""
+        return self._is_complete
 
     def join(self, identity: EngineIdentity, report: EngineReport) -> EngineRecord:
         """Add an engine that opened a stream; it takes the place of an older one of its name."""
@@ -89,14 +96,16 @@ class Registry:
             self._regroup()
 
     def pick(self, request: PickRequest) -> PickResponse:
-        """Place one leg and count it. Raises what :func:`.engine_placement.choose` raises, and ``ModelNotFound`` for an
-        adapter that was unloaded."""
+        """Place one leg and count it. Raises what :func:`.engine_placement.choose` raises, ``ModelNotFound`` for an
+        adapter that was unloaded, and ``InvalidArgument`` for a subset that cannot be."""
         key = request.fingerprint.SerializeToString(), request.role
         if (pool := self._pools.get(key)) is None:
             pool = self._pools[key] = self._gather(request)
+        near = self._near(key, pool, request)
         if request.adapter:
             pool = self._having(pool, request.adapter)
-        record, whole = engine_placement.choose(pool, request, self._policy)
+            near = None if near is None else [record for record in near if request.adapter in record.adapters]
+        record, whole = engine_placement.choose_near(near, pool, request, self._policy)
         self._num_picks += 1
         record.count(self._num_picks, request.prompt_tokens, self._clock(), request.block_hash_prefixes)
         self.revision += 1
@@ -129,6 +138,17 @@ class Registry:
             )
         return self._snapshot
 
+    def _near(
+        self, key: tuple[bytes, EngineRole], pool: Sequence[EngineRecord], request: PickRequest
+    ) -> list[EngineRecord] | None:
+        """Return the engines of the pool that the output processor has streams to; None: all are equal to it."""
+        if not request.HasField("subset") or request.query_id:
+            return None
+        numbers = self._subsets.find(
+            key, lambda: [(record.identity.engine_id, record.report.role) for record in pool], request.subset
+        )
+        return None if numbers is None else [pool[number] for number in numbers]
+
     def _having(self, pool: Sequence[EngineRecord], adapter: bytes) -> Sequence[EngineRecord]:
         """Return the engines of a pool that have an adapter. If none has it, ask one to load it and raise."""
         if having := [record for record in pool if adapter in record.adapters]:
@@ -141,6 +161,7 @@ class Registry:
         """Return the serving engines of the pool that a request asks for."""
         if len(self._pools) >= _MAX_POOLS:
             self._pools.clear()
+            self._subsets.clear()
         serving = [record for record in self._records.values() if record.is_serving]
         self._warn_of_missing_role(serving)
         asked, role = request.fingerprint, request.role
@@ -157,4 +178,5 @@ class Registry:
     def _regroup(self) -> None:
         """Note that an engine joined, left or changed its state or role, so that the pools are gathered again."""
         self._pools.clear()
+        self._subsets.clear()
         self.revision += 1

@@ -35,6 +35,11 @@ class OutputProcessorSettings(ServiceSettings, frozen=True, kw_only=True):
         "What happens to live requests after a stop signal: finish lets them end within --drain-timeout, then moves "
         "the rest to other output processors; migrate moves all of them at once.",
     ] = "finish"
+    engine_subset: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 16)],
+        "Engines of each role that this output processor works with when there are more: the coordinator shares them "
+        "out evenly. Another engine is used when none of these can take a request, or only that one has room at once.",
+    ] = 128
     engine_hang_timeout: Annotated[
         Annotated[float, Meta(gt=0, le=3600)],
         "Seconds without a step after which an engine that has work counts as dead.",

@@ -20,7 +20,8 @@ from tokenloom.v1.types_pb2 import Fingerprint, Hello
 from .metrics import Metrics
 from .output_processor_settings import Drain, OutputProcessorSettings
 from .placement.engine_link import INITIAL_CREDIT
-from .placement.placement import EngineLinks, Placer
+from .placement.engine_links import EngineLinks
+from .placement.placement import Placer
 from .request.kept_requests import KeptRequests
 from .request.requests import Requests
 from .request.sample_group import SampleGroup
@@ -64,8 +65,20 @@ class OutputProcessorService:
             )
 
         sessions = Sessions()
-        links = EngineLinks(greet, host.failed, host.channels, hang_seconds=settings.engine_hang_timeout)
-        placer = Placer(host.channels.open(settings.coordinator, "coordinator"), fingerprint, links)
+        links = EngineLinks(
+            greet,
+            host.failed,
+            host.channels,
+            hang_seconds=settings.engine_hang_timeout,
+            num_kept=settings.engine_subset,
+        )
+        placer = Placer(
+            host.channels.open(settings.coordinator, "coordinator"),
+            fingerprint,
+            links,
+            instance_id=settings.instance_id,
+            subset_size=settings.engine_subset,
+        )
         self._closing.push_async_callback(placer.close)
         kept = KeptRequests[SampleGroup](host.failed, settings.keep_lost_requests, settings.max_kept_bytes)
         self._closing.push_async_callback(kept.close)

@@ -5,14 +5,16 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from tokenloom.request import errors
-from tokenloom.services.runtime.peers import pairing
+from tokenloom.services.runtime.peers import pairing, subset
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
+from tokenloom.services.runtime.peers.subset import Position
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
     EngineState,
     PickRequest,
     PickResponse,
     Snapshot,
+    Subset,
 )
 from tokenloom.v1.types_pb2 import Fingerprint
 
@@ -38,6 +40,7 @@ class LastSnapshot:
         self._complete = False
         self._picks: Counter[EngineKey] = Counter()  # since the snapshot, and still live
         self._turn = 0
+        self._rings: list[list[int]] | None = None  # of the serving engines, once a pick needs them
 
     def update(self, snapshot: Snapshot) -> bool:
         """Take a new snapshot. While engines still re-join a new coordinator, the snapshot of the former one stays.
@@ -52,11 +55,13 @@ class LastSnapshot:
         self._entries = [entry for entry in snapshot.engines if self._is_ours(entry)]
         self._pd_threshold = snapshot.pd_threshold
         self._picks.clear()
+        self._rings = None
         before, self._serving = self._serving, frozenset(map(_key, filter(_is_serving, self._entries)))
         return not self._serving <= before
 
     def pick(self, request: PickRequest, exclude: Collection[EngineKey] = ()) -> PickResponse:
-        """Answer like the coordinator, by its rule, but without a pick's id: the serving engine of the lowest score.
+        """Answer like the coordinator, by its rule, but without a pick's id: the serving engine of the lowest score, of
+        the request's subset if it names one that has an engine left.
 
         Ties rotate. The pick counts until the next snapshot or ``release``. Cached prefixes are not considered: only
         the coordinator knows them. Raises ``Unavailable`` when no engine serves, or none has the request's adapter.
@@ -75,6 +80,9 @@ class LastSnapshot:
         ]
         if not candidates:
             raise errors.Unavailable("No engine is serving this model now; retry.")
+        if request.HasField("subset") and not request.query_id:
+            near = self._near(request.subset)
+            candidates = [each for each in candidates if each.engine in near] or candidates
         if request.query_id:
             candidates = [self._of_query(candidates, request.query_id)]
         index, whole = pairing.choose(candidates, request.role, 0 if request.pools else self._pd_threshold)
@@ -82,6 +90,16 @@ class LastSnapshot:
         chosen = self._entries[index]
         self.count(_key(chosen))
         return PickResponse(engine=chosen.identity, whole_request=whole)
+
+    def _near(self, wanted: Subset) -> frozenset[int]:
+        """Return the numbers of the serving engines in a subset."""
+        if self._rings is None:
+            serving = [number for number, entry in enumerate(self._entries) if _is_serving(entry)]
+            named = [
+                (self._entries[number].identity.engine_id, self._entries[number].report.role) for number in serving
+            ]
+            self._rings = [[serving[each] for each in ring] for ring in subset.rings(named)]
+        return frozenset(subset.of_rings(self._rings, Position(wanted.index, wanted.count), wanted.size))
 
     def _of_query(self, candidates: list[pairing.Candidate[int]], query_id: str) -> pairing.Candidate[int]:
         names = [(*_key(self._entries[each.engine]), each.role) for each in candidates]

@@ -11,6 +11,7 @@ import grpc.aio
 from tokenloom.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_fingerprint
 from tokenloom.model_path import resolve, served_name
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.host.memory_limit import memory_limit
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.output_processor_pb2 import ProcessInput
@@ -24,6 +25,7 @@ from .placement.engine_links import EngineLinks
 from .placement.placement import Placer
 from .request.kept_requests import KeptRequests
 from .request.requests import Requests
+from .request.room import Room, default_prompt_bytes
 from .request.sample_group import SampleGroup
 from .stream.gateway_session import Session
 from .stream.sessions import Sessions
@@ -88,7 +90,7 @@ class OutputProcessorService:
             vocabulary,
             frozenset(info.eos_token_ids),
             Metrics(host.metrics, lambda: requests.num_live, lambda: links.num_open),
-            max_requests=settings.max_requests,
+            room=Room(settings.max_requests, settings.max_prompt_bytes or default_prompt_bytes(memory_limit())),
             kept=kept,
             tracer=host.tracer,
             clock=host.clock.nanoseconds,

@@ -144,7 +144,7 @@ class EngineLink:
         attempt.request_id = request.request_id
         attempt.owner = owner
         self._attempts[self._last_slot] = attempt
-        self._outgoing.add.append(request)
+        self._outgoing.add.add().CopyFrom(request)  # append would take twice the memory for a long prompt
         self._wake.set()
 
     def accept(self, attempt: Attempt, token_ids: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ from typing import TypeAlias
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.subset import Position
+from tokenloom.services.runtime.placement.pool import Pool
 from tokenloom.v1.coordinator_pb2 import Subset
 from tokenloom.v1.types_pb2 import EngineRole
 
@@ -21,19 +22,26 @@ class EngineSubsets:
 
     def __init__(self) -> None:
         self._rings: dict[Hashable, list[list[int]]] = {}  # as many as there are pools
-        self._found: dict[tuple[Hashable, int, int, int], list[int] | None] = {}
+        self._found: dict[tuple[Hashable, int, int, int], Pool | None] = {}
 
     def clear(self) -> None:
         """Forget all, because an engine joined, left, or changed its state or role."""
         self._rings.clear()
         self._found.clear()
 
-    def find(self, pool: Hashable, engines: Callable[[], Sequence[Engine]], wanted: Subset) -> list[int] | None:
-        """Return the numbers of a pool's engines that are in a subset, the lowest first; None: all of them are.
+    def find(
+        self,
+        pool: Hashable,
+        engines: Callable[[], Sequence[Engine]],
+        make: Callable[[list[int]], Pool],
+        wanted: Subset,
+    ) -> Pool | None:
+        """Return the engines of a pool that are in a subset; None: all of them are.
 
         Args:
             pool: Names the pool.
             engines: Returns its engines, in their order; called once for each pool.
+            make: Returns the pool of the engines with these numbers; called once for each subset.
 
         Raises ``InvalidArgument`` for a subset that no output processor can have.
         """
@@ -45,7 +53,7 @@ class EngineSubsets:
             if (rings := self._rings.get(pool)) is None:
                 rings = self._rings[pool] = subset.rings(engines())
             found = subset.of_rings(rings, Position(wanted.index, wanted.count), wanted.size)
-            self._found[key] = found if len(found) < sum(map(len, rings)) else None
+            self._found[key] = make(found) if len(found) < sum(map(len, rings)) else None
         return self._found[key]
 
 

@@ -4,10 +4,18 @@ from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
+import numpy as np
+
 from tokenloom.request import errors
-from tokenloom.services.runtime.peers import pairing, subset
+from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
 from tokenloom.services.runtime.peers.subset import Position
+from tokenloom.services.runtime.placement import pairing
+from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
+from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
+from tokenloom.services.runtime.placement.pool import make_pool
+from tokenloom.services.runtime.placement.rendezvous import name_hash
+from tokenloom.services.runtime.placement.rules import Ask, score
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
     EngineState,
@@ -17,8 +25,6 @@ from tokenloom.v1.coordinator_pb2 import (
     Subset,
 )
 from tokenloom.v1.types_pb2 import Fingerprint
-
-_WAITING_WEIGHT = 4  # what one waiting request adds to a score
 
 
 class EngineKey(NamedTuple):
@@ -34,12 +40,15 @@ class LastSnapshot:
     def __init__(self, fingerprint: Fingerprint) -> None:
         self._fingerprint = fingerprint
         self._entries: list[EngineEntry] = []
+        self._columns = EngineColumns()  # the entries, with the picks since
+        self._kinds = FingerprintKinds()
+        self._rows: dict[EngineKey, int] = {}
         self._serving: frozenset[EngineKey] = frozenset()
         self._pd_threshold = 0
         self._epoch = 0
         self._complete = False
         self._picks: Counter[EngineKey] = Counter()  # since the snapshot, and still live
-        self._turn = 0
+        self._num_picks = 0
         self._rings: list[list[int]] | None = None  # of the serving engines, once a pick needs them
 
     def update(self, snapshot: Snapshot) -> bool:
@@ -55,6 +64,7 @@ class LastSnapshot:
         self._entries = [entry for entry in snapshot.engines if self._is_ours(entry)]
         self._pd_threshold = snapshot.pd_threshold
         self._picks.clear()
+        self._fill_columns()
         self._rings = None
         before, self._serving = self._serving, frozenset(map(_key, filter(_is_serving, self._entries)))
         return not self._serving <= before
@@ -66,44 +76,31 @@ class LastSnapshot:
         Ties rotate. The pick counts until the next snapshot or ``release``. Cached prefixes are not considered: only
         the coordinator knows them. Raises ``Unavailable`` when no engine serves, or none has the request's adapter.
         """
-        count = len(self._entries)
-        candidates = [
-            pairing.Candidate(
-                engine=index,
-                role=entry.report.role,
-                fingerprint=entry.identity.fingerprint,
-                rank=(self._score(entry), (index - self._turn) % count),
-                uncached_tokens=request.prompt_tokens,
-            )
-            for index, entry in enumerate(self._entries)
-            if _is_candidate(entry, request, exclude)
-        ]
-        if not candidates:
+        rows = self._candidates(request, exclude)
+        if not len(rows):
             raise errors.Unavailable("No engine is serving this model now; retry.")
         if request.HasField("subset") and not request.query_id:
-            near = self._near(request.subset)
-            candidates = [each for each in candidates if each.engine in near] or candidates
+            near = rows[np.isin(rows, self._near(request.subset))]
+            rows = near if len(near) else rows
         if request.query_id:
-            candidates = [self._of_query(candidates, request.query_id)]
-        index, whole = pairing.choose(candidates, request.role, 0 if request.pools else self._pd_threshold)
-        self._turn = index + 1
-        chosen = self._entries[index]
+            rows = np.array([pairing.engine_of_query(self._columns, rows, request.query_id)], np.intp)
+        pool = make_pool(self._columns, self._kinds, rows)
+        threshold = 0 if request.pools else self._pd_threshold
+        row, whole = pairing.choose(self._columns, pool, Ask(request.role, request.prompt_tokens), score, threshold)
+        self._num_picks += 1
+        self._columns.last_turn[row] = self._num_picks
+        chosen = self._entries[row]
         self.count(_key(chosen))
         return PickResponse(engine=chosen.identity, whole_request=whole)
 
-    def _near(self, wanted: Subset) -> frozenset[int]:
-        """Return the numbers of the serving engines in a subset."""
+    def _near(self, wanted: Subset) -> list[int]:
+        """Return the rows of the serving engines in a subset."""
         if self._rings is None:
-            serving = [number for number, entry in enumerate(self._entries) if _is_serving(entry)]
-            named = [
-                (self._entries[number].identity.engine_id, self._entries[number].report.role) for number in serving
-            ]
-            self._rings = [[serving[each] for each in ring] for ring in subset.rings(named)]
-        return frozenset(subset.of_rings(self._rings, Position(wanted.index, wanted.count), wanted.size))
-
-    def _of_query(self, candidates: list[pairing.Candidate[int]], query_id: str) -> pairing.Candidate[int]:
-        names = [(*_key(self._entries[each.engine]), each.role) for each in candidates]
-        return pairing.engine_of_query(candidates, names, query_id)
+            serving = [row for row, entry in enumerate(self._entries) if _is_serving(entry)]
+            engines = [self._entries[row] for row in serving]
+            rings = subset.rings([(each.identity.engine_id, each.report.role) for each in engines])
+            self._rings = [[serving[each] for each in ring] for ring in rings]
+        return subset.of_rings(self._rings, Position(wanted.index, wanted.count), wanted.size)
 
     def num_requests(self, key: EngineKey) -> int:
         """Return how many requests an engine last reported; 0 for an engine that is not in the snapshot."""
@@ -113,26 +110,53 @@ class LastSnapshot:
     def count(self, key: EngineKey) -> None:
         """Count one more leg that was placed on an engine."""
         self._picks[key] += 1
+        self._add_waiting(key, 1)
 
     def release(self, key: EngineKey) -> None:
         """Forget a leg that was counted and has ended."""
         if self._picks[key] > 0:
             self._picks[key] -= 1
+            self._add_waiting(key, -1)
 
-    def _score(self, entry: EngineEntry) -> int:
-        return entry.score + _WAITING_WEIGHT * self._picks[_key(entry)]
+    def _add_waiting(self, key: EngineKey, requests: int) -> None:
+        if (row := self._rows.get(key)) is not None:
+            self._columns.waiting[row] += requests
+
+    def _candidates(self, request: PickRequest, exclude: Collection[EngineKey]) -> Rows:
+        rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
+        if request.adapter:
+            rows = np.array([row for row in rows if _has_adapter(self._entries[row], request.adapter)], np.intp)
+        excluded = [self._rows[key] for key in exclude if key in self._rows]
+        return rows[~np.isin(rows, excluded)] if excluded else rows
+
+    def _fill_columns(self) -> None:
+        """Write the entries into new columns, whose rows are the positions of the entries."""
+        turns = {key: self._columns.last_turn[row] for key, row in self._rows.items()}
+        self._columns, self._kinds, self._rows = EngineColumns(), FingerprintKinds(), {}
+        for entry in self._entries:
+            key, columns, row = _key(entry), self._columns, self._columns.add()
+            self._rows[key] = row
+            block_size = entry.identity.fingerprint.block_size
+            columns.order[row] = row
+            columns.kind[row] = self._kinds.number(entry.identity.fingerprint)
+            columns.name_hash[row] = name_hash(f"{key.engine_id} {key.epoch}")
+            columns.role[row] = entry.report.role
+            columns.is_serving[row] = _is_serving(entry)
+            columns.waiting[row] = entry.waiting
+            columns.running[row] = entry.report.running
+            columns.waiting_tokens[row] = entry.waiting_tokens
+            columns.free_tokens[row] = entry.report.free_kv_blocks * block_size - entry.waiting_tokens
+            columns.prefill_rate[row] = entry.report.prefill_tokens_per_second
+            columns.start_rate[row] = entry.report.starts_per_second
+            columns.seats[row] = entry.report.seats
+            columns.last_turn[row] = turns.get(key, 0)
 
     def _is_ours(self, entry: EngineEntry) -> bool:
         return fingerprint_difference(self._fingerprint, entry.identity.fingerprint) is None
 
 
-def _is_candidate(entry: EngineEntry, request: PickRequest, exclude: Collection[EngineKey]) -> bool:
-    return (
-        _is_serving(entry)
-        and _key(entry) not in exclude
-        and pairing.in_pool(request.fingerprint, entry.identity.fingerprint, request.role)
-        and (not request.adapter or any(each.digest == request.adapter for each in entry.report.adapters))
-    )
+def _has_adapter(entry: EngineEntry, digest: bytes) -> bool:
+    return any(each.digest == digest for each in entry.report.adapters)
 
 
 def _is_serving(entry: EngineEntry) -> bool:

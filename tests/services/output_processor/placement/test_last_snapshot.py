@@ -37,7 +37,7 @@ def pick(
 
 
 def test_lowest_score_with_its_own_picks_then_in_turn() -> None:
-    snapshot = fleet(entry(identity("a"), score=4), entry(identity("b")), entry(identity("c")))
+    snapshot = fleet(entry(identity("a"), waiting=1), entry(identity("b")), entry(identity("c")))
     assert [pick(snapshot, PREFILL) for _ in range(4)] == ["b*", "c*", "a*", "b*"]
     snapshot.release(EngineKey("c", 1))
     assert pick(snapshot, PREFILL) == "c*"
@@ -98,7 +98,7 @@ def test_a_query_goes_where_the_coordinator_placed_it() -> None:
 
 
 def test_requests_with_an_adapter_go_to_the_engines_that_have_it() -> None:
-    having, other = entry(identity("a"), score=40), entry(identity("b"))
+    having, other = entry(identity("a"), waiting=10), entry(identity("b"))
     having.report.adapters.add(name="pirate", digest=b"p")
     snapshot = fleet(having, other)
     request = PickRequest(role=BOTH, prompt_tokens=10, fingerprint=OURS, adapter=b"p")

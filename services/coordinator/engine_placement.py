@@ -80,8 +80,8 @@ class Placement:
     def choose_near(
         self, near: Pool, pool: Pool, request: PickRequest, excluded: list[int], cached_tokens: IntColumn | None
     ) -> tuple[int, bool]:
-        """Return what :meth:`choose` returns for ``near``, the engines that the output processor works with, unless none
-        of them can take the request, or only another one of ``pool`` has room for it at once. Raises what
+        """Return what :meth:`choose` returns for ``near``, the engines that the output processor works with, unless
+        none of them can take the request, or only another one of ``pool`` has room for it at once. Raises what
         :meth:`choose` raises for ``pool``."""
         try:
             chosen = self.choose(near, request, excluded, cached_tokens)

@@ -48,7 +48,7 @@ class Result:
 class DeafEngine(EngineServicer):
     """Says hello, reads no request, and shows that it is alive."""
 
-    async def Connect(  # type: ignore[override]
+    async def Connect(
         self, request_iterator: AsyncIterator[EngineInput], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[EngineFrame]:
         await anext(aiter(request_iterator))

@@ -7,8 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from tokenloom.request import errors
+from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
 from tokenloom.services.runtime.peers.registry_view import RegistryView
+from tokenloom.services.runtime.peers.subset import Position
 from tokenloom.services.runtime.placement import pairing
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
@@ -20,6 +22,7 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineState,
     PickRequest,
     PickResponse,
+    Subset,
 )
 from tokenloom.v1.types_pb2 import Fingerprint
 
@@ -49,6 +52,7 @@ class LastSnapshot:
         self._picks: Counter[EngineKey] = Counter()  # since the snapshot, and still live
         self._num_picks = 0
         self._is_behind = False  # whether the columns lack loads that have arrived
+        self._rings: list[list[int]] | None = None  # of the serving engines, once a pick needs them
 
     def update(self, snapshot: RegistryView) -> bool:
         """Take a view after a change. While engines still re-join a new coordinator, the view of the former one stays.
@@ -69,11 +73,13 @@ class LastSnapshot:
         self._pd_threshold = snapshot.pd_threshold
         self._is_behind = True
         self._picks.clear()
+        self._rings = None
         before, self._serving = self._serving, frozenset(map(_key, filter(_is_serving, self._entries)))
         return not self._serving <= before
 
     def pick(self, request: PickRequest, exclude: Collection[EngineKey] = ()) -> PickResponse:
-        """Answer like the coordinator, by its rule, but without a pick's id: the serving engine of the lowest score.
+        """Answer like the coordinator, by its rule, but without a pick's id: the serving engine of the lowest score, of
+        the request's subset if it names one that has an engine left.
 
         Ties rotate. The pick counts until the next snapshot or ``release``. Cached prefixes are not considered: only
         the coordinator knows them. Raises ``Unavailable`` when no engine serves, or none has the request's adapter.
@@ -82,6 +88,9 @@ class LastSnapshot:
         rows = self._candidates(request, exclude)
         if not len(rows):
             raise errors.Unavailable("No engine is serving this model now; retry.")
+        if request.HasField("subset") and not request.query_id:
+            near = rows[np.isin(rows, self._near(request.subset))]
+            rows = near if len(near) else rows
         if request.query_id:
             rows = np.array([pairing.engine_of_query(self._columns, rows, request.query_id)], np.intp)
         pool = make_pool(self._columns, self._kinds, rows)
@@ -92,6 +101,15 @@ class LastSnapshot:
         chosen = self._entries[row]
         self.count(_key(chosen))
         return PickResponse(engine=chosen.identity, whole_request=whole)
+
+    def _near(self, wanted: Subset) -> list[int]:
+        """Return the rows of the serving engines in a subset."""
+        if self._rings is None:
+            serving = [row for row, entry in enumerate(self._entries) if _is_serving(entry)]
+            engines = [self._entries[row] for row in serving]
+            rings = subset.rings([(each.identity.engine_id, each.report.role) for each in engines])
+            self._rings = [[serving[each] for each in ring] for ring in rings]
+        return subset.of_rings(self._rings, Position(wanted.index, wanted.count), wanted.size)
 
     def num_requests(self, key: EngineKey) -> int:
         """Return how many requests an engine last reported; 0 for an engine that is not in the snapshot."""

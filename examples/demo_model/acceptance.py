@@ -120,6 +120,8 @@ def print_speed(model: Path, asked: list[list[int]], num_drafts: int, rounds: in
     for method, folder in FOLDERS.items():
         config = SpeculativeConfig(method, num_drafts, str(model / folder))
         cores = [make_core(model, None, "auto"), make_core(model, config, "auto")]
+        assert cores[1].scheduler.drafts is not None
+        cores[1].scheduler.drafts.costs = None  # every round drafts
         best = [[_Answer(1e9, 1e9, 0)] * len(asked) for _ in cores]
         for _ in range(rounds + 1):
             for number, token_ids in enumerate(asked):

@@ -47,12 +47,17 @@ class CoordinatorStub:
     may be sent. They are answered in order, with what Pick would return or fail with. Picks made at one moment share a message, both ways.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRequest, _coordinator_pb2.Snapshot]
-    """Streams the registry, now and at each change. Output processors place by it while the coordinator is away (adding their own picks), engines
-    resolve each other's names with it, and operators watch it.
+    """Streams the registry, now and at each change; a watcher that asks for changes gets only those after the first message. Output processors
+    place by it while the coordinator is away (adding their own picks), engines resolve each other's names with it, and operators watch it.
     """
     SetAdapter: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SetAdapterRequest, _coordinator_pb2.SetAdapterResponse]
     """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
     forgot one, are asked to do the same. A new coordinator takes the adapters that joining engines have. Callers: gateways, for an operator.
+    """
+    Enroll: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.EnrollRequest, _coordinator_pb2.Position]
+    """Counts the caller among the processes of its service for as long as the call lasts, and streams its position among them: once the
+    coordinator has been up for long enough that all of them may have called, and at each change. From its position a process computes which
+    subset of a large mesh it works with. Callers: gateways, output processors.
     """
 
 @_typing.type_check_only
@@ -74,12 +79,17 @@ class CoordinatorAsyncStub(CoordinatorStub):
     may be sent. They are answered in order, with what Pick would return or fail with. Picks made at one moment share a message, both ways.
     """
     Watch: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRequest, _coordinator_pb2.Snapshot]  # type: ignore[assignment]
-    """Streams the registry, now and at each change. Output processors place by it while the coordinator is away (adding their own picks), engines
-    resolve each other's names with it, and operators watch it.
+    """Streams the registry, now and at each change; a watcher that asks for changes gets only those after the first message. Output processors
+    place by it while the coordinator is away (adding their own picks), engines resolve each other's names with it, and operators watch it.
     """
     SetAdapter: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SetAdapterRequest, _coordinator_pb2.SetAdapterResponse]  # type: ignore[assignment]
     """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
     forgot one, are asked to do the same. A new coordinator takes the adapters that joining engines have. Callers: gateways, for an operator.
+    """
+    Enroll: _aio.UnaryStreamMultiCallable[_coordinator_pb2.EnrollRequest, _coordinator_pb2.Position]  # type: ignore[assignment]
+    """Counts the caller among the processes of its service for as long as the call lasts, and streams its position among them: once the
+    coordinator has been up for long enough that all of them may have called, and at each change. From its position a process computes which
+    subset of a large mesh it works with. Callers: gateways, output processors.
     """
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
@@ -122,8 +132,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.Snapshot], _abc.AsyncIterator[_coordinator_pb2.Snapshot]]:
-        """Streams the registry, now and at each change. Output processors place by it while the coordinator is away (adding their own picks), engines
-        resolve each other's names with it, and operators watch it.
+        """Streams the registry, now and at each change; a watcher that asks for changes gets only those after the first message. Output processors
+        place by it while the coordinator is away (adding their own picks), engines resolve each other's names with it, and operators watch it.
         """
 
     @_abc_1.abstractmethod
@@ -134,6 +144,17 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.SetAdapterResponse, _abc.Awaitable[_coordinator_pb2.SetAdapterResponse]]:
         """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
         forgot one, are asked to do the same. A new coordinator takes the adapters that joining engines have. Callers: gateways, for an operator.
+        """
+
+    @_abc_1.abstractmethod
+    def Enroll(
+        self,
+        request: _coordinator_pb2.EnrollRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.Position], _abc.AsyncIterator[_coordinator_pb2.Position]]:
+        """Counts the caller among the processes of its service for as long as the call lasts, and streams its position among them: once the
+        coordinator has been up for long enough that all of them may have called, and at each change. From its position a process computes which
+        subset of a large mesh it works with. Callers: gateways, output processors.
         """
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -242,7 +242,7 @@ class Snapshot(_message.Message):
     def __init__(self, coordinator_epoch: _Optional[int] = ..., revision: _Optional[int] = ..., complete: _Optional[bool] = ..., engines: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ..., pd_threshold: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., base_revision: _Optional[int] = ..., left: _Optional[_Iterable[str]] = ..., loads: _Optional[_Union[EngineLoads, _Mapping]] = ..., new_adapters: _Optional[bool] = ...) -> None: ...
 
 class EngineLoads(_message.Message):
-    __slots__ = ("number", "age_milliseconds", "score", "waiting", "waiting_tokens", "reported_waiting", "running", "reported_waiting_tokens", "kv_usage", "free_kv_blocks", "seats", "prefill_tokens_per_second", "starts_per_second")
+    __slots__ = ("number", "age_milliseconds", "score", "waiting", "waiting_tokens", "reported_waiting", "running", "reported_waiting_tokens", "kv_usage", "free_kv_blocks", "seats", "prefill_tokens_per_second", "starts_per_second", "computed_tokens_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     AGE_MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +256,10 @@ class EngineLoads(_message.Message):
     SEATS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     STARTS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     number: _containers.RepeatedScalarFieldContainer[int]
     age_milliseconds: _containers.RepeatedScalarFieldContainer[int]
     score: _containers.RepeatedScalarFieldContainer[int]
@@ -269,7 +273,11 @@ class EngineLoads(_message.Message):
     seats: _containers.RepeatedScalarFieldContainer[int]
     prefill_tokens_per_second: _containers.RepeatedScalarFieldContainer[float]
     starts_per_second: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, number: _Optional[_Iterable[int]] = ..., age_milliseconds: _Optional[_Iterable[int]] = ..., score: _Optional[_Iterable[int]] = ..., waiting: _Optional[_Iterable[int]] = ..., waiting_tokens: _Optional[_Iterable[int]] = ..., reported_waiting: _Optional[_Iterable[int]] = ..., running: _Optional[_Iterable[int]] = ..., reported_waiting_tokens: _Optional[_Iterable[int]] = ..., kv_usage: _Optional[_Iterable[float]] = ..., free_kv_blocks: _Optional[_Iterable[int]] = ..., seats: _Optional[_Iterable[int]] = ..., prefill_tokens_per_second: _Optional[_Iterable[float]] = ..., starts_per_second: _Optional[_Iterable[float]] = ...) -> None: ...
+    computed_tokens_per_second: _containers.RepeatedScalarFieldContainer[float]
+    prompt_tokens_per_second: _containers.RepeatedScalarFieldContainer[float]
+    step_seconds: _containers.RepeatedScalarFieldContainer[float]
+    step_requests: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, number: _Optional[_Iterable[int]] = ..., age_milliseconds: _Optional[_Iterable[int]] = ..., score: _Optional[_Iterable[int]] = ..., waiting: _Optional[_Iterable[int]] = ..., waiting_tokens: _Optional[_Iterable[int]] = ..., reported_waiting: _Optional[_Iterable[int]] = ..., running: _Optional[_Iterable[int]] = ..., reported_waiting_tokens: _Optional[_Iterable[int]] = ..., kv_usage: _Optional[_Iterable[float]] = ..., free_kv_blocks: _Optional[_Iterable[int]] = ..., seats: _Optional[_Iterable[int]] = ..., prefill_tokens_per_second: _Optional[_Iterable[float]] = ..., starts_per_second: _Optional[_Iterable[float]] = ..., computed_tokens_per_second: _Optional[_Iterable[float]] = ..., prompt_tokens_per_second: _Optional[_Iterable[float]] = ..., step_seconds: _Optional[_Iterable[float]] = ..., step_requests: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class SetAdapterRequest(_message.Message):
     __slots__ = ("adapter", "unloaded")

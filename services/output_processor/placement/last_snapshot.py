@@ -51,8 +51,8 @@ class LastSnapshot:
         self._complete = False
         self._picks: Counter[EngineKey] = Counter()  # since the snapshot, and still live
         self._num_picks = 0
-        self._is_behind = False  # whether the columns lack loads that have arrived
         self._rings: list[list[int]] | None = None  # of the serving engines, once a pick needs them
+        self._is_behind = False  # whether the columns lack loads that have arrived
 
     def update(self, snapshot: RegistryView) -> bool:
         """Take a view after a change. While engines still re-join a new coordinator, the view of the former one stays.

@@ -60,6 +60,7 @@ class Registry:
     ) -> None:
         self._epoch = epoch
         self._clock = clock
+        self._policy = policy or Policy()
         self._complete_at = clock() + settle_seconds
         self._is_complete = settle_seconds <= 0
         self._records: dict[str, EngineRecord] = {}
@@ -67,7 +68,7 @@ class Registry:
         self._kinds = FingerprintKinds()
         self._by_row: dict[int, EngineRecord] = {}
         self._num_joins = 0
-        self._placement = Placement(self._columns, self._kinds, policy or Policy())
+        self._placement = Placement(self._columns, self._kinds, self._policy)
         # Serving engines by the fingerprint, role and adapter that requests ask for: nearly all ask for the same.
         self._pools: dict[tuple[bytes, EngineRole, bytes], Pool] = {}
         # Picks in the order in which they expire, as many as are made within PICK_SECONDS.
@@ -201,7 +202,8 @@ class Registry:
         cached = np.zeros(self._columns.capacity, np.int64)
         for row in pool.rows:
             cached[row] = self._by_row[row].prefixes.match(request.block_hash_prefixes)
-        return np.minimum(cached * self._columns.block_size, request.prompt_tokens)
+        tokens: IntColumn = np.minimum(cached * self._columns.block_size, request.prompt_tokens)
+        return tokens
 
     def _rows(self, refs: Sequence[EngineRef]) -> list[int]:
         """Return the rows of those of the engines that are joined."""
@@ -221,7 +223,7 @@ class Registry:
         columns, used = self._columns, slice(self._columns.num_rows)
         silent = columns.reported_at[used] < now - LATE_SECONDS
         standing = columns.progressed_at[used] < now - STANDSTILL_SECONDS
-        for row in np.flatnonzero(silent | standing):
+        for row in np.flatnonzero(silent | standing).tolist():
             if (record := self._by_row.get(row)) is not None:
                 yield record
 

@@ -9,8 +9,9 @@ from tokenloom.v1.coordinator_pb2 import EngineEntry, Snapshot, WatchRequest
 from .change_log import ChangeLog
 from .engine_registry import Registry
 
-MAX_ROWS_PER_SECOND = 2500
-"""Loads that a watcher is sent at most: of more than 250 engines they are published less often than everything else."""
+MAX_ROWS_PER_SECOND = 1750
+"""Loads, of some 55 bytes, that a watcher is sent at most: of more than 175 engines they are published less often than
+everything else."""
 
 MAX_STATE_MESSAGES_PER_SECOND = 2500
 """Messages that the watchers without loads, one in each engine, get at most together."""

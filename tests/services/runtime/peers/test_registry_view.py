@@ -7,7 +7,8 @@ from tokenloom.v1.types_pb2 import Adapter, EngineRole
 
 LOAD = EngineReport(
     waiting=1, running=2, waiting_tokens=3, kv_usage=0.5, free_kv_blocks=4, seats=5,
-    prefill_tokens_per_second=6.0, starts_per_second=7.0,
+    prefill_tokens_per_second=6.0, starts_per_second=7.0, computed_tokens_per_second=8.0, prompt_tokens_per_second=9.0,
+    step_seconds=0.25, step_requests=10.0,
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Tests the view that watchers keep of the registry, message by message."""
 
-from tokenloom.services.runtime.peers.engine_loads import clear_load, loads_of, set_load
+from tokenloom.services.runtime.peers.engine_loads import clear_load, loads_of, set_loads
 from tokenloom.services.runtime.peers.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineLoads, EngineReport, EngineState, Snapshot
 from tokenloom.v1.types_pb2 import Adapter, EngineRole
@@ -40,7 +40,7 @@ def viewing(*entries: EngineEntry) -> RegistryView:
 
 def test_the_columns_carry_every_count_and_nothing_else() -> None:
     full, target = loaded("a", 1), entry("a", 1)
-    set_load(target, loads_of([full]), 0)
+    set_loads([target], loads_of([full]), [0])
     assert target == full
     clear_load(target)
     assert target == entry("a", 1)
@@ -58,7 +58,7 @@ def test_the_columns_carry_every_count_and_nothing_else() -> None:
 
 def test_columns_that_a_coordinator_does_not_know_leave_the_fields_alone() -> None:
     target = loaded("a", 1)
-    set_load(target, EngineLoads(number=[1], running=[77]), 0)
+    set_loads([target], EngineLoads(number=[1], running=[77]), [0])
     expected = loaded("a", 1)
     expected.report.running = 77
     assert target == expected

@@ -12,6 +12,7 @@ from tokenloom.v1.types_pb2 import Adapter, EngineRole
 from . import engine_placement
 from .defaults import SETTLE_SECONDS
 from .engine_record import EngineRecord
+from .predecessor import Predecessor
 from .wanted_adapters import WantedAdapters
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class Registry:
     Args:
         epoch: Incarnation of the coordinator; part of every pick's id.
         clock: Monotonic seconds.
+        predecessor: What the coordinator knew whose place this one takes; None: nothing.
 
     Attributes:
         adapters: The LoRA adapters that the engines should have.
@@ -39,6 +41,7 @@ class Registry:
         *,
         policy: engine_placement.Policy | None = None,
         settle_seconds: float = SETTLE_SECONDS,
+        predecessor: Predecessor | None = None,
     ) -> None:
         self._epoch = epoch
         self._clock = clock
@@ -52,6 +55,11 @@ class Registry:
         self._missing: EngineRole | None = None  # the last one that was logged
         self._snapshot: Snapshot | None = None
         self.adapters = WantedAdapters()
+        self._awaited: set[str] = set()  # engines of the predecessor that have not joined yet
+        if predecessor is not None:
+            self._awaited.update(predecessor.engine_ids)
+            self.adapters.inherit(predecessor.adapters, predecessor.unloaded)
+        self._has_predecessor = bool(self._awaited)
         self.revision = 1
         """Grows with every change."""
 
@@ -65,6 +73,7 @@ class Registry:
         if (older := self._records.get(identity.engine_id)) is not None:
             record.inherit(older)
         self._records[identity.engine_id] = record
+        self._awaited.discard(identity.engine_id)
         record.update(report, self._epoch, now)
         self._regroup()
         return record
@@ -109,7 +118,7 @@ class Registry:
     def refresh(self) -> None:
         """Notice what time alone changes. To be called several times a second."""
         now = self._clock()
-        is_complete = now >= self._complete_at
+        is_complete = now >= self._complete_at or (self._has_predecessor and not self._awaited)
         changed = [record for record in self._records.values() if record.refresh(now)]
         if changed or is_complete != self._is_complete:
             self._is_complete = is_complete

@@ -40,7 +40,6 @@ from .pooling_outputs import (
     ScoringRequestOutput,
 )
 from .pooling_prompts import PoolingPrompts
-from .progress import Progress
 from .prompts import Message, Prompt, as_conversations, as_prompts, read_prompt
 from .request_builder import RequestBuilder
 from .sampling_params import SamplingParams
@@ -362,13 +361,7 @@ class LLM:
         self._client.close()
 
     def _run(self, requests: list[OfflineRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
-        with self._loop.running(requests), Progress(len(requests), use_tqdm) as progress:
-            live = set(requests)
-            while live:
-                ended = live.intersection(self._loop.step())
-                live -= ended
-                for request in ended:
-                    progress.finished(len(request.output.prompt_token_ids), request.num_tokens)
+        self._loop.run(requests, use_tqdm)
         return [request.output for request in requests]
 
     def _stream(self, requests: list[OfflineRequest]) -> Iterator[RequestOutput]:

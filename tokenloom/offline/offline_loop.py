@@ -1,6 +1,6 @@
 """Steps the engine of the offline API; each step advances all requests in flight."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -9,6 +9,7 @@ from tokenloom.engine_core.errors import EnginePausedError
 from tokenloom.engine_core.wire.messages import EngineCoreOutput
 
 from .offline_request import OfflineRequest
+from .progress import Progress
 
 
 class InFlight(Protocol):
@@ -19,6 +20,10 @@ class InFlight(Protocol):
 
     @property
     def finished(self) -> bool: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of output tokens of all samples so far."""
 
     def accept(self, sample: Any, step: EngineCoreOutput) -> bool:
         """Add a step's result to a sample. Returns whether the sample ended without the core's knowledge."""
@@ -34,6 +39,20 @@ class OfflineLoop:
         self._client = client
         self._live: dict[str, tuple[InFlight, Any]] = {}
         self._enqueued: list[OfflineRequest] = []
+
+    def run(self, requests: Sequence[InFlight], use_tqdm: bool | Callable[..., Any]) -> None:
+        """Add requests and step until all of them have ended. Raises ``EnginePausedError``.
+
+        Args:
+            use_tqdm: Whether to show a progress bar, or what to make it with.
+        """
+        with self.running(requests), Progress(len(requests), use_tqdm) as progress:
+            live = set(requests)
+            while live:
+                ended = live.intersection(self.step())
+                live -= ended
+                for request in ended:
+                    progress.finished(len(request.samples[0].core_request.prompt_token_ids), request.num_tokens)
 
     def enqueue(self, request: OfflineRequest) -> None:
         """Add a request that `next_ended` will return. Raises ``EnginePausedError``."""

@@ -33,6 +33,11 @@ class PooledRequest:
     def finished(self) -> bool:
         return self._sample.is_finished
 
+    @property
+    def num_tokens(self) -> int:
+        """Return 0: pooling draws no tokens."""
+        return 0
+
     def accept(self, sample: PooledSample, step: EngineCoreOutput) -> bool:
         """Take the result. Returns False: the core has ended the request. Raises ``ValueError`` for a wrong request,
         ``RuntimeError`` if the core failed it."""

@@ -10,7 +10,6 @@ from .offline_loop import OfflineLoop
 from .pooled_request import PooledRequest
 from .pooling_outputs import PoolingOutput, PoolingParams, PoolingRequestOutput, PoolingTaskName, ScoringOutput
 from .pooling_prompts import PoolingPrompts
-from .progress import Progress
 from .prompts import Prompt
 
 Result = TypeVar("Result")
@@ -63,13 +62,7 @@ class OfflinePooling:
     def _run(
         self, requests: list[PooledRequest], use_tqdm: bool | Callable[..., Any]
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        with self._loop.running(requests), Progress(len(requests), use_tqdm) as progress:
-            live = set(requests)
-            while live:
-                ended = live.intersection(self._loop.step())
-                live -= ended
-                for request in ended:
-                    progress.finished(len(request.samples[0].core_request.prompt_token_ids), 0)
+        self._loop.run(requests, use_tqdm)
         return [request.output() for request in requests]
 
 

@@ -20,6 +20,23 @@ inline Vec sum_rows(Vec* rows) {
   return rows[0];
 }
 
+// A step of the online softmax: scores in `vecs` vectors become weights relative to the largest score so far, `top`, and
+// join their sum, `weights`. Returns the factor by which everything that was summed before shrinks.
+inline float soften(float* scores, int vecs, float& top, float& weights) {
+  Vec best = load(scores);
+  for (int i = 1; i < vecs; ++i) best = maximum(best, load(scores + i * LANES));
+  const float now = std::max(top, largest(best)), shrink = std::exp(top - now);
+  Vec total = {};
+  for (int i = 0; i < vecs; ++i) {
+    const Vec e = exponential(load(scores + i * LANES) - now);
+    total += e;
+    store(scores + i * LANES, e);
+  }
+  top = now;
+  weights = weights * shrink + sum(total);
+  return shrink;
+}
+
 constexpr int SPAN = 64;  // positions between two looks at the largest score
 
 template <class T, int G>
@@ -57,17 +74,7 @@ void decode(const Args& a, const int32_t* table, int head, const T* query, int b
       }
     }
     for (int g = 0; g < G; ++g) {
-      Vec best = load(scores[g]);
-      for (int i = 1; i < vecs; ++i) best = maximum(best, load(scores[g] + i * LANES));
-      const float now = std::max(top[g], largest(best)), shrink = std::exp(top[g] - now);
-      Vec total = {};
-      for (int i = 0; i < vecs; ++i) {
-        const Vec e = exponential(load(scores[g] + i * LANES) - now);
-        total += e;
-        store(scores[g] + i * LANES, e);
-      }
-      top[g] = now;
-      weights[g] = weights[g] * shrink + sum(total);
+      const float shrink = soften(scores[g], vecs, top[g], weights[g]);
       for (int i = 0; i < VECS; ++i) o[g][i] *= shrink;
     }
     for (int c = 0; c < count; c += LANES) {

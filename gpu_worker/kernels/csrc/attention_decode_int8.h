@@ -71,17 +71,7 @@ class Int8Decode {
   // Scores become the softmax's weights; what was summed so far shrinks as the largest score grows.
   void weigh(int vecs) {
     for (int g = 0; g < G; ++g) {
-      Vec best = load(scores[g]);
-      for (int i = 1; i < vecs; ++i) best = maximum(best, load(scores[g] + i * LANES));
-      const float now = std::max(top[g], largest(best)), shrink = std::exp(top[g] - now);
-      Vec total = {};
-      for (int i = 0; i < vecs; ++i) {
-        const Vec e = exponential(load(scores[g] + i * LANES) - now);
-        total += e;
-        store(scores[g] + i * LANES, e);
-      }
-      top[g] = now;
-      weights[g] = weights[g] * shrink + sum(total);
+      const float shrink = soften(scores[g], vecs, top[g], weights[g]);
       for (int i = 0; i < VECS; ++i) o[g][i] *= shrink;
     }
   }

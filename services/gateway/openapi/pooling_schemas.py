@@ -114,6 +114,21 @@ class PoolingUsage(msgspec.Struct):
     total_tokens: Annotated[int, Meta(description="The same.")]
 
 
+class PooledAnswer(msgspec.Struct, kw_only=True):
+    """Fields that the answers of all of these endpoints share."""
+
+    id: Annotated[str, Meta(description="Of the call.")]
+    model: Annotated[str, Meta(description="Name of the model.")]
+    usage: Annotated[PoolingUsage, Meta(description="Tokens of all inputs.")]
+
+
+class PooledList(PooledAnswer, kw_only=True):
+    """Fields of an answer that lists a result for each input."""
+
+    object: Annotated[Literal["list"], Meta(description="The kind of this object.")]
+    created: Annotated[int, Meta(description="Unix time.")]
+
+
 class Embedding(msgspec.Struct):
     """The vector of one input."""
 
@@ -122,15 +137,10 @@ class Embedding(msgspec.Struct):
     embedding: Annotated[list[float] | str, Meta(description="Numbers, or base64 of float32 numbers.")]
 
 
-class EmbeddingList(msgspec.Struct):
+class EmbeddingList(PooledList, kw_only=True):
     """The vectors of all inputs, in order."""
 
-    id: Annotated[str, Meta(description="Of the call.")]
-    object: Annotated[Literal["list"], Meta(description="The kind of this object.")]
-    created: Annotated[int, Meta(description="Unix time.")]
-    model: Annotated[str, Meta(description="Name of the model.")]
     data: Annotated[list[Embedding], Meta(description="One for each input, in order.")]
-    usage: Annotated[PoolingUsage, Meta(description="Tokens of all inputs.")]
 
 
 class Classification(msgspec.Struct):
@@ -142,15 +152,10 @@ class Classification(msgspec.Struct):
     num_classes: Annotated[int, Meta(description="Classes of the model.")]
 
 
-class ClassificationList(msgspec.Struct):
+class ClassificationList(PooledList, kw_only=True):
     """The classes of all inputs, in order."""
 
-    id: Annotated[str, Meta(description="Of the call.")]
-    object: Annotated[Literal["list"], Meta(description="The kind of this object.")]
-    created: Annotated[int, Meta(description="Unix time.")]
-    model: Annotated[str, Meta(description="Name of the model.")]
     data: Annotated[list[Classification], Meta(description="One for each input, in order.")]
-    usage: Annotated[PoolingUsage, Meta(description="Tokens of all inputs.")]
 
 
 class PooledData(msgspec.Struct):
@@ -164,15 +169,10 @@ class PooledData(msgspec.Struct):
     ]
 
 
-class PoolingList(msgspec.Struct):
+class PoolingList(PooledList, kw_only=True):
     """The results of all inputs, in order."""
 
-    id: Annotated[str, Meta(description="Of the call.")]
-    object: Annotated[Literal["list"], Meta(description="The kind of this object.")]
-    created: Annotated[int, Meta(description="Unix time.")]
-    model: Annotated[str, Meta(description="Name of the model.")]
     data: Annotated[list[PooledData], Meta(description="One for each input, in order.")]
-    usage: Annotated[PoolingUsage, Meta(description="Tokens of all inputs.")]
 
 
 class ScoreData(msgspec.Struct):
@@ -183,15 +183,10 @@ class ScoreData(msgspec.Struct):
     score: Annotated[float, Meta(description="Larger is more relevant.")]
 
 
-class ScoreList(msgspec.Struct):
+class ScoreList(PooledList, kw_only=True):
     """The relevance of all pairs, in order."""
 
-    id: Annotated[str, Meta(description="Of the call.")]
-    object: Annotated[Literal["list"], Meta(description="The kind of this object.")]
-    created: Annotated[int, Meta(description="Unix time.")]
-    model: Annotated[str, Meta(description="Name of the model.")]
     data: Annotated[list[ScoreData], Meta(description="One for each input, in order.")]
-    usage: Annotated[PoolingUsage, Meta(description="Tokens of all inputs.")]
 
 
 class RankedDocument(msgspec.Struct, omit_defaults=True):
@@ -202,10 +197,7 @@ class RankedDocument(msgspec.Struct, omit_defaults=True):
     document: Annotated[dict[str, Any] | None, Meta(description='{"text": …}')] = None
 
 
-class Ranking(msgspec.Struct):
+class Ranking(PooledAnswer, kw_only=True):
     """The documents, the most relevant first."""
 
-    id: Annotated[str, Meta(description="Of the call.")]
-    model: Annotated[str, Meta(description="Name of the model.")]
     results: Annotated[list[RankedDocument], Meta(description="The most relevant first.")]
-    usage: Annotated[PoolingUsage, Meta(description="Tokens of all inputs.")]

@@ -1,7 +1,6 @@
 """Runs an engine core at random: after any adds, aborts and failures, blocks add up and tokens follow from prefixes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 import pytest
@@ -23,85 +22,26 @@ from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tests.engine_core.kv_cache.grouped_hash_worker import WINDOWS, GroupedHashWorker, groups_of
+from tests.engine_core.scheduling.random_requests import (
+    ARRIVALS,
+    MAX_MODEL_LEN,
+    Arrival,
+    Expected,
+    Mortal,
+    StepLostError,
+    expect,
+)
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.control.pausing import PauseMode
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.kv_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from tokenloom.engine_core.kv_cache.kv_groups import KVNeed
 from tokenloom.engine_core.kv_cache.kv_manager import largest_chunk
 from tokenloom.engine_core.scheduling.waiting_requests import SchedulingPolicy
 from tokenloom.engine_core.wire.messages import FinishReason
-from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 
-MAX_MODEL_LEN = 48
 SESSION = "session"
-
-
-class StepLostError(Exception):
-    """A worker failed in the middle of a step."""
-
-
-class Mortal:
-    """Lets a worker fail on demand after it wrote the step; it then has no state."""
-
-    def __init__(self, worker: HashWorker) -> None:
-        self.dies = False
-        self.worker = worker
-        self._execute = worker.execute_model
-        worker.execute_model = self.execute_model  # type: ignore[method-assign]
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        self._execute(scheduler_output)
-        if self.dies:
-            self.dies = False
-            self.worker._rows.clear()
-            self.worker._cache[:] = -1
-            raise StepLostError
-
-
-@dataclass
-class Expected:
-    """Holds what a client must receive for one request."""
-
-    tokens: list[int]
-    reason: FinishReason
-    received: list[int] = field(default_factory=list)
-    may_abort: bool = False
-    """Whether a pause may have ended it, unless it ended in the step before."""
-
-
-def expect(prompt: list[int], max_tokens: int, stop: tuple[int, ...]) -> Expected:
-    tokens = expected_tokens(prompt, min(max_tokens, MAX_MODEL_LEN - len(prompt)), VOCAB_SIZE)
-    for count, token_id in enumerate(tokens, 1):
-        if token_id in stop:
-            return Expected(tokens[:count], FinishReason.STOP)
-    return Expected(tokens, FinishReason.LENGTH)
-
-
-@dataclass
-class Arrival:
-    """Describes a request whose prompt starts with ``shared`` tokens that are equal in all requests."""
-
-    shared: int
-    tail: list[int]
-    max_tokens: int
-    num_accepted: int
-    stop: tuple[int, ...]
-    salt: bytes
-    priority: int
-
-
-ARRIVALS = st.builds(
-    Arrival,
-    shared=st.sampled_from([0, 8, 16, 20, 32]),
-    tail=st.lists(st.integers(0, 1), min_size=1, max_size=6),
-    max_tokens=st.integers(1, 40),
-    num_accepted=st.sampled_from([0, 0, 3, 8]),
-    stop=st.sampled_from([(), (), (1,), tuple(range(0, VOCAB_SIZE, 9))]),
-    salt=st.sampled_from([b"", b"", b"tenant"]),
-    priority=st.integers(-1, 2),
-)
 
 
 class CoreMachine(RuleBasedStateMachine):

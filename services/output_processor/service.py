@@ -65,7 +65,7 @@ class OutputProcessorService:
 
         sessions = Sessions()
         links = EngineLinks(greet, host.failed, host.channels, hang_seconds=settings.engine_hang_timeout)
-        placer = Placer(host.channels.open(settings.coordinator, "coordinator"), fingerprint, links)
+        placer = Placer(host.channels.open(settings.coordinator, "coordinator"), fingerprint, links, host.epoch)
         self._closing.push_async_callback(placer.close)
         kept = KeptRequests[SampleGroup](host.failed, settings.keep_lost_requests, settings.max_kept_bytes)
         self._closing.push_async_callback(kept.close)

@@ -220,7 +220,7 @@ def test_the_network_lets_through_the_drawn_arrows_only(mesh: tuple[Object, ...]
         "gateway": {"everybody"},
         "tokenizer": {"gateway"},
         "output-processor": {"gateway"},
-        "coordinator": {"gateway", "output-processor", "engine"},
+        "coordinator": {"gateway", "output-processor", "engine", "coordinator"},
         "engine": {"output-processor"},
     }
     assert outgoing == {part: {to for to, callers in incoming.items() if part in callers} for part in incoming}

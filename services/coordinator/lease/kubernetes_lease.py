@@ -127,16 +127,16 @@ class KubernetesLease:
         try:
             self._hold(await self._api.replace(self._lease), now)
         except ApiError as error:
-            if not self._is_held:
-                return
             if error.status != CONFLICT:
                 log.warning("lease %s: %s", self._name, error)
-                return
-            # The answer to an earlier renewal was lost, or an operator edited the object: only its holder matters.
-            await self._renew_changed(now)
+            else:
+                await self._renew_changed(now)
 
     async def _renew_changed(self, now: float) -> None:
-        """Renew the lease as it is now. Raises ``ApiError`` if another pod has it."""
+        """Renew the lease as it is now: the answer to an earlier renewal was lost, or an operator edited the object.
+        Only its holder matters. Raises ``ApiError`` if another pod has it."""
+        if not self._is_held:
+            return  # it was released meanwhile
         try:
             found = await self._api.get(self._name)
         except ApiError as error:

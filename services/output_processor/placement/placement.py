@@ -19,6 +19,7 @@ from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, Hello
 from .engine_link import Attempt, EngineLink
 from .engine_search import EngineSearch
 from .last_snapshot import EngineKey, LastSnapshot
+from .left_out import LeftOut
 from .pick_stream import ANSWER_SECONDS, PickStream
 
 log = logging.getLogger(__name__)
@@ -42,15 +43,22 @@ class Placer:
         budget: Limits the retries of all requests.
     """
 
-    def __init__(self, coordinator: grpc.aio.Channel, fingerprint: Fingerprint, links: "EngineLinks") -> None:
-        """``coordinator``: a channel to the coordinator; :meth:`close` closes it and ``links``."""
+    def __init__(
+        self, coordinator: grpc.aio.Channel, fingerprint: Fingerprint, links: "EngineLinks", seed: int = 0
+    ) -> None:
+        """Args:
+        coordinator: A channel to the coordinator; :meth:`close` closes it and ``links``.
+        seed: Differs between processes; for placement without the coordinator.
+        """
         self._channel = coordinator
         self._stub = CoordinatorStub(coordinator)
         self._picks = PickStream(self._stub)
         self._fingerprint = fingerprint
-        self.budget = RetryBudget(asyncio.get_running_loop().time)
+        clock = asyncio.get_running_loop().time
+        self.budget = RetryBudget(clock)
         self._links = links
-        self._snapshot = LastSnapshot(fingerprint)
+        self._snapshot = LastSnapshot(fingerprint, clock, seed)
+        self._left_out = LeftOut(clock)
         self._is_closed = False
         self._news = asyncio.Event()  # set once when another engine serves, and replaced
 
@@ -110,6 +118,8 @@ class Placer:
         response = asked.response if asked else None
         if leg == EngineRole.ENGINE_ROLE_DECODE:
             search.is_admitted = True  # with the leg before
+        if search.exclude:
+            self._left_out.add(search.exclude[-1])  # the one that has just failed or refused this sample
         if search.must_wait:
             await search.pause(self._news)
         await search.wait_for_budget(self._news)
@@ -152,6 +162,7 @@ class Placer:
                 if not isinstance(error, errors.Unavailable):
                     raise
                 unreached.append(key)
+                self._left_out.add(key)
                 debt.failed(Cause.SILENT)
                 if not debt.pay():
                     break
@@ -210,7 +221,13 @@ class Placer:
                 raise error from None
         except (errors.Unavailable, errors.DeadlineExceeded):
             pass
-        return self._snapshot.pick(request, exclude)
+        avoided = self._left_out.now().union(exclude)
+        try:
+            return self._snapshot.pick(request, avoided)
+        except errors.Unavailable:
+            if len(avoided) == len(exclude):
+                raise
+            return self._snapshot.pick(request, exclude)  # an engine that was full a moment ago is better than none
 
 
 class EngineLinks:

@@ -1,18 +1,20 @@
 """Compares placement without the coordinator with the coordinator's own, on the real rules, in virtual time.
 
-``python -m tokenloom.bench.scale.without_coordinator`` prints a table. Requests arrive at random (Poisson) and go through
-one of the output processors. Half-way the coordinator dies; each output processor continues by its last snapshot and its
-own picks. Times to the first token of the second half are compared with those of the same requests while it lives.
+``python -m tokenloom.bench.scale.without_coordinator`` prints a table. Requests arrive at random (Poisson) and go
+through one of the output processors. At some moment the coordinator dies; each output processor continues by its last
+snapshot and its own picks. Times to the first token are compared with those of the same requests while it lives.
 """
 
+import argparse
 import heapq
 import itertools
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from tokenloom.services.coordinator.engine_record import PrefixIndex
+import numpy as np
+
 from tokenloom.services.coordinator.engine_registry import Registry
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey, LastSnapshot
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineState, PickRequest
@@ -77,6 +79,26 @@ def requests(trace: Trace, rate: float, seconds: float, processors: int, seed: i
     return drawn
 
 
+class Cache:
+    """Remembers the blocks of recent prompts, least recently used first. The last block of a prompt is forgotten first:
+    it is of no use without the others."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._hashes: OrderedDict[int, None] = OrderedDict()
+
+    def match(self, hashes: Sequence[int]) -> int:
+        """Return how many blocks at the beginning of a prompt are held."""
+        return sum(1 for _ in itertools.takewhile(self._hashes.__contains__, hashes))
+
+    def add(self, hashes: Sequence[int]) -> None:
+        for each in reversed(hashes):
+            self._hashes[each] = None
+            self._hashes.move_to_end(each)
+        while len(self._hashes) > self._num_blocks:
+            self._hashes.popitem(last=False)
+
+
 class Engine:
     """Computes one prompt after the other, less what its cache holds, while earlier requests decode."""
 
@@ -88,7 +110,7 @@ class Engine:
             num_kv_blocks=trace.num_blocks,
             limits=ModelLimits(max_model_len=1 << 20),
         )
-        self.cache = PrefixIndex(trace.num_blocks)
+        self.cache = Cache(trace.num_blocks)
         self.waiting: deque[Request] = deque()
         self.running = 0
         self.picks: list[PickId] = []
@@ -206,3 +228,46 @@ class Run:
 
 def _nothing() -> None:
     """Release nothing: the coordinator counts by the engines' reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Describes one comparison; times are in seconds."""
+
+    rate: float = 120.0
+    engines: int = 32
+    processors: int = 64
+    dies_at: float = 20.0
+    settles_at: float = 24.0
+    ends_at: float = 44.0
+
+
+def measure(trace: Trace, case: Case, seed: int, *, has_coordinator: bool) -> list[tuple[float, float]]:
+    """Return p50 and p99 of the time to the first token: right after the coordinator's death, and later."""
+    drawn = requests(trace, case.rate, case.ends_at, case.processors, seed)
+    Run(trace, drawn, case.engines, case.processors, None if has_coordinator else case.dies_at).run(case.ends_at)
+    windows = (case.dies_at, case.settles_at), (case.settles_at, case.ends_at)
+    late = [[each.first_token_at - each.at for each in drawn if begin <= each.at < end] for begin, end in windows]
+    return [(float(np.percentile(each, 50)), float(np.percentile(each, 99))) for each in late]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="+", default=[60.0, 120.0])
+    arguments = parser.parse_args()
+    print("| requests/s | seed | window | coordinator p50, p99 (s) | without p50, p99 (s) | p99 |")
+    print("|---:|---:|---|---:|---:|---:|")
+    for rate, seed in itertools.product(arguments.rates, range(arguments.seeds)):
+        case = Case(rate=rate)
+        alive, dead = (measure(Trace(), case, seed, has_coordinator=has) for has in (True, False))
+        for window, one, other in zip(("first 4 s", "after"), alive, dead, strict=True):
+            print(
+                f"| {rate:g} | {seed} | {window} | {one[0]:.2f}, {one[1]:.2f} | {other[0]:.2f}, {other[1]:.2f} "
+                f"| {other[1] / one[1]:.2f}x |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -2,12 +2,12 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from tokenloom.services.runtime.placement.engine_columns import EngineColumns
+from tokenloom.services.runtime.placement.rendezvous import name_hash
+from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, EngineState
 
-WAITING_WEIGHT = 4
-"""A waiting request weighs four running ones: it will cost a prefill, and it shows that there was no room."""
 PICK_SECONDS = 2.0
 """How long a pick counts that the engine never acknowledges: its output processor died or placed elsewhere."""
 LATE_SECONDS = 3.0
@@ -59,49 +59,61 @@ class PrefixIndex:
             self._hashes.popitem(last=False)
 
 
-@dataclass(frozen=True, slots=True)
-class CountedPick:
-    """Describes a pick on its way to the engine."""
-
-    prompt_tokens: int
-    expires_at: float
-
-
 class EngineRecord:
     """Describes one incarnation of an engine. Times are seconds of one monotonic clock, given by the caller.
 
+    What picks compare is kept in the engine's row of ``columns``; only the newest record of a name writes there.
+
     Attributes:
         report: The last one.
+        row: Its row of the columns.
         prefixes: What its KV cache probably holds.
-        last_turn: Number of the last pick that chose it: of equal engines, the one longest not chosen is next.
-        num_waiting: Requests that wait there, counted picks included.
-        waiting_tokens: Their prompt tokens that are not computed yet.
-        score: waiting * 4 + running; the engine with the lowest score is next.
-        free_tokens: Tokens that its free KV blocks hold once all waiting prompts are computed; may be negative.
-        max_tokens: Tokens of one request that its KV cache holds at most, were it empty.
-        is_late: Whether its last report is older than it should be.
         state: What it reports, unless it fell silent or hangs.
         adapters: Digests of the LoRA adapters that it has loaded.
     """
 
-    def __init__(self, identity: EngineIdentity, report: EngineReport, now: float) -> None:
+    def __init__(
+        self, identity: EngineIdentity, report: EngineReport, now: float, columns: EngineColumns, row: int
+    ) -> None:
         self.identity = identity
         self.report = report
+        self.row = row
         self.prefixes = PrefixIndex(identity.num_kv_blocks)
-        self.last_turn = 0
         self.adapters: frozenset[bytes] = frozenset()
+        self.state = report.state
+        self._columns = columns
+        self._shown = EngineReport()
+        # Prompt tokens of the picks on their way. As many as are picked within PICK_SECONDS.
+        self._counted: dict[int, int] = {}
+        self._counted_tokens = 0
         size = identity.num_kv_blocks * identity.fingerprint.block_size
         limit = identity.limits.max_model_len
-        self.max_tokens = min(size, limit or size) if size else limit  # encoders keep no KV
-        self._shown = EngineReport()
-        self._reported_at = self._progressed_at = now
-        # In order of expiry. As many as are picked within PICK_SECONDS.
-        self._counted: dict[int, CountedPick] = {}
-        self._recount(now)
+        columns.max_tokens[row] = min(size, limit or size) if size else limit  # encoders keep no KV
+        columns.block_size[row] = identity.fingerprint.block_size
+        columns.name_hash[row] = name_hash(f"{identity.engine_id} {identity.epoch}")
+        columns.last_turn[row] = 0
+        columns.progressed_at[row] = now
+        self._take(report, now)
 
     @property
-    def is_serving(self) -> bool:
-        return self.state == _SERVING
+    def score(self) -> int:
+        """waiting * 4 + running, counted picks included."""
+        return self.num_waiting * WAITING_WEIGHT + self.report.running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait there, counted picks included."""
+        return self.report.waiting + len(self._counted)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Their prompt tokens that are not computed yet."""
+        return self.report.waiting_tokens + self._counted_tokens
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its last report is older than it should be."""
+        return bool(self._columns.is_late[self.row])
 
     @property
     def can_load_adapters(self) -> bool:
@@ -109,46 +121,55 @@ class EngineRecord:
 
     def update(self, report: EngineReport, coordinator_epoch: int, now: float) -> bool:
         """Take a report. Returns False when nothing of interest changed: only the number of the step."""
-        previous, self.report = self.report, report
+        before = self._shown, self.score
+        previous = self.report
         if report.step != previous.step or report.running + report.waiting == 0 or previous.state == _PAUSED:
-            self._progressed_at = now
-        self._reported_at = now
+            self._columns.progressed_at[self.row] = now
         if report.adapters or self.adapters:
             self.adapters = frozenset(adapter.digest for adapter in report.adapters)
-        before, shown = (self._shown, self.score), _shown(report)
-        self._shown = shown
+        self._shown = _shown(report)
         for pick in report.picks_arrived:
             if pick.coordinator_epoch == coordinator_epoch:  # otherwise a former coordinator's
-                self._counted.pop(pick.number, None)
-        self._recount(now)
-        return before != (shown, self.score)
+                self._uncount(pick.number)
+        self._take(report, now)
+        return before != (self._shown, self.score)
 
-    def count(self, number: int, prompt_tokens: int, now: float, prefix_hashes: Sequence[int] = ()) -> None:
-        """Count a leg that was placed here until a report names exactly this pick or its time is up, and remember that
-        the engine will have the KV of its prompt."""
-        self._counted[number] = CountedPick(prompt_tokens, now + PICK_SECONDS)
-        self.last_turn = number
-        self.num_waiting += 1
-        self.score += WAITING_WEIGHT
-        self.free_tokens -= prompt_tokens
-        self.waiting_tokens += prompt_tokens
+    def count(self, number: int, prompt_tokens: int, prefix_hashes: Sequence[int] = ()) -> None:
+        """Count a leg that was placed here until a report names exactly this pick or :meth:`expire` is called for it,
+        and remember that the engine will have the KV of its prompt."""
+        self._counted[number] = prompt_tokens
+        self._counted_tokens += prompt_tokens
+        columns, row = self._columns, self.row
+        columns.last_turn[row] = number
+        columns.waiting[row] += 1
+        columns.waiting_tokens[row] += prompt_tokens
+        columns.free_tokens[row] -= prompt_tokens
         if prefix_hashes:
             self.prefixes.add(prefix_hashes)
 
+    def expire(self, number: int) -> bool:
+        """Forget a pick that never arrived. Returns whether it was still counted."""
+        if number not in self._counted:
+            return False
+        self._uncount(number)
+        self._recount()
+        return True
+
     def refresh(self, now: float) -> bool:
-        """Forget picks that never arrived, and notice silence and standstill. Returns whether anything changed."""
-        before = self.score, self.state
-        for number in [number for number, pick in self._counted.items() if pick.expires_at <= now]:
-            del self._counted[number]
-        self._recount(now)
-        return before != (self.score, self.state)
+        """Notice silence and standstill. Returns whether the state changed."""
+        before = self.state
+        columns, row = self._columns, self.row
+        hangs = now - columns.progressed_at[row] > STANDSTILL_SECONDS and self.report.state != _PAUSED
+        silence = now - columns.reported_at[row]
+        columns.is_late[row] = silence > LATE_SECONDS
+        self.state = _DEAD if hangs or silence > SILENT_SECONDS else self.report.state
+        columns.is_serving[row] = self.state == _SERVING
+        return before != self.state
 
     def inherit(self, older: "EngineRecord") -> None:
         """Take over the picks of the same incarnation's earlier stream; :meth:`update` must follow."""
-        if older.identity.epoch == self.identity.epoch:
-            self._counted |= older._counted
-            self.prefixes = older.prefixes
-            self.last_turn = older.last_turn
+        self._counted, self._counted_tokens = older._counted, older._counted_tokens
+        self.prefixes = older.prefixes
 
     def entry(self, now: float) -> EngineEntry:
         """Return the engine as snapshots show it."""
@@ -160,22 +181,31 @@ class EngineRecord:
             waiting_tokens=self.waiting_tokens,
         )
         entry.report.state = self.state
-        entry.age.FromMilliseconds(round((now - self._reported_at) * 1000))
+        entry.age.FromMilliseconds(round((now - float(self._columns.reported_at[self.row])) * 1000))
         return entry
 
-    def _recount(self, now: float) -> None:
-        report = self.report
-        self.num_waiting = report.waiting + len(self._counted)
-        self.score = self.num_waiting * WAITING_WEIGHT + report.running
-        ahead = report.waiting_tokens
-        for pick in self._counted.values():
-            ahead += pick.prompt_tokens
-        self.waiting_tokens = ahead
-        self.free_tokens = report.free_kv_blocks * self.identity.fingerprint.block_size - ahead
-        hangs = now - self._progressed_at > STANDSTILL_SECONDS and report.state != _PAUSED
-        silence = now - self._reported_at
-        self.is_late = silence > LATE_SECONDS
-        self.state = _DEAD if hangs or silence > SILENT_SECONDS else report.state
+    def _uncount(self, number: int) -> None:
+        self._counted_tokens -= self._counted.pop(number, 0)
+
+    def _take(self, report: EngineReport, now: float) -> None:
+        """Write a report's numbers to the columns."""
+        self.report = report
+        columns, row = self._columns, self.row
+        columns.role[row] = report.role
+        columns.running[row] = report.running
+        columns.seats[row] = report.seats
+        columns.prefill_rate[row] = report.prefill_tokens_per_second
+        columns.start_rate[row] = report.starts_per_second
+        columns.reported_at[row] = now
+        self._recount()
+        self.refresh(now)
+
+    def _recount(self) -> None:
+        """Write to the columns what counted picks change."""
+        columns, row, ahead = self._columns, self.row, self.waiting_tokens
+        columns.waiting[row] = self.num_waiting
+        columns.waiting_tokens[row] = ahead
+        columns.free_tokens[row] = self.report.free_kv_blocks * self.identity.fingerprint.block_size - ahead
 
 
 def _shown(report: EngineReport) -> EngineReport:

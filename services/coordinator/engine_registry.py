@@ -1,23 +1,31 @@
 """Keeps the joined engines and picks among them. A new coordinator rebuilds this state from re-joins. No I/O."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from tokenloom.request.errors import Unavailable
-from tokenloom.services.runtime.peers.pairing import in_pool, missing_role
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, PickRequest, PickResponse, Snapshot
+from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn, Rows
+from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
+from tokenloom.services.runtime.placement.pairing import missing_role
+from tokenloom.services.runtime.placement.pool import Pool, make_pool
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, EngineReport, PickRequest, PickResponse, Snapshot
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import Adapter, EngineRole
 
-from . import engine_placement
 from .defaults import SETTLE_SECONDS
-from .engine_record import EngineRecord
+from .engine_placement import Placement, Policy, check_request
+from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord
 from .predecessor import Predecessor
 from .wanted_adapters import WantedAdapters
 
 log = logging.getLogger(__name__)
 
 _MAX_POOLS = 64
+_SPARE_KINDS = 64
+"""Fingerprints that are kept although no engine may have them any more."""
 
 
 class Registry:
@@ -39,18 +47,24 @@ class Registry:
         epoch: int,
         clock: Callable[[], float],
         *,
-        policy: engine_placement.Policy | None = None,
+        policy: Policy | None = None,
         settle_seconds: float = SETTLE_SECONDS,
         predecessor: Predecessor | None = None,
     ) -> None:
         self._epoch = epoch
         self._clock = clock
-        self._policy = policy or engine_placement.Policy()
         self._complete_at = clock() + settle_seconds
         self._is_complete = settle_seconds <= 0
         self._records: dict[str, EngineRecord] = {}
-        # Serving engines by the fingerprint and role that requests ask for: nearly all ask for the same.
-        self._pools: dict[tuple[bytes, EngineRole], Sequence[EngineRecord]] = {}
+        self._columns = EngineColumns()
+        self._kinds = FingerprintKinds()
+        self._by_row: dict[int, EngineRecord] = {}
+        self._num_joins = 0
+        self._placement = Placement(self._columns, self._kinds, policy or Policy())
+        # Serving engines by the fingerprint, role and adapter that requests ask for: nearly all ask for the same.
+        self._pools: dict[tuple[bytes, EngineRole, bytes], Pool] = {}
+        # Picks in the order in which they expire, as many as are made within PICK_SECONDS.
+        self._expiring: deque[tuple[float, int, EngineRecord]] = deque()
         self._num_picks = 0
         self._missing: EngineRole | None = None  # the last one that was logged
         self._snapshot: Snapshot | None = None
@@ -68,22 +82,34 @@ class Registry:
 
     def join(self, identity: EngineIdentity, report: EngineReport) -> EngineRecord:
         """Add an engine that opened a stream; it takes the place of an older one of its name."""
-        now = self._clock()
-        record = EngineRecord(identity, report, now)
-        if (older := self._records.get(identity.engine_id)) is not None:
+        now, columns = self._clock(), self._columns
+        older = self._records.get(identity.engine_id)
+        if older is None:
+            row = columns.add()
+            self._num_joins += 1
+            columns.order[row] = self._num_joins
+        else:
+            row = older.row
+        last_turn = columns.last_turn[row]
+        record = EngineRecord(identity, report, now, columns, row)
+        columns.kind[row] = self._kind(identity)
+        if older is not None and older.identity.epoch == identity.epoch:
             record.inherit(older)
-        self._records[identity.engine_id] = record
+            columns.last_turn[row] = last_turn
+        self._records[identity.engine_id] = self._by_row[row] = record
         self._awaited.discard(identity.engine_id)
         record.update(report, self._epoch, now)
         self._regroup()
         return record
 
     def report(self, record: EngineRecord, report: EngineReport) -> None:
-        """Take a later report of that engine."""
-        before = record.state, record.report.role
+        """Take a later report of that engine, unless a newer join has its name."""
+        if self._by_row.get(record.row) is not record:
+            return
+        before = record.state, record.report.role, record.adapters
         if record.update(report, self._epoch, self._clock()):
             self.revision += 1
-        if before != (record.state, report.role):
+        if before != (record.state, report.role, record.adapters):
             self._regroup()
 
     def set_adapter(self, adapter: Adapter, *, unloaded: bool) -> None:
@@ -93,21 +119,24 @@ class Registry:
 
     def leave(self, record: EngineRecord) -> None:
         """Remove an engine whose stream ended, unless a newer join has its name."""
-        if self._records.get(record.identity.engine_id) is record:
-            del self._records[record.identity.engine_id]
+        if self._by_row.get(record.row) is record:
+            del self._records[record.identity.engine_id], self._by_row[record.row]
+            self._columns.remove(record.row)
             self._regroup()
 
     def pick(self, request: PickRequest) -> PickResponse:
-        """Place one leg and count it. Raises what :func:`.engine_placement.choose` raises, and ``ModelNotFound`` for an
-        adapter that was unloaded."""
-        key = request.fingerprint.SerializeToString(), request.role
+        """Place one leg and count it. Raises what :func:`.check_request` and :meth:`.Placement.choose` raise, and
+        ``ModelNotFound`` for an adapter that was unloaded."""
+        check_request(request)
+        key = request.fingerprint.SerializeToString(), request.role, request.adapter
         if (pool := self._pools.get(key)) is None:
             pool = self._pools[key] = self._gather(request)
-        if request.adapter:
-            pool = self._having(pool, request.adapter)
-        record, whole = engine_placement.choose(pool, request, self._policy)
+        excluded = self._rows(request.exclude) if request.exclude else []
+        row, whole = self._placement.choose(pool, request, excluded, self._cached_tokens(pool, request))
+        record = self._by_row[row]
         self._num_picks += 1
-        record.count(self._num_picks, request.prompt_tokens, self._clock(), request.block_hash_prefixes)
+        record.count(self._num_picks, request.prompt_tokens, request.block_hash_prefixes)
+        self._expiring.append((self._clock() + PICK_SECONDS, self._num_picks, record))
         self.revision += 1
         return PickResponse(
             engine=record.identity,
@@ -118,8 +147,9 @@ class Registry:
     def refresh(self) -> None:
         """Notice what time alone changes. To be called several times a second."""
         now = self._clock()
+        self._expire(now)
+        changed = [record for record in self._silent(now) if record.refresh(now)]
         is_complete = now >= self._complete_at or (self._has_predecessor and not self._awaited)
-        changed = [record for record in self._records.values() if record.refresh(now)]
         if changed or is_complete != self._is_complete:
             self._is_complete = is_complete
             self._regroup()
@@ -133,31 +163,72 @@ class Registry:
                 revision=self.revision,
                 complete=self._is_complete,
                 engines=[record.entry(now) for record in self._records.values()],
-                pd_threshold=self._policy.pd_threshold,
+                pd_threshold=self._placement.policy.pd_threshold,
                 adapters=self.adapters,
             )
         return self._snapshot
 
-    def _having(self, pool: Sequence[EngineRecord], adapter: bytes) -> Sequence[EngineRecord]:
-        """Return the engines of a pool that have an adapter. If none has it, ask one to load it and raise."""
-        if having := [record for record in pool if adapter in record.adapters]:
+    def _cached_tokens(self, pool: Pool, request: PickRequest) -> IntColumn | None:
+        """Return how many tokens of a prompt each engine of a pool has cached, by row; None if there are none."""
+        if not request.block_hash_prefixes:
+            return None
+        cached = np.zeros(self._columns.capacity, np.int64)
+        for row in pool.rows:
+            cached[row] = self._by_row[row].prefixes.match(request.block_hash_prefixes)
+        return np.minimum(cached * self._columns.block_size, request.prompt_tokens)
+
+    def _rows(self, refs: Sequence[EngineRef]) -> list[int]:
+        """Return the rows of those of the engines that are joined."""
+        records = ((self._records.get(ref.engine_id), ref.epoch) for ref in refs)
+        return [record.row for record, epoch in records if record is not None and record.identity.epoch == epoch]
+
+    def _expire(self, now: float) -> None:
+        """Forget picks that never arrived."""
+        while self._expiring and self._expiring[0][0] <= now:
+            _, number, record = self._expiring.popleft()
+            if (newest := self._by_row.get(record.row)) is not None and newest.expire(number):
+                self.revision += 1
+
+    def _silent(self, now: float) -> Iterator[EngineRecord]:
+        """Yield the engines that have not reported for a while or made no progress."""
+        columns, used = self._columns, slice(self._columns.num_rows)
+        silent = columns.reported_at[used] < now - LATE_SECONDS
+        standing = columns.progressed_at[used] < now - STANDSTILL_SECONDS
+        for row in np.flatnonzero(silent | standing):
+            if (record := self._by_row.get(row)) is not None:
+                yield record
+
+    def _gather(self, request: PickRequest) -> Pool:
+        """Return the serving engines of the pool that a request asks for, and that have its adapter. If none has it,
+        ask one to load it and raise."""
+        if len(self._pools) >= _MAX_POOLS:
+            self._pools.clear()
+        self._warn_of_missing_role()
+        rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
+        if request.adapter:
+            rows = self._having(rows, request.adapter)
+        return make_pool(self._columns, self._kinds, rows)
+
+    def _having(self, rows: Rows, adapter: bytes) -> Rows:
+        having = np.array([row for row in rows if adapter in self._by_row[row].adapters], np.intp)
+        if len(having):
             return having
         if not self._is_complete:
             raise Unavailable("Engines are still joining the coordinator; retry.")
-        raise self.adapters.request(pool, adapter, self._clock())
+        raise self.adapters.request([self._by_row[row] for row in rows], adapter, self._clock())
 
-    def _gather(self, request: PickRequest) -> list[EngineRecord]:
-        """Return the serving engines of the pool that a request asks for."""
-        if len(self._pools) >= _MAX_POOLS:
-            self._pools.clear()
-        serving = [record for record in self._records.values() if record.is_serving]
-        self._warn_of_missing_role(serving)
-        asked, role = request.fingerprint, request.role
-        return [record for record in serving if in_pool(asked, record.identity.fingerprint, role)]
+    def _kind(self, identity: EngineIdentity) -> int:
+        """Return the number of an engine's fingerprint."""
+        if len(self._kinds) > len(self._records) + _SPARE_KINDS:  # of engines that left
+            self._kinds.clear()
+            for record in self._records.values():
+                self._columns.kind[record.row] = self._kinds.number(record.identity.fingerprint)
+        return self._kinds.number(identity.fingerprint)
 
-    def _warn_of_missing_role(self, serving: Sequence[EngineRecord]) -> None:
+    def _warn_of_missing_role(self) -> None:
         """Log, once, when requests begin to do without engines of a role."""
-        missing = missing_role(record.report.role for record in serving)
+        columns = self._columns
+        missing = missing_role(np.unique(columns.role[columns.is_serving]).tolist())
         if missing != self._missing and missing is not None:
             name = EngineRole.Name(missing).removeprefix("ENGINE_ROLE_").lower()
             log.warning("no %s engine is serving: every request stays on one engine", name)

@@ -35,6 +35,17 @@ def test_commands_that_are_named_exist(page: Path) -> None:
         assert command in commands, command
 
 
+@pytest.mark.parametrize("page", MARKDOWN, ids=PAGE_IDS)
+def test_every_page_begins_with_a_title(page: Path) -> None:
+    assert page.read_text().startswith("# "), "an emptied page would pass every other test"
+
+
+def test_the_readme_links_every_page_that_people_write() -> None:
+    linked = set(re.findall(r"\]\((docs/[\w/-]+\.md)", (ROOT / "README.md").read_text()))
+    written = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md") if "grpc" not in path.parts}
+    assert written - {"docs/index.md"} <= linked
+
+
 def test_pages_that_the_code_names_exist() -> None:
     folders = ("tokenloom", "services", "engine_core", "gpu_worker", "protos", "benchmarks", "examples", "k8s", "tools")
     paths = [

@@ -1,15 +1,20 @@
 """Places requests while the coordinator is away: by its last snapshot and the picks made since. No I/O."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from math import exp
 from typing import NamedTuple
 
 import numpy as np
 
 from tokenloom.request import errors
-from tokenloom.services.runtime.peers import pairing
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
+from tokenloom.services.runtime.placement import pairing
+from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
+from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
+from tokenloom.services.runtime.placement.pool import make_pool
+from tokenloom.services.runtime.placement.rendezvous import name_hash
+from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT, Ask, Rule
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
     EngineState,
@@ -21,14 +26,12 @@ from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
 from . import prefix_homes
 
-_WAITING_WEIGHT = 4  # what one waiting request adds to a score
 FADE_SECONDS = 2.0
 """After so long the loads of the last snapshot count for 1/e. All output processors have the same ones and would send
 their requests to the same engine, long after it has ceased to be the idle one."""
-_BOTH, _PREFILL, _DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
-_SLACK = 2.0 * _WAITING_WEIGHT
-_ABLE_TO_BEGIN = ((_BOTH, _DECODE), (_BOTH, _PREFILL))
+_DECODE = EngineRole.ENGINE_ROLE_DECODE
 _KEY_STEP, _KEY_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1  # the golden ratio: keys that never repeat (SplitMix64)
+_ANY_ROOM = np.iinfo(np.int64).max
 
 
 class EngineKey(NamedTuple):
@@ -51,6 +54,10 @@ class LastSnapshot:
         self._clock = clock
         self._taken_at = clock()
         self._entries: list[EngineEntry] = []
+        self._columns = EngineColumns()  # the entries
+        self._own = self._loads = np.zeros(0)  # own live picks since the snapshot, and what it says; by row
+        self._kinds = FingerprintKinds()
+        self._rows: dict[EngineKey, int] = {}
         self._serving: frozenset[EngineKey] = frozenset()
         self._pd_threshold = 0
         self._epoch = 0
@@ -72,6 +79,7 @@ class LastSnapshot:
         self._entries = [entry for entry in snapshot.engines if self._is_ours(entry)]
         self._pd_threshold = snapshot.pd_threshold
         self._picks.clear()
+        self._fill_columns()
         before, self._serving = self._serving, frozenset(map(_key, filter(_is_serving, self._entries)))
         return not self._serving <= before
 
@@ -80,21 +88,23 @@ class LastSnapshot:
 
         Other output processors place requests at the same time and do not see these picks. Therefore the prefix of the
         prompt names a few engines, the same everywhere, and own picks decide between them, with the loads of the last
-        snapshot while it is young (:func:`.prefix_homes.best_home`). A request without a prefix draws its engines.
+        snapshot while it is young (:func:`.prefix_homes.rule`). A request without a prefix draws its engines.
 
         The pick counts until the next snapshot or ``release``. Raises ``Unavailable`` when no engine serves, or none
         has the request's adapter.
         """
-        able = [entry for entry in self._entries if _is_candidate(entry, request, exclude)]
-        if not able:
+        rows = self._candidates(request, exclude)
+        if not len(rows):
             raise errors.Unavailable("No engine is serving this model now; retry.")
         if request.query_id:
-            names = [(*_key(entry), entry.report.role) for entry in able]
-            able = [pairing.engine_of_query(able, names, request.query_id)]
-        candidates = list(self._candidates(able, request))
-        engine, whole = pairing.choose(candidates, request.role, 0 if request.pools else self._pd_threshold)
-        self.count(_key(engine))
-        return PickResponse(engine=engine.identity, whole_request=whole)
+            rows = np.array([pairing.engine_of_query(self._columns, rows, request.query_id)], np.intp)
+        pool = make_pool(self._columns, self._kinds, rows)
+        threshold = 0 if request.pools else self._pd_threshold
+        ask = Ask(request.role, request.prompt_tokens)
+        row, whole = pairing.choose(self._columns, pool, ask, self._rule(request), threshold)
+        chosen = self._entries[row]
+        self.count(_key(chosen))
+        return PickResponse(engine=chosen.identity, whole_request=whole)
 
     def num_requests(self, key: EngineKey) -> int:
         """Return how many requests an engine last reported; 0 for an engine that is not in the snapshot."""
@@ -104,45 +114,59 @@ class LastSnapshot:
     def count(self, key: EngineKey) -> None:
         """Count one more leg that was placed on an engine."""
         self._picks[key] += 1
+        self._add_waiting(key, 1)
 
     def release(self, key: EngineKey) -> None:
         """Forget a leg that was counted and has ended."""
         if self._picks[key] > 0:
             self._picks[key] -= 1
+            self._add_waiting(key, -1)
 
-    def _candidates(
-        self, able: Sequence[EngineEntry], request: PickRequest
-    ) -> Iterator[pairing.Candidate[EngineEntry]]:
-        """Yield the engine that would do the whole request, and the one that would begin it."""
-        keys = self._keys(request)
+    def _rule(self, request: PickRequest) -> Rule:
+        """Return the rule for a leg. A decode leg saves no prefill, only a copy: it has no home."""
+        keys = () if request.role == _DECODE else tuple(prefix_homes.keys_of(request.block_hash_prefixes))
+        if not keys:
+            self._random_key = (self._random_key + _KEY_STEP) & _KEY_BITS
+            keys = (self._random_key,)
         fade = exp((self._taken_at - self._clock()) / FADE_SECONDS)
-        for roles in _ABLE_TO_BEGIN:
-            entries = [entry for entry in able if entry.report.role in roles]
-            if not entries:
-                continue
-            loads = np.array([entry.score * fade + _WAITING_WEIGHT * self._picks[_key(entry)] for entry in entries])
-            salts = prefix_homes.salts_of(entry.identity.engine_id for entry in entries)
-            best = entries[prefix_homes.best_home(salts, loads, keys, _SLACK)]
-            yield pairing.Candidate(best, best.report.role, best.identity.fingerprint, (), request.prompt_tokens)
+        return prefix_homes.rule(keys, fade * self._loads + WAITING_WEIGHT * self._own)
 
-    def _keys(self, request: PickRequest) -> Sequence[int]:
-        """Return what names the engines of a leg. A decode leg saves no prefill, only a copy: it goes by load."""
-        if request.role != _DECODE and (keys := list(prefix_homes.keys_of(request.block_hash_prefixes))):
-            return keys
-        self._random_key = (self._random_key + _KEY_STEP) & _KEY_BITS
-        return [self._random_key]
+    def _add_waiting(self, key: EngineKey, requests: int) -> None:
+        if (row := self._rows.get(key)) is not None:
+            self._own[row] += requests
+
+    def _candidates(self, request: PickRequest, exclude: Collection[EngineKey]) -> Rows:
+        rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
+        if request.adapter:
+            rows = np.array([row for row in rows if _has_adapter(self._entries[row], request.adapter)], np.intp)
+        excluded = [self._rows[key] for key in exclude if key in self._rows]
+        return rows[~np.isin(rows, excluded)] if excluded else rows
+
+    def _fill_columns(self) -> None:
+        """Write the entries into new columns, whose rows are the positions of the entries. What was free when they were
+        reported says nothing a few seconds later."""
+        self._columns, self._kinds, self._rows = EngineColumns(), FingerprintKinds(), {}
+        for entry in self._entries:
+            key, columns, row = _key(entry), self._columns, self._columns.add()
+            self._rows[key] = row
+            columns.order[row] = row
+            columns.kind[row] = self._kinds.number(entry.identity.fingerprint)
+            columns.name_hash[row] = name_hash(f"{key.engine_id} {key.epoch}")
+            columns.role[row] = entry.report.role
+            columns.is_serving[row] = _is_serving(entry)
+            columns.free_tokens[row] = _ANY_ROOM
+        self._own = np.zeros(self._columns.capacity)
+        self._loads = np.zeros(self._columns.capacity)
+        self._loads[: len(self._entries)] = [
+            entry.waiting * WAITING_WEIGHT + entry.report.running for entry in self._entries
+        ]
 
     def _is_ours(self, entry: EngineEntry) -> bool:
         return fingerprint_difference(self._fingerprint, entry.identity.fingerprint) is None
 
 
-def _is_candidate(entry: EngineEntry, request: PickRequest, exclude: Collection[EngineKey]) -> bool:
-    return (
-        _is_serving(entry)
-        and _key(entry) not in exclude
-        and pairing.in_pool(request.fingerprint, entry.identity.fingerprint, request.role)
-        and (not request.adapter or any(each.digest == request.adapter for each in entry.report.adapters))
-    )
+def _has_adapter(entry: EngineEntry, digest: bytes) -> bool:
+    return any(each.digest == digest for each in entry.report.adapters)
 
 
 def _is_serving(entry: EngineEntry) -> bool:

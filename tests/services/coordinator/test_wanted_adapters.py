@@ -11,6 +11,7 @@ from tokenloom.request.errors import InvalidArgument, ModelNotFound, ResourceExh
 from tokenloom.services.coordinator.engine_record import EngineRecord
 from tokenloom.services.coordinator.engine_registry import Registry
 from tokenloom.services.coordinator.wanted_adapters import LOAD_SECONDS, MAX_ADAPTERS, WantedAdapters
+from tokenloom.services.runtime.placement.engine_columns import EngineColumns
 from tokenloom.v1.coordinator_pb2 import AdapterChanges, EngineIdentity, EngineState, PickRequest, SetAdapterRequest
 from tokenloom.v1.types_pb2 import Adapter, EngineRole
 
@@ -31,7 +32,12 @@ def able(name: str) -> EngineIdentity:
 
 
 def joined(name: str, *adapters: Adapter) -> EngineRecord:
-    return EngineRecord(able(name), report(adapters=adapters), 0.0)
+    return record_of(able(name), *adapters)
+
+
+def record_of(identity: EngineIdentity, *adapters: Adapter) -> EngineRecord:
+    columns = EngineColumns()
+    return EngineRecord(identity, report(adapters=adapters), 0.0, columns, columns.add())
 
 
 def registry(clock: Clock, **engines: tuple[Adapter, ...]) -> Registry:
@@ -104,7 +110,7 @@ def test_an_engine_that_joins_is_brought_to_the_state_of_the_others() -> None:
     assert list(wanted) == [JSON]
     wanted.set(OTHER, unloaded=False)
     assert list(wanted) == [JSON, OTHER]
-    assert wanted.join(EngineRecord(identity("base"), report(), 0.0)) is None
+    assert wanted.join(record_of(identity("base"))) is None
 
 
 def test_a_new_coordinator_takes_the_adapters_of_all_engines() -> None:

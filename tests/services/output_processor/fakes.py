@@ -233,13 +233,13 @@ class FakeCoordinator(CoordinatorServicer):
 
 def entry(
     identity: EngineIdentity,
-    score: int = 0,
+    waiting: int = 0,
     state: EngineState = EngineState.ENGINE_STATE_SERVING,
     role: EngineRole = EngineRole.ENGINE_ROLE_BOTH,
     running: int = 0,
 ) -> EngineEntry:
     report = EngineReport(role=role, state=state, running=running)
-    return EngineEntry(identity=identity, report=report, score=score)
+    return EngineEntry(identity=identity, report=report, score=4 * waiting + running, waiting=waiting)
 
 
 class Served:

@@ -1,0 +1,92 @@
+"""Keeps the numbers of many engines as arrays, so that ranking a thousand engines takes a few array operations."""
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntColumn: TypeAlias = NDArray[np.int64]
+FloatColumn: TypeAlias = NDArray[np.float64]
+BoolColumn: TypeAlias = NDArray[np.bool_]
+Rows: TypeAlias = NDArray[np.intp]
+"""Numbers of rows, shape [n]: some of the engines, in the order in which equals are chosen."""
+
+_FIRST_ROWS = 16
+
+
+class EngineColumns:
+    """Holds one row for each engine. All arrays have shape [capacity]; a row that no engine has is not serving.
+
+    The arrays are replaced when they grow: read them from here for each use.
+
+    Attributes:
+        waiting: Requests that wait, counted picks included.
+        running: Requests in the batch.
+        waiting_tokens: Prompt tokens of waiting requests that are not computed yet, counted picks included.
+        free_tokens: Tokens that the free KV blocks hold once all waiting prompts are computed; may be negative.
+        max_tokens: Tokens of one request that the KV cache holds at most, were it empty.
+        block_size: Tokens of a KV block.
+        seats: Requests that may run at the same time; 0: not known.
+        prefill_rate: Prompt tokens per second that leave the queue; 0: not known.
+        start_rate: Requests per second that leave the queue while requests wait for a seat; 0: not known.
+        last_turn: Number of the last pick that chose the engine; 0: none did.
+        role: An ``EngineRole``.
+        kind: Number of its fingerprint, see :class:`.FingerprintKinds`.
+        order: Engines that are equal in all else are chosen in this order.
+        name_hash: Of name and incarnation, see :mod:`.rendezvous`.
+        reported_at: When it last reported, in seconds of the owner's clock.
+        progressed_at: When its step number last grew, or it had no work.
+        is_late: Whether the last report is older than it should be.
+        is_serving: Whether it accepts requests.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self.num_rows = 0
+        """Rows below this number have been used."""
+        self.waiting: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
+        self.running: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
+        self.waiting_tokens: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
+        self.free_tokens: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
+        self.max_tokens: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
+        self.block_size: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
+        self.seats: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
+        self.prefill_rate: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
+        self.start_rate: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
+        self.last_turn: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
+        self.role: NDArray[np.int8] = np.zeros(_FIRST_ROWS, np.int8)
+        self.kind: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
+        self.order: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
+        self.name_hash: NDArray[np.uint64] = np.zeros(_FIRST_ROWS, np.uint64)
+        self.reported_at: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
+        self.progressed_at: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
+        self.is_late: BoolColumn = np.zeros(_FIRST_ROWS, np.bool_)
+        self.is_serving: BoolColumn = np.zeros(_FIRST_ROWS, np.bool_)
+
+    @property
+    def capacity(self) -> int:
+        return len(self.waiting)
+
+    def add(self) -> int:
+        """Return the number of a row of zeros, for one more engine."""
+        if self._free:
+            return self._free.pop()
+        if self.num_rows == self.capacity:
+            for name, column in self._columns().items():
+                setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+        self.num_rows += 1
+        return self.num_rows - 1
+
+    def remove(self, row: int) -> None:
+        """Clear the row of an engine that is gone; another engine may get its number."""
+        for column in self._columns().values():
+            column[row] = 0
+        self._free.append(row)
+
+    def serving(self, is_of_pool: BoolColumn) -> Rows:
+        """Return the engines that serve and whose kind ``is_of_pool`` (shape [kinds]), by their order."""
+        rows = np.flatnonzero(self.is_serving[: self.num_rows] & is_of_pool[self.kind[: self.num_rows]])
+        return rows[self.order[rows].argsort(kind="stable")]
+
+    def _columns(self) -> dict[str, NDArray[np.generic]]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}

@@ -1,0 +1,51 @@
+"""Chooses the engine for a leg of a request, and whether it does the whole request. The coordinator uses this rule and,
+while the coordinator is unavailable, every output processor. No I/O."""
+
+from collections.abc import Iterable
+
+from tokenloom.v1.types_pb2 import EngineRole
+
+from . import rendezvous
+from .engine_columns import EngineColumns, Rows
+from .pool import Pool
+from .rank import best
+from .rules import Ask, Rule
+
+_BOTH, _PREFILL, _DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
+
+
+def choose(engines: EngineColumns, pool: Pool, ask: Ask, rule: Rule, pd_threshold: int) -> tuple[int, bool]:
+    """Return the row of the engine for a leg among those of ``pool`` (at least one), and whether it does the whole
+    request.
+
+    A request with fewer than ``pd_threshold`` tokens to compute runs whole on an engine that decodes. A longer one
+    begins on an engine that prefills, if that can hand over to another. If a role is missing, engines of the other role
+    replace it.
+    """
+    decoders = pool.decoders if len(pool.decoders) else pool.rows
+    if ask.role in (_BOTH, _DECODE):
+        return best(engines, decoders, ask, rule), ask.role == _BOTH
+    if pd_threshold and len(pool.decoders):
+        straight = best(engines, pool.decoders, ask, rule)
+        cached = 0 if ask.cached_tokens is None else int(ask.cached_tokens[straight])
+        if ask.prompt_tokens - cached < pd_threshold:
+            return straight, True
+    chosen = best(engines, pool.prefillers if len(pool.prefillers) else pool.rows, ask, rule)
+    return chosen, not bool(pool.hands_over[chosen])
+
+
+def engine_of_query(engines: EngineColumns, rows: Rows, query_id: str) -> int:
+    """Return the row of the engine that holds the vectors of a query, by its id alone: every process chooses the same,
+    and an engine that joins or leaves moves few queries. An engine that only decodes is chosen only if no other one
+    serves."""
+    able = rows[engines.role[rows] != _DECODE]
+    able = able if len(able) else rows
+    return int(able[rendezvous.weights(engines.name_hash[able], rendezvous.name_hash(query_id)).argmax()])
+
+
+def missing_role(roles: Iterable[int]) -> EngineRole | None:
+    """Return the role that is missing for these ``roles`` to serve as pairs; None if none is, or they form no pairs."""
+    present = set(roles)
+    if _BOTH in present or not present or {_PREFILL, _DECODE} <= present:
+        return None
+    return _DECODE if _PREFILL in present else _PREFILL

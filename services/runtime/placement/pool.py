@@ -1,0 +1,67 @@
+"""Groups the engines of a pool by what they can do in a request."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenloom.v1.types_pb2 import EngineRole
+
+from .engine_columns import BoolColumn, EngineColumns, Rows
+from .fingerprint_kinds import FingerprintKinds
+
+_BOTH, _PREFILL, _DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
+_NUM_ROLES = 1 + max(EngineRole.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Holds the engines that could run a leg. It is valid until one of them changes its role or is gone.
+
+    Attributes:
+        rows: All of them.
+        decoders: Those that decode.
+        prefillers: Those that do everything, or prefill and can hand over.
+        hands_over: Whether another engine of the pool can continue from its KV, by row, shape [capacity].
+        min_max_tokens: A prompt of so many tokens fits into any of them.
+    """
+
+    rows: Rows
+    decoders: Rows
+    prefillers: Rows
+    hands_over: BoolColumn
+    min_max_tokens: int
+
+
+def make_pool(engines: EngineColumns, kinds: FingerprintKinds, rows: Rows) -> Pool:
+    """Return the pool of the engines in ``rows``."""
+    roles = engines.role[rows]
+    decoders = rows[(roles == _BOTH) | (roles == _DECODE)]
+    hands_over = np.zeros(engines.capacity, np.bool_)
+    hands_over[rows] = _handing_over(engines, kinds, rows, decoders)
+    return Pool(
+        rows=rows,
+        decoders=decoders,
+        prefillers=rows[(roles == _BOTH) | hands_over[rows]],
+        hands_over=hands_over,
+        min_max_tokens=int(engines.max_tokens[rows].min(initial=np.iinfo(np.int64).max)),
+    )
+
+
+def _handing_over(engines: EngineColumns, kinds: FingerprintKinds, rows: Rows, decoders: Rows) -> BoolColumn:
+    """Return for each of ``rows`` whether another engine can continue from its KV, shape [n]. An engine of both roles
+    hands over only to one that only decodes: otherwise nothing is gained."""
+    able = np.zeros(max(len(kinds), 1) * _NUM_ROLES, np.bool_)
+    present = _sorts(engines, decoders)
+    for sort in _sorts(engines, rows):
+        kind, role = divmod(sort, _NUM_ROLES)
+        able[sort] = role != _DECODE and any(
+            (other % _NUM_ROLES == _DECODE or role == _PREFILL) and kinds.can_continue(kind, other // _NUM_ROLES)
+            for other in present
+        )
+    return able[engines.kind[rows] * _NUM_ROLES + engines.role[rows]]
+
+
+def _sorts(engines: EngineColumns, rows: Rows) -> list[int]:
+    """Return the combinations of kind and role that occur: a few, however many engines there are."""
+    sorts: list[int] = np.flatnonzero(np.bincount(engines.kind[rows] * _NUM_ROLES + engines.role[rows])).tolist()
+    return sorts

@@ -1,0 +1,22 @@
+"""Finds the best of some engines for a leg."""
+
+from .engine_columns import EngineColumns, Rows
+from .rules import Ask, Rule
+
+
+def best(engines: EngineColumns, rows: Rows, ask: Ask, rule: Rule) -> int:
+    """Return the row of the best engine among ``rows`` (at least one).
+
+    Engines that report in time come first, then those with free room for the prompt, then those of the least cost by
+    the rule, then those with most of the prompt cached, then the one that was not chosen for the longest time.
+    """
+    tiers = engines.is_late[rows] * 2 + (engines.free_tokens[rows] <= ask.prompt_tokens)
+    if tiers.any():
+        rows = rows[tiers == tiers.min()]
+    costs = rule(engines, rows, ask)
+    least = costs.argmin()
+    rows = rows[costs == costs[least]]
+    if len(rows) > 1 and ask.cached_tokens is not None:
+        cached = ask.cached_tokens[rows]
+        rows = rows[cached == cached.max()]
+    return int(rows[engines.last_turn[rows].argmin()])

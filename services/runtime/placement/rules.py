@@ -1,0 +1,60 @@
+"""The rules by which engines are compared. A rule returns what a leg costs on each of some engines; the least is best.
+
+:func:`.rank.best` asks the rule only about engines that report in time and have room, if there are any, and decides
+between engines of equal cost.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tokenloom.v1.types_pb2 import EngineRole
+
+from .engine_columns import EngineColumns, FloatColumn, IntColumn, Rows
+
+WAITING_WEIGHT = 4
+"""A waiting request weighs four running ones: it will cost a prefill, and it shows that there was no room."""
+
+_DECODE = EngineRole.ENGINE_ROLE_DECODE
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Describes a leg to place.
+
+    Attributes:
+        role: PREFILL or DECODE, or BOTH for the whole request.
+        prompt_tokens: All tokens of the prompt; at least 1.
+        cached_tokens: Tokens of the prompt in each engine's KV cache as far as is known, by row, shape [capacity]; None
+            if no engine has any.
+    """
+
+    role: EngineRole
+    prompt_tokens: int
+    cached_tokens: IntColumn | None = None
+
+    def uncached_tokens(self, rows: Rows) -> IntColumn:
+        """Return the prompt tokens to compute on each of ``rows``, shape [n]."""
+        if self.cached_tokens is None:
+            return np.full(len(rows), self.prompt_tokens, np.int64)
+        return self.prompt_tokens - self.cached_tokens[rows]
+
+
+Rule: TypeAlias = Callable[[EngineColumns, Rows, Ask], NDArray[np.int64] | NDArray[np.float64]]
+"""Returns what the leg costs on each of the rows, shape [n]; it must not change the columns."""
+
+
+def score(engines: EngineColumns, rows: Rows, ask: Ask) -> IntColumn | FloatColumn:
+    """Return waiting * 4 + running, less what a cached prefix saves.
+
+    A prefill that is cached in full saves what a waiting request weighs, and no engine becomes better than an idle one.
+    A decode leg saves no prefill, only a copy: its cached prefix decides between equals.
+    """
+    scores = engines.waiting[rows] * WAITING_WEIGHT + engines.running[rows]
+    if ask.cached_tokens is None or ask.role == _DECODE:
+        return scores
+    saved = np.rint(WAITING_WEIGHT * ask.cached_tokens[rows] / ask.prompt_tokens)
+    return np.maximum(scores - saved, 0)

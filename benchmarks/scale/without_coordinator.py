@@ -17,6 +17,7 @@ import numpy as np
 
 from tokenloom.services.coordinator.engine_registry import Registry
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey, LastSnapshot
+from tokenloom.services.runtime.peers.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineState, PickRequest
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
@@ -176,8 +177,10 @@ class Run:
             return
         self._registry.refresh()
         if self._now + 2 * SNAPSHOT_SECONDS >= self._dies_at:
+            view = RegistryView()
+            view.take(self._registry.snapshot())
             for processor in self._processors:
-                processor.update(self._registry.snapshot())
+                processor.update(view)
         self._at(self._now + SNAPSHOT_SECONDS, self._publish)
 
     def _arrive(self, request: Request) -> None:

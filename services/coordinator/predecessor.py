@@ -4,17 +4,17 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from itertools import islice
 
-from tokenloom.v1.coordinator_pb2 import Snapshot
+from tokenloom.services.runtime.peers.registry_view import RegistryView
 from tokenloom.v1.types_pb2 import Adapter
 
 from .wanted_adapters import MAX_UNLOADED
 
 
 class Predecessor:
-    """Takes the snapshots of the active coordinator.
+    """Takes the views of the active coordinator.
 
     Attributes:
-        engine_ids: The engines of its last complete snapshot: a new coordinator's view is complete once they are back.
+        engine_ids: The engines of its last complete view: a new coordinator's view is complete once they are back.
         adapters: The LoRA adapters that all engines should have.
     """
 
@@ -28,12 +28,13 @@ class Predecessor:
         """Names of adapters that were unloaded meanwhile, the latest last."""
         return list(self._unloaded)
 
-    def take(self, snapshot: Snapshot) -> None:
-        """Take a snapshot. An incomplete one, of a coordinator that is new itself, says less than the one before."""
-        if not snapshot.complete:
+    def take(self, view: RegistryView) -> None:
+        """Take a view after a change. An incomplete one, of a coordinator that is new itself, says less than the one
+        before."""
+        if not view.complete:
             return
-        self.engine_ids = [entry.identity.engine_id for entry in snapshot.engines]
-        names = {adapter.name for adapter in snapshot.adapters}
+        self.engine_ids = [entry.identity.engine_id for entry in view.engines]
+        names = {adapter.name for adapter in view.adapters}
         for adapter in self.adapters:
             if adapter.name not in names:
                 self._unloaded[adapter.name] = None
@@ -41,4 +42,4 @@ class Predecessor:
             del self._unloaded[name]
         for name in list(islice(self._unloaded, max(len(self._unloaded) - MAX_UNLOADED, 0))):
             del self._unloaded[name]
-        self.adapters = list(snapshot.adapters)
+        self.adapters = list(view.adapters)

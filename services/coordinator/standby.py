@@ -1,21 +1,16 @@
 """Stands by while another coordinator is active: follows it, and waits for the lease."""
 
-import asyncio
 import logging
-
-import grpc.aio
 
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.v1.coordinator_pb2 import WatchRequest
+from tokenloom.services.runtime.peers.registry_watch import watch_registry
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 
 from .lease.lease import Lease
 from .predecessor import Predecessor
 
 log = logging.getLogger(__name__)
-
-_REWATCH_SECONDS = 0.2
 
 
 async def take_over(lease: Lease, channels: Channels, address: str, predecessor: Predecessor) -> None:
@@ -27,16 +22,6 @@ async def take_over(lease: Lease, channels: Channels, address: str, predecessor:
 
 
 async def _follow(predecessor: Predecessor, channels: Channels, address: str) -> None:
-    """Take the snapshots of whatever coordinator is active, without end."""
+    """Follow whatever coordinator is active, without end."""
     async with channels.open(address, "coordinator") as channel:
-        stub = CoordinatorStub(channel)
-        while True:
-            call = stub.Watch(WatchRequest())
-            try:
-                async for snapshot in call:
-                    predecessor.take(snapshot)
-            except grpc.aio.AioRpcError as error:
-                log.debug("active coordinator: %s", error.code().name)
-            finally:
-                call.cancel()
-            await asyncio.sleep(_REWATCH_SECONDS)
+        await watch_registry(CoordinatorStub(channel), predecessor.take, without_loads=True)

@@ -12,6 +12,7 @@ from tokenloom.request.errors import ResourceExhausted, TryElsewhere
 from tokenloom.v1 import engine_pb2
 
 from .queue_rates import QueueRates
+from .step_rates import StepRates
 
 MAX_PICKS = 4096
 """Bound of the picks to acknowledge; the newest are kept. A coordinator ignores picks made before it started."""
@@ -30,6 +31,10 @@ class Load:
     seats: int
     prefill_tokens_per_second: float
     starts_per_second: float
+    computed_tokens_per_second: float
+    prompt_tokens_per_second: float
+    step_seconds: float
+    step_requests: float
 
 
 class LoadTracker:
@@ -59,6 +64,7 @@ class LoadTracker:
         self._max_live = max_num_seqs + max_waiting
         self._clock = clock
         self._rates = QueueRates(max_num_seqs)
+        self._steps = StepRates()
         self._refusal = ""
         self._picks: deque[engine_pb2.PickId] = deque(maxlen=MAX_PICKS)
         self._waiters: list[asyncio.Future[None]] = []  # a drain, a change of role and the like
@@ -82,6 +88,7 @@ class LoadTracker:
         """Note that a pause began or ended."""
         self.is_paused = is_paused
         self._rates.skip()
+        self._steps.skip()
         self.changed.set()
 
     def set_failing(self, is_failing: bool) -> None:
@@ -129,7 +136,9 @@ class LoadTracker:
             self._num_covered += 1
         if (stats := outputs.scheduler_stats) is not None:
             old, self.stats = self.stats, stats
-            self._rates.observe(stats, self._clock())
+            now = self._clock()
+            self._rates.observe(stats, now)
+            self._steps.observe(stats, self.step, now)
             if stats.loras is not None:
                 self.set_loras(stats.loras)
             if (old.num_waiting, old.num_running) != (stats.num_waiting, stats.num_running):
@@ -157,6 +166,10 @@ class LoadTracker:
             seats=self._rates.seats,
             prefill_tokens_per_second=self._rates.prefill_tokens_per_second,
             starts_per_second=self._rates.starts_per_second,
+            computed_tokens_per_second=self._rates.computed_tokens_per_second,
+            prompt_tokens_per_second=self._steps.prompt_tokens_per_second(self._clock()),
+            step_seconds=self._steps.step_seconds,
+            step_requests=self._steps.step_requests,
         )
 
     def take_picks(self) -> list[engine_pb2.PickId]:

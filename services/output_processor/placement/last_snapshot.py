@@ -9,6 +9,7 @@ import numpy as np
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
+from tokenloom.services.runtime.peers.registry_view import RegistryView
 from tokenloom.services.runtime.placement import pairing
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
@@ -20,7 +21,6 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineState,
     PickRequest,
     PickResponse,
-    Snapshot,
 )
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
@@ -53,11 +53,14 @@ class LastSnapshot:
         self._fingerprint = fingerprint
         self._clock = clock
         self._taken_at = clock()
+        self._view = RegistryView()
+        self._version = 0  # of the view, when the entries were taken from it
         self._entries: list[EngineEntry] = []
-        self._columns = EngineColumns()  # the entries
+        self._columns = EngineColumns()  # the entries, without their loads
         self._own = self._loads = np.zeros(0)  # own live picks since the snapshot, and what it says; by row
         self._kinds = FingerprintKinds()
         self._rows: dict[EngineKey, int] = {}
+        self._has_loads = False  # whether ``_loads`` are the view's newest
         self._serving: frozenset[EngineKey] = frozenset()
         self._pd_threshold = 0
         self._epoch = 0
@@ -65,14 +68,20 @@ class LastSnapshot:
         self._picks: Counter[EngineKey] = Counter()  # since the snapshot, and still live
         self._random_key = seed
 
-    def update(self, snapshot: Snapshot) -> bool:
-        """Take a new snapshot. While engines still re-join a new coordinator, the snapshot of the former one stays.
+    def update(self, snapshot: RegistryView) -> bool:
+        """Take a view after a change. While engines still re-join a new coordinator, the view of the former one stays.
 
         Returns whether an engine serves that did not serve before.
         """
+        if snapshot is self._view and snapshot.version == self._version:  # only loads changed; picks look at them
+            self._taken_at = self._clock()
+            self._picks.clear()
+            self._has_loads = False
+            return False
         is_new_coordinator = snapshot.coordinator_epoch != self._epoch
         if self._entries and not snapshot.complete and (self._complete or is_new_coordinator):
             return False
+        self._view, self._version = snapshot, snapshot.version
         self._epoch = snapshot.coordinator_epoch
         self._complete = snapshot.complete
         self._taken_at = self._clock()
@@ -93,6 +102,7 @@ class LastSnapshot:
         The pick counts until the next snapshot or ``release``. Raises ``Unavailable`` when no engine serves, or none
         has the request's adapter.
         """
+        self._fill_loads()
         rows = self._candidates(request, exclude)
         if not len(rows):
             raise errors.Unavailable("No engine is serving this model now; retry.")
@@ -108,6 +118,7 @@ class LastSnapshot:
 
     def num_requests(self, key: EngineKey) -> int:
         """Return how many requests an engine last reported; 0 for an engine that is not in the snapshot."""
+        self._view.update_loads()
         reports = (entry.report for entry in self._entries if _key(entry) == key)
         return sum(report.running + report.waiting for report in reports)
 
@@ -143,9 +154,10 @@ class LastSnapshot:
         return rows[~np.isin(rows, excluded)] if excluded else rows
 
     def _fill_columns(self) -> None:
-        """Write the entries into new columns, whose rows are the positions of the entries. What was free when they were
-        reported says nothing a few seconds later."""
+        """Write the entries into new columns, whose rows are the positions of the entries; loads follow when they are
+        needed. What was free when they were reported says nothing a few seconds later."""
         self._columns, self._kinds, self._rows = EngineColumns(), FingerprintKinds(), {}
+        self._has_loads = False
         for entry in self._entries:
             key, columns, row = _key(entry), self._columns, self._columns.add()
             self._rows[key] = row
@@ -155,11 +167,17 @@ class LastSnapshot:
             columns.role[row] = entry.report.role
             columns.is_serving[row] = _is_serving(entry)
             columns.free_tokens[row] = _ANY_ROOM
-        self._own = np.zeros(self._columns.capacity)
-        self._loads = np.zeros(self._columns.capacity)
-        self._loads[: len(self._entries)] = [
-            entry.waiting * WAITING_WEIGHT + entry.report.running for entry in self._entries
-        ]
+        self._own, self._loads = np.zeros(self._columns.capacity), np.zeros(self._columns.capacity)
+
+    def _fill_loads(self) -> None:
+        """Take the view's newest loads, unless that is done."""
+        if self._has_loads:
+            return
+        self._has_loads = True
+        self._view.update_loads()
+        for row, entry in enumerate(self._entries):
+            self._loads[row] = entry.waiting * WAITING_WEIGHT + entry.report.running
+            self._own[row] = self._picks[_key(entry)]
 
     def _is_ours(self, entry: EngineEntry) -> bool:
         return fingerprint_difference(self._fingerprint, entry.identity.fingerprint) is None

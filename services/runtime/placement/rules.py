@@ -57,4 +57,5 @@ def score(engines: EngineColumns, rows: Rows, ask: Ask) -> IntColumn | FloatColu
     if ask.cached_tokens is None or ask.role == _DECODE:
         return scores
     saved = np.rint(WAITING_WEIGHT * ask.cached_tokens[rows] / ask.prompt_tokens)
-    return np.maximum(scores - saved, 0)
+    reduced: FloatColumn = np.maximum(scores - saved, 0)
+    return reduced

@@ -18,6 +18,7 @@ from tokenloom.services.coordinator.standby import take_over
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.peers.channels import Channels, open_channel
 from tokenloom.services.runtime.peers.hello import make_hello
+from tokenloom.services.runtime.peers.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
     EngineReport,
@@ -156,13 +157,19 @@ async def test_a_standby_follows_the_active_coordinator(socket_dir: Path) -> Non
     assert held.is_released
 
 
+def view(**fields: object) -> RegistryView:
+    shown = RegistryView()
+    assert shown.take(Snapshot(**fields))  # type: ignore[arg-type]
+    return shown
+
+
 def test_a_view_is_complete_once_the_engines_of_the_predecessor_are_back() -> None:
     predecessor, clock = Predecessor(), Clock()
     known = [EngineEntry(identity=identity(name)) for name in "ab"]
     old, kept = (Adapter(name=name, digest=name.encode()) for name in ("old", "kept"))
-    predecessor.take(Snapshot(complete=True, engines=known, adapters=[old, kept]))
-    predecessor.take(Snapshot(complete=True, engines=known, adapters=[kept]))
-    predecessor.take(Snapshot(complete=False))
+    predecessor.take(view(complete=True, engines=known, adapters=[old, kept]))
+    predecessor.take(view(complete=True, engines=known, adapters=[kept]))
+    predecessor.take(view(complete=False))
     registry = Registry(2, clock, predecessor=predecessor)
     for name in "ab":
         registry.refresh()

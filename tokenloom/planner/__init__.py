@@ -1,0 +1,1 @@
+"""Plans how many engines of each role a load needs."""

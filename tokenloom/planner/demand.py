@@ -1,0 +1,95 @@
+"""Computes how many engines a load needs at this moment, from what the engines report. No I/O."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from .engine_load import EngineLoad, Role
+from .step_model import StepModel
+
+DRAIN_SECONDS: Final = 120.0
+"""A backlog is to be worked off within so long. If it had to be gone faster than new engines start, the engines that
+were asked for would not be counted, and far too many would come."""
+FULL_KV: Final = 0.9
+"""Share of its KV blocks that an engine may hold before requests wait or are preempted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """Holds what an operator asks for.
+
+    Attributes:
+        ttft_seconds: Time to the first token.
+        itl_seconds: Time between two tokens.
+        busy: Share of its capacity that an engine is planned to use; the rest absorbs what arrives in bursts.
+    """
+
+    ttft_seconds: float = 2.0
+    itl_seconds: float = 0.05
+    busy: float = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Says how many engines a load needs, in fractions of engines; 0: nothing is known yet."""
+
+    prefill: float = 0.0
+    decode: float = 0.0
+
+
+def prefill_engines(engines: Sequence[EngineLoad], growth: float, goals: Goals) -> float:
+    """Return how many engines must prefill.
+
+    They must compute what arrives with time to spare; or, if that is more, all that they can must suffice for what
+    arrives and for what waits longer than half the goal for the first token, within :data:`DRAIN_SECONDS`. An engine
+    whose speed was never measured, because no prompt waited, can do at least what the busiest does.
+
+    Args:
+        engines: Those that prefill now.
+        growth: Waiting prompt tokens that were added per second since the last look, less what was computed.
+    """
+    rates = [each.prefill_tokens_per_second for each in engines if each.prefill_tokens_per_second]
+    busiest = max((each.prompt_tokens_per_second for each in engines), default=0.0)
+    rate = max(sum(rates) / len(rates), busiest) if rates else busiest / goals.busy
+    if not rate:
+        return 0.0
+    arriving = max(sum(each.prompt_tokens_per_second for each in engines) + growth, 0.0)
+    waiting = sum(each.waiting_tokens for each in engines)
+    late = max(waiting - rate * len(engines) * goals.ttft_seconds / 2, 0.0)
+    return max(arriving / goals.busy, arriving + late / DRAIN_SECONDS) / rate
+
+
+def decode_engines(engines: Sequence[EngineLoad], growth: float, steps: StepModel, goals: Goals) -> float:
+    """Return how many engines must decode.
+
+    The load is tokens per second, since the number of running requests grows with the step: at the goal, ``tokens per
+    second * step`` requests run. They need places in batches that keep to the goal, and KV blocks. What waits for a
+    place adds as much as it exceeds what begins, and is to begin within :data:`DRAIN_SECONDS`.
+
+    Args:
+        engines: Those that decode now.
+        growth: Waiting requests that were added per second since the last look, less those that began.
+        steps: How long a step of a batch takes.
+    """
+    seats = min((each.seats for each in engines if each.seats), default=0)
+    batch = min(steps.largest_batch(goals.itl_seconds), seats)
+    if not batch:
+        return 0.0
+    step = min(steps.step_seconds(batch), goals.itl_seconds)
+    running, waiting = sum(each.running for each in engines), sum(each.waiting for each in engines)
+    stepping = [each for each in engines if each.running and each.step_seconds]
+    tokens_per_second = sum(each.step_requests / each.step_seconds for each in stepping)
+    at_goal = tokens_per_second * step
+    if starts := sum(each.starts_per_second for each in engines):
+        arriving = max(1 + growth / starts, 0.0)  # as a share of what begins
+        at_goal *= max(arriving, (arriving + waiting / starts / DRAIN_SECONDS) * goals.busy)
+    kv_each = sum(each.kv_usage for each in engines) / running if running else 0.0
+    return max(at_goal / batch, at_goal * kv_each / FULL_KV) / goals.busy
+
+
+def by_role(engines: Sequence[EngineLoad], role: Role) -> list[EngineLoad]:
+    """Return the engines that take the legs of ``role``. An engine of both roles counts as one that decodes where
+    others only prefill or decode, as requests are placed."""
+    if role == Role.PREFILL:
+        return [each for each in engines if each.role == Role.PREFILL]
+    return [each for each in engines if each.role != Role.PREFILL]

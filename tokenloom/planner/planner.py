@@ -1,0 +1,162 @@
+"""Decides how many engines prefill and decode: what is missing comes from the other role first, then from new engines.
+
+What keeps it calm: an engine is added as soon as the demand exceeds the engines, but given up only when the largest
+demand of a window of time leaves room. The demand is counted in engines and does not depend on how many there are, so a
+decision does not change what the next one sees. No I/O.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from .demand import Demand, Goals, by_role, decode_engines, prefill_engines
+from .engine_load import EngineLoad, Role
+from .peak import Peak
+from .step_model import StepModel
+
+FLIP_SECONDS: Final = 60.0
+"""An engine may change its role when it was not needed for so long."""
+REMOVE_SECONDS: Final = 300.0
+"""An engine may be removed when it was not needed for so long: as in Kubernetes, since a new one starts slowly."""
+_FILLED: Final = 0.85
+"""Largest share of the remaining engines that the demand may take when an engine is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds the engines of one model."""
+
+    least: int = 1
+    """Of each role."""
+    most: int = 64
+    """Of all roles together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """Names an engine that changes its role."""
+
+    engine: str
+    address: str
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Says what one model needs.
+
+    Attributes:
+        engines: Serving engines by role.
+        demand: How many of them the load takes, in fractions.
+        wanted: How many there should be by role, after the flips.
+        flips: Engines that change their role now.
+        replicas: Replicas of each set of engines; a set is named like its pods without their number.
+    """
+
+    engines: Mapping[Role, int]
+    demand: Demand
+    wanted: Mapping[Role, int]
+    flips: tuple[Flip, ...] = ()
+    replicas: Mapping[str, int] = field(default_factory=dict)
+
+
+class Planner:
+    """Plans the engines of one model, look by look."""
+
+    def __init__(self, goals: Goals, limits: Limits) -> None:
+        self._goals = goals
+        self._limits = limits
+        self._steps = StepModel()
+        self._flip_peaks = {role: Peak(FLIP_SECONDS) for role in Role}
+        self._remove_peaks = {role: Peak(REMOVE_SECONDS) for role in Role}
+        self._wanted: dict[Role, int] = {}
+        self._last: dict[str, tuple[float, int]] = {}  # for each kind of queue, time and length
+
+    def plan(self, engines: Sequence[EngineLoad], now: float) -> Plan:
+        """Return what the load needs. ``engines``: the serving ones, at least one; ``now``: monotonic seconds."""
+        pairs = any(each.role == Role.PREFILL for each in engines)
+        roles = (Role.PREFILL, Role.DECODE) if pairs else (Role.BOTH,)
+        counts = {role: len(by_role(engines, role)) for role in roles}
+        demand = self._demand(engines, now, pairs=pairs)
+        needs = {
+            Role.PREFILL: demand.prefill,
+            Role.DECODE: demand.decode,
+            # Both rates were measured while the engine did both, so each is the demand for the whole of it.
+            Role.BOTH: max(demand.prefill, demand.decode),
+        }
+        for role in roles:
+            self._flip_peaks[role].add(now, needs[role])
+            self._remove_peaks[role].add(now, needs[role])
+        flips = self._flips(engines, counts, needs, now) if pairs else ()
+        for flip in flips:
+            other = Role.DECODE if flip.role == Role.PREFILL else Role.PREFILL
+            counts[flip.role], counts[other] = counts[flip.role] + 1, counts[other] - 1
+        self._scale(counts, needs, now, flipped=bool(flips))
+        return Plan(counts, demand, dict(self._wanted), flips, _replicas(engines, counts, self._wanted))
+
+    def _demand(self, engines: Sequence[EngineLoad], now: float, *, pairs: bool) -> Demand:
+        prefilling, decoding = by_role(engines, Role.PREFILL) if pairs else engines, by_role(engines, Role.DECODE)
+        for each in decoding:
+            if each.running and each.step_seconds and each.step_requests:
+                self._steps.observe(each.step_requests, each.step_seconds)
+        return Demand(
+            prefill_engines(prefilling, self._growth(prefilling, now, "waiting_tokens"), self._goals),
+            decode_engines(decoding, self._growth(decoding, now, "waiting"), self._steps, self._goals),
+        )
+
+    def _growth(self, engines: Sequence[EngineLoad], now: float, queue: str) -> float:
+        """Return how fast a queue has grown since the last look, per second."""
+        waiting = sum(getattr(each, queue) for each in engines)
+        since, before = self._last.get(queue, (now, waiting))
+        self._last[queue] = now, waiting
+        return (waiting - before) / (now - since) if now > since else 0.0
+
+    def _flips(
+        self, engines: Sequence[EngineLoad], counts: Mapping[Role, int], needs: Mapping[Role, float], now: float
+    ) -> tuple[Flip, ...]:
+        for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+            missing = _engines(needs[role]) - counts[role]
+            spare = counts[other] - max(_engines(self._flip_peaks[other].get(now) / _FILLED), self._limits.least)
+            if (num_flips := min(missing, spare)) > 0:
+                idlest = sorted(
+                    (each for each in engines if each.role == other),
+                    key=lambda each: (each.waiting + each.running, each.waiting_tokens, each.name),
+                )
+                return tuple(Flip(each.name, each.address, role) for each in idlest[:num_flips])
+        return ()
+
+    def _scale(self, counts: Mapping[Role, int], needs: Mapping[Role, float], now: float, *, flipped: bool) -> None:
+        """Move the wanted engines: up at once, down after :data:`REMOVE_SECONDS`, to the counts after a flip."""
+        if flipped or self._wanted.keys() != counts.keys():
+            self._wanted = dict(counts)
+        for role in counts:
+            enough = max(_engines(self._remove_peaks[role].get(now) / _FILLED), self._limits.least)
+            wanted = max(min(self._wanted[role], enough), _engines(needs[role]), self._limits.least)
+            others = sum(number for each, number in self._wanted.items() if each != role)
+            self._wanted[role] = min(wanted, max(self._limits.most - others, counts[role]))
+
+
+def _engines(need: float) -> int:
+    """Return the need in whole engines."""
+    return math.ceil(need - 1e-6) if math.isfinite(need) else 1 << 30
+
+
+def _replicas(engines: Sequence[EngineLoad], counts: Mapping[Role, int], wanted: Mapping[Role, int]) -> dict[str, int]:
+    """Return the replicas of each set of engines: what a role lacks is added to the set that has most of its engines,
+    so that an engine that changed its role stays where it is."""
+    members = Counter(_set_of(each) for each in engines)
+    replicas = dict(members)
+    for role in counts:
+        sets = Counter(_set_of(each) for each in engines if each.role == role)
+        if sets:
+            largest = min(sets, key=lambda name: (-sets[name], name))
+            replicas[largest] = max(replicas[largest] + wanted[role] - counts[role], 0)
+    return replicas
+
+
+def _set_of(engine: EngineLoad) -> str:
+    """Return the name of the StatefulSet of a pod: the pod's without its number."""
+    name, dash, number = engine.name.rpartition("-")
+    return name if dash and number.isdigit() else engine.name

@@ -16,8 +16,10 @@ from tests.services.output_processor.fakes import (
     serve_engine,
     submit,
 )
-from tokenloom.request.errors import Unavailable
+from tokenloom.request.errors import ResourceExhausted, Unavailable
 from tokenloom.services.output_processor.placement.engine_search import EngineSearch
+from tokenloom.services.output_processor.placement.last_snapshot import EngineKey
+from tokenloom.services.output_processor.placement.left_out import LEFT_OUT_SECONDS
 from tokenloom.services.output_processor.placement.pick_stream import ANSWER_SECONDS
 from tokenloom.services.output_processor.placement.placement import EngineLinks, Placer
 from tokenloom.services.runtime.host.tasks import Tasks
@@ -115,3 +117,28 @@ async def test_a_frozen_coordinator_costs_one_request_its_second(socket_dir: Pat
         while placer._picks.is_away:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         assert await place(placer)
+
+
+async def test_an_engine_that_refused_is_left_out_while_the_coordinator_is_away(socket_dir: Path) -> None:
+    both = [engine(name, socket_dir) for name in "ab"]
+    fake = FakeCoordinator(both, [EngineRole.ENGINE_ROLE_BOTH] * 2)
+    async with serve_engine(FakeEngine(both[0])), serve_engine(FakeEngine(both[1])), placing(socket_dir) as placer:
+        async with serve_coordinator(socket_dir / "c", fake):
+            await asyncio.wait_for(fake.watched.wait(), SOON)
+            while not placer._snapshot._entries:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+        async def placed(search: EngineSearch) -> str:
+            attempt = await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL, search)
+            placer.release(attempt)
+            return attempt.link.key.engine_id
+
+        refused = without_time()
+        refused.refused(EngineKey("a", 1), ResourceExhausted("full"))
+        assert await placed(refused) == "b"
+        assert {await placed(without_time()) for _ in range(12)} == {"b"}
+        pass_time(LEFT_OUT_SECONDS)
+        assert {await placed(without_time()) for _ in range(12)} == {"a", "b"}
+        for name in "ab":
+            placer._left_out.add(EngineKey(name, 1))
+        assert await placed(without_time()) in "ab"  # better than none

@@ -6,7 +6,7 @@ from msgspec import Meta
 
 from tokenloom.services.runtime.host.service_settings import OptionalAddress, ServiceSettings
 
-from .defaults import PD_THRESHOLD, SETTLE_SECONDS
+from .defaults import PD_THRESHOLD, PREFIX_INDEX_MIB, SETTLE_SECONDS
 
 _KINDS = ("file", "kubernetes")
 
@@ -39,3 +39,7 @@ class CoordinatorSettings(ServiceSettings, frozen=True, kw_only=True):
     coordinator: Annotated[
         OptionalAddress, "Address at which a coordinator that stands by follows the active one; empty: --listen."
     ] = ""
+    prefix_index_mib: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 20)],
+        "Memory, in MiB, for which prefixes the engines have in their caches; a small mesh needs less and takes less.",
+    ] = PREFIX_INDEX_MIB

@@ -5,3 +5,5 @@ PD_THRESHOLD = 128
 step at most, and a pair costs more than that."""
 SETTLE_SECONDS = 2.0
 """How long a new coordinator waits for engines to re-join before it calls its view complete."""
+PREFIX_INDEX_MIB = 256
+"""Enough for 9 to 19 million different blocks, wherever they are cached."""

@@ -24,10 +24,11 @@ from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import Adapter, EngineRole
 
 from .changed_engines import ChangedEngines
-from .defaults import SETTLE_SECONDS
+from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
 from .engine_placement import Placement, Policy, check_request
 from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord
 from .predecessor import Predecessor
+from .prefix_index import Path, PrefixIndex
 from .wanted_adapters import WantedAdapters
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Registry:
         policy: Policy | None = None,
         settle_seconds: float = SETTLE_SECONDS,
         predecessor: Predecessor | None = None,
+        prefix_index_bytes: int = PREFIX_INDEX_MIB << 20,
     ) -> None:
         self._epoch = epoch
         self._clock = clock
@@ -71,6 +73,7 @@ class Registry:
         self._kinds = FingerprintKinds()
         self._by_row: dict[int, EngineRecord] = {}
         self._num_joins = 0
+        self._prefixes = PrefixIndex(prefix_index_bytes)
         self._placement = Placement(self._columns, self._kinds, self._policy)
         # Serving engines by the fingerprint, role and adapter that requests ask for: nearly all ask for the same.
         self._pools: dict[tuple[bytes, EngineRole, bytes], Pool] = {}
@@ -105,7 +108,7 @@ class Registry:
     @property
     def pd_threshold(self) -> int:
         """Uncached prompt tokens below which an engine does the whole request."""
-        return self._policy.pd_threshold
+        return self._placement.policy.pd_threshold
 
     def join(self, identity: EngineIdentity, report: EngineReport) -> EngineRecord:
         """Add an engine that opened a stream; it takes the place of an older one of its name."""
@@ -123,6 +126,8 @@ class Registry:
         if older is not None and older.identity.epoch == identity.epoch:
             record.inherit(older)
             columns.last_turn[row] = last_turn
+        else:
+            self._prefixes.open(row, identity.num_kv_blocks)
         self._records[identity.engine_id] = self._by_row[row] = record
         self._awaited.discard(identity.engine_id)
         record.update(report, self._epoch, now)
@@ -134,6 +139,8 @@ class Registry:
         if self._by_row.get(record.row) is not record:
             return
         before = record.state, record.report.role, record.adapters
+        if report.adapters != record.report.adapters:  # for example one was pinned
+            self.changed.other([record.identity.engine_id])
         if record.update(report, self._epoch, self._clock()):
             self.revision += 1
             self.changed.load(record.identity.engine_id)
@@ -150,6 +157,7 @@ class Registry:
         if self._by_row.get(record.row) is record:
             del self._records[record.identity.engine_id], self._by_row[record.row]
             self._columns.remove(record.row)
+            self._prefixes.close(record.row)
             self._regroup(record.identity.engine_id)
 
     def pick(self, request: PickRequest) -> PickResponse:
@@ -160,10 +168,14 @@ class Registry:
         if (pool := self._pools.get(key)) is None:
             pool = self._pools[key] = self._gather(request)
         excluded = self._rows(request.exclude) if request.exclude else []
-        row, whole = self._placement.choose(pool, request, excluded, self._cached_tokens(pool, request))
+        path = self._prefixes.find(request.block_hash_prefixes) if request.block_hash_prefixes else None
+        cached = None if path is None else self._cached_tokens(path, request.prompt_tokens)
+        row, whole = self._placement.choose(pool, request, excluded, cached)
         record = self._by_row[row]
         self._num_picks += 1
-        record.count(self._num_picks, request.prompt_tokens, request.block_hash_prefixes)
+        record.count(self._num_picks, request.prompt_tokens)
+        if path is not None:
+            self._prefixes.add(path, row)
         self._expiring.append((self._clock() + PICK_SECONDS, self._num_picks, record))
         self.revision += 1
         self.changed.load(record.identity.engine_id)
@@ -183,10 +195,10 @@ class Registry:
             self._is_complete = is_complete
             self._regroup(*(record.identity.engine_id for record in changed))
 
-    def entry(self, engine_id: str) -> EngineEntry | None:
+    def entry(self, engine_id: str, *, with_identity: bool = True) -> EngineEntry | None:
         """Return an engine as snapshots show it now; None if it is not joined."""
         record = self._records.get(engine_id)
-        return None if record is None else record.entry(self._clock())
+        return None if record is None else record.entry(self._clock(), with_identity=with_identity)
 
     def snapshot(self) -> Snapshot:
         """Return the registry's view now; the same object until something changes."""
@@ -202,14 +214,12 @@ class Registry:
             )
         return self._snapshot
 
-    def _cached_tokens(self, pool: Pool, request: PickRequest) -> IntColumn | None:
-        """Return how many tokens of a prompt each engine of a pool has cached, by row; None if there are none."""
-        if not request.block_hash_prefixes:
+    def _cached_tokens(self, path: Path, prompt_tokens: int) -> IntColumn | None:
+        """Return how many tokens of a prompt each engine has cached, by row; None if no engine has any."""
+        num_blocks = self._prefixes.num_blocks(path, self._columns.capacity)
+        if num_blocks is None:
             return None
-        cached = np.zeros(self._columns.capacity, np.int64)
-        for row in pool.rows:
-            cached[row] = self._by_row[row].prefixes.match(request.block_hash_prefixes)
-        tokens: IntColumn = np.minimum(cached * self._columns.block_size, request.prompt_tokens)
+        tokens: IntColumn = np.minimum(num_blocks * self._columns.block_size, prompt_tokens)
         return tokens
 
     def _rows(self, refs: Sequence[EngineRef]) -> list[int]:

@@ -55,6 +55,7 @@ class CoordinatorService:
             policy=Policy(pd_threshold=self._settings.pd_threshold),
             settle_seconds=self._settings.settle_seconds,
             predecessor=self._predecessor,
+            prefix_index_bytes=self._settings.prefix_index_mib << 20,
         )
         engines = Gauge("tokenloom_engines", "Engines that are joined.", registry=host.metrics)
         engines.set_function(lambda: len(registry))

@@ -60,23 +60,23 @@ class LastSnapshot:
         self._own = self._loads = np.zeros(0)  # own live picks since the snapshot, and what it says; by row
         self._kinds = FingerprintKinds()
         self._rows: dict[EngineKey, int] = {}
-        self._has_loads = False  # whether ``_loads`` are the view's newest
         self._serving: frozenset[EngineKey] = frozenset()
         self._pd_threshold = 0
         self._epoch = 0
         self._complete = False
         self._picks: Counter[EngineKey] = Counter()  # since the snapshot, and still live
         self._random_key = seed
+        self._is_behind = False  # whether the columns lack loads that have arrived
 
     def update(self, snapshot: RegistryView) -> bool:
         """Take a view after a change. While engines still re-join a new coordinator, the view of the former one stays.
 
         Returns whether an engine serves that did not serve before.
         """
-        if snapshot is self._view and snapshot.version == self._version:  # only loads changed; picks look at them
+        if snapshot is self._view and snapshot.version == self._version:  # only loads changed
             self._taken_at = self._clock()
+            self._is_behind = True
             self._picks.clear()
-            self._has_loads = False
             return False
         is_new_coordinator = snapshot.coordinator_epoch != self._epoch
         if self._entries and not snapshot.complete and (self._complete or is_new_coordinator):
@@ -87,8 +87,8 @@ class LastSnapshot:
         self._taken_at = self._clock()
         self._entries = [entry for entry in snapshot.engines if self._is_ours(entry)]
         self._pd_threshold = snapshot.pd_threshold
+        self._is_behind = True
         self._picks.clear()
-        self._fill_columns()
         before, self._serving = self._serving, frozenset(map(_key, filter(_is_serving, self._entries)))
         return not self._serving <= before
 
@@ -102,7 +102,7 @@ class LastSnapshot:
         The pick counts until the next snapshot or ``release``. Raises ``Unavailable`` when no engine serves, or none
         has the request's adapter.
         """
-        self._fill_loads()
+        self._look()
         rows = self._candidates(request, exclude)
         if not len(rows):
             raise errors.Unavailable("No engine is serving this model now; retry.")
@@ -142,6 +142,16 @@ class LastSnapshot:
         fade = exp((self._taken_at - self._clock()) / FADE_SECONDS)
         return prefix_homes.rule(keys, fade * self._loads + WAITING_WEIGHT * self._own)
 
+    def _look(self) -> None:
+        """Write what has arrived since the last look to the columns. A process that the coordinator serves never looks,
+        and spends nothing on the loads of a thousand engines."""
+        if self._is_behind:
+            self._is_behind = False
+            self._view.update_loads()
+            self._fill_columns()
+            for key, requests in self._picks.items():
+                self._add_waiting(key, requests)
+
     def _add_waiting(self, key: EngineKey, requests: int) -> None:
         if (row := self._rows.get(key)) is not None:
             self._own[row] += requests
@@ -154,10 +164,9 @@ class LastSnapshot:
         return rows[~np.isin(rows, excluded)] if excluded else rows
 
     def _fill_columns(self) -> None:
-        """Write the entries into new columns, whose rows are the positions of the entries; loads follow when they are
-        needed. What was free when they were reported says nothing a few seconds later."""
+        """Write the entries into new columns, whose rows are the positions of the entries. What was free when they were
+        reported says nothing a few seconds later."""
         self._columns, self._kinds, self._rows = EngineColumns(), FingerprintKinds(), {}
-        self._has_loads = False
         for entry in self._entries:
             key, columns, row = _key(entry), self._columns, self._columns.add()
             self._rows[key] = row
@@ -168,16 +177,8 @@ class LastSnapshot:
             columns.is_serving[row] = _is_serving(entry)
             columns.free_tokens[row] = _ANY_ROOM
         self._own, self._loads = np.zeros(self._columns.capacity), np.zeros(self._columns.capacity)
-
-    def _fill_loads(self) -> None:
-        """Take the view's newest loads, unless that is done."""
-        if self._has_loads:
-            return
-        self._has_loads = True
-        self._view.update_loads()
         for row, entry in enumerate(self._entries):
             self._loads[row] = entry.waiting * WAITING_WEIGHT + entry.report.running
-            self._own[row] = self._picks[_key(entry)]
 
     def _is_ours(self, entry: EngineEntry) -> bool:
         return fingerprint_difference(self._fingerprint, entry.identity.fingerprint) is None

@@ -130,15 +130,14 @@ async def test_an_engine_that_refused_is_left_out_while_the_coordinator_is_away(
 
         async def placed(search: EngineSearch) -> str:
             attempt = await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL, search)
-            placer.release(attempt)
             return attempt.link.key.engine_id
 
         refused = without_time()
         refused.refused(EngineKey("a", 1), ResourceExhausted("full"))
         assert await placed(refused) == "b"
-        assert {await placed(without_time()) for _ in range(12)} == {"b"}
+        assert {await placed(without_time()) for _ in range(4)} == {"b"}
         pass_time(LEFT_OUT_SECONDS)
-        assert {await placed(without_time()) for _ in range(12)} == {"a", "b"}
+        assert await placed(without_time()) == "a"  # which has less to do
         for name in "ab":
             placer._left_out.add(EngineKey(name, 1))
         assert await placed(without_time()) in "ab"  # better than none

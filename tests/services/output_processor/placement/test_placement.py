@@ -19,7 +19,7 @@ from tests.services.output_processor.fakes import (
 from tokenloom.request.errors import ResourceExhausted, Unavailable
 from tokenloom.services.output_processor.placement.engine_search import EngineSearch
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey
-from tokenloom.services.output_processor.placement.left_out import LEFT_OUT_SECONDS
+from tokenloom.services.output_processor.placement.left_out import LEFT_OUT_SECONDS, LeftOut
 from tokenloom.services.output_processor.placement.pick_stream import ANSWER_SECONDS
 from tokenloom.services.output_processor.placement.placement import EngineLinks, Placer
 from tokenloom.services.runtime.host.tasks import Tasks
@@ -128,6 +128,9 @@ async def test_an_engine_that_refused_is_left_out_while_the_coordinator_is_away(
             while not placer._snapshot._entries:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
+        now = 0.0
+        placer._left_out = LeftOut(lambda: now)
+
         async def placed(search: EngineSearch) -> str:
             attempt = await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL, search)
             return attempt.link.key.engine_id
@@ -136,7 +139,7 @@ async def test_an_engine_that_refused_is_left_out_while_the_coordinator_is_away(
         refused.refused(EngineKey("a", 1), ResourceExhausted("full"))
         assert await placed(refused) == "b"
         assert {await placed(without_time()) for _ in range(4)} == {"b"}
-        pass_time(LEFT_OUT_SECONDS)
+        now = LEFT_OUT_SECONDS
         assert await placed(without_time()) == "a"  # which has less to do
         for name in "ab":
             placer._left_out.add(EngineKey(name, 1))

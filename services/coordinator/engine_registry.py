@@ -123,10 +123,12 @@ class Registry:
         if (pool := self._pools.get(key)) is None:
             pool = self._pools[key] = self._gather(request)
         excluded = self._rows(request.exclude) if request.exclude else []
-        row, whole = self._placement.choose(pool, request, excluded, self._cached_tokens(pool, request))
+        cached = self._cached_tokens(pool, request)
+        row, whole = self._placement.choose(pool, request, excluded, cached)
         record = self._by_row[row]
         self._num_picks += 1
-        record.count(self._num_picks, request.prompt_tokens, request.block_hash_prefixes)
+        uncached = request.prompt_tokens - (0 if cached is None else int(cached[row]))
+        record.count(self._num_picks, request.prompt_tokens, uncached, request.block_hash_prefixes)
         self._expiring.append((self._clock() + PICK_SECONDS, self._num_picks, record))
         self.revision += 1
         return PickResponse(

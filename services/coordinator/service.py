@@ -5,6 +5,7 @@ import asyncio
 from prometheus_client import Counter, Gauge
 
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.placement.rules import RULES
 from tokenloom.v1 import coordinator_pb2_grpc
 
 from .attentive_clock import AttentiveClock
@@ -26,7 +27,7 @@ class CoordinatorService:
         registry = Registry(
             host.epoch,
             clock,
-            policy=Policy(pd_threshold=self._settings.pd_threshold),
+            policy=Policy(pd_threshold=self._settings.pd_threshold, rule=RULES[self._settings.placement]),
             settle_seconds=self._settings.settle_seconds,
         )
         engines = Gauge("tokenloom_engines", "Engines that are joined.", registry=host.metrics)

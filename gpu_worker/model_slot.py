@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .attention.attention_backend import AttentionPlan, KVCache
 from .checkpoint.model_config import ModelConfig
-from .checkpoint.weights import Checkpoint, FileStamps, file_stamps
+from .checkpoint.weights import Checkpoint, FileStamps, check_unchanged, file_stamps
 from .layers.embedding import InputEmbeds
 from .models.architectures import ModelLoader
 from .models.model import Model
@@ -88,10 +88,7 @@ class ModelSlot:
         if self._on_host is not None:
             self.model, self._on_host = self._on_host.restore(), None
             return
-        if self._stamps is None:
-            raise ValueError("the weights were dropped for good; call reload_weights")
-        if file_stamps(self._path) != self._stamps:
-            raise ValueError("the checkpoint's files changed after they were loaded; call reload_weights to use them")
+        check_unchanged(self._path, self._stamps)
         self.model = self._loader.load(self._path)
 
     def replace(self, path: Path) -> None:

@@ -338,7 +338,10 @@ class ModelWorker:
         sampler = DeviceSampler() if self._platform.draws_on_device else None
         proposer = rejection = None
         if self._drafting is not None:
-            proposer, rejection = self._drafting.make(batch, self._make_backend, num_blocks, block_size, memory)
+            records = not config.worker.enforce_eager
+            proposer, rejection = self._drafting.make(
+                batch, self._make_backend, num_blocks, block_size, memory, records=records
+            )
         return ModelRunner(
             self._model,
             self._backend,

@@ -14,10 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, LoraConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
@@ -27,24 +23,10 @@ from tokenloom.gpu_worker.platform.devices import make_worker
 from tokenloom.model_path import resolve
 from tokenloom.request.adapter_salt import adapter_salt
 
+from ..random_adapter import write_adapter
+
 _CONTEXT = 32
 _WARM_STEPS = 8
-
-
-def write_adapter(path: Path, model: Path, rank: int, seed: int) -> None:
-    """Write an adapter with random matrices for every linear layer of the checkpoint's decoder layers."""
-    generator, tensors = torch.Generator().manual_seed(seed), {}
-    with safe_open(model / "model.safetensors", "pt") as weights:
-        for key in weights.keys():  # noqa: SIM118 - it is no mapping
-            if key.endswith("_proj.weight"):
-                outputs, inputs = weights.get_slice(key).get_shape()
-                name = f"base_model.model.{key.removesuffix('.weight')}"
-                tensors[f"{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) / inputs**0.5
-                tensors[f"{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * 0.01
-    path.mkdir()
-    save_file(tensors, path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
-    (path / "adapter_config.json").write_text(json.dumps(config))
 
 
 class Engine:

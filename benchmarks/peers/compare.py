@@ -15,7 +15,7 @@ from rich.table import Table
 from ..report import machine
 from ..report.bar_plot import Bar, write_bars
 from ..report.stats import spread
-from .workloads import WORKLOADS, Workload
+from .workloads import DEFAULT_WORKLOADS, WORKLOADS, Workload
 
 ADAPTERS = {
     "tokenloom": "tokenloom.Tokenloom",
@@ -25,6 +25,8 @@ ADAPTERS = {
     "llamacpp": "llamacpp.LlamaCpp",
 }
 """Maps an engine to its module.Class."""
+_LORA_ENGINES = frozenset({"tokenloom", "vllm"})
+"""Engines whose adapter computes requests with LoRA adapters."""
 # Appended to the path, never before the standard library; `peers` is then a package of its own.
 _LAUNCH = "import sys; sys.path.append(sys.argv.pop(1)); from peers.worker import main; main(sys.argv[1:])"
 _STOP_SECONDS = 20.0
@@ -41,7 +43,7 @@ class PeerOptions:
     model: Path
     pythons: Mapping[str, str]
     """Maps an engine to the interpreter that has it."""
-    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    workloads: tuple[str, ...] = DEFAULT_WORKLOADS
     repeats: int = 3
     threads: int = 0
     """0: one for each core."""
@@ -171,7 +173,9 @@ def run_peers(options: PeerOptions, on_run: Callable[[str, str], None]) -> dict[
     """Load all engines, then run each workload: one untimed round, then `repeats` rounds in which all take a turn.
 
     ``on_run`` is called before each run. An engine that fails ends the comparison; leave it out of the next one.
+    Raises ``ValueError`` for an engine that cannot run one of the workloads.
     """
+    _check_lora(options)
     with ExitStack() as stack:
         peers = [stack.enter_context(Peer(name, options)) for name in options.pythons]
         results = {name: _rounds(peers, WORKLOADS[name], options, on_run) for name in options.workloads}
@@ -183,6 +187,14 @@ def run_peers(options: PeerOptions, on_run: Callable[[str, str], None]) -> dict[
         "repeats": options.repeats,
         "workloads": results,
     }
+
+
+def _check_lora(options: PeerOptions) -> None:
+    names = [name for name in options.workloads if WORKLOADS[name].adapters]
+    unable = sorted({_engine(name, options) for name in options.pythons} - _LORA_ENGINES)
+    if names and unable:
+        able = " and ".join(sorted(_LORA_ENGINES))
+        raise ValueError(f"workload {names[0]} runs on {able} only; leave out {', '.join(unable)}")
 
 
 def _rounds(

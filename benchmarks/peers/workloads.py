@@ -16,6 +16,8 @@ class Workload:
     shared: int
     unique: int
     output: int
+    adapters: int = 0
+    """How many LoRA adapters the requests name in turn; 0: all of them use the base model."""
 
     @property
     def prompt_len(self) -> int:
@@ -41,8 +43,18 @@ WORKLOADS = {
         Workload("long-prompt", requests=1, shared=0, unique=512, output=8),
         Workload("batch", requests=32, shared=0, unique=128, output=128),
         Workload("shared-prefix", requests=32, shared=512, unique=32, output=32),
+        Workload("lora", requests=8, shared=0, unique=32, output=32, adapters=4),
     )
 }
+DEFAULT_WORKLOADS = tuple(name for name, workload in WORKLOADS.items() if not workload.adapters)
+"""The workloads that need nothing but the checkpoint."""
+LORA_RANK = 16
+"""Rank of the adapters of a workload."""
+
+
+def adapter_paths(model: str, count: int) -> list[str]:
+    """Return the directories of a checkpoint's first ``count`` adapters, in the layout of the peft library."""
+    return [f"{model}-lora/{number}" for number in range(count)]
 
 
 @dataclass(frozen=True)

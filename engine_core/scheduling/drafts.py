@@ -4,13 +4,15 @@ A draft counts only while it equals the token drawn at its position, so nothing 
 step has left over: no other request waits for them, and none is preempted for them.
 """
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from ..config import SpeculativeConfig
 from ..kv_cache.kv_manager import KVManager
 from ..structured_output.manager import StructuredOutputManager
 from ..wire.draft_counts import SpecDecodingStats
 from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .draft_costs import DraftCosts
 from .draft_history import DraftHistory
 from .request import Request
 
@@ -24,8 +26,9 @@ class Drafts:
         requests: Mapping[str, Request],
         kv: KVManager,
         grammars: StructuredOutputManager | None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """``requests``, ``kv`` and ``grammars`` are the scheduler's."""
+        """``requests``, ``kv`` and ``grammars`` are the scheduler's. ``clock`` returns nanoseconds."""
         self._max_drafts = config.num_speculative_tokens
         self._writes_kv = config.method != "ngram"
         """Whether the worker needs slots for its proposals, whose KV a draft model or head computes."""
@@ -35,6 +38,8 @@ class Drafts:
         self._proposed: Mapping[str, list[int]] = {}
         self.free_rows: int | None = None
         """Rows up to which a step takes hardly longer than one row; None: any number."""
+        self.costs: DraftCosts | None = DraftCosts(clock, drafting_takes_time=self._writes_kv)
+        """Stops drafts that cost more time than they save; None: nothing does."""
         self._stats = SpecDecodingStats(num_accepted_tokens_per_pos=[0] * self._max_drafts)
 
     def propose(self, draft_token_ids: Mapping[str, list[int]]) -> None:
@@ -47,6 +52,8 @@ class Drafts:
     def add_to(self, scheduled: SchedulerOutput, running: list[Request], budget: int) -> None:
         """Add drafts to a planned step, as far as ``budget`` further tokens, free rows and free blocks reach, and say
         how many the worker may propose after it."""
+        if self.costs is not None:
+            self.costs.began()
         proposed, self._proposed = self._proposed, {}
         if proposed:
             room = min(budget, self._rows_left(scheduled.total_num_scheduled_tokens))
@@ -57,6 +64,10 @@ class Drafts:
 
     def verify(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Take the rejected drafts of a step off the computed tokens of their requests, and count the accepted ones."""
+        if self.costs is not None:
+            self.costs.ended(scheduled, result)
+        if not scheduled.draft_token_ids:
+            return
         stats = self._stats
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
             drafts = scheduled.draft_token_ids.get(request_id)
@@ -144,8 +155,10 @@ class Drafts:
         request.num_computed_tokens += num_scheduled
         return new_block_ids
 
-    def _wanted(self, running: Iterable[Request]) -> dict[str, int]:
+    def _wanted(self, running: Sequence[Request]) -> dict[str, int]:
         """Share the rows that the next step has left over among the requests that draw a token in this one."""
+        if self.costs is not None and not self.costs.allows(len(running)):
+            return {}
         num_rows, drawing = 0, []
         for request in running:
             missing = request.num_tokens - request.num_computed_tokens

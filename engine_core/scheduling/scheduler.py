@@ -91,7 +91,7 @@ class Scheduler:
         self.ended = EndedRequests(
             self.requests, self._tenants, self.kv, self._remote, grammars, self._in_flight, self._recorder, adapters
         )
-        self.drafts = Drafts(speculative, self.requests, self.kv, grammars) if speculative else None
+        self.drafts = Drafts(speculative, self.requests, self.kv, grammars, clock) if speculative else None
         self._pooled = PooledRequests(pooling, kv_cache.max_model_len, clock)
         self.results = StepResults(
             self.requests,

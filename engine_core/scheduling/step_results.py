@@ -53,7 +53,7 @@ class StepResults:
         self._recorder.stepped(scheduled.total_num_scheduled_tokens)
         if self._in_flight is not None:
             result = self._in_flight.end(scheduled, result, self._requests)
-        if scheduled.draft_token_ids and self._drafts is not None:
+        if self._drafts is not None:
             self._drafts.verify(scheduled, result)
         prompt_logprobs = self._collect_prompt_logprobs(scheduled, result) if result.prompt_logprobs else {}
         routed = self._routed_requests(result) if result.routed_experts else []

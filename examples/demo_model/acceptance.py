@@ -103,7 +103,7 @@ def print_acceptance(model: Path, asked: list[list[int]], num_drafts: int, tempe
             config = SpeculativeConfig(method, num_drafts, str(model / folder), rejection_sample_method=rule)
             core = make_core(model, config, "float32")
             assert core.scheduler.drafts is not None
-            core.scheduler.drafts.free_rows = None
+            core.scheduler.drafts.free_rows = core.scheduler.drafts.costs = None
             for temperature in temperatures:
                 counts = accepted(core, asked, temperature, ends)
                 share = counts.num_accepted_tokens / counts.num_draft_tokens

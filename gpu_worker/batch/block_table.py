@@ -46,9 +46,9 @@ class BlockTable:
         """Return the tables of these rows, [n, blocks of the longest]. Entries beyond a row's count are undefined."""
         return self._block_ids[rows, : self._counts[rows].max(initial=0)]
 
-    def num_slots(self, rows: Ints) -> Ints:
-        """Return how many tokens the blocks of these rows hold, [n]."""
-        return self._counts[rows] * self.block_size
+    def num_slots(self, row: int) -> int:
+        """Return how many tokens the blocks of a row hold."""
+        return self._counts.item(row) * self.block_size
 
     def slots(self, rows: Ints, positions: Ints) -> Ints:
         """Return the slots of n (row, position) pairs, [n], or [num_groups, n] if there are several groups."""

@@ -1,6 +1,6 @@
 """The persistent batch: the worker's state of every request between steps, from which each step gathers its arrays."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -238,13 +238,13 @@ class InputBatch:
         """Return the tokens of all rows, [max_num_seqs, max_model_len], as they are at any later time."""
         return self._token_ids
 
-    def num_tokens(self, rows: Ints) -> Ints:
-        """Return how many tokens of prompt and output these rows have, [n]."""
-        return self._num_tokens[rows]
+    def num_tokens(self, row: int) -> int:
+        """Return how many tokens of prompt and output a row has."""
+        return self._num_tokens.item(row)
 
-    def num_slots(self, rows: Ints) -> Ints:
-        """Return how many tokens of these rows their blocks and the context hold, [n]."""
-        return np.minimum(self.block_table.num_slots(rows), self._token_ids.shape[1])
+    def num_slots(self, row: int) -> int:
+        """Return how many tokens of a row its blocks and the context hold."""
+        return min(self.block_table.num_slots(row), self._token_ids.shape[1])
 
     def place_drafts(self, rows: Ints, positions: Ints, token_ids: Ints) -> None:
         """Put a token behind those of each of these rows, for :meth:`gather`; drawn tokens replace it."""
@@ -271,9 +271,9 @@ class InputBatch:
         wanted = members.params if members is not None and rows is members.rows else [params[x] for x in rows.tolist()]
         return wanted, self._num_tokens[rows] - self._num_prompt_tokens[rows]
 
-    def are_greedy(self, rows: Ints) -> bool:
+    def are_greedy(self, rows: Iterable[int]) -> bool:
         """Return whether these rows take the tokens of the largest logits."""
-        return all(self._params[row].temperature == 0.0 for row in rows.tolist())
+        return all(self._params[row].temperature == 0.0 for row in rows)
 
     def extend(self, row: int, token_ids: Sequence[int]) -> None:
         """Append drawn tokens to a row, as :meth:`append` does, while no request asks for changed logits."""

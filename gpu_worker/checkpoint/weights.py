@@ -152,3 +152,12 @@ def file_stamps(path: Path) -> FileStamps:
     files = [path] if is_gguf(path) else [path / "config.json", *weight_files(path)]
     stats = [(file.name, file.stat()) for file in files]
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
+
+
+def check_unchanged(path: Path, stamps: FileStamps | None) -> None:
+    """Raise ``ValueError`` if the checkpoint ``path`` may not be loaded again: its files have no longer the ``stamps``
+    that they had when they were loaded, or ``stamps`` is None because the weights were dropped for good."""
+    if stamps is None:
+        raise ValueError("the weights were dropped for good; call reload_weights")
+    if file_stamps(path) != stamps:
+        raise ValueError("the checkpoint's files changed after they were loaded; call reload_weights to use them")

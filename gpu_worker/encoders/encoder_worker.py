@@ -19,6 +19,7 @@ from tokenloom.engine_core.wire.lora import LoraInfo
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.worker import FreedMemory, ModelInfo
 
+from ..checkpoint.weights import FileStamps, check_unchanged, file_stamps
 from ..platform.affinity import bind_to
 from ..platform.platform import Platform
 from ..platform.profiler import Profiler
@@ -40,6 +41,7 @@ class EncoderWorker:
         self._config = config
         self._platform = platform
         self._path = Path(config.worker.model)
+        self._stamps: FileStamps | None = None
         self._model: Encoder | None = None
         self._pooler: Pooler | None = None
         self._prompts: dict[str, _Prompt] = {}
@@ -68,9 +70,10 @@ class EncoderWorker:
 
     def _load(self, path: Path) -> None:
         settings = self._config.worker
+        stamps = file_stamps(path)  # before loading, so that a file that changes during the load is noticed later
         model = load_encoder(path, settings.dtype, self._platform.device, settings.quantization)
         pooler = make_pooler(path, settings, model.config.hidden_size, model.head, is_encoder=True)
-        self._model, self._pooler, self._path = model, pooler, path
+        self._model, self._pooler, self._path, self._stamps = model, pooler, path, stamps
 
     def determine_available_memory(self) -> int:
         """Return 0: an encoder's blocks hold nothing."""
@@ -127,13 +130,17 @@ class EncoderWorker:
         return self._model.forward(token_ids, at, kinds, begins.tolist())
 
     def sleep(self, level: int) -> FreedMemory:
+        """Drop the weights. At level 1 they can be read from the files again."""
         before = self._platform.bytes_in_use()
         self._model = self._pooler = None
+        if level == 2:
+            self._stamps = None
         self._platform.return_freed()
         return FreedMemory(max(0, before - self._platform.bytes_in_use()))
 
     def wake_up(self, tags: Sequence[str]) -> None:
         if "weights" in tags and self._model is None:
+            check_unchanged(self._path, self._stamps)
             self._load(self._path)
 
     def reload_weights(self, path: str) -> None:

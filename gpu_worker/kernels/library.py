@@ -52,7 +52,8 @@ class DraftArgs(Structure):
     """Mirrors the struct in ``drafts.cpp``."""
 
     _fields_ = [
-        *_fields(_P, "layers embedding norm output frequencies tokens tables rows starts ends counts drafts found"),
+        *_fields(_P, "layers embedding fc norm output frequencies tokens tables rows starts ends counts before states"),
+        *_fields(_P, "drafts found"),
         *_fields(_I64, "num_requests most num_layers vocab hidden inner num_heads num_kv_heads head_size"),
         *_fields(_I64, "cache_head_size block_size tokens_stride tables_stride"),
         *_fields(_F, "eps scale rotation_factor least_confidence"),
@@ -197,9 +198,10 @@ def load_bfloat16(march: str = "native") -> CDLL:
 def load_drafts(march: str = "native") -> CDLL:
     """Load the steps of small draft models. Raises :class:`KernelsUnavailable`."""
     library = _load(build("drafts", march))
-    library.panel_outputs.restype = _I64
+    library.matrix_bytes.argtypes, library.matrix_bytes.restype = [_I64, _I64, _I32], _I64
+    library.arrange_matrix.argtypes = [*[_P] * 2, *[_I64] * 2, _I32]
     library.draft_greedily.argtypes = [_P]
-    library.draft_greedily.restype = None
+    library.arrange_matrix.restype = library.draft_greedily.restype = None
     return library
 
 

@@ -19,6 +19,8 @@ from ..checkpoint.model_config import (
     read_dtype,
 )
 from ..checkpoint.weights import Checkpoint
+from ..kernels.parallel_build import parallel_build
+from ..kernels.prebuilt import Variant
 from ..layers.interface import Adapt
 from ..ops.ops import Ops
 from ..ops.torch_ops import TorchOps
@@ -29,6 +31,12 @@ from .opt import OPTModel
 from .transformers.architecture import read_architecture
 
 log = logging.getLogger(__name__)
+
+_PRODUCTS = {
+    torch.bfloat16: ("bfloat16", "few_rows", "few_bf16_rows"),
+    torch.float32: ("few_float_rows",),
+}
+"""The kernels with which layers multiply, by the dtype of the weights."""
 
 
 def load_model(
@@ -53,7 +61,8 @@ def load_model(
         check_quantization(quantization)
         return _load_transformers(path, read_dtype(path, dtype), device, ops or TorchOps(), quantization)
     config = load_model_config(path, dtype, quantization, max_model_len)
-    with Checkpoint(path, config.dtype, device, config.scheme, adapt) as checkpoint:
+    kernels = _kernels(config) if device.type == "cpu" else []
+    with parallel_build(kernels), Checkpoint(path, config.dtype, device, config.scheme, adapt) as checkpoint:
         model: Model
         match config.family:
             case "gpt2":
@@ -64,6 +73,13 @@ def load_model(
                 model = DecoderModel(checkpoint, config, ops or TorchOps(), device)
         checkpoint.refuse_rest()
     return model
+
+
+def _kernels(config: ModelConfig) -> list[Variant]:
+    """Return the kernels of a model's steps, beside those that its operations loaded."""
+    attention = {"HEAD_SIZE": config.cache_head_size} | ({} if config.attention_softcap is None else {"SOFTCAP": 1})
+    products = ("quantized", "int8") if config.scheme is not None else _PRODUCTS[config.dtype]
+    return [("attention", attention), *((source, {}) for source in (*products, "batch", "replay"))]
 
 
 def uses_transformers(path: Path, model_impl: str) -> bool:

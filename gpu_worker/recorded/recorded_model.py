@@ -7,17 +7,16 @@ computed as ever.
 
 import logging
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..attention.attention_backend import KVCache
+from ..attention.attention_backend import AttentionPlan, KVCache
 from ..attention.fixed_plan import BoundPlan, FixedPlan
 from ..batch.input_batch import StepInputs
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.threads import kernel_threads
-from ..models.model import Model
 from .buffers import Buffers, SharedMemory
 from .calls import UnrecordableError
 from .recorder import Recorder, recording
@@ -34,6 +33,16 @@ _MOST_FAILURES = 4
 
 _Size: TypeAlias = tuple[int, int, bool]
 """The number of tokens and of threads, and whether rows have LoRA adapters."""
+
+
+class StepModel(Protocol):
+    """Computes steps that may be recorded, as :class:`~..models.model.Model` does."""
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], plan: AttentionPlan
+    ) -> Tensor: ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +87,20 @@ class RecordedModel:
         self._memory = SharedMemory()
 
     def compute(
-        self, model: Model, inputs: StepInputs, kv_caches: list[KVCache], *, adapted: bool = False
+        self,
+        model: StepModel,
+        inputs: StepInputs,
+        kv_caches: list[KVCache],
+        *,
+        adapted: bool = False,
+        every_row: bool = False,
     ) -> tuple[Tensor, Tensor] | None:
         """Compute a step in which every token's logits are needed. Returns the last hidden states [T, hidden_size] and
         the logits [T, vocab], which hold until the next step; None: the step must be computed as ever. ``adapted``:
-        rows have LoRA adapters, so that other kernels are called."""
+        rows have LoRA adapters, so that other kernels are called. ``every_row``: compute all logits although not every
+        token draws."""
         num_tokens = len(inputs.token_ids)
-        if num_tokens > self._plan.most_tokens or inputs.embeds or not _all_draw(inputs):
+        if num_tokens > self._plan.most_tokens or inputs.embeds or not (every_row or _all_draw(inputs)):
             return None
         size = (num_tokens, kernel_threads(), adapted)
         step = self._steps.get(size)
@@ -103,7 +119,7 @@ class RecordedModel:
         with torch.inference_mode():
             return step.hidden, model.compute_logits(step.hidden)
 
-    def _record(self, size: _Size, model: Model, kv_caches: list[KVCache]) -> tuple[Tensor, Tensor]:
+    def _record(self, size: _Size, model: StepModel, kv_caches: list[KVCache]) -> tuple[Tensor, Tensor]:
         """Compute a step as ever, and keep its recording if that computes the same."""
         num_tokens = size[0]
         ids, positions = self._token_ids[:num_tokens], self._positions[:num_tokens]

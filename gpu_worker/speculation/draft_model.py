@@ -7,7 +7,7 @@ from torch import Tensor
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..batch.input_batch import Ints, StepInputs
 from ..models.model import Model
-from .greedy_drafts import GreedyDrafts
+from .greedy_drafts import DraftRange, GreedyDrafts, StateAddresses
 
 
 class DraftModel:
@@ -22,7 +22,12 @@ class DraftModel:
     def states(self, step: StepInputs, hidden: Tensor, places: Ints, inputs: StepInputs) -> None:
         return None
 
-    def keep(self, step: StepInputs, hidden: Tensor, computed: Ints) -> None:
+    def state_addresses(
+        self, step: StepInputs, hidden: Tensor, places: Sequence[int], ranges: Sequence[DraftRange]
+    ) -> list[StateAddresses]:
+        return []
+
+    def keep(self, step: StepInputs, hidden: Tensor, places: Sequence[int], computed: Sequence[int]) -> None:
         pass
 
     def forget(self, req_ids: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..batch.input_batch import Ints, StepInputs
-from .greedy_drafts import GreedyDrafts
+from .greedy_drafts import DraftRange, GreedyDrafts, StateAddresses
 
 
 class Drafter(Protocol):
@@ -28,9 +28,15 @@ class Drafter(Protocol):
         ``places``.
         """
 
-    def keep(self, step: StepInputs, hidden: Tensor, computed: Ints) -> None:
-        """Remember what :meth:`states` needs after the next step. ``computed`` [R]: how many tokens of each request of
-        ``step`` the model has computed."""
+    def state_addresses(
+        self, step: StepInputs, hidden: Tensor, places: Sequence[int], ranges: Sequence[DraftRange]
+    ) -> list[StateAddresses]:
+        """Return where :attr:`at_once` finds the same states for these ranges, of the requests ``places``; empty: it
+        needs none. They hold as long as ``hidden``."""
+
+    def keep(self, step: StepInputs, hidden: Tensor, places: Sequence[int], computed: Sequence[int]) -> None:
+        """Remember what :meth:`states` needs after the next step of the requests ``places`` of ``step``, which get no
+        drafts. ``computed``: how many tokens of each the model has computed."""
 
     def forget(self, req_ids: Sequence[str]) -> None:
         """Drop what is known of these requests."""

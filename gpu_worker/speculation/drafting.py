@@ -23,11 +23,12 @@ from ..models.self_check import CheckedModel
 from ..ops.torch_ops import TorchOps
 from .draft_model import DraftModel
 from .drafter import Drafter
-from .eagle import EagleHead, EmbedsTokens
+from .eagle import EagleHead, EmbedsTokens, load_greedy_head
 from .greedy_drafts import load_greedy_drafts
 from .interface import Proposer
 from .model_proposer import ModelProposer
 from .ngram import NgramProposer
+from .recorded_drafter import make_recorded_drafter
 from .rejection import RejectionSampler
 
 _CPU = torch.device("cpu")
@@ -68,10 +69,12 @@ class Drafting:
         num_blocks: int,
         block_size: int,
         memory: PoolMemory | None,
+        *,
+        records: bool = True,
     ) -> tuple[Proposer, RejectionSampler | None]:
         """Return the proposer for a batch, and how its drafts are accepted (see :class:`ModelRunner`).
 
-        ``memory`` holds the pool, with the model's layers first.
+        ``memory`` holds the pool, with the model's layers first. ``records``: whether steps run from recordings.
         """
         config = self._config
         rejection = RejectionSampler() if config.rejection_sample_method == "probabilistic" else None
@@ -83,7 +86,8 @@ class Drafting:
         backend = make_backend(self.kv_config)
         make_kv_caches = functools.partial(backend.allocate, num_blocks, memory)
         device = self._loader.device or _CPU
-        proposer = ModelProposer(batch, self._drafter, backend, make_kv_caches, device, rejection)
+        recorded = make_recorded_drafter(backend, batch) if records else None
+        proposer = ModelProposer(batch, self._drafter, backend, make_kv_caches, device, rejection, recorded)
         self._proposers = [proposer]  # that of a profile before it is gone
         return proposer, rejection
 
@@ -107,8 +111,9 @@ class Drafting:
             proposer.drafter = None
 
     def restore(self) -> None:
-        """Bring back dropped weights. Raises ``ValueError`` as the constructor."""
-        if self.kv_config is not None and self._drafter is None:
+        """Bring back dropped weights, and take over those of the model that a head uses. Raises ``ValueError`` as the
+        constructor."""
+        if self.kv_config is not None and (self._drafter is None or self._config.method == "eagle"):
             self._drafter = self._load()
             for proposer in self._proposers:
                 proposer.drafter = self._drafter
@@ -137,8 +142,9 @@ class Drafting:
             )
         loader, device = self._loader, self._loader.device or _CPU
         get_target = cast("Callable[[], EmbedsTokens]", self._target)
+        at_once = load_greedy_head(self._path, config, self._target(), device)
         with Checkpoint(self._path, config.dtype, device, config.scheme) as checkpoint:
-            head = EagleHead(checkpoint, config, loader.ops or TorchOps(), device, get_target)
+            head = EagleHead(checkpoint, config, loader.ops or TorchOps(), device, get_target, at_once)
             checkpoint.refuse_rest()
         return head
 

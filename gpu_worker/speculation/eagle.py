@@ -5,6 +5,7 @@ The KV of a token lies in the token's own slot and depends on nothing after it, 
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -16,11 +17,15 @@ from ..batch.input_batch import Ints, StepInputs
 from ..batch.transfer import to_device
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
+from ..kernels.compiler import KernelsUnavailable
 from ..layers.linear import load_linear
 from ..layers.rotary import RotaryEmbedding
 from ..models.decoder_layers import AddNorm, Attention
 from ..models.mlp import MLP
+from ..models.model import Model
 from ..ops.ops import Ops
+from .draft_weights import DraftWeights, fits
+from .greedy_drafts import DraftRange, GreedyDrafts, StateAddresses
 
 
 @runtime_checkable
@@ -33,11 +38,26 @@ class EmbedsTokens(Protocol):
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
 
+def load_greedy_head(path: Path, config: ModelConfig, target: Model, device: torch.device) -> GreedyDrafts | None:
+    """Load the weights of a head, and those of ``target``, for :class:`GreedyDrafts`. None: the head computes every
+    draft."""
+    plain = target.config.logit_softcap is None and target.config.quantization is None
+    if device.type != "cpu" or not (plain and fits(config, is_head=True)) or not isinstance(target, EmbedsTokens):
+        return None
+    try:
+        with torch.inference_mode(), Checkpoint(path, config.dtype, device, config.scheme) as checkpoint:
+            embedding = target.embed_tokens(torch.arange(config.vocab_size))
+            # Of a unit vector the logits are a column of the matrix.
+            output = target.compute_logits(torch.eye(config.hidden_size, dtype=config.dtype)).t()
+            return GreedyDrafts(DraftWeights.of_head(checkpoint, config, embedding, output))
+    except KernelsUnavailable:
+        return None
+
+
 class EagleHead:
     """Fulfils :class:`~.drafter.Drafter`."""
 
     keeps_drafts = False  # it is computed anew from the model's own hidden states
-    at_once = None
 
     def __init__(
         self,
@@ -46,8 +66,10 @@ class EagleHead:
         ops: Ops,
         device: torch.device,
         target: Callable[[], EmbedsTokens],
+        at_once: GreedyDrafts | None = None,
     ) -> None:
-        """``target`` returns the model that the head drafts for, which sleep and new weights replace."""
+        """``target`` returns the model that the head drafts for, which sleep replaces."""
+        self.at_once = at_once
         size, quantization = config.hidden_size, config.quantization
         self._target = target
         self._fc = load_linear(checkpoint, ["fc"], 2 * size, [size], False, quantization)
@@ -75,10 +97,27 @@ class EagleHead:
             states[row] = self._before.get(req_id, 0.0)
         return states
 
+    def state_addresses(
+        self, step: StepInputs, hidden: Tensor, places: Sequence[int], ranges: Sequence[DraftRange]
+    ) -> list[StateAddresses]:
+        found, at, row_bytes = [], hidden.data_ptr(), hidden.stride(0) * hidden.itemsize
+        for place, (_, start, _, _) in zip(places, ranges, strict=True):
+            first_row = step.cu_query_lens.item(place)
+            first = step.positions.item(first_row)
+            states_at = at + (first_row + start - first) * row_bytes
+            if start > first:
+                found.append((states_at - row_bytes, states_at))
+            else:
+                before = self._before.get(step.req_ids[place])
+                found.append((0 if before is None else before.data_ptr(), states_at))
+        return found
+
     @torch.inference_mode()
-    def keep(self, step: StepInputs, hidden: Tensor, computed: Ints) -> None:
-        rows = step.cu_query_lens[:-1] + computed - 1 - step.positions[step.cu_query_lens[:-1]]
-        self._before.update(zip(step.req_ids, hidden[to_device(rows, hidden.device)], strict=True))
+    def keep(self, step: StepInputs, hidden: Tensor, places: Sequence[int], computed: Sequence[int]) -> None:
+        first_rows = step.cu_query_lens[places]
+        rows = first_rows + np.array(computed) - 1 - step.positions[first_rows]
+        states = hidden[to_device(rows, hidden.device)]
+        self._before.update(zip([step.req_ids[place] for place in places], states, strict=True))
 
     def forget(self, req_ids: Sequence[str]) -> None:
         for req_id in req_ids:
@@ -88,10 +127,14 @@ class EagleHead:
         self, input_ids: Tensor, positions: Tensor, states: Tensor | None, kv_caches: list[KVCache], plan: AttentionPlan
     ) -> Tensor:
         assert states is not None
-        residual = self._fc(torch.cat((self._target().embed_tokens(input_ids), states), dim=1))
+        size = states.shape[1]
+        joined = torch.empty(len(states), 2 * size, dtype=states.dtype, device=states.device)
+        joined[:, :size] = self._target().embed_tokens(input_ids)
+        joined[:, size:] = states
+        residual = self._fc(joined)
         delta = self._attention(residual, self._rotary(positions), kv_caches[0], plan)
         normed = self._norm(residual, delta)
-        return residual + self._mlp(normed)
+        return residual.add_(self._mlp(normed))
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self._target().compute_logits(hidden)

@@ -1,6 +1,6 @@
 """Proposes tokens with a small model, whose KV lies next to that of the model that it drafts for."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +15,9 @@ from ..batch.input_batch import InputBatch, Ints, StepInputs
 from ..batch.transfer import to_device
 from ..sampler import Purpose, Sampler
 from .drafter import Drafter
-from .greedy_drafts import GreedyDrafts
+from .greedy_drafts import DraftRange, GreedyDrafts
 from .interface import StepArrays
+from .recorded_drafter import RecordedDrafter
 from .rejection import RejectionSampler, distribution
 
 LEAST_CONFIDENCE = 0.4
@@ -24,22 +25,16 @@ LEAST_CONFIDENCE = 0.4
 one would cost more than it gains."""
 _FEW_REQUESTS = 8
 """Up to so many requests are drafted for one after the other, in one call."""
-_FEW_TOKENS = 32
-"""Up to so many tokens of a request are computed one after the other, in one call."""
 
 
 class _Ranges(NamedTuple):
     """Says which positions the drafter computes first: those that the model has computed, and the last token."""
 
-    places: Ints
-    """[n]: requests of the step."""
-    starts: Ints
-    """[n]"""
-    lengths: Ints
-    """[n]"""
-    counts: Ints
-    """[n]: drafts to propose."""
-    computed: Ints
+    places: list[int]
+    """Requests of the step."""
+    req_ids: list[str]
+    ranges: list[DraftRange]
+    computed: list[int]
     """[R]: how many tokens of each request of the step the model has computed."""
 
 
@@ -59,12 +54,14 @@ class ModelProposer:
         make_kv_caches: Callable[[], list[KVCache]],
         device: torch.device,
         rejection: RejectionSampler | None = None,
+        recorded: RecordedDrafter | None = None,
     ) -> None:
         """``make_kv_caches`` allocates the drafter's caches. With ``rejection`` drafts are drawn with numbers of their
-        own, and it learns what they were drawn from."""
+        own, and it learns what they were drawn from. ``recorded`` runs the steps of which it can make recordings; None:
+        the drafter computes every step."""
         self._batch = batch
-        self.drafter: Drafter | None = drafter
-        """None while its weights are asleep."""
+        self._recorded = recorded
+        self._drafter: Drafter | None = drafter
         self._backend = backend
         self._make_kv_caches = make_kv_caches
         self._kv_caches = make_kv_caches()
@@ -76,9 +73,23 @@ class ModelProposer:
         """How many tokens of a request have the drafter's KV; a request that is absent: those that the model has."""
 
     @property
+    def drafter(self) -> Drafter | None:
+        """What computes the drafts; None while its weights are asleep."""
+        return self._drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Drafter | None) -> None:
+        self._drafter = drafter
+        self._forget_recordings()
+
+    @property
     def _awake(self) -> Drafter:
-        assert self.drafter is not None, "the weights are asleep"
-        return self.drafter
+        assert self._drafter is not None, "the weights are asleep"
+        return self._drafter
+
+    def _forget_recordings(self) -> None:
+        if self._recorded is not None:
+            self._recorded.forget()
 
     def make_kv_caches(self) -> None:
         """Allocate empty KV caches, if there are none."""
@@ -88,6 +99,7 @@ class ModelProposer:
     def drop_kv_caches(self) -> None:
         """Drop the KV caches with their content."""
         self._kv_caches = []
+        self._forget_recordings()
 
     def update(self, step: SchedulerOutput) -> None:
         changed = [*step.finished_req_ids, *step.preempted_req_ids, *step.scheduled_cached_reqs.resumed_token_ids]
@@ -97,99 +109,103 @@ class ModelProposer:
         self._awake.forget(changed)
 
     def propose(self, step: StepInputs, hidden: Tensor, wanted: Mapping[str, int]) -> dict[str, list[int]]:
-        ranges = self._ranges(step, wanted)
-        drafts = self._propose(step, hidden, ranges) if len(ranges.places) else {}
-        self._awake.keep(step, hidden, ranges.computed)
+        found = self._ranges(step, wanted)
+        drafts = self._propose(step, hidden, found) if found.places else {}
+        drafting = {req_id for req_id, each in zip(found.req_ids, found.ranges, strict=True) if each.most}
+        if len(drafting) < len(step.req_ids):
+            others = [place for place, req_id in enumerate(step.req_ids) if req_id not in drafting]
+            self._awake.keep(step, hidden, others, [found.computed[place] for place in others])
         return drafts
 
-    def _propose(self, step: StepInputs, hidden: Tensor, ranges: _Ranges) -> dict[str, list[int]]:
-        req_ids = [step.req_ids[place] for place in ranges.places.tolist()]
+    def _propose(self, step: StepInputs, hidden: Tensor, found: _Ranges) -> dict[str, list[int]]:
         at_once = self._awake.at_once
-        if at_once is not None and self._is_greedy(step.rows[ranges.places], ranges.counts):
-            return self._draft_at_once(at_once, step, hidden, ranges, req_ids)
+        if at_once is not None and self._is_greedy(found.ranges):
+            return self._draft_at_once(at_once, step, hidden, found)
         with torch.inference_mode():
-            return self._draft(step, hidden, ranges, req_ids)
+            return self._draft(step, hidden, found)
 
-    def _draft(self, step: StepInputs, hidden: Tensor, ranges: _Ranges, req_ids: list[str]) -> dict[str, list[int]]:
-        """Compute the tokens of ``ranges``, then draw drafts with the drafter's operations."""
-        inputs, output = self._compute(step, hidden, ranges, req_ids)
-        ends = ranges.starts + ranges.lengths
-        drawing = np.flatnonzero(ranges.counts)
+    def _draft(self, step: StepInputs, hidden: Tensor, found: _Ranges) -> dict[str, list[int]]:
+        """Compute the tokens of the ranges, then draw drafts with the drafter's operations."""
+        inputs, output, logits = self._compute(step, hidden, found)
+        _, _, ends, counts = np.array(found.ranges, dtype=np.int64).T
+        drawing = np.flatnonzero(counts)
         if not len(drawing):
             return {}
-        last = output[to_device(inputs.cu_query_lens[1:][drawing].astype(np.int64) - 1, self._device)]
-        drawing_ids = [req_ids[place] for place in drawing.tolist()]
-        drafts = self._draw(drawing_ids, inputs.rows[drawing], ends[drawing], ranges.counts[drawing], last)
+        last_rows = to_device(inputs.cu_query_lens[1:][drawing].astype(np.int64) - 1, self._device)
+        last = output[last_rows]
+        first_logits = self._awake.compute_logits(last) if logits is None else logits[last_rows]
+        drawing_ids = [found.req_ids[place] for place in drawing.tolist()]
+        drafts = self._draw(drawing_ids, inputs.rows[drawing], ends[drawing], counts[drawing], last, first_logits)
         if self._awake.keeps_drafts:
             for req_id, tokens in drafts.items():
                 self._computed[req_id] += len(tokens) - 1  # nothing follows the last one
         return drafts
 
-    def _compute(
-        self, step: StepInputs, hidden: Tensor, ranges: _Ranges, req_ids: list[str]
-    ) -> tuple[StepInputs, Tensor]:
-        """Compute the tokens of ``ranges``. Returns them and the drafter's states."""
-        inputs = self._batch.gather(req_ids, step.rows[ranges.places], ranges.starts, ranges.lengths)
-        output = self._forward(inputs, self._awake.states(step, hidden, ranges.places, inputs))
-        self._computed.update(zip(req_ids, (ranges.starts + ranges.lengths).tolist(), strict=True))
-        return inputs, output
+    def _compute(self, step: StepInputs, hidden: Tensor, found: _Ranges) -> tuple[StepInputs, Tensor, Tensor | None]:
+        """Compute the tokens of the ranges. Returns them, the drafter's states, and the logits as
+        :meth:`_forward` does."""
+        rows, starts, ends, _ = np.array(found.ranges, dtype=np.int64).T
+        inputs = self._batch.gather(found.req_ids, rows, starts, ends - starts)
+        places = np.array(found.places, dtype=np.int64)
+        output, logits = self._forward(inputs, self._awake.states(step, hidden, places, inputs))
+        self._computed.update(zip(found.req_ids, ends.tolist(), strict=True))
+        return inputs, output, logits
 
-    def _is_greedy(self, rows: Ints, counts: Ints) -> bool:
+    def _is_greedy(self, ranges: Sequence[DraftRange]) -> bool:
         """Return whether the drafts of a few requests are those of the largest logits."""
         batch = self._batch
         if self._rejection is not None or batch.logits_processors or batch.block_table.num_groups > 1:
             return False
-        return len(rows) <= _FEW_REQUESTS and batch.are_greedy(rows[counts > 0])
+        return len(ranges) <= _FEW_REQUESTS and batch.are_greedy([each.row for each in ranges if each.most])
 
     def _draft_at_once(
-        self, at_once: GreedyDrafts, step: StepInputs, hidden: Tensor, ranges: _Ranges, req_ids: list[str]
+        self, at_once: GreedyDrafts, step: StepInputs, hidden: Tensor, found: _Ranges
     ) -> dict[str, list[int]]:
-        starts, ends = ranges.starts, ranges.starts + ranges.lengths
-        if ranges.lengths.max() > _FEW_TOKENS:
+        ranges, drafter = found.ranges, self._awake
+        if any(each.end - each.start > at_once.most_tokens for each in ranges):
             with torch.inference_mode():
-                self._compute(step, hidden, ranges, req_ids)
-            starts = ends - 1  # the state of the last token is needed again
-        columns = (step.rows[ranges.places], starts, ends, ranges.counts)
-        found = at_once.draft(self._batch, columns, self._kv_caches, self.least_confidence)
+                self._compute(step, hidden, found)
+            ranges = [each._replace(start=each.end - 1) for each in ranges]  # the last token's state is needed again
+        states = drafter.state_addresses(step, hidden, found.places, ranges)
+        proposed = at_once.draft(self._batch, ranges, self._kv_caches, self.least_confidence, states)
         drafts = {}
-        for req_id, end, tokens in zip(req_ids, ends.tolist(), found, strict=True):
-            self._computed[req_id] = end + max(len(tokens) - 1, 0)  # nothing follows the last one
+        for req_id, each, tokens in zip(found.req_ids, ranges, proposed, strict=True):
+            kept = max(len(tokens) - 1, 0) if drafter.keeps_drafts else 0  # nothing follows the last one
+            self._computed[req_id] = each.end + kept
             if tokens:
                 drafts[req_id] = tokens
         return drafts
 
     def _ranges(self, step: StepInputs, wanted: Mapping[str, int]) -> _Ranges:
-        batch, rows = self._batch, step.rows
-        firsts = step.positions[step.cu_query_lens[:-1]].tolist()
-        columns = zip(
-            step.req_ids,
-            firsts,
-            step.seq_lens.tolist(),
-            batch.num_tokens(rows).tolist(),
-            batch.num_slots(rows).tolist(),
-            strict=True,
-        )
-        found, computed = [], []
-        for place, (req_id, first, seq_len, known, room) in enumerate(columns):
+        batch, found = self._batch, _Ranges([], [], [], [])
+        first_rows = step.cu_query_lens[:-1].tolist()
+        columns = zip(step.req_ids, step.rows.tolist(), step.seq_lens.tolist(), first_rows, strict=True)
+        for place, (req_id, row, seq_len, first_row) in enumerate(columns):
+            first, known = step.positions.item(first_row), batch.num_tokens(row)
             # The last token was drawn in this step, and the model has not computed it.
-            computed.append(min(seq_len, known - 1))
-            count = max(0, min(wanted.get(req_id, 0), room - known + 1))
-            end = known if count else computed[-1]
+            computed = min(seq_len, known - 1)
+            found.computed.append(computed)
+            count = max(0, min(wanted.get(req_id, 0), batch.num_slots(row) - known + 1))
+            end = known if count else computed
             # A draft that was rejected has the KV of another token.
-            done = self._computed[req_id] = min(self._computed.get(req_id, first), computed[-1])
+            done = self._computed[req_id] = min(self._computed.get(req_id, first), computed)
             if end > done:
-                found.append((place, done, end - done, count))
-        numbers = np.array(found, dtype=np.int64).reshape(-1, 4)
-        places, starts, lengths, counts = np.ascontiguousarray(numbers.T)
-        return _Ranges(places, starts, lengths, counts, np.array(computed, dtype=np.int64))
+                found.places.append(place)
+                found.req_ids.append(req_id)
+                found.ranges.append(DraftRange(row, done, end, count))
+        return found
 
-    def _draw(self, req_ids: list[str], rows: Ints, ends: Ints, counts: Ints, last: Tensor) -> dict[str, list[int]]:
-        """Draw ``counts`` [n] drafts of these requests one after the other, the first from the states ``last``."""
+    def _draw(
+        self, req_ids: list[str], rows: Ints, ends: Ints, counts: Ints, last: Tensor, first_logits: Tensor
+    ) -> dict[str, list[int]]:
+        """Draw ``counts`` [n] drafts of these requests one after the other, the first from ``first_logits``, which
+        belong to the states ``last``."""
+        on_device: Tensor | None = first_logits
         drafts: dict[str, list[int]] = {req_id: [] for req_id in req_ids}
         drawn_from: dict[str, list[npt.NDArray[np.float64]]] = {req_id: [] for req_id in req_ids}
         batch, number, confidence = self._batch, 0, np.ones(len(req_ids), dtype=np.float32)
         while True:
-            logits = self._awake.compute_logits(last).cpu().numpy()
+            logits = (self._awake.compute_logits(last) if on_device is None else on_device).cpu().numpy()
             batch.logits_processors.apply(logits, rows)
             params, output_indices = batch.sampling(rows)
             tokens = np.maximum(self._sampler.sample(logits, params, output_indices + number), 0)
@@ -206,16 +222,22 @@ class ModelProposer:
             rows, ends, counts, confidence = rows[going], ends[going], counts[going], confidence[going]
             batch.place_drafts(rows, ends + number - 1, tokens[going])
             inputs = batch.gather(req_ids, rows, ends + number - 1, np.ones_like(rows))
-            last = self._forward(inputs, last[to_device(going, self._device)])
+            last, on_device = self._forward(inputs, last[to_device(going, self._device)])
         if self._rejection is not None:
             for req_id, each in drawn_from.items():
                 self._rejection.keep(req_id, each)
         return drafts
 
-    def _forward(self, inputs: StepInputs, states: Tensor | None) -> Tensor:
+    def _forward(self, inputs: StepInputs, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Compute a step of the drafter. Returns its states [T, hidden_size], and the logits [T, vocab] if they were
+        computed, too. Both hold until the next step."""
+        if self._recorded is not None:
+            computed = self._recorded.compute(self._awake, inputs, states, self._kv_caches)
+            if computed is not None:
+                return computed
         plan = self._backend.plan(inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping)
         token_ids, positions = (to_device(array, self._device) for array in (inputs.token_ids, inputs.positions))
-        return self._awake.forward(token_ids, positions, states, self._kv_caches, plan)
+        return self._awake.forward(token_ids, positions, states, self._kv_caches, plan), None
 
     def dummy_run(self, positions: Ints, hidden: Tensor, plan: StepArrays) -> None:
         """Compute tokens at ``positions`` [T] for a profile, after ``hidden`` [T, hidden_size] of the model."""

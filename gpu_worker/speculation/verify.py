@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput
 
 from ..batch.input_batch import StepInputs
@@ -37,6 +38,12 @@ def _num_rows(inputs: StepInputs) -> Ints:
     return np.array([1 + len(drafts.get(req_ids[index], ())) for index in inputs.sampled.tolist()], dtype=np.int64)
 
 
+def _first_rows(inputs: StepInputs) -> Ints:
+    """Return the first row of logits of each request of ``inputs.sampled``, [S]."""
+    counts = _num_rows(inputs)
+    return np.cumsum(counts) - counts
+
+
 class Verifier:
     """Draws the tokens of a step with drafts."""
 
@@ -49,39 +56,41 @@ class Verifier:
         self, inputs: StepInputs, logits: Tensor, grammar: GrammarOutput | None, output: ModelRunnerOutput
     ) -> None:
         """Draw the tokens of the requests of ``inputs.sampled`` from ``logits`` [rows_to_verify, vocab]."""
-        counts = _num_rows(inputs)
-        starts = np.cumsum(counts) - counts
         output.sampled_token_ids = [[] for _ in inputs.req_ids]
         if self._sampler.measures:
-            self._sampler.measure(inputs, _select(logits, starts), output)
+            self._sampler.measure(inputs, _select(logits, _first_rows(inputs)), output)
         is_stateless = self._rejection is None and self._sampler.only_draws(grammar)
-        if not (is_stateless and self._draw_at_once(inputs, logits, starts, counts, output)):
-            self._draw_in_passes(inputs, logits, starts, grammar, output)
+        if not (is_stateless and self._draw_at_once(inputs, logits, output)):
+            self._draw_in_passes(inputs, logits, _first_rows(inputs), grammar, output)
 
-    def _draw_at_once(
-        self, inputs: StepInputs, logits: Tensor, starts: Ints, counts: Ints, output: ModelRunnerOutput
-    ) -> bool:
+    def _draw_at_once(self, inputs: StepInputs, logits: Tensor, output: ModelRunnerOutput) -> bool:
         """Draw from all rows, as if every draft were right, and keep the tokens up to the first that differs.
 
         Every row gets the token that it would get in its pass, because no request has a state that tokens change.
         Returns False, with nothing done, if some row has no token.
         """
         sampler, batch = self._sampler, self._sampler.batch
-        rows = rows_of(inputs, inputs.sampled)
+        rows, places = rows_of(inputs, inputs.sampled), inputs.sampled.tolist()
+        drafts = [inputs.drafts.get(inputs.req_ids[place], ()) for place in places]
         params, first_indices = batch.sampling(rows)
-        all_params = [each for each, count in zip(params, counts.tolist(), strict=True) for _ in range(count)]
-        output_indices = np.arange(logits.shape[0]) + np.repeat(first_indices - starts, counts)
+        all_params: list[SamplingParams] = []
+        indices: list[int] = []
+        for each, first, proposed in zip(params, first_indices.tolist(), drafts, strict=True):
+            all_params += [each] * (1 + len(proposed))
+            indices += range(first, first + 1 + len(proposed))
+        output_indices = np.array(indices, dtype=np.int64)
         if sampler.device_sampler is not None:
             tokens = sampler.device_sampler.sample(logits, all_params, output_indices)
         else:
             tokens = sampler.draw(logits.numpy(), all_params, output_indices)
         if NO_TOKEN in tokens:
             return False
-        for row, index, start in zip(rows.tolist(), inputs.sampled.tolist(), starts.tolist(), strict=True):
-            drafts = inputs.drafts.get(inputs.req_ids[index], ())
-            num_right = _num_equal(drafts, tokens[start : start + len(drafts)])
-            output.sampled_token_ids[index] = kept = tokens[start : start + num_right + 1]
+        start = 0
+        for row, place, proposed in zip(rows.tolist(), places, drafts, strict=True):
+            kept = tokens[start : start + _num_equal(proposed, tokens, start) + 1]
+            output.sampled_token_ids[place] = kept
             batch.extend(row, kept)
+            start += 1 + len(proposed)
         return True
 
     def _draw_in_passes(
@@ -178,10 +187,10 @@ def _nth(drafts: Sequence[int], number: int) -> int | None:
     return drafts[number] if number < len(drafts) else None
 
 
-def _num_equal(drafts: Sequence[int], tokens: Sequence[int]) -> int:
-    """Return how many tokens are equal from the first on."""
-    for number, (draft, token_id) in enumerate(zip(drafts, tokens, strict=True)):
-        if draft != token_id:
+def _num_equal(drafts: Sequence[int], tokens: Sequence[int], start: int) -> int:
+    """Return how many drafts equal the tokens from ``start`` on, up to the first that does not."""
+    for number, draft in enumerate(drafts):
+        if draft != tokens[start + number]:
             return number
     return len(drafts)
 

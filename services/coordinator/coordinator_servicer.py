@@ -6,11 +6,11 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
+import grpc
 import grpc.aio
-from google.protobuf.duration_pb2 import Duration
 from prometheus_client import Counter
 
-from tokenloom.request.errors import Aborted, InvalidArgument, NotFound, ResourceExhausted, TokenloomError
+from tokenloom.request.errors import InvalidArgument, NotFound, ResourceExhausted, TokenloomError
 from tokenloom.request.wire_errors import to_proto
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello, make_hello
@@ -26,13 +26,14 @@ from tokenloom.v1.coordinator_pb2 import (
     PickResults,
     SetAdapterRequest,
     SetAdapterResponse,
-    Snapshot,
     WatchRequest,
 )
 from tokenloom.v1.types_pb2 import EngineRole
 
-from .engine_record import EngineRecord
 from .engine_registry import Registry
+from .engine_stream import EngineStream, to_duration
+from .report_interval import report_interval
+from .snapshot_feed import SnapshotFeed
 
 log = logging.getLogger(__name__)
 
@@ -40,42 +41,11 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Reports: TypeAlias = AsyncIterator[EngineReport]
 
 WATCH_SECONDS = 0.1
-"""Snapshots are published this often, if anything changed."""
+"""Changes are published this often, if there are any."""
 PICKS_PER_TURN = 64
 """So many picks are made before the event loop serves the engines' reports again."""
 _NO_ROLE, _NO_STATE = EngineRole.ENGINE_ROLE_UNSPECIFIED, EngineState.ENGINE_STATE_UNSPECIFIED
 _LEGS = {EngineRole.ENGINE_ROLE_PREFILL: "PREFILL", EngineRole.ENGINE_ROLE_DECODE: "DECODE"}
-_MAX_COMMANDS = 4  # queued for one engine: to drain, and to change its adapters
-
-
-class EngineStream:
-    """Holds the coordinator's end of one engine's Join."""
-
-    def __init__(self, record: EngineRecord) -> None:
-        self.record = record
-        self.overtaken = False
-        self._commands: asyncio.Queue[EngineCommand | None] = asyncio.Queue(_MAX_COMMANDS)
-
-    def command(self, command: EngineCommand) -> None:
-        """Send a command. Raises ``ResourceExhausted`` when the engine does not read its commands."""
-        try:
-            self._commands.put_nowait(command)
-        except asyncio.QueueFull:
-            raise ResourceExhausted("The engine does not read its commands; retry.") from None
-
-    def overtake(self) -> None:
-        """End the stream with ABORTED, because a newer join has the name."""
-        self.overtaken = True
-        if not self._commands.full():  # otherwise the writer wakes for a command
-            self._commands.put_nowait(None)
-
-    async def write(self, answer: EngineCommand, context: _Context) -> None:
-        """Write the answer to the engine's hello, then commands until a newer join takes the name."""
-        await context.write(answer)
-        while not self.overtaken:
-            if (command := await self._commands.get()) is not None:
-                await context.write(command)
-        raise Aborted("A newer engine of this name has joined.")
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
@@ -83,7 +53,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
 
     def __init__(self, registry: Registry, name: str, epoch: int, picks: Counter) -> None:
         self._registry = registry
-        self._changed = asyncio.Event()  # a new one for each change
+        self._feed = SnapshotFeed(registry)
+        self._interval = report_interval(0)
         self._name = name
         self._epoch = epoch
         self._picks = picks
@@ -92,15 +63,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._closing = False
 
     async def publish(self) -> None:
-        """Refresh the registry, and wake the watchers if it has changed, every ``WATCH_SECONDS`` until cancelled."""
-        published = 0
+        """Refresh the registry, publish its changes and pace the engines, every ``WATCH_SECONDS`` until cancelled."""
+        now = asyncio.get_running_loop().time
         while True:
             self._registry.refresh()
             self._ask_for_adapters()
-            if self._registry.revision != published:
-                published = self._registry.revision
-                changed, self._changed = self._changed, asyncio.Event()
-                changed.set()
+            self._feed.publish(now())
+            self._pace()
             await asyncio.sleep(WATCH_SECONDS)
 
     async def Pick(self, request: PickRequest, context: _Context) -> PickResponse:
@@ -124,14 +93,17 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                     results.result.add(error=to_proto(error))
             await context.write(results)
 
-    async def Watch(self, request: WatchRequest, context: _Context) -> AsyncIterator[Snapshot]:
-        sent: Snapshot | None = None
+    async def Watch(  # type: ignore[override]  # the messages are serialized, once for all watchers
+        self, request: WatchRequest, context: _Context
+    ) -> AsyncIterator[bytes]:
+        log, revision = self._feed.log(request), None
         while True:
-            changed = self._changed
-            if (snapshot := self._registry.snapshot()) is not sent:
-                sent = snapshot
-                yield snapshot
-            await changed.wait()
+            news = log.news
+            for published in log.after(revision):
+                revision = published.revision
+                yield published.data
+            if revision == log.revision:
+                await news.wait()
 
     async def Join(  # type: ignore[override]  # it writes to the context, while another task reads
         self, requests: _Reports, context: _Context
@@ -140,7 +112,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         check_hello(first.hello, peer_id=self._name, epoch=self._epoch, expected_peer=first.identity.engine_id)
         check_identity(first)
         stream = self._open(first)  # an engine that reads our hello is registered
-        answer = EngineCommand(hello=make_hello(self._name, self._epoch))
+        interval = to_duration(stream.interval)
+        answer = EngineCommand(hello=make_hello(self._name, self._epoch), report_interval=interval)
         try:
             await first_of(self._read(stream, requests), stream.write(answer, context))
         finally:
@@ -155,9 +128,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         stream = self._streams.get(engine_id)
         if stream is None:
             raise NotFound(f"No engine {engine_id!r} has joined.")
-        duration = Duration()
-        duration.FromNanoseconds(round(grace * 1e9))
-        stream.command(EngineCommand(drain=Drain(grace=duration)))
+        stream.command(EngineCommand(drain=Drain(grace=to_duration(grace))))
 
     def close(self) -> None:
         """Keep the registry as it is. To be called before the streams are cut: output processors place by the last
@@ -177,7 +148,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         identity = first.identity
         if (older := self._streams.get(identity.engine_id)) is not None:
             older.overtake()
-        stream = EngineStream(self._registry.join(identity, first))
+        stream = EngineStream(self._registry.join(identity, first), self._interval)
         self._streams[identity.engine_id] = stream
         if (changes := self._registry.adapters.join(stream.record)) is not None:
             stream.command(EngineCommand(adapters=changes))
@@ -201,10 +172,37 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                 if (stream := self._streams.get(engine_id)) is not None:
                     stream.command(EngineCommand(adapters=changes))
 
+    def _pace(self) -> None:
+        """Ask the engines to report as often as suits their number."""
+        self._interval = interval = report_interval(len(self._streams), self._interval)
+        for stream in self._streams.values():
+            with contextlib.suppress(ResourceExhausted):  # the next time
+                stream.pace(interval)
+
     async def _read(self, stream: EngineStream, requests: _Reports) -> None:
         async for report in requests:
             check_report(report)
             self._registry.report(stream.record, report)
+
+
+def add_to_server(servicer: CoordinatorServicer, server: Any) -> None:
+    """Add the servicer as the generated function does, but pass on the messages of Watch as they are."""
+    coordinator_pb2_grpc.add_CoordinatorServicer_to_server(servicer, _WithoutSerializer(server))  # type: ignore[arg-type]
+
+
+class _WithoutSerializer:
+    """Stands for a server to generated code."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
+        watch = handlers["Watch"]
+        bare: Any = grpc.unary_stream_rpc_method_handler(watch.unary_stream, watch.request_deserializer)
+        self._server.add_registered_method_handlers(service, {**handlers, "Watch": bare})
+
+    def add_generic_rpc_handlers(self, _: object) -> None:
+        """Do nothing: the handlers were added by name."""
 
 
 async def _first_report(requests: _Reports) -> EngineReport:

@@ -229,6 +229,6 @@ def _shown(report: EngineReport) -> EngineReport:
     """Return the report without what only the coordinator needs."""
     shown = EngineReport()
     shown.CopyFrom(report)
-    for name in ("hello", "identity", "picks_arrived", "step"):
+    for name in ("hello", "identity", "picks_arrived", "step", "computed_tokens_per_second", "prefilling_tokens"):
         shown.ClearField(name)
     return shown

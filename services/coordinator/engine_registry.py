@@ -11,10 +11,19 @@ from tokenloom.services.runtime.placement.engine_columns import EngineColumns, I
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.pairing import missing_role
 from tokenloom.services.runtime.placement.pool import Pool, make_pool
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, EngineReport, PickRequest, PickResponse, Snapshot
+from tokenloom.v1.coordinator_pb2 import (
+    EngineEntry,
+    EngineIdentity,
+    EngineRef,
+    EngineReport,
+    PickRequest,
+    PickResponse,
+    Snapshot,
+)
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import Adapter, EngineRole
 
+from .changed_engines import ChangedEngines
 from .defaults import SETTLE_SECONDS
 from .engine_placement import Placement, Policy, check_request
 from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord
@@ -38,6 +47,7 @@ class Registry:
 
     Attributes:
         adapters: The LoRA adapters that the engines should have.
+        changed: The engines that changed since the last look of the feed of snapshots.
     """
 
     def __init__(
@@ -50,6 +60,7 @@ class Registry:
     ) -> None:
         self._epoch = epoch
         self._clock = clock
+        self._policy = policy or Policy()
         self._complete_at = clock() + settle_seconds
         self._is_complete = settle_seconds <= 0
         self._records: dict[str, EngineRecord] = {}
@@ -57,7 +68,7 @@ class Registry:
         self._kinds = FingerprintKinds()
         self._by_row: dict[int, EngineRecord] = {}
         self._num_joins = 0
-        self._placement = Placement(self._columns, self._kinds, policy or Policy())
+        self._placement = Placement(self._columns, self._kinds, self._policy)
         # Serving engines by the fingerprint, role and adapter that requests ask for: nearly all ask for the same.
         self._pools: dict[tuple[bytes, EngineRole, bytes], Pool] = {}
         # Picks in the order in which they expire, as many as are made within PICK_SECONDS.
@@ -66,11 +77,27 @@ class Registry:
         self._missing: EngineRole | None = None  # the last one that was logged
         self._snapshot: Snapshot | None = None
         self.adapters = WantedAdapters()
+        self.changed = ChangedEngines()
         self.revision = 1
         """Grows with every change."""
 
     def __len__(self) -> int:
         return len(self._records)
+
+    @property
+    def epoch(self) -> int:
+        """The incarnation of the coordinator."""
+        return self._epoch
+
+    @property
+    def is_complete(self) -> bool:
+        """False while a new coordinator waits for engines to join again."""
+        return self._is_complete
+
+    @property
+    def pd_threshold(self) -> int:
+        """Uncached prompt tokens below which an engine does the whole request."""
+        return self._policy.pd_threshold
 
     def join(self, identity: EngineIdentity, report: EngineReport) -> EngineRecord:
         """Add an engine that opened a stream; it takes the place of an older one of its name."""
@@ -90,7 +117,7 @@ class Registry:
             columns.last_turn[row] = last_turn
         self._records[identity.engine_id] = self._by_row[row] = record
         record.update(report, self._epoch, now)
-        self._regroup()
+        self._regroup(identity.engine_id)
         return record
 
     def report(self, record: EngineRecord, report: EngineReport) -> None:
@@ -100,8 +127,9 @@ class Registry:
         before = record.state, record.report.role, record.adapters
         if record.update(report, self._epoch, self._clock()):
             self.revision += 1
+            self.changed.load(record.identity.engine_id)
         if before != (record.state, report.role, record.adapters):
-            self._regroup()
+            self._regroup(record.identity.engine_id)
 
     def set_adapter(self, adapter: Adapter, *, unloaded: bool) -> None:
         """Record what an operator did on all engines. Raises as :meth:`.WantedAdapters.set`."""
@@ -113,7 +141,7 @@ class Registry:
         if self._by_row.get(record.row) is record:
             del self._records[record.identity.engine_id], self._by_row[record.row]
             self._columns.remove(record.row)
-            self._regroup()
+            self._regroup(record.identity.engine_id)
 
     def pick(self, request: PickRequest) -> PickResponse:
         """Place one leg and count it. Raises what :func:`.check_request` and :meth:`.Placement.choose` raise, and
@@ -131,6 +159,7 @@ class Registry:
         record.count(self._num_picks, request.prompt_tokens, uncached, request.block_hash_prefixes)
         self._expiring.append((self._clock() + PICK_SECONDS, self._num_picks, record))
         self.revision += 1
+        self.changed.load(record.identity.engine_id)
         return PickResponse(
             engine=record.identity,
             whole_request=whole,
@@ -145,7 +174,12 @@ class Registry:
         is_complete = now >= self._complete_at
         if changed or is_complete != self._is_complete:
             self._is_complete = is_complete
-            self._regroup()
+            self._regroup(*(record.identity.engine_id for record in changed))
+
+    def entry(self, engine_id: str) -> EngineEntry | None:
+        """Return an engine as snapshots show it now; None if it is not joined."""
+        record = self._records.get(engine_id)
+        return None if record is None else record.entry(self._clock())
 
     def snapshot(self) -> Snapshot:
         """Return the registry's view now; the same object until something changes."""
@@ -168,7 +202,8 @@ class Registry:
         cached = np.zeros(self._columns.capacity, np.int64)
         for row in pool.rows:
             cached[row] = self._by_row[row].prefixes.match(request.block_hash_prefixes)
-        return np.minimum(cached * self._columns.block_size, request.prompt_tokens)
+        tokens: IntColumn = np.minimum(cached * self._columns.block_size, request.prompt_tokens)
+        return tokens
 
     def _rows(self, refs: Sequence[EngineRef]) -> list[int]:
         """Return the rows of those of the engines that are joined."""
@@ -181,13 +216,14 @@ class Registry:
             _, number, record = self._expiring.popleft()
             if (newest := self._by_row.get(record.row)) is not None and newest.expire(number):
                 self.revision += 1
+                self.changed.load(newest.identity.engine_id)
 
     def _silent(self, now: float) -> Iterator[EngineRecord]:
         """Yield the engines that have not reported for a while or made no progress."""
         columns, used = self._columns, slice(self._columns.num_rows)
         silent = columns.reported_at[used] < now - LATE_SECONDS
         standing = columns.progressed_at[used] < now - STANDSTILL_SECONDS
-        for row in np.flatnonzero(silent | standing):
+        for row in np.flatnonzero(silent | standing).tolist():
             if (record := self._by_row.get(row)) is not None:
                 yield record
 
@@ -227,7 +263,8 @@ class Registry:
             log.warning("no %s engine is serving: every request stays on one engine", name)
         self._missing = missing
 
-    def _regroup(self) -> None:
-        """Note that an engine joined, left or changed its state or role, so that the pools are gathered again."""
+    def _regroup(self, *names: str) -> None:
+        """Note that engines joined, left or changed their state or role, so that the pools are gathered again."""
         self._pools.clear()
+        self.changed.other(names)
         self.revision += 1

@@ -6,10 +6,9 @@ from prometheus_client import Counter, Gauge
 
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.placement.rules import RULES
-from tokenloom.v1 import coordinator_pb2_grpc
 
 from .attentive_clock import AttentiveClock
-from .coordinator_servicer import CoordinatorServicer
+from .coordinator_servicer import CoordinatorServicer, add_to_server
 from .coordinator_settings import CoordinatorSettings
 from .engine_placement import Policy
 from .engine_registry import Registry
@@ -39,7 +38,7 @@ class CoordinatorService:
             registry=host.metrics,
         )
         self.servicer = CoordinatorServicer(registry, self._settings.instance_id, host.epoch, picks)
-        host.add_servicer(coordinator_pb2_grpc.add_CoordinatorServicer_to_server, self.servicer)
+        host.add_servicer(add_to_server, self.servicer)
         host.spawn(clock.run(), name="clock")
         host.spawn(self.servicer.publish(), name="publish")
 

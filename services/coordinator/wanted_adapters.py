@@ -25,6 +25,7 @@ class WantedAdapters:
 
     Attributes:
         asked: The engines that should load an adapter for a request, with what each should do; the caller takes them.
+        version: Grows when the adapters may have changed.
     """
 
     def __init__(self) -> None:
@@ -33,6 +34,7 @@ class WantedAdapters:
         self._unloaded: OrderedDict[str, None] = OrderedDict()
         self._asked_at: dict[bytes, float] = {}  # of digests in _digests
         self.asked: list[tuple[str, AdapterChanges]] = []
+        self.version = 0
 
     def __iter__(self) -> Iterator[Adapter]:
         """Yield the adapters in the order of their names."""
@@ -56,10 +58,12 @@ class WantedAdapters:
 
     def join(self, record: EngineRecord) -> AdapterChanges | None:
         """Take the adapters of an engine that joins, unless the names are known; return what it should change."""
+        before = len(self._wanted)
         for adapter in record.report.adapters:
             if adapter.name not in self._unloaded and len(self._wanted) < MAX_ADAPTERS:
                 self._wanted.setdefault(adapter.name, adapter)
-        self._index()
+        if len(self._wanted) != before:
+            self._index()
         has = {adapter.name: adapter for adapter in record.report.adapters}
         unload = [name for name, each in has.items() if self._digest(name) != each.digest]
         load = [each for name, each in self._wanted.items() if name in unload or name not in has]
@@ -86,5 +90,6 @@ class WantedAdapters:
         return self._wanted[name].digest if name in self._wanted else b""
 
     def _index(self) -> None:
+        self.version += 1
         self._digests = {adapter.digest: adapter for adapter in self._wanted.values()}
         self._asked_at = {digest: at for digest, at in self._asked_at.items() if digest in self._digests}

@@ -21,7 +21,8 @@ from .load import LoadTracker
 log = logging.getLogger(__name__)
 
 MIN_REPORT_SECONDS = 0.03
-"""Minimum time between two reports. The coordinator counts its own picks at once; only ends are reported later."""
+"""Time between two reports unless the coordinator asks for another one. It counts its own picks at once; only ends are
+reported later."""
 MAX_REPORT_SECONDS = 1.0
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 1.0
@@ -42,23 +43,25 @@ class CoordinatorLink:
         self._load = load
         self._role = role
         self._is_outdated = False
+        self._interval = MIN_REPORT_SECONDS
+        self._urgent = asyncio.Event()  # set when a report must not wait for the interval
         self._joined = asyncio.Event()
         self._state = coordinator_pb2.ENGINE_STATE_SERVING
 
     def set_role(self, role: types_pb2.EngineRole) -> None:
         """Report to the coordinator which legs the engine takes."""
         self._role = role
-        self._load.changed.set()
+        self._report_now()
 
     def set_state(self, state: coordinator_pb2.EngineState) -> None:
         """Report to the coordinator whether the engine serves, drains or is dead."""
         self._state = state
-        self._load.changed.set()
+        self._report_now()
 
     def rejoin(self) -> None:
         """Join again, because the identity has changed."""
         self._is_outdated = True
-        self._load.changed.set()
+        self._report_now()
 
     async def wait_joined(self) -> None:
         """Wait until the engine has joined for the first time."""
@@ -92,6 +95,7 @@ class CoordinatorLink:
     async def _join(self, call: _Call, on_drain: Callable[[float], None], on_adapters: OnAdapters) -> NoReturn:
         """Keep one stream until it fails."""
         self._is_outdated = False
+        self._interval = MIN_REPORT_SECONDS
         try:
             first = self._report()
             first.hello.CopyFrom(self._identity.hello())
@@ -100,9 +104,10 @@ class CoordinatorLink:
             async with asyncio.timeout(HELLO_SECONDS):
                 answer = await _read(call)
             check_hello(answer.hello)
+            self._take_interval(answer)
             log.info("joined coordinator %s", answer.hello.peer_id)
             self._joined.set()
-            await first_of(self._write_reports(call), _read_commands(call, on_drain, on_adapters))
+            await first_of(self._write_reports(call), self._read_commands(call, on_drain, on_adapters))
         finally:
             call.cancel()  # gRPC does not end a stream that is merely dropped
         raise AssertionError("neither task returns")
@@ -110,18 +115,43 @@ class CoordinatorLink:
     async def _write_reports(self, call: _Call) -> NoReturn:
         while True:
             try:
-                async with asyncio.timeout(MAX_REPORT_SECONDS):
+                async with asyncio.timeout(MAX_REPORT_SECONDS - self._interval):
                     await self._load.changed.wait()
             except TimeoutError:
                 pass
             if self._is_outdated:
                 raise Unavailable("the engine's identity changed")
             await _write(call, self._report())
-            await asyncio.sleep(MIN_REPORT_SECONDS)  # changes within this time make one report
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Let changes within the interval make one report."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._interval):
+                await self._urgent.wait()
+
+    def _report_now(self) -> None:
+        self._load.changed.set()
+        self._urgent.set()
+
+    async def _read_commands(self, call: _Call, on_drain: Callable[[float], None], on_adapters: OnAdapters) -> NoReturn:
+        while True:
+            command = await _read(call)
+            self._take_interval(command)
+            if command.HasField("adapters"):
+                on_adapters(command.adapters)
+            if command.HasField("drain"):
+                on_drain(command.drain.grace.ToNanoseconds() / 1e9)
+
+    def _take_interval(self, command: coordinator_pb2.EngineCommand) -> None:
+        if command.HasField("report_interval"):
+            seconds = command.report_interval.ToNanoseconds() / 1e9
+            self._interval = min(max(seconds, MIN_REPORT_SECONDS), MAX_REPORT_SECONDS)
 
     def _report(self) -> coordinator_pb2.EngineReport:
         """Return a consistent report: a pick and the request that it placed are in the same one."""
         self._load.changed.clear()
+        self._urgent.clear()
         load = self._load.snapshot()
         return coordinator_pb2.EngineReport(
             role=self._role,
@@ -155,15 +185,6 @@ class CoordinatorLink:
 def _rounded(rate: float) -> float:
     """Return a rate with two digits: smaller changes are not worth a snapshot to every watcher."""
     return float(f"{rate:.1e}")
-
-
-async def _read_commands(call: _Call, on_drain: Callable[[float], None], on_adapters: OnAdapters) -> NoReturn:
-    while True:
-        command = await _read(call)
-        if command.HasField("adapters"):
-            on_adapters(command.adapters)
-        if command.HasField("drain"):
-            on_drain(command.drain.grace.ToNanoseconds() / 1e9)
 
 
 async def _write(call: _Call, report: coordinator_pb2.EngineReport) -> None:

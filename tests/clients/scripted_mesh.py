@@ -8,11 +8,10 @@ import asyncio
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from tests.services.gateway.fakes import FakeMesh, FakeRequest, FakeTokenizer
+from tests.services.gateway.fakes import FakeMesh, FakeTokenizer
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
 WORDS = "made by a scripted model"
@@ -33,8 +32,6 @@ LIMITS = types_pb2.ModelLimits(
     max_model_len=1 << 20,
     vocab_size=256,
     reasoning=types_pb2.REASONING_MODE_FREE,
-    pooling_tasks=[types_pb2.POOLING_TASK_EMBED],
-    matryoshka=True,
 )
 
 
@@ -61,23 +58,11 @@ def next_turn(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
     return "Hello."
 
 
-def count_letters(request: FakeRequest) -> None:
-    """Answer with a vector of length 1: how often each letter is in the text. Texts of the same words are alike."""
-    params, counts = request.submit.pooling_params, [0.0] * 26
-    for token_id in request.submit.prompt.token_ids:
-        if 97 <= token_id < 123:
-            counts[token_id - 97] += 1
-    length = sqrt(sum(count * count for count in counts)) or 1.0
-    request.pool([count / length for count in counts][: params.dimensions or None])
-    request.finish()
-
-
 async def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tl-", dir="/tmp") as folder:
         mesh = FakeMesh(Path(folder))
         tokenizer = mesh.tokenizer = mesh.second_tokenizer = ScriptedTokenizer()
         mesh.coordinator.limits = LIMITS
-        mesh.outputs.pool = count_letters
         mesh.seconds = None
         async with mesh.gateway(tool_call_parser="hermes", reasoning_parser="qwen3"):
             print(f"http://{mesh.http_address}", flush=True)

@@ -47,6 +47,8 @@ CLIENTS = (
     Client("openai (embeddings, JS)", "vectors/openai_vectors_client.mjs", ("openai@6.49.0",)),
     Client("langchain-openai (embeddings)", "vectors/langchain_vectors_client.py", ("langchain-openai==1.7.3",)),
     Client("llama-index", "vectors/llama_index_client.py", ("llama-index-embeddings-openai-like==0.4.0",)),
+    Client("llama-index (JinaRerank)", "vectors/jina_client.py", ("llama-index-postprocessor-jinaai-rerank==0.6.0",)),
+    Client("cohere", "vectors/cohere_client.py", ("cohere==7.3.1",)),
     Client("mteb", "vectors/mteb_client.py", ("mteb==2.26.24", "openai==3.54.0"), torch=True),
     Client("openai (Responses)", "responses_client.py", ("openai==3.54.0",)),
     Client("openai (Responses, JS)", "responses_client.mjs", ("openai@6.49.0",)),

@@ -63,10 +63,13 @@ def _speculative(num_drafts: int, draft_model: str) -> SpeculativeConfig | None:
 
 
 def make_core(*, vocab_size: int = VOCAB_SIZE, **settings: object) -> EngineCore:
-    """Return a core; ``settings`` are the keywords of ``make_config``."""
+    """Return a core; ``settings`` are the keywords of ``make_config``. No clock decides whether it drafts."""
     config = make_config(**settings)  # type: ignore[arg-type]
     worker = functools.partial(make_worker, vocab_size=vocab_size)
-    return EngineCore(config, make_executor(config, worker))
+    core = EngineCore(config, make_executor(config, worker))
+    if core.scheduler.drafts is not None:
+        core.scheduler.drafts.costs = None
+    return core
 
 
 def make_worker(config: EngineConfig, vocab_size: int = VOCAB_SIZE) -> HashWorker:

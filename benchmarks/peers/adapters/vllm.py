@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..workloads import Timing, Workload
+from ..workloads import LORA_RANK, Timing, Workload, adapter_paths
 
 
 class VLLM:
@@ -15,6 +15,13 @@ class VLLM:
 
     def __init__(self, model: str, threads: int, workloads: list[Workload], options: dict[str, str]) -> None:
         self._vllm: Any = importlib.import_module("vllm")
+        lora: dict[str, Any] = {}
+        if num_adapters := max(w.adapters for w in workloads):
+            lora = {"enable_lora": True, "max_loras": num_adapters, "max_lora_rank": LORA_RANK}
+        self._adapters = [
+            importlib.import_module("vllm.lora.request").LoRARequest(path, number, path)
+            for number, path in enumerate(adapter_paths(model, num_adapters), 1)  # 0 means none
+        ]
         self._llm = self._vllm.LLM(
             model=model,
             max_model_len=max(2048, *(w.prompt_len + w.output for w in workloads)),
@@ -22,6 +29,7 @@ class VLLM:
             max_num_seqs=64,
             enable_prefix_caching=True,
             enforce_eager=options.get("eager") == "1",
+            **lora,
         )
         self._count = 0
         self.version = f"vllm {self._vllm.__version__}"
@@ -31,8 +39,10 @@ class VLLM:
         if workload.requests == 1:
             return self._stream(prompts[0], sampling)
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        num = workload.adapters
+        lora = [self._adapters[row % num] for row in range(len(prompts))] if num else None
         started = time.perf_counter()
-        outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
+        outputs = self._llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
         seconds = time.perf_counter() - started
         return Timing(seconds, sum(len(output.outputs[0].token_ids) for output in outputs))
 

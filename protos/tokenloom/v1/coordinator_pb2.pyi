@@ -92,14 +92,16 @@ class EngineReport(_message.Message):
     def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_kv_blocks: _Optional[int] = ..., picks_arrived: _Optional[_Iterable[_Union[_engine_pb2.PickId, _Mapping]]] = ..., step: _Optional[int] = ..., seats: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., starts_per_second: _Optional[float] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., computed_tokens_per_second: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., step_requests: _Optional[float] = ..., prefilling_tokens: _Optional[int] = ...) -> None: ...
 
 class EngineCommand(_message.Message):
-    __slots__ = ("hello", "drain", "adapters")
+    __slots__ = ("hello", "drain", "adapters", "report_interval")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     drain: Drain
     adapters: AdapterChanges
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., adapters: _Optional[_Union[AdapterChanges, _Mapping]] = ...) -> None: ...
+    report_interval: _duration_pb2.Duration
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., adapters: _Optional[_Union[AdapterChanges, _Mapping]] = ..., report_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("grace",)
@@ -182,24 +184,72 @@ class PickResult(_message.Message):
     def __init__(self, response: _Optional[_Union[PickResponse, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("changes", "without_loads")
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_LOADS_FIELD_NUMBER: _ClassVar[int]
+    changes: bool
+    without_loads: bool
+    def __init__(self, changes: _Optional[bool] = ..., without_loads: _Optional[bool] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("coordinator_epoch", "revision", "complete", "engines", "pd_threshold", "adapters")
+    __slots__ = ("coordinator_epoch", "revision", "complete", "engines", "pd_threshold", "adapters", "base_revision", "left", "loads", "new_adapters")
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     PD_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    BASE_REVISION_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    NEW_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     coordinator_epoch: int
     revision: int
     complete: bool
     engines: _containers.RepeatedCompositeFieldContainer[EngineEntry]
     pd_threshold: int
     adapters: _containers.RepeatedCompositeFieldContainer[_types_pb2.Adapter]
-    def __init__(self, coordinator_epoch: _Optional[int] = ..., revision: _Optional[int] = ..., complete: _Optional[bool] = ..., engines: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ..., pd_threshold: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ...) -> None: ...
+    base_revision: int
+    left: _containers.RepeatedScalarFieldContainer[str]
+    loads: EngineLoads
+    new_adapters: bool
+    def __init__(self, coordinator_epoch: _Optional[int] = ..., revision: _Optional[int] = ..., complete: _Optional[bool] = ..., engines: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ..., pd_threshold: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., base_revision: _Optional[int] = ..., left: _Optional[_Iterable[str]] = ..., loads: _Optional[_Union[EngineLoads, _Mapping]] = ..., new_adapters: _Optional[bool] = ...) -> None: ...
+
+class EngineLoads(_message.Message):
+    __slots__ = ("number", "age_milliseconds", "score", "waiting", "waiting_tokens", "reported_waiting", "running", "reported_waiting_tokens", "kv_usage", "free_kv_blocks", "seats", "prefill_tokens_per_second", "starts_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    AGE_MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    REPORTED_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_USAGE_FIELD_NUMBER: _ClassVar[int]
+    FREE_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SEATS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    STARTS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    number: _containers.RepeatedScalarFieldContainer[int]
+    age_milliseconds: _containers.RepeatedScalarFieldContainer[int]
+    score: _containers.RepeatedScalarFieldContainer[int]
+    waiting: _containers.RepeatedScalarFieldContainer[int]
+    waiting_tokens: _containers.RepeatedScalarFieldContainer[int]
+    reported_waiting: _containers.RepeatedScalarFieldContainer[int]
+    running: _containers.RepeatedScalarFieldContainer[int]
+    reported_waiting_tokens: _containers.RepeatedScalarFieldContainer[int]
+    kv_usage: _containers.RepeatedScalarFieldContainer[float]
+    free_kv_blocks: _containers.RepeatedScalarFieldContainer[int]
+    seats: _containers.RepeatedScalarFieldContainer[int]
+    prefill_tokens_per_second: _containers.RepeatedScalarFieldContainer[float]
+    starts_per_second: _containers.RepeatedScalarFieldContainer[float]
+    prompt_tokens_per_second: _containers.RepeatedScalarFieldContainer[float]
+    step_seconds: _containers.RepeatedScalarFieldContainer[float]
+    step_requests: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, number: _Optional[_Iterable[int]] = ..., age_milliseconds: _Optional[_Iterable[int]] = ..., score: _Optional[_Iterable[int]] = ..., waiting: _Optional[_Iterable[int]] = ..., waiting_tokens: _Optional[_Iterable[int]] = ..., reported_waiting: _Optional[_Iterable[int]] = ..., running: _Optional[_Iterable[int]] = ..., reported_waiting_tokens: _Optional[_Iterable[int]] = ..., kv_usage: _Optional[_Iterable[float]] = ..., free_kv_blocks: _Optional[_Iterable[int]] = ..., seats: _Optional[_Iterable[int]] = ..., prefill_tokens_per_second: _Optional[_Iterable[float]] = ..., starts_per_second: _Optional[_Iterable[float]] = ..., prompt_tokens_per_second: _Optional[_Iterable[float]] = ..., step_seconds: _Optional[_Iterable[float]] = ..., step_requests: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class SetAdapterRequest(_message.Message):
     __slots__ = ("adapter", "unloaded")
@@ -214,17 +264,19 @@ class SetAdapterResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class EngineEntry(_message.Message):
-    __slots__ = ("identity", "report", "age", "score", "waiting", "waiting_tokens")
+    __slots__ = ("identity", "report", "age", "score", "waiting", "waiting_tokens", "number")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     AGE_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     identity: EngineIdentity
     report: EngineReport
     age: _duration_pb2.Duration
     score: int
     waiting: int
     waiting_tokens: int
-    def __init__(self, identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., report: _Optional[_Union[EngineReport, _Mapping]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., score: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ...) -> None: ...
+    number: int
+    def __init__(self, identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., report: _Optional[_Union[EngineReport, _Mapping]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., score: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...

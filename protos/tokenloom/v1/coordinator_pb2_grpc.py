@@ -92,8 +92,8 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Streams the registry, now and at each change. Output processors place by it while the coordinator is away (adding their own picks), engines
-        resolve each other's names with it, and operators watch it.
+        """Streams the registry, now and at each change; a watcher that asks for changes gets only those after the first message. Output processors
+        place by it while the coordinator is away (adding their own picks), engines resolve each other's names with it, and operators watch it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

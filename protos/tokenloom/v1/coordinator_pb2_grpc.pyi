@@ -47,8 +47,8 @@ class CoordinatorStub:
     may be sent. They are answered in order, with what Pick would return or fail with. Picks made at one moment share a message, both ways.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRequest, _coordinator_pb2.Snapshot]
-    """Streams the registry, now and at each change. Output processors place by it while the coordinator is away (adding their own picks), engines
-    resolve each other's names with it, and operators watch it.
+    """Streams the registry, now and at each change; a watcher that asks for changes gets only those after the first message. Output processors
+    place by it while the coordinator is away (adding their own picks), engines resolve each other's names with it, and operators watch it.
     """
     SetAdapter: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.SetAdapterRequest, _coordinator_pb2.SetAdapterResponse]
     """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
@@ -74,8 +74,8 @@ class CoordinatorAsyncStub(CoordinatorStub):
     may be sent. They are answered in order, with what Pick would return or fail with. Picks made at one moment share a message, both ways.
     """
     Watch: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRequest, _coordinator_pb2.Snapshot]  # type: ignore[assignment]
-    """Streams the registry, now and at each change. Output processors place by it while the coordinator is away (adding their own picks), engines
-    resolve each other's names with it, and operators watch it.
+    """Streams the registry, now and at each change; a watcher that asks for changes gets only those after the first message. Output processors
+    place by it while the coordinator is away (adding their own picks), engines resolve each other's names with it, and operators watch it.
     """
     SetAdapter: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SetAdapterRequest, _coordinator_pb2.SetAdapterResponse]  # type: ignore[assignment]
     """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
@@ -122,8 +122,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.Snapshot], _abc.AsyncIterator[_coordinator_pb2.Snapshot]]:
-        """Streams the registry, now and at each change. Output processors place by it while the coordinator is away (adding their own picks), engines
-        resolve each other's names with it, and operators watch it.
+        """Streams the registry, now and at each change; a watcher that asks for changes gets only those after the first message. Output processors
+        place by it while the coordinator is away (adding their own picks), engines resolve each other's names with it, and operators watch it.
         """
 
     @_abc_1.abstractmethod

@@ -1,7 +1,6 @@
 """Knows other engines as owners of KV: where each one serves it, channels to them, and transports that reach them."""
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -13,13 +12,12 @@ import grpc.aio
 
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, kv_transfer_pb2_grpc
-
-log = logging.getLogger(__name__)
+from tokenloom.services.runtime.peers.registry_view import RegistryView
+from tokenloom.services.runtime.peers.registry_watch import watch_registry
+from tokenloom.v1 import coordinator_pb2_grpc, kv_transfer_pb2_grpc
 
 Stub: TypeAlias = "kv_transfer_pb2_grpc.KVTransferAsyncStub"
 
-RETRY_SECONDS = 0.2
 UNKNOWN_SECONDS = 0.5
 """How long to wait for an engine that this engine's view of the registry does not show yet."""
 AVOID_SECONDS = 60.0
@@ -46,7 +44,7 @@ class EngineRegistry:
         self._coordinator = coordinator
         self._channels = channels
         self._owners: dict[str, Owner] = {}  # by engine_id
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()  # a new one for each view
 
     async def run(self) -> None:
         """Watch and reconnect, without end."""
@@ -54,28 +52,19 @@ class EngineRegistry:
             await asyncio.Event().wait()  # nothing to watch
         async with self._channels.open(self._coordinator, "coordinator") as channel:
             stub = coordinator_pb2_grpc.CoordinatorStub(channel)
-            while True:
-                call = stub.Watch(coordinator_pb2.WatchRequest())
-                try:
-                    while isinstance(snapshot := await call.read(), coordinator_pb2.Snapshot):
-                        await self.update(snapshot)
-                except grpc.aio.AioRpcError as error:
-                    log.debug("coordinator: %s", error.code().name)
-                finally:
-                    call.cancel()
-                await asyncio.sleep(RETRY_SECONDS)
+            await watch_registry(stub, self.update, without_loads=True)
 
-    async def update(self, snapshot: coordinator_pb2.Snapshot) -> None:
+    def update(self, view: RegistryView) -> None:
         """Take a view of the registry. An incomplete one, of a coordinator that engines still re-join, removes none."""
         owners = {
             entry.identity.engine_id: Owner(
                 entry.identity.engine_id, entry.identity.epoch, entry.identity.kv_address, entry.identity.host
             )
-            for entry in snapshot.engines
+            for entry in view.engines
         }
-        async with self._changed:
-            self._owners = owners if snapshot.complete else self._owners | owners
-            self._changed.notify_all()
+        self._owners = owners if view.complete else self._owners | owners
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     def has_address(self, kv_address: str) -> bool:
         """Return whether a known engine serves KV at this address."""
@@ -84,8 +73,9 @@ class EngineRegistry:
     async def find(self, engine_id: str, epoch: int) -> Owner:
         """Return this incarnation of an engine. Raises ``KVTransferError`` (``owner_lost``) if it is not known."""
         try:
-            async with asyncio.timeout(UNKNOWN_SECONDS), self._changed:
-                await self._changed.wait_for(lambda: self._is(engine_id, epoch))
+            async with asyncio.timeout(UNKNOWN_SECONDS):
+                while not self._is(engine_id, epoch):
+                    await self._changed.wait()
         except TimeoutError:
             raise KVTransferError(
                 "owner_lost", f"this incarnation of engine {engine_id!r} is not in the registry"

@@ -2,28 +2,24 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-
-import grpc
-import grpc.aio
 
 from tokenloom.request.validation import max_logprobs
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
+from tokenloom.services.runtime.peers.registry_view import RegistryView
+from tokenloom.services.runtime.peers.registry_watch import watch_registry
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 
 from .capacity import Capacity
 
 log = logging.getLogger(__name__)
 
-BACKOFF = 0.2
 LOST_SECONDS = 300.0
 """How long an engine that left without draining counts as missing, unless it returns."""
 POOL_FIELDS = ("model", "tokenizer")
 """Fields in which an engine must equal our tokenizer to be ours; the others matter between engines."""
-_IDENTITY = attrgetter("identity", "report.state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +36,7 @@ class MeshLoad:
 
 
 class MeshView:
-    """Watches the coordinator. It is not on the data path: while it is away, the last complete snapshot stays.
+    """Watches the coordinator. It is not on the data path: while it is away, the last complete view stays.
 
     Attributes:
         address: The coordinator's.
@@ -51,7 +47,10 @@ class MeshView:
     def __init__(self, address: str, channels: Channels) -> None:
         self.address = address
         self._channels = channels
-        self._snapshot = coordinator_pb2.Snapshot()
+        self._view = RegistryView()
+        self._version = 0  # of the view, when the engines were taken from it
+        self._engines: Sequence[coordinator_pb2.EngineEntry] = ()
+        self._serving: tuple[types_pb2.Fingerprint, Sequence[coordinator_pb2.EngineEntry]] | None = None
         self._limits: types_pb2.ModelLimits | None = None
         self._limits_of: types_pb2.Fingerprint | None = None
         self._lost: dict[str, float] = {}  # loop time at which each engine left; entries are dropped after LOST_SECONDS
@@ -63,8 +62,9 @@ class MeshView:
 
     @property
     def engines(self) -> Iterable[coordinator_pb2.EngineEntry]:
-        """Return all engines of the last complete snapshot."""
-        return self._snapshot.engines
+        """Return all engines of the last complete view, with their newest loads."""
+        self._view.update_loads()
+        return self._engines
 
     def follow_capacity(self, fingerprint: types_pb2.Fingerprint, on_capacity: Callable[[Capacity], None]) -> None:
         """Call ``on_capacity`` now and with each snapshot. Without a serving engine, or without a coordinator, it gets
@@ -75,7 +75,7 @@ class MeshView:
 
     def load(self) -> MeshLoad:
         """Return the load of all engines, as they last reported it."""
-        entries = self._snapshot.engines
+        entries = self.engines
         num_blocks = sum(entry.identity.num_kv_blocks for entry in entries)
         num_used = sum(entry.report.kv_usage * entry.identity.num_kv_blocks for entry in entries)
         return MeshLoad(
@@ -84,21 +84,27 @@ class MeshView:
             kv_usage=num_used / num_blocks if num_blocks else 0.0,
         )
 
-    def serving(self, fingerprint: types_pb2.Fingerprint) -> list[coordinator_pb2.EngineEntry]:
+    def serving(self, fingerprint: types_pb2.Fingerprint) -> Sequence[coordinator_pb2.EngineEntry]:
         """Return the engines that serve what our tokenizer encodes for."""
-        return [
-            entry
-            for entry in self._snapshot.engines
-            if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING
-            and fingerprint_difference(fingerprint, entry.identity.fingerprint, POOL_FIELDS) is None
-        ]
+        self._view.update_loads()
+        if self._serving is None or self._serving[0] != fingerprint:
+            self._serving = (
+                fingerprint,
+                [
+                    entry
+                    for entry in self._engines
+                    if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING
+                    and fingerprint_difference(fingerprint, entry.identity.fingerprint, POOL_FIELDS) is None
+                ],
+            )
+        return self._serving[1]
 
     def count_engines(self, fingerprint: types_pb2.Fingerprint) -> tuple[int, int]:
         """Return how many engines serve what our tokenizer encodes for, and how many should: all that are known and do
         not drain, and those that were lost within the last ``LOST_SECONDS``."""
         ours = [
             entry.report.state
-            for entry in self._snapshot.engines
+            for entry in self._engines
             if fingerprint_difference(fingerprint, entry.identity.fingerprint, POOL_FIELDS) is None
         ]
         num_serving = ours.count(coordinator_pb2.ENGINE_STATE_SERVING)
@@ -129,41 +135,41 @@ class MeshView:
     async def run(self) -> None:
         """Watch and reconnect, until cancelled."""
         async with self._channels.open(self.address, "coordinator") as channel:
-            stub = coordinator_pb2_grpc.CoordinatorStub(channel)
-            while True:
-                call = stub.Watch(coordinator_pb2.WatchRequest())
-                try:
-                    while isinstance(snapshot := await call.read(), coordinator_pb2.Snapshot):
-                        self._take(snapshot)
-                except grpc.aio.AioRpcError as error:
-                    if self.connected:
-                        log.warning("coordinator: %s", error.code().name)
-                finally:
-                    call.cancel()
-                    self.connected = False
-                self._publish_capacity(self._capacity.without_load())
-                await asyncio.sleep(BACKOFF)
+            await watch_registry(coordinator_pb2_grpc.CoordinatorStub(channel), self._take, self._lose)
 
-    def _take(self, snapshot: coordinator_pb2.Snapshot) -> None:
+    def _lose(self, reason: str) -> None:
+        """Note that the coordinator is away."""
+        if self.connected:
+            log.warning("coordinator: %s", reason)
+        self.connected = False
+        self._publish_capacity(self._capacity.without_load())
+
+    def _take(self, view: RegistryView) -> None:
         self.connected = True
         # A coordinator that has just restarted does not know its engines yet: prefer the older, complete view.
-        if snapshot.complete or not self._snapshot.complete:
-            before, self._snapshot = self._snapshot, snapshot
-            if snapshot.adapters or self.adapters:
-                self.adapters = {adapter.name: adapter for adapter in snapshot.adapters}
-            # Most snapshots differ only in the engines' load.
-            if list(map(_IDENTITY, before.engines)) != list(map(_IDENTITY, snapshot.engines)):
-                self._update_limits()
-                self._update_lost(before, snapshot)
+        if view.complete or not self._view.complete:
+            is_same, self._view = view is self._view and view.version == self._version, view
+            if not is_same:  # most changes are of loads alone
+                self._update_engines(view)
         self._update_capacity()
         taken, self._taken = self._taken, asyncio.Event()
         taken.set()
 
-    def _update_lost(self, before: coordinator_pb2.Snapshot, after: coordinator_pb2.Snapshot) -> None:
-        """Note the engines that left without draining."""
-        present = {entry.identity.engine_id for entry in after.engines}
+    def _update_engines(self, view: RegistryView) -> None:
+        """Note which engines there are now, and which of them serve."""
+        self._version = view.version
+        if view.adapters or self.adapters:
+            self.adapters = {adapter.name: adapter for adapter in view.adapters}
+        before, self._engines = self._engines, view.engines
+        self._serving = None
+        self._update_limits()
+        self._update_lost(before)
+
+    def _update_lost(self, before: Iterable[coordinator_pb2.EngineEntry]) -> None:
+        """Note the engines that left without draining. ``before``: the engines of the view before this one."""
+        present = {entry.identity.engine_id for entry in self._engines}
         now = asyncio.get_running_loop().time()
-        for entry in before.engines:
+        for entry in before:
             if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING:
                 self._lost.setdefault(entry.identity.engine_id, now)
         self._lost = {name: lost_at for name, lost_at in self._lost.items() if name not in present}

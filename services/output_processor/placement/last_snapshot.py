@@ -8,6 +8,7 @@ import numpy as np
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
+from tokenloom.services.runtime.peers.registry_view import RegistryView
 from tokenloom.services.runtime.placement import pairing
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
@@ -19,7 +20,6 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineState,
     PickRequest,
     PickResponse,
-    Snapshot,
 )
 from tokenloom.v1.types_pb2 import Fingerprint
 
@@ -36,10 +36,13 @@ class LastSnapshot:
 
     def __init__(self, fingerprint: Fingerprint) -> None:
         self._fingerprint = fingerprint
+        self._view = RegistryView()
+        self._version = 0  # of the view, when the entries were taken from it
         self._entries: list[EngineEntry] = []
         self._columns = EngineColumns()  # the entries, with the picks since
         self._kinds = FingerprintKinds()
         self._rows: dict[EngineKey, int] = {}
+        self._has_loads = False  # whether the columns have the view's newest loads
         self._serving: frozenset[EngineKey] = frozenset()
         self._pd_threshold = 0
         self._epoch = 0
@@ -47,14 +50,19 @@ class LastSnapshot:
         self._picks: Counter[EngineKey] = Counter()  # since the snapshot, and still live
         self._num_picks = 0
 
-    def update(self, snapshot: Snapshot) -> bool:
-        """Take a new snapshot. While engines still re-join a new coordinator, the snapshot of the former one stays.
+    def update(self, snapshot: RegistryView) -> bool:
+        """Take a view after a change. While engines still re-join a new coordinator, the view of the former one stays.
 
         Returns whether an engine serves that did not serve before.
         """
+        if snapshot is self._view and snapshot.version == self._version:  # only loads changed; picks look at them
+            self._picks.clear()
+            self._has_loads = False
+            return False
         is_new_coordinator = snapshot.coordinator_epoch != self._epoch
         if self._entries and not snapshot.complete and (self._complete or is_new_coordinator):
             return False
+        self._view, self._version = snapshot, snapshot.version
         self._epoch = snapshot.coordinator_epoch
         self._complete = snapshot.complete
         self._entries = [entry for entry in snapshot.engines if self._is_ours(entry)]
@@ -70,6 +78,7 @@ class LastSnapshot:
         Ties rotate. The pick counts until the next snapshot or ``release``. Cached prefixes are not considered: only
         the coordinator knows them. Raises ``Unavailable`` when no engine serves, or none has the request's adapter.
         """
+        self._fill_loads()
         rows = self._candidates(request, exclude)
         if not len(rows):
             raise errors.Unavailable("No engine is serving this model now; retry.")
@@ -86,6 +95,7 @@ class LastSnapshot:
 
     def num_requests(self, key: EngineKey) -> int:
         """Return how many requests an engine last reported; 0 for an engine that is not in the snapshot."""
+        self._view.update_loads()
         reports = (entry.report for entry in self._entries if _key(entry) == key)
         return sum(report.running + report.waiting for report in reports)
 
@@ -112,26 +122,37 @@ class LastSnapshot:
         return rows[~np.isin(rows, excluded)] if excluded else rows
 
     def _fill_columns(self) -> None:
-        """Write the entries into new columns, whose rows are the positions of the entries."""
+        """Write the entries into new columns, whose rows are the positions of the entries; loads follow when they are
+        needed."""
         turns = {key: self._columns.last_turn[row] for key, row in self._rows.items()}
         self._columns, self._kinds, self._rows = EngineColumns(), FingerprintKinds(), {}
+        self._has_loads = False
         for entry in self._entries:
             key, columns, row = _key(entry), self._columns, self._columns.add()
             self._rows[key] = row
-            block_size = entry.identity.fingerprint.block_size
             columns.order[row] = row
             columns.kind[row] = self._kinds.number(entry.identity.fingerprint)
             columns.name_hash[row] = name_hash(f"{key.engine_id} {key.epoch}")
             columns.role[row] = entry.report.role
             columns.is_serving[row] = _is_serving(entry)
-            columns.waiting[row] = entry.waiting
-            columns.running[row] = entry.report.running
-            columns.waiting_tokens[row] = entry.waiting_tokens
-            columns.free_tokens[row] = entry.report.free_kv_blocks * block_size - entry.waiting_tokens
-            columns.prefill_rate[row] = entry.report.prefill_tokens_per_second
-            columns.start_rate[row] = entry.report.starts_per_second
-            columns.seats[row] = entry.report.seats
             columns.last_turn[row] = turns.get(key, 0)
+
+    def _fill_loads(self) -> None:
+        """Write the view's newest loads into the columns, unless they are there."""
+        if self._has_loads:
+            return
+        self._has_loads = True
+        self._view.update_loads()
+        columns = self._columns
+        for row, entry in enumerate(self._entries):
+            report, block_size = entry.report, entry.identity.fingerprint.block_size
+            columns.waiting[row] = entry.waiting + self._picks[_key(entry)]
+            columns.running[row] = report.running
+            columns.waiting_tokens[row] = entry.waiting_tokens
+            columns.free_tokens[row] = report.free_kv_blocks * block_size - entry.waiting_tokens
+            columns.prefill_rate[row] = report.prefill_tokens_per_second
+            columns.start_rate[row] = report.starts_per_second
+            columns.seats[row] = report.seats
 
     def _is_ours(self, entry: EngineEntry) -> bool:
         return fingerprint_difference(self._fingerprint, entry.identity.fingerprint) is None

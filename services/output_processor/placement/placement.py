@@ -1,7 +1,6 @@
 """Places legs: asks the coordinator for an engine, or the last snapshot while the coordinator is away."""
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
@@ -10,8 +9,10 @@ import grpc.aio
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.tasks import Tasks, first_of
 from tokenloom.services.runtime.peers.channels import Channels
+from tokenloom.services.runtime.peers.registry_view import RegistryView
+from tokenloom.services.runtime.peers.registry_watch import watch_registry
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest, PickResponse, WatchRequest
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest, PickResponse
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.output_processor_pb2 import Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, Hello
@@ -21,10 +22,7 @@ from .engine_search import EngineSearch
 from .last_snapshot import EngineKey, LastSnapshot
 from .pick_stream import ANSWER_SECONDS, PickStream
 
-log = logging.getLogger(__name__)
-
 _MAX_PICKS = 3  # engines that do not answer before a request waits
-_REWATCH_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +58,12 @@ class Placer:
 
     async def _watch(self) -> None:
         """Follow the coordinator's snapshots. The last one stays in use while the coordinator is away."""
-        while True:
-            call = self._stub.Watch(WatchRequest())
-            try:
-                async for snapshot in call:
-                    if self._snapshot.update(snapshot):
-                        news, self._news = self._news, asyncio.Event()
-                        news.set()
-            except grpc.aio.AioRpcError as error:
-                log.debug("coordinator: %s %s", error.code().name, error.details())
-            finally:
-                call.cancel()
-            await asyncio.sleep(_REWATCH_SECONDS)
+        await watch_registry(self._stub, self._take)
+
+    def _take(self, view: RegistryView) -> None:
+        if self._snapshot.update(view):
+            news, self._news = self._news, asyncio.Event()
+            news.set()
 
     def ask(self, submit: Submit) -> Asked | None:
         """Ask for the first engine of a request, so that the request can be made while the coordinator answers.

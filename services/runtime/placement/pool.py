@@ -58,7 +58,8 @@ def _handing_over(engines: EngineColumns, kinds: FingerprintKinds, rows: Rows, d
             (other % _NUM_ROLES == _DECODE or role == _PREFILL) and kinds.can_continue(kind, other // _NUM_ROLES)
             for other in present
         )
-    return able[engines.kind[rows] * _NUM_ROLES + engines.role[rows]]
+    handing_over: BoolColumn = able[engines.kind[rows] * _NUM_ROLES + engines.role[rows]]
+    return handing_over
 
 
 def _sorts(engines: EngineColumns, rows: Rows) -> list[int]:

@@ -65,7 +65,8 @@ def score(engines: EngineColumns, rows: Rows, ask: Ask) -> IntColumn | FloatColu
     if ask.cached_tokens is None or ask.role == _DECODE:
         return scores
     saved = np.rint(WAITING_WEIGHT * ask.cached_tokens[rows] / ask.prompt_tokens)
-    return np.maximum(scores - saved, 0)
+    reduced: FloatColumn = np.maximum(scores - saved, 0)
+    return reduced
 
 
 def cost(engines: EngineColumns, rows: Rows, ask: Ask) -> FloatColumn:
@@ -90,7 +91,8 @@ def _known(values: FloatColumn, default: float) -> FloatColumn:
     is_known = values > 0
     if is_known.all():
         return values
-    return np.where(is_known, values, values[is_known].mean() if is_known.any() else default)
+    filled: FloatColumn = np.where(is_known, values, values[is_known].mean() if is_known.any() else default)
+    return filled
 
 
 RULES: dict[str, Rule] = {"score": score, "cost": cost}

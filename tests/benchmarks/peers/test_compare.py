@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from tokenloom.bench.peers.compare import PeerFailed, PeerOptions, num_runs, run_peers, tables, vocab_size, write_plot
-from tokenloom.bench.peers.workloads import WORKLOADS, Workload
+from tokenloom.bench.peers.workloads import LORA_RANK, WORKLOADS, Workload, adapter_paths
+from tokenloom.bench.random_adapter import write_adapter
+from tokenloom.bench.random_model import write_model
 from tokenloom.model_path import DEMO_MODEL
 
 
@@ -34,6 +36,25 @@ def test_tokenloom_answers_from_another_process() -> None:
     assert row["decode_tokens_per_second"]["median"] > 0
     assert report["versions"]["tokenloom"].startswith("tokenloom ")
     assert [table.row_count for table in tables(report)] == [1]
+
+
+def test_requests_of_a_workload_name_adapters(tmp_path: Path) -> None:
+    model = tmp_path / "tiny"
+    write_model("tiny-fp32", model)
+    for seed, path in enumerate(adapter_paths(str(model), WORKLOADS["lora"].adapters)):
+        write_adapter(Path(path), model, LORA_RANK, seed)
+    options = PeerOptions(model, {"tokenloom": sys.executable}, workloads=("lora",), repeats=1, threads=1)
+    report = run_peers(options, lambda *_: None)
+    assert report["workloads"]["lora"]["tokenloom"]["output_tokens_per_second"]["median"] > 0
+    Path(adapter_paths(str(model), 1)[0]).rename(tmp_path / "elsewhere")
+    with pytest.raises(PeerFailed, match=r"tiny-lora/0.*No such file"):
+        run_peers(options, lambda *_: None)
+
+
+def test_an_engine_without_adapters_is_refused_by_name() -> None:
+    options = PeerOptions(DEMO_MODEL, {"llamacpp": "python", "tokenloom": "python"}, workloads=("batch", "lora"))
+    with pytest.raises(ValueError, match="workload lora runs on tokenloom and vllm only; leave out llamacpp"):
+        run_peers(options, lambda *_: None)
 
 
 def test_an_engine_that_ends_says_why(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Runs an engine core at random: after any adds, aborts and failures, blocks add up and tokens follow from prefixes."""
 
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -38,6 +39,7 @@ from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.kv_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from tokenloom.engine_core.kv_cache.kv_groups import KVNeed
 from tokenloom.engine_core.kv_cache.kv_manager import largest_chunk
+from tokenloom.engine_core.scheduling.draft_costs import DraftCosts
 from tokenloom.engine_core.scheduling.waiting_requests import SchedulingPolicy
 from tokenloom.engine_core.wire.messages import FinishReason
 
@@ -123,6 +125,8 @@ class CoreMachine(RuleBasedStateMachine):
         self.core = EngineCore(config, EXECUTORS[executor](self.worker))
         if self.core.scheduler.drafts is not None:
             self.core.scheduler.drafts.free_rows = free_rows
+            clock = itertools.count().__next__  # steps take the same time whatever they compute
+            self.core.scheduler.drafts.costs = DraftCosts(clock, drafting_takes_time=draft_model)
         self.live: dict[str, Expected] = {}
         self.num_added = 0
 

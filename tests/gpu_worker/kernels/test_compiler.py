@@ -3,13 +3,14 @@
 import os
 import shutil
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch  # noqa: F401  loads the OpenMP runtime that kernels are to share
 
-from tokenloom.gpu_worker.kernels import compiler
+from tokenloom.gpu_worker.kernels import compiler, parallel_build
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable, build
 from tokenloom.gpu_worker.kernels.library import load_attention, load_fused
 
@@ -45,6 +46,38 @@ def test_a_library_that_is_being_compiled_is_not_compiled_again(tmp_path, compil
         paths = list(pool.map(lambda _: build("fused", cache_dir=tmp_path), range(4)))
     assert len(set(paths)) == len(compiled) == 1
     assert list(tmp_path.iterdir()) == paths[:1]
+
+
+@needs_compiler
+def test_kernels_are_compiled_side_by_side_while_the_body_runs(tmp_path, compiled, monkeypatch):
+    meeting = threading.Barrier(2, timeout=60)
+    run = compiler._run
+
+    def meet(*command):
+        if "-c" in command:
+            meeting.wait()  # one after the other would never meet
+        return run(*command)
+
+    monkeypatch.setattr(compiler, "_run", meet)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+
+    def cached(source, march="native", cache_dir=None, **macros):
+        return build(source, march, tmp_path, **macros)
+
+    monkeypatch.setattr(parallel_build, "build", cached)
+    with parallel_build.parallel_build([("pool", {}), ("batch", {})]):
+        assert cached("pool").exists(), "the body waits for a kernel that is being compiled"
+    assert sorted(compiled) == ["batch", "pool"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_kernel_that_cannot_be_compiled_is_the_layers_to_report(monkeypatch):
+    def fail(source, march, cache_dir, **macros):
+        raise KernelsUnavailable("there is no C++ compiler (g++)")
+
+    monkeypatch.setattr(parallel_build, "build", fail)
+    with parallel_build.parallel_build([("pool", {})]):
+        pass
 
 
 @needs_compiler

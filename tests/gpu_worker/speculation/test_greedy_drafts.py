@@ -2,20 +2,20 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import transformers
 
 from tests.gpu_worker.speculation.steps import DEMO_MODEL, Driver
-from tests.gpu_worker.speculation.test_model_proposer import NUM_BLOCKS, load, make_backend, make_driver
+from tests.gpu_worker.speculation.test_model_proposer import NUM_BLOCKS, make_backend, make_driver
 from tests.gpu_worker.speculation.test_verify import NUM_TOKENS, PLAIN, STATEFUL, params
 from tokenloom.engine_core.config import SpeculativeConfig
 from tokenloom.gpu_worker.checkpoint.model_config import load_model_config
 from tokenloom.gpu_worker.layers.rotary import RopeConfig
 from tokenloom.gpu_worker.models.architectures import ModelLoader
+from tokenloom.gpu_worker.speculation.draft_weights import MOST_WEIGHTS, fits
 from tokenloom.gpu_worker.speculation.drafting import Drafting
-from tokenloom.gpu_worker.speculation.greedy_drafts import MOST_WEIGHTS, fits
+from tokenloom.gpu_worker.speculation.greedy_drafts import DraftRange
 
 GREEDY = {"short": PLAIN["greedy"], "long": (list(range(50, 90)), params(3))}
 
@@ -38,15 +38,26 @@ def proposals(driver, requests, num_tokens=NUM_TOKENS):
     return found, lengths
 
 
-def test_a_call_drafts_what_the_model_drafts(model):
-    found, at_once = proposals(make_driver(model, "draft_model", "draft"), GREEDY)
-    driver = make_driver(model, "draft_model", "draft")
+@pytest.mark.parametrize(("method", "folder"), [("draft_model", "draft"), ("eagle", "eagle")])
+def test_a_call_drafts_what_the_model_drafts(model, method, folder):
+    driver = make_driver(model, method, folder)
+    driver.proposer.drafter.at_once.most_tokens = 32
+    found, at_once = proposals(driver, GREEDY)
+    driver = make_driver(model, method, folder)
     driver.proposer.drafter.at_once = None
     expected, step_by_step = proposals(driver, GREEDY)
     assert found == expected
     assert sum(len(drafts) for step in found for drafts in step.values()) > NUM_TOKENS
     assert at_once == [48]  # the prompts, each with the token after it
     assert len(step_by_step) > len(found)
+
+
+def test_one_call_computes_short_prompts_too(model):
+    found, lengths = proposals(make_driver(model, "draft_model", "draft"), GREEDY)
+    assert not lengths
+    driver = make_driver(model, "draft_model", "draft")
+    driver.proposer.drafter.at_once.most_tokens = 32
+    assert found == proposals(driver, GREEDY)[0]
 
 
 def test_drawn_and_penalized_tokens_are_drafted_step_by_step(model):
@@ -59,8 +70,8 @@ def test_more_than_a_few_requests_are_drafted_together(model):
     _, lengths = proposals(make_driver(model, "draft_model", "draft"), {str(n): GREEDY["short"] for n in range(8)}, 6)
     assert not lengths
     driver = make_driver(model, "draft_model", "draft")
-    assert driver.proposer._is_greedy(np.arange(8), np.zeros(8))
-    assert not driver.proposer._is_greedy(np.arange(9), np.zeros(9))
+    assert driver.proposer._is_greedy([DraftRange(0, 0, 1, 0)] * 8)
+    assert not driver.proposer._is_greedy([DraftRange(0, 0, 1, 0)] * 9)
 
 
 def test_a_model_of_another_shape_drafts_for_itself(tmp_path):
@@ -113,4 +124,6 @@ def test_only_small_plain_models_draft_in_one_call(model):
         {"vocab_size": MOST_WEIGHTS // 32},
     ):
         assert not fits(replace(config, **changed)), changed
-    assert load(model, "eagle", "eagle")._drafter.at_once is None
+    head = load_model_config(DEMO_MODEL / "eagle", "bfloat16")
+    assert fits(head, is_head=True)
+    assert not fits(replace(head, vocab_size=MOST_WEIGHTS // 256), is_head=True)

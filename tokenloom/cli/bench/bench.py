@@ -10,6 +10,7 @@ _COMMANDS = {
         "bench_offline:throughput",
         "bench_mesh:mesh",
         "bench_overload:overload",
+        "bench_scale:scale",
         "bench_offline:step",
         "bench_shared:shared",
         "bench_speculation:speculation",

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tokenloom.bench.peers.compare import ADAPTERS, PeerOptions, num_runs, run_peers, tables, write_plot
-from tokenloom.bench.peers.workloads import WORKLOADS
+from tokenloom.bench.peers.workloads import DEFAULT_WORKLOADS, LORA_RANK, WORKLOADS, adapter_paths
 
 from .bench_load import AsJson, OutputJson
 from .bench_output import failures, progress, show
@@ -28,7 +28,9 @@ def peers(
         Path | None,
         typer.Option(help="Folder of environments named after engines; every ROOT/ENGINE/bin/python is used."),
     ] = None,
-    workload: Annotated[list[str] | None, typer.Option(help=f"[default: {', '.join(WORKLOADS)}]")] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(WORKLOADS)} [default: all but lora, which needs MODEL-lora].")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds, in each of which every engine runs once.")] = 3,
     threads: Annotated[int, typer.Option(min=0, help="Compute threads of each engine; 0: all cores.")] = 0,
     option: Annotated[
@@ -44,7 +46,7 @@ def peers(
         options = PeerOptions(
             model=model.resolve(),
             pythons=_pythons(python or [], root),
-            workloads=tuple(workload or WORKLOADS),
+            workloads=tuple(workload or DEFAULT_WORKLOADS),
             repeats=repeats,
             threads=threads,
             options=_options(option or []),
@@ -65,12 +67,16 @@ def peers(
 def model(
     shape: Annotated[str, typer.Argument(help="tiny-fp32, tiny-bf16 or qwen3-0.6b.")],
     directory: Annotated[Path, typer.Argument(file_okay=False, help="Where to write the checkpoint.")],
+    adapters: Annotated[int, typer.Option(min=0, help="LoRA adapters to write to DIRECTORY-lora.")] = 0,
 ) -> None:
-    """Write a checkpoint of a real shape with random weights."""
-    from tokenloom.bench.random_model import write_model  # imported here because it imports torch
+    """Write a checkpoint of a real shape with random weights, and adapters of it for the workload lora."""
+    from tokenloom.bench.random_adapter import write_adapter  # imported here because they import torch
+    from tokenloom.bench.random_model import write_model
 
     with failures():
         write_model(shape, directory)
+        for seed, path in enumerate(adapter_paths(str(directory), adapters)):
+            write_adapter(Path(path), directory, LORA_RANK, seed)
 
 
 def _pythons(given: list[str], root: Path | None) -> dict[str, str]:

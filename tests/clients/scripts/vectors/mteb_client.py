@@ -1,4 +1,4 @@
-"""mteb: the harness scores one small task, made of sentences in this file, with vectors of the mesh."""
+"""mteb: the harness scores one small task, made of questions and answers in this folder, with vectors of the mesh."""
 
 import os
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import mteb
 import numpy as np
 import openai
+from answers import QUESTIONS, TEXTS
 from datasets import Dataset, DatasetDict
 from mteb.abstasks import AbsTaskSTS
 from mteb.abstasks.task_metadata import TaskMetadata
@@ -13,21 +14,19 @@ from mteb.models import ModelMeta
 from mteb.models.abs_encoder import AbsEncoder
 
 PAIRS = [
-    ("a cat sat on a mat", "the cat sat on the mat", 5.0),
-    ("two dogs ran in the park", "two dogs run in a park", 4.5),
-    ("she reads a long book", "he reads a long letter", 3.0),
-    ("rain fell on the roof", "the sun shone on the sea", 1.5),
-    ("a cat sat on a mat", "buy quick wool", 0.5),
-    ("two dogs ran in the park", "my job is maths", 0.0),
+    (question, TEXTS[(index + shift) % len(TEXTS)], 5.0 if shift == 0 else 0.0)
+    for index, question in enumerate(QUESTIONS)
+    for shift in (0, 1)
 ]
+"""Each question with its answer, and with the answer to another one."""
 
 
 class LocalSTS(AbsTaskSTS):  # type: ignore[misc]
-    """Sentences with how alike they are, 0 to 5."""
+    """Pairs with how alike they are, 0 or 5."""
 
     metadata = TaskMetadata(
         name="LocalSTS",
-        description="Sentences of this file.",
+        description="Questions and answers.",
         dataset={"path": "local", "revision": "1"},
         type="STS",
         category="t2t",
@@ -48,13 +47,13 @@ class MeshEncoder(AbsEncoder):  # type: ignore[misc]
     """Encodes with ``/v1/embeddings``."""
 
     def __init__(self) -> None:
-        url = os.environ["SCRIPTED_URL"] + "/v1"
+        url = os.environ["TOKENLOOM_URL"] + "/v1"
         self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
         self.mteb_model_meta = ModelMeta.create_empty({"name": "tokenloom/mesh"})
 
     def encode(self, inputs: Any, **_: Any) -> Any:
         texts = [text for batch in inputs for text in batch["text"]]
-        answer = self.client.embeddings.create(model=os.environ["SCRIPTED_MODEL"], input=texts)
+        answer = self.client.embeddings.create(model=os.environ["TOKENLOOM_MODEL"], input=texts)
         return np.array([item.embedding for item in answer.data], dtype=np.float32)
 
 

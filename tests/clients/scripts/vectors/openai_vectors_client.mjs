@@ -2,9 +2,9 @@
 import assert from "node:assert/strict";
 import OpenAI from "openai";
 
-const model = process.env.SCRIPTED_MODEL;
-const client = new OpenAI({ baseURL: `${process.env.SCRIPTED_URL}/v1`, apiKey: "none", maxRetries: 0 });
-const input = ["a cat sat on a mat", "zzz"];
+const model = process.env.TOKENLOOM_MODEL;
+const client = new OpenAI({ baseURL: `${process.env.TOKENLOOM_URL}/v1`, apiKey: "none", maxRetries: 0 });
+const input = ["What is a token?", "8 + 9 = 17."];
 
 const whole = await client.embeddings.create({ model, input }); // the package asks for base64
 const floats = await client.embeddings.create({ model, input, encoding_format: "float" });

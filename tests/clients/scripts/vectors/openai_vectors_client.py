@@ -4,22 +4,24 @@ import math
 import os
 
 import openai
+from answers import QUESTIONS, TEXTS, nearest
 
-client = openai.OpenAI(base_url=os.environ["SCRIPTED_URL"] + "/v1", api_key="none", max_retries=0)
-model = os.environ["SCRIPTED_MODEL"]
-TEXTS = ["a cat sat on a mat", "the cat sat on the mat", "zzz"]
+client = openai.OpenAI(base_url=os.environ["TOKENLOOM_URL"] + "/v1", api_key="none", max_retries=0)
+model = os.environ["TOKENLOOM_MODEL"]
 
 whole = client.embeddings.create(model=model, input=TEXTS)  # the package asks for base64
-assert [item.index for item in whole.data] == [0, 1, 2]
-assert whole.usage.total_tokens == sum(len(text) for text in TEXTS)
+assert [item.index for item in whole.data] == [0, 1, 2, 3]
+alone = [client.embeddings.create(model=model, input=text).usage.total_tokens for text in TEXTS]
+assert whole.usage.total_tokens == sum(alone)
 floats = client.embeddings.create(model=model, input=TEXTS, encoding_format="float")
 for one, other in zip(whole.data, floats.data, strict=True):
     assert all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(one.embedding, other.embedding, strict=True))
-alike, unlike = (sum(map(lambda a, b: a * b, whole.data[0].embedding, whole.data[k].embedding)) for k in (1, 2))
-assert alike > 0.8 > unlike
+asked = client.embeddings.create(model=model, input=QUESTIONS)
+documents = [item.embedding for item in whole.data]
+assert [nearest(item.embedding, documents) for item in asked.data] == [0, 1, 2, 3]
 
-short = client.embeddings.create(model=model, input=[list(b"abc")], dimensions=8)
-assert len(short.data[0].embedding) == 8
+short = client.embeddings.create(model=model, input=[[97, 98, 99]], dimensions=64)
+assert len(short.data[0].embedding) == 64
 
 try:
     client.embeddings.create(model=model, input=[])

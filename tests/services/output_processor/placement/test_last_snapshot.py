@@ -6,6 +6,7 @@ from tests.services.output_processor.fakes import entry
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.engine_registry import Registry
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey, LastSnapshot
+from tokenloom.services.runtime.peers.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineState, PickRequest, Snapshot
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
@@ -18,9 +19,15 @@ def identity(name: str, **fingerprint: object) -> EngineIdentity:
     return EngineIdentity(engine_id=name, epoch=1, fingerprint=served)
 
 
+def view(**fields: object) -> RegistryView:
+    shown = RegistryView()
+    shown.take(Snapshot(**fields))  # type: ignore[arg-type]
+    return shown
+
+
 def fleet(*entries: object, complete: bool = True, pd_threshold: int = 0) -> LastSnapshot:
     snapshot = LastSnapshot(OURS)
-    snapshot.update(Snapshot(engines=entries, complete=complete, pd_threshold=pd_threshold))  # type: ignore[arg-type]
+    snapshot.update(view(engines=entries, complete=complete, pd_threshold=pd_threshold))
     return snapshot
 
 
@@ -62,19 +69,19 @@ def test_without_a_serving_engine_a_pick_is_unavailable() -> None:
 
 def test_a_complete_view_is_kept_while_engines_rejoin() -> None:
     snapshot = fleet(entry(identity("a")))
-    snapshot.update(Snapshot(complete=False))
+    snapshot.update(view(complete=False))
     assert pick(snapshot, PREFILL) == "a*"
-    snapshot.update(Snapshot(complete=True))
+    snapshot.update(view(complete=True))
     with pytest.raises(Unavailable):
         pick(snapshot, PREFILL)
 
 
 def test_a_coordinator_that_is_replaced_while_young_is_remembered() -> None:
     snapshot = fleet(complete=False)
-    snapshot.update(Snapshot(coordinator_epoch=1, complete=False, engines=[entry(identity("a"))]))
-    snapshot.update(Snapshot(coordinator_epoch=2, complete=False))
+    snapshot.update(view(coordinator_epoch=1, complete=False, engines=[entry(identity("a"))]))
+    snapshot.update(view(coordinator_epoch=2, complete=False))
     assert pick(snapshot, PREFILL) == "a*"
-    snapshot.update(Snapshot(coordinator_epoch=2, complete=True))
+    snapshot.update(view(coordinator_epoch=2, complete=True))
     with pytest.raises(Unavailable):
         pick(snapshot, PREFILL)
 

@@ -1,0 +1,1 @@
+"""Measures what grows with the number of engines and of output processors."""

@@ -1,0 +1,62 @@
+"""Asks for an engine again and again, as an output processor does: the coordinator, or the last snapshot without it."""
+
+import asyncio
+import sys
+from collections import Counter
+
+from tokenloom.request.errors import TokenloomError
+from tokenloom.services.output_processor.placement.last_snapshot import LastSnapshot
+from tokenloom.services.output_processor.placement.pick_stream import PickStream
+from tokenloom.services.runtime.peers.channels import Channels
+from tokenloom.services.runtime.peers.registry_view import RegistryView
+from tokenloom.services.runtime.peers.registry_watch import watch_registry
+from tokenloom.v1.coordinator_pb2 import PickRequest
+from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
+from tokenloom.v1.types_pb2 import ENGINE_ROLE_PREFILL
+
+from .child import answer
+from .fake_engines import FINGERPRINT
+
+PICKS_PER_SECOND = 100
+_REQUEST = PickRequest(fingerprint=FINGERPRINT, role=ENGINE_ROLE_PREFILL, prompt_tokens=100, max_new_tokens=100)
+
+
+async def ask(picks: PickStream, snapshot: LastSnapshot, counts: Counter[str]) -> None:
+    """Place one request, and count by whom."""
+    try:
+        if picks.is_open:
+            try:
+                await picks.pick(_REQUEST)
+                counts["by_coordinator"] += 1
+                return
+            except TokenloomError:
+                pass
+        snapshot.pick(_REQUEST)
+        counts["by_snapshot"] += 1
+    except TokenloomError:
+        counts["refused"] += 1
+
+
+async def run(coordinator: str) -> None:
+    """Ask until cancelled."""
+    counts: Counter[str] = Counter(by_coordinator=0, by_snapshot=0, refused=0)
+    stub = CoordinatorStub(Channels().open(coordinator, "coordinator"))
+    picks, snapshot = PickStream(stub), LastSnapshot(FINGERPRINT)
+    seen = asyncio.Event()
+
+    def take(view: RegistryView) -> None:
+        snapshot.update(view)
+        seen.set()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(picks.run())
+        group.create_task(watch_registry(stub, take))
+        await seen.wait()
+        answer(lambda: dict(counts))
+        while True:
+            group.create_task(ask(picks, snapshot, counts))
+            await asyncio.sleep(1 / PICKS_PER_SECOND)
+
+
+if __name__ == "__main__":
+    asyncio.run(run(sys.argv[1]))

@@ -1,0 +1,55 @@
+"""Runs the processes of ``bench scale``: each one prints what it has counted whenever it reads a line."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+
+class Child:
+    """A process of a module of this package. To be used in a ``with`` block, which ends it."""
+
+    def __init__(self, module: str, *arguments: object) -> None:
+        """``module``: its name in this package."""
+        command = (sys.executable, "-m", f"{__package__}.{module}", *map(str, arguments))
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._times = psutil.Process(self._process.pid).cpu_times
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        self._process.communicate()
+
+    def cpu_seconds(self) -> float:
+        """Return the processor time that the process has used."""
+        times = self._times()
+        return float(times.user + times.system)
+
+    def counts(self) -> dict[str, float]:
+        """Return what it has counted. Raises ``OSError`` if it has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        if not (line := self._process.stdout.readline()):
+            raise OSError(f"{self._process.args!r} ended")
+        return {name: float(value) for name, value in json.loads(line).items()}
+
+
+def answer(counts: Callable[[], Mapping[str, float]]) -> None:
+    """Answer :meth:`Child.counts` from now on, from a thread."""
+
+    def read() -> None:
+        for _ in sys.stdin:
+            print(json.dumps(counts()), flush=True)
+
+    threading.Thread(target=read, daemon=True).start()

@@ -1,0 +1,89 @@
+"""Runs many fake engines in one process: they join, report and watch like real ones, and compute nothing."""
+
+import asyncio
+import sys
+
+from tokenloom.engine_core.wire.messages import SchedulerStats
+from tokenloom.services.engine.coordinator_link import CoordinatorLink
+from tokenloom.services.engine.kv.kv_peers import EngineRegistry
+from tokenloom.services.engine.load import Load, LoadTracker
+from tokenloom.services.runtime.peers.channels import Channels
+from tokenloom.services.runtime.peers.hello import make_hello
+from tokenloom.v1.coordinator_pb2 import EngineIdentity
+from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH, Fingerprint, Hello, ModelLimits
+
+from .child import answer
+
+FINGERPRINT = Fingerprint(
+    model="demo", weights=b"w" * 32, tokenizer=b"t" * 32, block_size=16, kv_layout="nhd", numerics="bf16"
+)
+NUM_BLOCKS = 65_536
+_SEATS = 256
+
+
+class BusyLoad(LoadTracker):
+    """The load of an engine whose counts change all the time: it reports as often as it may.
+
+    Attributes:
+        num_reports: How often it was reported.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(_SEATS, _SEATS)
+        self.num_reports = number  # engines differ from each other
+
+    def snapshot(self) -> Load:
+        self.num_reports += 1
+        running = self.num_reports * 7 % _SEATS
+        self.num_live = running + self.num_reports % 5
+        self.step += 1
+        free = NUM_BLOCKS - running * 100
+        usage = 1 - free / NUM_BLOCKS
+        self.stats = SchedulerStats(
+            num_running=running,
+            num_waiting_tokens=900 * (self.num_live - running),
+            kv_usage=usage,
+            num_free_blocks=free,
+        )
+        self.changed.set()
+        return super().snapshot()
+
+
+class FakeIdentity:
+    """Describes a fake engine as :class:`.Identity` describes a real one."""
+
+    def __init__(self, number: int) -> None:
+        self._name = f"engine-{number:04d}"
+        self._number = number
+
+    def hello(self) -> Hello:
+        return make_hello(self._name, self._number + 1, fingerprint=FINGERPRINT)
+
+    def registration(self) -> EngineIdentity:
+        return EngineIdentity(
+            engine_id=self._name,
+            epoch=self._number + 1,
+            address=f"{self._name}.engine.tokenloom.svc.cluster.local:50051",
+            kv_address=f"{self._name}.engine.tokenloom.svc.cluster.local:50061",
+            host=f"node-{self._number // 8}",
+            fingerprint=FINGERPRINT,
+            limits=ModelLimits(max_model_len=131_072, vocab_size=128_256, max_logprobs=20, generates=True),
+            num_kv_blocks=NUM_BLOCKS,
+        )
+
+
+async def run(coordinator: str, first: int, count: int) -> None:
+    """Run engines with the numbers from ``first`` on, until cancelled."""
+    channels, loads = Channels(), [BusyLoad(first + number) for number in range(count)]
+    began = sum(load.num_reports for load in loads)
+    answer(lambda: {"reports": sum(load.num_reports for load in loads) - began})
+    async with asyncio.TaskGroup() as group:
+        for number, load in enumerate(loads, first):
+            channel = channels.open(coordinator, "coordinator")
+            link = CoordinatorLink(channel, FakeIdentity(number), load, ENGINE_ROLE_BOTH)  # type: ignore[arg-type]
+            group.create_task(link.run(lambda grace: None, lambda changes: None))
+            group.create_task(EngineRegistry(coordinator, channels).run())
+
+
+if __name__ == "__main__":
+    asyncio.run(run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

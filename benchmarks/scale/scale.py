@@ -1,0 +1,93 @@
+"""Runs ``bench scale``: the coordinator with 10, 100 and 1,000 fake engines, against the limits of its design."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from ..report import machine
+from .registry_case import RegistryCase, RegistryResult, run_registry
+
+ENGINES = (10, 100, 1000)
+FOLLOWERS_PER_ENGINE = 0.2
+"""Output processors and gateways for each engine, of the largest mesh."""
+FULL_REPORTS_PER_SECOND = 5000
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A figure that must not be exceeded with a thousand engines."""
+
+    figure: str
+    most: float
+
+
+LIMITS = (
+    Limit("cores_at_full_rate", 1.0),
+    Limit("megabytes_per_second", 20.0),
+    Limit("follower_share", 0.01),
+    Limit("mebibytes", 512.0),
+    Limit("dead", 0),
+    Limit("join_seconds", 5.0),
+    Limit("refused", 0),
+)
+
+
+def run(engines: Sequence[int], seconds: float, done: Callable[[], None]) -> dict[str, Any]:
+    """Measure each number of engines; ``done`` is called after each."""
+    cases = []
+    for count in engines:
+        followers = max(2, round(count * FOLLOWERS_PER_ENGINE))
+        result = asyncio.run(run_registry(RegistryCase(count, followers, seconds)))
+        figures = {**asdict(result), "cores_at_full_rate": cores_at_full_rate(result)}
+        cases.append({**figures, "exceeded": exceeded(figures)})
+        done()
+    return {"machine": machine.describe(), "cases": cases}
+
+
+def cores_at_full_rate(result: RegistryResult) -> float:
+    """Return the cores that the coordinator would use if the fake engines got all the processor time they need.
+
+    Every report is taken to cost what it cost on average, other work included: more than it does, because snapshots do
+    not become more.
+    """
+    full = min(FULL_REPORTS_PER_SECOND, max(result.reports_per_second, result.engines * 5))
+    return result.cores * max(1.0, full / max(result.reports_per_second, 1.0))
+
+
+def exceeded(figures: dict[str, Any]) -> list[str]:
+    """Return which limits do not hold."""
+    return [limit.figure for limit in LIMITS if figures[limit.figure] > limit.most]
+
+
+_ROWS = (
+    ("engines", "engines", "{:,.0f}"),
+    ("output processors that follow", "followers", "{:,.0f}"),
+    ("reports a second", "reports_per_second", "{:,.0f}"),
+    ("coordinator, cores", "cores", "{:.2f}"),
+    ("coordinator at the full rate of reports, cores", "cores_at_full_rate", "{:.2f}"),
+    ("coordinator, MiB", "mebibytes", "{:,.0f}"),
+    ("snapshots to all, MB a second", "megabytes_per_second", "{:.1f}"),
+    ("one follower, share of a core", "follower_share", "{:.2%}"),
+    ("engines shown as dead", "dead", "{:.0f}"),
+    ("rejoin after SIGKILL, seconds", "join_seconds", "{:.1f}"),
+    ("rejoin, processor seconds", "rejoin_cpu_seconds", "{:.1f}"),
+    ("requests refused meanwhile", "refused", "{:.0f}"),
+    ("requests placed meanwhile", "asked", "{:,.0f}"),
+)
+
+
+def table(report: dict[str, Any]) -> Table:
+    """Return a column for each number of engines, and the limits."""
+    limits = {limit.figure: limit.most for limit in LIMITS}
+    shown = Table(title="Coordinator")
+    shown.add_column("")
+    for _ in report["cases"]:
+        shown.add_column(justify="right")
+    shown.add_column("at most", justify="right")
+    for title, figure, form in _ROWS:
+        most = form.format(limits[figure]) if figure in limits else ""
+        shown.add_row(title, *(form.format(case[figure]) for case in report["cases"]), most)
+    return shown

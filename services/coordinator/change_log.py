@@ -1,0 +1,49 @@
+"""Keeps the messages that the watchers of one kind get. No I/O."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+MAX_KEPT = 16
+"""Changes kept for watchers that are late by a few; one that is later gets everything again."""
+
+
+class Published(NamedTuple):
+    """Holds a serialized ``Snapshot``."""
+
+    revision: int
+    data: bytes
+
+
+class ChangeLog:
+    """Keeps the latest changes, each of which begins at the revision where the one before ended.
+
+    Attributes:
+        revision: The one at which the last change ended.
+        news: Set, and replaced, at each change.
+    """
+
+    def __init__(self, revision: int, whole: Callable[[int], bytes], *, max_kept: int = MAX_KEPT) -> None:
+        """``whole`` returns a message with everything there is now, under the given revision. ``max_kept``: changes
+        kept; 0 for watchers that get everything each time."""
+        self.revision = revision
+        self.news = asyncio.Event()
+        self._whole = whole
+        self._kept: deque[tuple[int, Published]] = deque(maxlen=max_kept)  # with the revision that each one changes
+
+    def add(self, revision: int, data: bytes) -> None:
+        """Publish a change of the last revision."""
+        self._kept.append((self.revision, Published(revision, data)))
+        self.revision = revision
+        news, self.news = self.news, asyncio.Event()
+        news.set()
+
+    def after(self, revision: int | None) -> Sequence[Published]:
+        """Return what a watcher at ``revision`` lacks: changes, or everything if it has nothing or lacks too much."""
+        if revision == self.revision:
+            return ()
+        changes = [published for base, published in self._kept if revision is not None and base >= revision]
+        if changes and self._kept[-len(changes)][0] == revision:
+            return changes
+        return (Published(self.revision, self._whole(self.revision)),)

@@ -1,0 +1,64 @@
+"""Holds the coordinator's end of an engine's ``Join``: the commands that the engine gets."""
+
+import asyncio
+from typing import Any, TypeAlias
+
+import grpc.aio
+from google.protobuf.duration_pb2 import Duration
+
+from tokenloom.request.errors import Aborted, ResourceExhausted
+from tokenloom.v1.coordinator_pb2 import EngineCommand
+
+from .engine_record import EngineRecord
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+_MAX_COMMANDS = 4  # queued for one engine: to drain, to change its adapters, and to report at another interval
+
+
+class EngineStream:
+    """Holds the coordinator's end of one engine's Join.
+
+    Attributes:
+        interval: Seconds between two reports, as the engine was asked last.
+    """
+
+    def __init__(self, record: EngineRecord, interval: float) -> None:
+        self.record = record
+        self.interval = interval
+        self.overtaken = False
+        self._commands: asyncio.Queue[EngineCommand | None] = asyncio.Queue(_MAX_COMMANDS)
+
+    def command(self, command: EngineCommand) -> None:
+        """Send a command. Raises ``ResourceExhausted`` when the engine does not read its commands."""
+        try:
+            self._commands.put_nowait(command)
+        except asyncio.QueueFull:
+            raise ResourceExhausted("The engine does not read its commands; retry.") from None
+
+    def pace(self, interval: float) -> None:
+        """Ask the engine to report at an interval, unless it was asked to. Raises as :meth:`command`."""
+        if interval != self.interval:
+            self.command(EngineCommand(report_interval=to_duration(interval)))
+            self.interval = interval
+
+    def overtake(self) -> None:
+        """End the stream with ABORTED, because a newer join has the name."""
+        self.overtaken = True
+        if not self._commands.full():  # otherwise the writer wakes for a command
+            self._commands.put_nowait(None)
+
+    async def write(self, answer: EngineCommand, context: _Context) -> None:
+        """Write the answer to the engine's hello, then commands until a newer join takes the name."""
+        await context.write(answer)
+        while not self.overtaken:
+            if (command := await self._commands.get()) is not None:
+                await context.write(command)
+        raise Aborted("A newer engine of this name has joined.")
+
+
+def to_duration(seconds: float) -> Duration:
+    """Return a duration as messages hold it."""
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration

@@ -1,0 +1,146 @@
+"""Makes what watchers are sent, once for all of them: everything for a new watcher, and then what changes. No I/O."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tokenloom.services.runtime.peers.engine_loads import clear_load, loads_of
+from tokenloom.v1.coordinator_pb2 import EngineEntry, Snapshot, WatchRequest
+
+from .change_log import ChangeLog
+from .engine_registry import Registry
+
+MAX_ROWS_PER_SECOND = 2500
+"""Loads that a watcher is sent at most: of more than 250 engines they are published less often than everything else."""
+
+
+@dataclass(slots=True)
+class _Shown:
+    """An engine as the watchers know it, or will know it after the next change.
+
+    Attributes:
+        rest: The entry without its load.
+        data: The entry as a part of a serialized ``Snapshot``; None: not serialized since it changed.
+    """
+
+    entry: EngineEntry
+    rest: EngineEntry
+    data: bytes | None = None
+
+
+class SnapshotFeed:
+    """Publishes the registry.
+
+    Serialized parts of a ``Snapshot`` make a whole one when they are joined, as the encoding of Protocol Buffers
+    defines it: engines are serialized when they change, not for each message.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._shown: dict[str, _Shown] = {}
+        self._num_joined = 0
+        # What is not published yet: engines to send, each with whether its identity is new, engines of which only the
+        # load is sent, and engines that left.
+        self._changed: dict[str, bool] = {}
+        self._loads: dict[str, None] = {}
+        self._left: dict[str, None] = {}
+        self._published = self._constants()
+        self._loads_at = 0.0
+        self._body: bytes | None = None  # all engines, serialized
+        self._everything = ChangeLog(registry.revision, self._whole)
+        self._without_loads = ChangeLog(registry.revision, self._whole)
+        self._uncut = ChangeLog(registry.revision, self._whole, max_kept=0)
+
+    def log(self, request: WatchRequest) -> ChangeLog:
+        """Return the messages for a watcher. The first one shows what the registry has now."""
+        self._look(self._registry.changed.take_others())
+        if request.without_loads:
+            return self._without_loads
+        return self._everything if request.changes else self._uncut
+
+    def publish(self, now: float) -> None:
+        """Make a message of what has changed, if anything. To be called once a tick; ``now``: seconds of any clock."""
+        with_loads = now >= self._loads_at
+        changed = self._registry.changed
+        self._look(changed.take_all() if with_loads else changed.take_others())
+        before, self._published = self._published, self._constants()
+        others = b""
+        if is_other := bool(self._changed or self._left or before != self._published):
+            head = Snapshot(left=self._left)
+            if before[-1] != self._published[-1]:
+                head.new_adapters = True
+                head.adapters.extend(self._registry.adapters)
+            others = head.SerializeToString() + b"".join(self._entry(name, new) for name, new in self._changed.items())
+            self._changed.clear()
+            self._left.clear()
+            self._add(self._without_loads, others)
+        if not is_other and not (with_loads and self._loads):
+            return
+        if with_loads and self._loads:
+            loads = loads_of([self._shown[name].entry for name in self._loads])
+            others += Snapshot(loads=loads).SerializeToString()
+            self._loads.clear()
+            self._loads_at = now + len(self._shown) / MAX_ROWS_PER_SECOND
+        self._add(self._everything, others)
+        self._add(self._uncut, b"")
+
+    def _look(self, names: Iterable[str]) -> None:
+        """See what has become of these engines."""
+        for name in names:
+            self._body = None
+            before, entry = self._shown.get(name), self._registry.entry(name)
+            if entry is not None:
+                self._see(name, before, entry)
+            elif before is not None:
+                del self._shown[name]
+                self._changed.pop(name, None)
+                self._loads.pop(name, None)
+                self._left[name] = None
+
+    def _see(self, name: str, before: _Shown | None, entry: EngineEntry) -> None:
+        if before is None:
+            self._num_joined += 1
+        entry.number = before.entry.number if before else self._num_joined
+        rest = EngineEntry()
+        rest.CopyFrom(entry)
+        clear_load(rest)
+        self._shown[name] = _Shown(entry, rest)
+        if before is None or rest != before.rest:
+            is_new = before is None or rest.identity != before.rest.identity
+            self._changed[name] = is_new or self._changed.get(name, False)
+            self._loads.pop(name, None)
+        elif name not in self._changed:
+            self._loads[name] = None
+
+    def _entry(self, name: str, with_identity: bool) -> bytes:
+        """Return a part of a message with one engine."""
+        shown = self._shown[name]
+        if with_identity:
+            if shown.data is None:
+                shown.data = Snapshot(engines=[shown.entry]).SerializeToString()
+            return shown.data
+        message = Snapshot(engines=[shown.entry])
+        message.engines[0].ClearField("identity")
+        return message.SerializeToString()
+
+    def _add(self, log: ChangeLog, body: bytes) -> None:
+        revision = max(self._registry.revision, log.revision + 1)
+        log.add(revision, self._head(revision, log.revision) + body)
+
+    def _whole(self, revision: int) -> bytes:
+        if self._body is None:
+            self._body = b"".join(self._entry(name, True) for name in self._shown)
+        adapters = Snapshot(adapters=self._registry.adapters).SerializeToString()
+        return self._head(revision) + adapters + self._body
+
+    def _head(self, revision: int, base_revision: int = 0) -> bytes:
+        return Snapshot(
+            coordinator_epoch=self._registry.epoch,
+            revision=revision,
+            complete=self._registry.is_complete,
+            pd_threshold=self._registry.pd_threshold,
+            base_revision=base_revision,
+        ).SerializeToString()
+
+    def _constants(self) -> tuple[bool, int, int]:
+        """Return what seldom changes."""
+        return self._registry.is_complete, self._registry.pd_threshold, self._registry.adapters.version

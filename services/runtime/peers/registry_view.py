@@ -1,0 +1,132 @@
+"""Keeps a whole view of the coordinator's registry from the changes that it streams. No I/O."""
+
+from collections.abc import Sequence
+
+from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineLoads, Snapshot
+from tokenloom.v1.types_pb2 import Adapter
+
+from .engine_loads import set_load
+
+_MAX_PENDING = 32
+"""Messages whose loads wait at most until somebody reads them."""
+
+
+class RegistryView:
+    """Shows what one ``Watch`` has streamed so far.
+
+    Loads are kept as they arrive until they are asked for: an output processor follows a thousand
+    engines, and looks at them only while the coordinator is away.
+
+    Attributes:
+        coordinator_epoch: Incarnation of the coordinator.
+        revision: Of the last message; 0: none has arrived.
+        complete: False while a new coordinator waits for engines to join again.
+        pd_threshold: Uncached prompt tokens below which an engine does the whole request.
+        adapters: The LoRA adapters that all engines should have, by name.
+        version: Grows when anything but loads changes.
+    """
+
+    def __init__(self) -> None:
+        self.coordinator_epoch = 0
+        self.revision = 0
+        self.complete = False
+        self.pd_threshold = 0
+        self.adapters: Sequence[Adapter] = ()
+        self.version = 0
+        self._entries: dict[str, EngineEntry] = {}
+        self._names: dict[int, str] = {}
+        # Loads that were not applied yet: of each number the newest message that has it, and the row.
+        self._pending: dict[int, tuple[EngineLoads, int]] = {}
+        self._num_pending = 0  # messages
+        self._engines: Sequence[EngineEntry] | None = None
+
+    @property
+    def engines(self) -> Sequence[EngineEntry]:
+        """All engines. :meth:`update_loads` changes these entries in place; a new :attr:`version` has other entries."""
+        self.update_loads()
+        if self._engines is None:
+            self._engines = list(self._entries.values())
+        return self._engines
+
+    def update_loads(self) -> None:
+        """Give the entries of :attr:`engines` the loads that have arrived since they were read last."""
+        for number, (loads, row) in self._pending.items():
+            set_load(self._entries[self._names[number]], loads, row)
+        self._pending.clear()
+        self._num_pending = 0
+
+    def take(self, message: Snapshot) -> bool:
+        """Take the next message. Returns False if it is a change to another view than this: the watcher lacks something
+        and has to watch again."""
+        if not message.base_revision:
+            self._replace(message)
+            return True
+        if (message.coordinator_epoch, message.base_revision) != (self.coordinator_epoch, self.revision):
+            return False
+        return self._change(message)
+
+    def _replace(self, message: Snapshot) -> None:
+        self._entries.clear()
+        self._names.clear()
+        self._pending.clear()
+        self._num_pending = 0
+        self.adapters = list(message.adapters)
+        for entry in message.engines:
+            self._put(entry)
+        self._engines = None
+        self.version += 1
+        self._take_header(message)
+
+    def _change(self, message: Snapshot) -> bool:
+        header = self.complete, self.pd_threshold
+        for name in message.left:
+            self._remove(name)
+        for entry in message.engines:
+            if not self._put(entry):
+                return False
+        numbers = message.loads.number
+        if not all(map(self._names.__contains__, numbers)):
+            return False
+        self._keep_loads(message.loads)
+        if message.new_adapters:
+            self.adapters = list(message.adapters)
+        self._take_header(message)
+        if message.left or message.engines or message.new_adapters or header != (self.complete, self.pd_threshold):
+            self._engines = None
+            self.version += 1
+        return True
+
+    def _take_header(self, message: Snapshot) -> None:
+        self.coordinator_epoch = message.coordinator_epoch
+        self.revision = message.revision
+        self.complete = message.complete
+        self.pd_threshold = message.pd_threshold
+
+    def _put(self, shown: EngineEntry) -> bool:
+        """Add or replace an engine. Returns False if its identity is not known."""
+        entry = EngineEntry()
+        entry.CopyFrom(shown)  # a reference would keep the whole message
+        if not shown.HasField("identity"):
+            if (name := self._names.get(shown.number)) is None:
+                return False
+            entry.identity.CopyFrom(self._entries[name].identity)
+        name = entry.identity.engine_id
+        if (before := self._entries.get(name)) is not None and before.number != entry.number:
+            self._remove(name)
+        self._entries[name] = entry
+        self._names[entry.number] = name
+        self._pending.pop(entry.number, None)
+        return True
+
+    def _remove(self, name: str) -> None:
+        if (entry := self._entries.pop(name, None)) is not None:
+            self._names.pop(entry.number, None)
+            self._pending.pop(entry.number, None)
+
+    def _keep_loads(self, loads: EngineLoads) -> None:
+        if not loads.number:
+            return
+        self._pending.update((number, (loads, row)) for row, number in enumerate(loads.number))
+        self._num_pending += 1
+        if self._num_pending >= _MAX_PENDING:
+            self.update_loads()

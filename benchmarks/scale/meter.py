@@ -32,7 +32,9 @@ class Meter:
     async def run(self) -> None:
         """Watch until cancelled."""
         async with Channels().open(self._coordinator, "coordinator") as channel:
-            watch = channel.unary_stream(_WATCH, request_serializer=WatchRequest.SerializeToString)
+            watch: grpc.aio.UnaryStreamMultiCallable[WatchRequest, bytes] = channel.unary_stream(
+                _WATCH, request_serializer=WatchRequest.SerializeToString
+            )
             while True:
                 self.view = RegistryView()
                 call = watch(WatchRequest(changes=True))

@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import Callable
 from typing import NoReturn
 
-TICK_SECONDS = 0.5
-LONGEST_SECONDS = 1.0
-"""As long as a turn of the clock counts at most: the reports that arrived during a longer one have not been read yet,
-and their engines are not silent."""
+TICK_SECONDS = 0.1
+LONGEST_SECONDS = 0.25
+"""As long as a turn of the event loop counts at most: the reports that arrived during a longer one have not been read
+yet, and their engines are not silent. A report is read within a few turns; so many of them count for less than the
+time after which an engine is late."""
 
 
 class AttentiveClock:

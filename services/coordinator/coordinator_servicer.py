@@ -11,7 +11,6 @@ import grpc.aio
 from prometheus_client import Counter
 
 from tokenloom.request.errors import InvalidArgument, NotFound, ResourceExhausted, TokenloomError
-from tokenloom.request.wire_errors import to_proto
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello, make_hello
 from tokenloom.v1 import coordinator_pb2_grpc
@@ -20,10 +19,12 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineCommand,
     EngineReport,
     EngineState,
+    EnrollRequest,
     PickBatch,
     PickRequest,
     PickResponse,
     PickResults,
+    Position,
     SetAdapterRequest,
     SetAdapterResponse,
     WatchRequest,
@@ -32,6 +33,8 @@ from tokenloom.v1.types_pb2 import EngineRole
 
 from .engine_registry import Registry
 from .engine_stream import EngineStream, to_duration
+from .enrolments import Enrolments
+from .pick_slices import PickSlices
 from .report_interval import report_interval
 from .snapshot_feed import SnapshotFeed
 
@@ -42,14 +45,14 @@ _Reports: TypeAlias = AsyncIterator[EngineReport]
 
 WATCH_SECONDS = 0.1
 """Changes are published this often, if there are any."""
-PICKS_PER_TURN = 64
-"""So many picks are made before the event loop serves the engines' reports again."""
+GATHER_SECONDS = 0.5
+"""How long a change of positions waits for others: parts of a mesh start, and are replaced, several at a time."""
 _NO_ROLE, _NO_STATE = EngineRole.ENGINE_ROLE_UNSPECIFIED, EngineState.ENGINE_STATE_UNSPECIFIED
 _LEGS = {EngineRole.ENGINE_ROLE_PREFILL: "PREFILL", EngineRole.ENGINE_ROLE_DECODE: "DECODE"}
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
-    """Serves Join, Pick, PickStream and Watch. Methods raise errors, which the edge turns into statuses."""
+    """Serves Join, Pick, PickStream, Watch and Enroll. Methods raise errors, which the edge turns into statuses."""
 
     def __init__(self, registry: Registry, name: str, epoch: int, picks: Counter) -> None:
         self._registry = registry
@@ -60,7 +63,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._picks = picks
         self._picked = {name: picks.labels(name) for name in ("WHOLE", *_LEGS.values())}
         self._streams: dict[str, EngineStream] = {}  # one for each joined engine
+        self._enrolments = Enrolments()
+        self._complete = asyncio.Event()
         self._closing = False
+        self._slices = PickSlices(self._pick)
 
     async def publish(self) -> None:
         """Refresh the registry, publish its changes and pace the engines, every ``WATCH_SECONDS`` until cancelled."""
@@ -68,6 +74,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         while True:
             self._registry.refresh()
             self._ask_for_adapters()
+            if self._registry.is_complete:
+                self._complete.set()
             self._feed.publish(now())
             self._pace()
             await asyncio.sleep(WATCH_SECONDS)
@@ -79,19 +87,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self, requests: AsyncIterator[PickBatch], context: _Context
     ) -> None:
         await context.write(PickResults())
-        num_picks = 0
         async for batch in requests:
-            num_picks += len(batch.pick)
-            if num_picks > PICKS_PER_TURN:  # reading and writing need no turn of the event loop while messages wait
-                num_picks = 0
-                await asyncio.sleep(0)
-            results = PickResults()
-            for request in batch.pick:
-                try:
-                    results.result.add(response=self._pick(request))
-                except TokenloomError as error:  # of one request, not of the stream
-                    results.result.add(error=to_proto(error))
-            await context.write(results)
+            async for results in self._slices.answer(batch.pick):
+                await context.write(results)
 
     async def Watch(  # type: ignore[override]  # the messages are serialized, once for all watchers
         self, request: WatchRequest, context: _Context
@@ -105,6 +103,21 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             if revision == log.revision:
                 await news.wait()
 
+    async def Enroll(self, request: EnrollRequest, context: _Context) -> AsyncIterator[Position]:
+        service, name = request.service, request.instance_id
+        if not service or not name:
+            raise InvalidArgument("service and instance_id must not be empty", "instance_id" if service else "service")
+        with self._enrolments.enrolled(service, name):
+            await self._complete.wait()  # before that, most of the others have not called yet
+            sent = None
+            while True:
+                changed = self._enrolments.changed(service)
+                if (position := self._enrolments.position(service, name)) != sent:
+                    sent = position
+                    yield Position(index=position.index, count=position.count)
+                await changed.wait()
+                await asyncio.sleep(GATHER_SECONDS)
+
     async def Join(  # type: ignore[override]  # it writes to the context, while another task reads
         self, requests: _Reports, context: _Context
     ) -> None:
@@ -112,8 +125,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         check_hello(first.hello, peer_id=self._name, epoch=self._epoch, expected_peer=first.identity.engine_id)
         check_identity(first)
         stream = self._open(first)  # an engine that reads our hello is registered
-        interval = to_duration(stream.interval)
-        answer = EngineCommand(hello=make_hello(self._name, self._epoch), report_interval=interval)
+        answer = EngineCommand(hello=make_hello(self._name, self._epoch))
         try:
             await first_of(self._read(stream, requests), stream.write(answer, context))
         finally:
@@ -134,6 +146,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         """Keep the registry as it is. To be called before the streams are cut: output processors place by the last
         snapshot from then on, which must not be empty."""
         self._closing = True
+        self._enrolments.close()
 
     def _pick(self, request: PickRequest) -> PickResponse:
         try:
@@ -148,7 +161,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         identity = first.identity
         if (older := self._streams.get(identity.engine_id)) is not None:
             older.overtake()
-        stream = EngineStream(self._registry.join(identity, first), self._interval)
+        stream = EngineStream(self._registry.join(identity, first))
         self._streams[identity.engine_id] = stream
         if (changes := self._registry.adapters.join(stream.record)) is not None:
             stream.command(EngineCommand(adapters=changes))
@@ -173,7 +186,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                     stream.command(EngineCommand(adapters=changes))
 
     def _pace(self) -> None:
-        """Ask the engines to report as often as suits their number."""
+        """Ask the engines to report as often as suits their number. Those that re-join a new coordinator keep their
+        interval until it knows how many they are."""
+        if not self._registry.is_complete:
+            return
         self._interval = interval = report_interval(len(self._streams), self._interval)
         for stream in self._streams.values():
             with contextlib.suppress(ResourceExhausted):  # the next time

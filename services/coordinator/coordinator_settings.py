@@ -6,7 +6,7 @@ from msgspec import Meta
 
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 
-from .defaults import PD_THRESHOLD, PLACEMENT, SETTLE_SECONDS
+from .defaults import PD_THRESHOLD, PLACEMENT, PREFIX_INDEX_MIB, SETTLE_SECONDS
 
 
 class CoordinatorSettings(ServiceSettings, frozen=True, kw_only=True):
@@ -27,3 +27,7 @@ class CoordinatorSettings(ServiceSettings, frozen=True, kw_only=True):
     settle_seconds: Annotated[
         Annotated[float, Meta(ge=0)], "Seconds that a new coordinator waits for the engines to register again."
     ] = SETTLE_SECONDS
+    prefix_index_mib: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 20)],
+        "Memory, in MiB, for which prefixes the engines have in their caches; a small mesh needs less and takes less.",
+    ] = PREFIX_INDEX_MIB

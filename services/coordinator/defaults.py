@@ -9,3 +9,5 @@ PLACEMENT: Final = "score"
 """The rule by which engines are compared."""
 SETTLE_SECONDS = 2.0
 """How long a new coordinator waits for engines to re-join before it calls its view complete."""
+PREFIX_INDEX_MIB = 256
+"""Enough for 9 to 19 million different blocks, wherever they are cached."""

@@ -1,7 +1,4 @@
-"""Keeps what the coordinator knows of one engine: its last report, picks on their way, cached prefixes. No I/O."""
-
-from collections import OrderedDict
-from collections.abc import Sequence
+"""Keeps what the coordinator knows of one engine: its last report and the picks on their way. No I/O."""
 
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns
 from tokenloom.services.runtime.placement.rendezvous import name_hash
@@ -19,46 +16,9 @@ SILENT_SECONDS = 10.0
 """An engine that is silent for so long counts as dead. The stream of one that was stopped or cut off ends earlier."""
 STANDSTILL_SECONDS = 60.0
 """Far longer than any step: an engine with work to do whose step does not change for so long hangs."""
-MAX_HASHES = 256
-"""Block hashes considered of one prompt; more do not change a placement."""
-MAX_BLOCKS = 1 << 16
-"""Block hashes remembered of one engine: the least recently picked are forgotten first, as in the engine's cache."""
-
 _DEAD = EngineState.ENGINE_STATE_DEAD
 _PAUSED = EngineState.ENGINE_STATE_PAUSED
 _SERVING = EngineState.ENGINE_STATE_SERVING
-
-
-class PrefixIndex:
-    """Remembers which prefixes an engine probably has in its KV cache: those of its recent picks.
-
-    Keeps hashes of blocks, least recently used first. Hashes are chained: a block's stands for all of its prefix.
-    """
-
-    def __init__(self, num_kv_blocks: int) -> None:
-        """``num_kv_blocks``: blocks of the engine's cache; no more are remembered."""
-        self._max_blocks = min(num_kv_blocks, MAX_BLOCKS)
-        self._hashes: OrderedDict[int, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._hashes)
-
-    def match(self, hashes: Sequence[int]) -> int:
-        """Return how many blocks at the beginning of a prompt are remembered."""
-        count = 0
-        for block_hash in hashes[:MAX_HASHES]:
-            if block_hash not in self._hashes:
-                break
-            count += 1
-        return count
-
-    def add(self, hashes: Sequence[int]) -> None:
-        """Remember a prompt that was placed. Its last block is forgotten first: it is of no use without the others."""
-        for block_hash in reversed(hashes[:MAX_HASHES]):
-            self._hashes[block_hash] = None
-            self._hashes.move_to_end(block_hash)
-        while len(self._hashes) > self._max_blocks:
-            self._hashes.popitem(last=False)
 
 
 class EngineRecord:
@@ -69,7 +29,6 @@ class EngineRecord:
     Attributes:
         report: The last one.
         row: Its row of the columns.
-        prefixes: What its KV cache probably holds.
         state: What it reports, unless it fell silent or hangs.
         adapters: Digests of the LoRA adapters that it has loaded.
     """
@@ -80,7 +39,6 @@ class EngineRecord:
         self.identity = identity
         self.report = report
         self.row = row
-        self.prefixes = PrefixIndex(identity.num_kv_blocks)
         self.adapters: frozenset[bytes] = frozenset()
         self.state = report.state
         self._columns = columns
@@ -138,9 +96,9 @@ class EngineRecord:
         self._take(report, now)
         return before != (self._shown, self.score)
 
-    def count(self, number: int, prompt_tokens: int, uncached_tokens: int, prefix_hashes: Sequence[int] = ()) -> None:
-        """Count a leg that was placed here until a report names exactly this pick or :meth:`expire` is called for it,
-        and remember that the engine will have the KV of its prompt."""
+    def count(self, number: int, prompt_tokens: int, uncached_tokens: int) -> None:
+        """Count a leg that was placed here until a report names exactly this pick or :meth:`expire` is called for
+        it."""
         self._counted[number] = prompt_tokens, uncached_tokens
         self._counted_tokens += prompt_tokens
         self._counted_uncached += uncached_tokens
@@ -150,8 +108,6 @@ class EngineRecord:
         columns.waiting_tokens[row] += prompt_tokens
         columns.uncached_tokens[row] += uncached_tokens
         columns.free_tokens[row] -= prompt_tokens
-        if prefix_hashes:
-            self.prefixes.add(prefix_hashes)
 
     def expire(self, number: int) -> bool:
         """Forget a pick that never arrived. Returns whether it was still counted."""
@@ -177,12 +133,11 @@ class EngineRecord:
         self._counted = older._counted
         self._counted_tokens, self._counted_uncached = older._counted_tokens, older._counted_uncached
         self._queue = older._queue
-        self.prefixes = older.prefixes
 
-    def entry(self, now: float) -> EngineEntry:
+    def entry(self, now: float, *, with_identity: bool = True) -> EngineEntry:
         """Return the engine as snapshots show it."""
         entry = EngineEntry(
-            identity=self.identity,
+            identity=self.identity if with_identity else None,
             report=self._shown,
             score=self.score,
             waiting=self.num_waiting,

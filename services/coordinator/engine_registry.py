@@ -2,11 +2,12 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
 from tokenloom.request.errors import Unavailable
+from tokenloom.request.prefix_schedule import LEADING_BLOCKS
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.pairing import missing_role
@@ -24,13 +25,16 @@ from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import Adapter, EngineRole
 
 from .changed_engines import ChangedEngines
-from .defaults import SETTLE_SECONDS
+from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
 from .engine_placement import Placement, Policy, check_request
 from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord
+from .engine_subsets import Engine, EngineSubsets
+from .prefix_index import Path, PrefixIndex
 from .wanted_adapters import WantedAdapters
 
 log = logging.getLogger(__name__)
 
+_LEADING_BLOCKS = np.array(LEADING_BLOCKS, np.int64)
 _MAX_POOLS = 64
 _SPARE_KINDS = 64
 """Fingerprints that are kept although no engine may have them any more."""
@@ -57,6 +61,7 @@ class Registry:
         *,
         policy: Policy | None = None,
         settle_seconds: float = SETTLE_SECONDS,
+        prefix_index_bytes: int = PREFIX_INDEX_MIB << 20,
     ) -> None:
         self._epoch = epoch
         self._clock = clock
@@ -68,11 +73,13 @@ class Registry:
         self._kinds = FingerprintKinds()
         self._by_row: dict[int, EngineRecord] = {}
         self._num_joins = 0
+        self._prefixes = PrefixIndex(prefix_index_bytes)
         self._placement = Placement(self._columns, self._kinds, self._policy)
         # Serving engines by the fingerprint, role and adapter that requests ask for: nearly all ask for the same.
         self._pools: dict[tuple[bytes, EngineRole, bytes], Pool] = {}
         # Picks in the order in which they expire, as many as are made within PICK_SECONDS.
         self._expiring: deque[tuple[float, int, EngineRecord]] = deque()
+        self._subsets = EngineSubsets()
         self._num_picks = 0
         self._missing: EngineRole | None = None  # the last one that was logged
         self._snapshot: Snapshot | None = None
@@ -97,7 +104,7 @@ class Registry:
     @property
     def pd_threshold(self) -> int:
         """Uncached prompt tokens below which an engine does the whole request."""
-        return self._policy.pd_threshold
+        return self._placement.policy.pd_threshold
 
     def join(self, identity: EngineIdentity, report: EngineReport) -> EngineRecord:
         """Add an engine that opened a stream; it takes the place of an older one of its name."""
@@ -115,6 +122,8 @@ class Registry:
         if older is not None and older.identity.epoch == identity.epoch:
             record.inherit(older)
             columns.last_turn[row] = last_turn
+        else:
+            self._prefixes.open(row, identity.num_kv_blocks)
         self._records[identity.engine_id] = self._by_row[row] = record
         record.update(report, self._epoch, now)
         self._regroup(identity.engine_id)
@@ -125,6 +134,8 @@ class Registry:
         if self._by_row.get(record.row) is not record:
             return
         before = record.state, record.report.role, record.adapters
+        if report.adapters != record.report.adapters:  # for example one was pinned
+            self.changed.other([record.identity.engine_id])
         if record.update(report, self._epoch, self._clock()):
             self.revision += 1
             self.changed.load(record.identity.engine_id)
@@ -141,22 +152,29 @@ class Registry:
         if self._by_row.get(record.row) is record:
             del self._records[record.identity.engine_id], self._by_row[record.row]
             self._columns.remove(record.row)
+            self._prefixes.close(record.row)
             self._regroup(record.identity.engine_id)
 
     def pick(self, request: PickRequest) -> PickResponse:
-        """Place one leg and count it. Raises what :func:`.check_request` and :meth:`.Placement.choose` raise, and
-        ``ModelNotFound`` for an adapter that was unloaded."""
+        """Place one leg and count it. Raises what :func:`.check_request` and :meth:`.Placement.choose` raise,
+        ``ModelNotFound`` for an adapter that was unloaded, and ``InvalidArgument`` for a subset that cannot be."""
         check_request(request)
         key = request.fingerprint.SerializeToString(), request.role, request.adapter
         if (pool := self._pools.get(key)) is None:
             pool = self._pools[key] = self._gather(request)
         excluded = self._rows(request.exclude) if request.exclude else []
-        cached = self._cached_tokens(pool, request)
-        row, whole = self._placement.choose(pool, request, excluded, cached)
+        path = self._prefixes.find(request.block_hash_prefixes) if request.block_hash_prefixes else None
+        cached = None if path is None else self._cached_tokens(path, request.prompt_tokens)
+        if (near := self._near(key, pool, request)) is not None:
+            row, whole = self._placement.choose_near(near, pool, request, excluded, cached)
+        else:
+            row, whole = self._placement.choose(pool, request, excluded, cached)
         record = self._by_row[row]
         self._num_picks += 1
-        uncached = request.prompt_tokens - (0 if cached is None else int(cached[row]))
-        record.count(self._num_picks, request.prompt_tokens, uncached, request.block_hash_prefixes)
+        uncached_tokens = request.prompt_tokens - (0 if cached is None else int(cached[row]))
+        record.count(self._num_picks, request.prompt_tokens, uncached_tokens)
+        if path is not None:
+            self._prefixes.add(path, row)
         self._expiring.append((self._clock() + PICK_SECONDS, self._num_picks, record))
         self.revision += 1
         self.changed.load(record.identity.engine_id)
@@ -176,10 +194,10 @@ class Registry:
             self._is_complete = is_complete
             self._regroup(*(record.identity.engine_id for record in changed))
 
-    def entry(self, engine_id: str) -> EngineEntry | None:
+    def entry(self, engine_id: str, *, with_identity: bool = True) -> EngineEntry | None:
         """Return an engine as snapshots show it now; None if it is not joined."""
         record = self._records.get(engine_id)
-        return None if record is None else record.entry(self._clock())
+        return None if record is None else record.entry(self._clock(), with_identity=with_identity)
 
     def snapshot(self) -> Snapshot:
         """Return the registry's view now; the same object until something changes."""
@@ -195,14 +213,26 @@ class Registry:
             )
         return self._snapshot
 
-    def _cached_tokens(self, pool: Pool, request: PickRequest) -> IntColumn | None:
-        """Return how many tokens of a prompt each engine of a pool has cached, by row; None if there are none."""
-        if not request.block_hash_prefixes:
+    def _near(self, key: Hashable, pool: Pool, request: PickRequest) -> Pool | None:
+        """Return the engines of the pool that the output processor works with; None: all of them are equal to it."""
+        if not request.HasField("subset") or request.query_id:
             return None
-        cached = np.zeros(self._columns.capacity, np.int64)
-        for row in pool.rows:
-            cached[row] = self._by_row[row].prefixes.match(request.block_hash_prefixes)
-        tokens: IntColumn = np.minimum(cached * self._columns.block_size, request.prompt_tokens)
+
+        def engines() -> list[Engine]:
+            records = (self._by_row[row] for row in pool.rows)
+            return [(record.identity.engine_id, record.report.role) for record in records]
+
+        def make(numbers: list[int]) -> Pool:
+            return make_pool(self._columns, self._kinds, pool.rows[numbers])
+
+        return self._subsets.find(key, engines, make, request.subset)
+
+    def _cached_tokens(self, path: Path, prompt_tokens: int) -> IntColumn | None:
+        """Return how many tokens of a prompt each engine has cached, by row; None if no engine has any."""
+        num_hashes = self._prefixes.num_blocks(path, self._columns.capacity)
+        if num_hashes is None:
+            return None
+        tokens: IntColumn = np.minimum(_LEADING_BLOCKS[num_hashes] * self._columns.block_size, prompt_tokens)
         return tokens
 
     def _rows(self, refs: Sequence[EngineRef]) -> list[int]:
@@ -232,6 +262,7 @@ class Registry:
         ask one to load it and raise."""
         if len(self._pools) >= _MAX_POOLS:
             self._pools.clear()
+            self._subsets.clear()
         self._warn_of_missing_role()
         rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
         if request.adapter:
@@ -266,5 +297,6 @@ class Registry:
     def _regroup(self, *names: str) -> None:
         """Note that engines joined, left or changed their state or role, so that the pools are gathered again."""
         self._pools.clear()
+        self._subsets.clear()
         self.changed.other(names)
         self.revision += 1

@@ -28,6 +28,7 @@ class CoordinatorService:
             clock,
             policy=Policy(pd_threshold=self._settings.pd_threshold, rule=RULES[self._settings.placement]),
             settle_seconds=self._settings.settle_seconds,
+            prefix_index_bytes=self._settings.prefix_index_mib << 20,
         )
         engines = Gauge("tokenloom_engines", "Engines that are joined.", registry=host.metrics)
         engines.set_function(lambda: len(registry))

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
+from tokenloom.request.prefix_schedule import MAX_HASHES
 from tokenloom.services.coordinator.engine_placement import Policy
-from tokenloom.services.coordinator.engine_record import MAX_HASHES, PrefixIndex
 from tokenloom.services.coordinator.engine_registry import Registry
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, EngineReport, EngineState, PickRequest
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
@@ -242,19 +242,6 @@ def test_hashes_that_cannot_be_do_no_harm() -> None:
     fleet = Fleet("p0", "d0")
     for _ in range(2):
         assert fleet.pick(DECODE, 1, block_hash_prefixes=range(10_000)) == "d0"
-
-
-def test_the_index_counts_from_the_beginning_and_forgets_the_oldest() -> None:
-    index = PrefixIndex(8)
-    index.add([1, 2, 3, 4])
-    assert [index.match(prompt) for prompt in ([1, 2, 9], [9, 2, 3], [1, 2, 3, 4, 5], [])] == [2, 0, 4, 0]
-    index.add([11, 12, 13, 14])
-    index.add([1, 2])  # used again
-    index.add([21, 22])
-    assert len(index) == 8
-    assert [index.match(prompt) for prompt in ([1, 2, 3, 4], [11, 12, 13, 14], [21, 22])] == [2, 4, 2]
-    index.add([31])
-    assert index.match([11, 12, 13, 14]) == 3, "ends go before beginnings"
 
 
 def test_a_snapshot_shows_the_threshold() -> None:

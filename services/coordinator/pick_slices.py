@@ -1,0 +1,74 @@
+"""Answers picks in slices, so that however many come at one moment, the engines' reports are read in between."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from tokenloom.request.errors import TokenloomError
+from tokenloom.request.wire_errors import to_proto
+from tokenloom.v1.coordinator_pb2 import PickRequest, PickResponse, PickResults
+
+SLICE_SECONDS = 0.005
+"""Picks of all streams together take no longer in one turn of the event loop, except for the last one of a slice."""
+
+
+class PickSlices:
+    """Shares the turns of the event loop between the streams of picks, in the order in which they ask.
+
+    Args:
+        pick: Places one leg. Raises ``TokenloomError``.
+        clock: Seconds, of any beginning.
+    """
+
+    def __init__(
+        self, pick: Callable[[PickRequest], PickResponse], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._pick = pick
+        self._clock = clock
+        self._ends_at: float | None = None  # the slice of this turn of the event loop; None: no pick was made in it
+        self._waiting: deque[asyncio.Future[None]] = deque()  # one for each stream at most
+
+    async def answer(self, requests: Sequence[PickRequest]) -> AsyncIterator[PickResults]:
+        """Yield the answers to one batch in its order, in one message for each slice; at least one message."""
+        num_done = 0
+        while True:
+            ends_at = await self._begin()
+            results = PickResults()
+            while num_done < len(requests):
+                try:
+                    results.result.add(response=self._pick(requests[num_done]))
+                except TokenloomError as error:  # of one request, not of the stream
+                    results.result.add(error=to_proto(error))
+                num_done += 1
+                if self._clock() >= ends_at:
+                    break
+            yield results
+            if num_done == len(requests):
+                return
+            await asyncio.sleep(0)  # streams that have not begun are before this one
+
+    async def _begin(self) -> float:
+        """Wait until picks may be made, and return until when."""
+        if self._waiting or (self._ends_at is not None and self._clock() >= self._ends_at):
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiter)
+            try:
+                await waiter
+            except asyncio.CancelledError:
+                if not waiter.cancelled():  # it was this stream's turn
+                    self._end_turn()
+                raise
+        if self._ends_at is None:
+            self._ends_at = self._clock() + SLICE_SECONDS
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        return self._ends_at
+
+    def _end_turn(self) -> None:
+        """Let the next stream begin, after what else is ready in this turn of the event loop."""
+        self._ends_at = None
+        while self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():  # otherwise its stream was cancelled
+                waiter.set_result(None)
+                return

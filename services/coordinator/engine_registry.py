@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 import numpy as np
 
 from tokenloom.request.errors import Unavailable
+from tokenloom.request.prefix_schedule import LEADING_BLOCKS
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.pairing import missing_role
@@ -34,6 +35,7 @@ from .wanted_adapters import WantedAdapters
 
 log = logging.getLogger(__name__)
 
+_LEADING_BLOCKS = np.array(LEADING_BLOCKS, np.int64)
 _MAX_POOLS = 64
 _SPARE_KINDS = 64
 """Fingerprints that are kept although no engine may have them any more."""
@@ -178,7 +180,8 @@ class Registry:
             row, whole = self._placement.choose(pool, request, excluded, cached)
         record = self._by_row[row]
         self._num_picks += 1
-        record.count(self._num_picks, request.prompt_tokens)
+        uncached_tokens = request.prompt_tokens - (0 if cached is None else int(cached[row]))
+        record.count(self._num_picks, request.prompt_tokens, uncached_tokens)
         if path is not None:
             self._prefixes.add(path, row)
         self._expiring.append((self._clock() + PICK_SECONDS, self._num_picks, record))
@@ -235,10 +238,10 @@ class Registry:
 
     def _cached_tokens(self, path: Path, prompt_tokens: int) -> IntColumn | None:
         """Return how many tokens of a prompt each engine has cached, by row; None if no engine has any."""
-        num_blocks = self._prefixes.num_blocks(path, self._columns.capacity)
-        if num_blocks is None:
+        num_hashes = self._prefixes.num_blocks(path, self._columns.capacity)
+        if num_hashes is None:
             return None
-        tokens: IntColumn = np.minimum(num_blocks * self._columns.block_size, prompt_tokens)
+        tokens: IntColumn = np.minimum(_LEADING_BLOCKS[num_hashes] * self._columns.block_size, prompt_tokens)
         return tokens
 
     def _rows(self, refs: Sequence[EngineRef]) -> list[int]:

@@ -7,6 +7,7 @@ from prometheus_client import Counter, Gauge
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.placement.rules import RULES
 
 from .attentive_clock import AttentiveClock
 from .coordinator_servicer import CoordinatorServicer, add_to_server
@@ -52,7 +53,7 @@ class CoordinatorService:
         registry = Registry(
             host.epoch,
             clock,
-            policy=Policy(pd_threshold=self._settings.pd_threshold),
+            policy=Policy(pd_threshold=self._settings.pd_threshold, rule=RULES[self._settings.placement]),
             settle_seconds=self._settings.settle_seconds,
             predecessor=self._predecessor,
             prefix_index_bytes=self._settings.prefix_index_mib << 20,

@@ -72,10 +72,10 @@ class HashTable:
     def has(self, keys: Keys, index: int) -> bool:
         """Return whether one hash is there: faster than :meth:`find` for a few."""
         bucket = (int(keys.places[index]) * self._num_buckets) >> 32
-        tag = int(keys.tags[index])
+        tag = int(keys.tags[index]) >> 32
         while True:
             words = self._rows[bucket].tolist()
-            if any(word ^ tag <= MAX_VALUE for word in words):
+            if tag in [word >> 32 for word in words]:
                 return True
             if not words[-1]:
                 return False
@@ -106,12 +106,15 @@ class HashTable:
         while len(words):
             used = self._used[buckets]
             has_room = used < _WIDTH
-            slots = np.where(has_room, buckets * _WIDTH + used, 0)
+            slots = buckets * _WIDTH + used
+            if not has_room[has_room.argmin()]:
+                slots *= has_room
             self._words[slots[has_room]] = words[has_room]
-            won = has_room & (self._words[slots] == words)  # of several that want one slot, the last gets it
-            self._used[buckets[won]] += 1
-            if won.all():
+            won = has_room & (self._words.take(slots) == words)  # of several that want one slot, the last gets it
+            if won[won.argmin()]:
+                self._used[buckets] = used + 1
                 return
+            self._used[buckets[won]] += 1
             buckets = np.where(has_room, buckets, (buckets + 1) % self._num_buckets)[~won]
             words = words[~won]
 

@@ -10,6 +10,7 @@ import pytest
 from tests.k8s.cluster import KUSTOMIZATIONS, WHOLE, Object, Workload, build, of_kind, selects, workloads
 from tokenloom.certificates import PARTS
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
+from tokenloom.services.coordinator.defaults import PREFIX_INDEX_MIB
 from tokenloom.services.coordinator.lease.kubernetes_api import SERVICE_ACCOUNT
 from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
@@ -84,6 +85,12 @@ def test_every_container_is_probed_on_its_health_port(mesh: tuple[Object, ...]) 
         assert container["readinessProbe"]["grpc"] == {"port": health, "service": "readiness"}
         for probe in ("livenessProbe", "startupProbe"):
             assert container[probe]["grpc"] == {"port": health, "service": "liveness"}, workload.name
+
+
+def test_the_coordinators_memory_is_twice_its_prefix_index(mesh: tuple[Object, ...]) -> None:
+    (coordinator,) = (workload for workload in workloads(mesh) if workload.part == "coordinator")
+    mebibytes = int(coordinator.container["resources"]["limits"]["memory"].removesuffix("Mi"))
+    assert mebibytes == 2 * int(coordinator.environment.get("TOKENLOOM_PREFIX_INDEX_MIB", PREFIX_INDEX_MIB))
 
 
 def test_every_container_is_bounded_and_may_do_nothing(mesh: tuple[Object, ...]) -> None:

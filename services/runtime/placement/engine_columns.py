@@ -28,6 +28,9 @@ class EngineColumns:
         block_size: Tokens of a KV block.
         seats: Requests that may run at the same time; 0: not known.
         prefill_rate: Prompt tokens per second that leave the queue; 0: not known.
+        computed_rate: Prompt tokens per second that steps compute, cached ones left out; 0: not known.
+        uncached_tokens: Prompt tokens that are to be computed for the requests there, as far as is known.
+        step_seconds: Mean duration of a step; 0: not known.
         start_rate: Requests per second that leave the queue while requests wait for a seat; 0: not known.
         last_turn: Number of the last pick that chose the engine; 0: none did.
         role: An ``EngineRole``.
@@ -36,7 +39,7 @@ class EngineColumns:
         name_hash: Of name and incarnation, see :mod:`.rendezvous`.
         reported_at: When it last reported, in seconds of the owner's clock.
         progressed_at: When its step number last grew, or it had no work.
-        is_late: Whether the last report is older than it should be.
+        is_late: Whether the last report is older than it should be; changed by :meth:`set_late`.
         is_serving: Whether it accepts requests.
     """
 
@@ -44,6 +47,8 @@ class EngineColumns:
         self._free: list[int] = []
         self.num_rows = 0
         """Rows below this number have been used."""
+        self.num_late = 0
+        """Engines that are late."""
         self.waiting: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
         self.running: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
         self.waiting_tokens: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
@@ -52,6 +57,9 @@ class EngineColumns:
         self.block_size: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
         self.seats: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
         self.prefill_rate: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
+        self.computed_rate: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
+        self.uncached_tokens: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
+        self.step_seconds: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
         self.start_rate: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
         self.last_turn: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
         self.role: NDArray[np.int8] = np.zeros(_FIRST_ROWS, np.int8)
@@ -77,8 +85,14 @@ class EngineColumns:
         self.num_rows += 1
         return self.num_rows - 1
 
+    def set_late(self, row: int, is_late: bool) -> None:
+        """Note whether an engine is late with its report."""
+        self.num_late += is_late - int(self.is_late[row])
+        self.is_late[row] = is_late
+
     def remove(self, row: int) -> None:
         """Clear the row of an engine that is gone; another engine may get its number."""
+        self.set_late(row, False)
         for column in self._columns().values():
             column[row] = 0
         self._free.append(row)

@@ -9,7 +9,7 @@ import argparse
 import heapq
 import itertools
 import math
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -37,6 +37,10 @@ REFRESH_SECONDS = 0.1
 BLOCK_SIZE = 16
 NUM_BLOCKS = 1 << 15
 STREAMS_PER_ENGINE = 64
+PREFIX_BLOCKS = 64
+"""Blocks of a prefix that requests share, before the prompt of their own."""
+CACHED_PREFIXES = 64
+"""Prefixes that an engine keeps, a sixteenth of its KV cache."""
 WARM_SECONDS = 1.0
 _EPOCH = 1
 _MODEL = Fingerprint(model="m", block_size=BLOCK_SIZE)
@@ -51,7 +55,8 @@ class Case:
 
     Attributes:
         size: Of a subset; None: all-to-all.
-        load: Share of the time for which an engine prefills.
+        load: Share of the time for which an engine prefills, shared prefixes not counted.
+        prefixes: That requests begin with, by Zipf's law; 0: they share none.
         seconds: That are measured.
     """
 
@@ -61,6 +66,7 @@ class Case:
     load: float
     seconds: float
     seed: int
+    prefixes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,18 @@ class FakeEngine:
     tokens: int = 0  # of its live requests
     prompts: deque[int] = field(default_factory=deque)  # lengths of those that wait or are computed
     arrived: list[PickId] = field(default_factory=list)
+    prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)  # that it keeps, the last used at the end
+
+    def uncached(self, prefix: int | None) -> int:
+        """Return how many tokens of a prefix are not kept, and keep it from now on."""
+        if prefix is None:
+            return 0
+        tokens = 0 if prefix in self.prefixes else PREFIX_BLOCKS * BLOCK_SIZE
+        self.prefixes[prefix] = None
+        self.prefixes.move_to_end(prefix)
+        if len(self.prefixes) > CACHED_PREFIXES:
+            self.prefixes.popitem(last=False)
+        return tokens
 
 
 class Simulation:
@@ -101,6 +119,7 @@ class Simulation:
         self._case = case
         self._random = Random(case.seed)
         self._requests = Random(f"requests {case.seed}")
+        self._prefix_weights = list(itertools.accumulate(1 / rank for rank in range(1, case.prefixes + 1)))
         self._now = 0.0
         self._registry = Registry(_EPOCH, lambda: self._now, settle_seconds=0)
         self._engines = [FakeEngine(self._registry.join(_identity(n), _report())) for n in range(case.engines)]
@@ -146,15 +165,25 @@ class Simulation:
         rate = self._case.engines * STREAMS_PER_ENGINE / (MEAN_OUTPUT_TOKENS * STEP_SECONDS)
         for number in itertools.count():
             yield self._requests.expovariate(rate)
-            lengths = _lengths(self._requests)
-            self._start(self._request(number % self._case.output_processors, *lengths))
+            lengths, prefix = _lengths(self._requests), self._prefix()
+            self._start(self._request(number % self._case.output_processors, prefix, *lengths))
 
-    def _request(self, output_processor: int, prompt_tokens: int, output_tokens: int) -> Iterator[float]:
+    def _prefix(self) -> int | None:
+        if not self._case.prefixes:
+            return None
+        return self._requests.choices(range(self._case.prefixes), cum_weights=self._prefix_weights)[0]
+
+    def _request(
+        self, output_processor: int, prefix: int | None, own_tokens: int, output_tokens: int
+    ) -> Iterator[float]:
+        hashes = () if prefix is None else range(prefix << 16, (prefix << 16) + PREFIX_BLOCKS)
+        prompt_tokens = own_tokens + len(hashes) * BLOCK_SIZE
         response = self._registry.pick(
             PickRequest(
                 fingerprint=_MODEL,
                 role=EngineRole.ENGINE_ROLE_BOTH,
                 prompt_tokens=prompt_tokens,
+                block_hash_prefixes=hashes,
                 subset=self._subsets[output_processor],
             )
         )
@@ -164,7 +193,8 @@ class Simulation:
         engine.arrived.append(response.pick)
         engine.prompts.append(prompt_tokens)
         engine.tokens += prompt_tokens
-        engine.free_at = max(engine.free_at, self._now) + prompt_tokens / self._prefill_rate()
+        computed_tokens = own_tokens + engine.uncached(prefix)
+        engine.free_at = max(engine.free_at, self._now) + computed_tokens / self._prefill_rate()
         yield engine.free_at - self._now
         engine.prompts.popleft()
         if arrived_at >= WARM_SECONDS:
@@ -270,9 +300,10 @@ def main() -> int:
     parser.add_argument("--loads", type=float, nargs="+", default=[0.7])
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--prefixes", type=int, default=0)
     asked = parser.parse_args()
     cases = [
-        Case(asked.engines, asked.output_processors, size, load, asked.seconds, seed)
+        Case(asked.engines, asked.output_processors, size, load, asked.seconds, seed, asked.prefixes)
         for load in asked.loads
         for seed in range(1, asked.seeds + 1)
         for size in (None, asked.subset)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import grpc.aio
 import psutil
 
+from tokenloom.request.prefix_schedule import MAX_HASHES
 from tokenloom.services.coordinator.engine_record import EngineRecord
 from tokenloom.services.coordinator.engine_registry import Registry
-from tokenloom.services.coordinator.prefix_index import MAX_HASHES
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.supervisor.ports import reserved_ports
 from tokenloom.v1.coordinator_pb2 import EngineReport, EngineState, PickBatch, PickRequest, PickResults

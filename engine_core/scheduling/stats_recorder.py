@@ -65,12 +65,17 @@ class StatsRecorder:
             num_external_cached_tokens=request.num_external_cached_tokens,
         )
 
+    def stepped(self, num_tokens: int) -> None:
+        """Record the tokens of a step."""
+        self._counters.num_computed_tokens += num_tokens
+
     def stats(self, waiting: WaitingRequests, running: Sequence[Request], pool: BlockPool) -> SchedulerStats:
         """Return the counters, and gauges of the requests and blocks as they are now."""
         stats = copy.copy(self._counters)
         stats.num_waiting = len(waiting)
         stats.num_running = len(running)
         stats.num_waiting_tokens = waiting.num_tokens
+        stats.num_prefilling_tokens = _prefilling_tokens(running)
         stats.kv_usage = pool.usage
         stats.num_free_blocks = pool.num_free // pool.num_groups
         return stats
@@ -90,3 +95,15 @@ class StatsRecorder:
 
     def _note(self, request: Request, kind: EngineCoreEventType, timestamp_ns: int) -> None:
         self._events.setdefault(request.request_id, []).append(EngineCoreEvent(kind, timestamp_ns))
+
+
+def _prefilling_tokens(running: Sequence[Request]) -> int:
+    """Return the prompt tokens of running requests that are not computed yet. The last of them began last, so the first
+    one from the end whose prompt is complete ends the search: this is called after each step."""
+    num_tokens = 0
+    for request in reversed(running):
+        left = request.num_prompt_tokens - request.num_computed_tokens
+        if left <= 0:
+            break
+        num_tokens += left
+    return num_tokens

@@ -50,6 +50,7 @@ class StepResults:
     def apply(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Process the result of a step. Returns one output for each request with new tokens."""
         assert len(result.req_ids) == len(scheduled.num_scheduled_tokens), "the worker left requests out"
+        self._recorder.stepped(scheduled.total_num_scheduled_tokens)
         if self._in_flight is not None:
             result = self._in_flight.end(scheduled, result, self._requests)
         if self._drafts is not None:

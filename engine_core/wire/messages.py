@@ -285,6 +285,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Requests whose prompt was computed: they have their first token (counter)."""
     num_prefilled_tokens: int = 0
     """Prompt tokens of those requests, cached ones included (counter)."""
+    num_computed_tokens: int = 0
+    """Tokens of all steps, of prompts and of answers (counter)."""
+    num_prefilling_tokens: int = 0
+    """Prompt tokens of running requests that are not computed yet."""
     spec_decoding: SpecDecodingStats | None = None
     """None unless the engine speculates."""
     loras: list[LoraState] | None = None

@@ -1,8 +1,12 @@
-"""Defaults of the coordinator's settings. The command line imports them, so this module imports nothing."""
+"""Defaults of the coordinator's settings. The command line imports them, so this module imports nothing of ours."""
+
+from typing import Final
 
 PD_THRESHOLD = 128
 """As many prompt tokens as a CPU engine computes in a step alongside decodes: a shorter prompt delays others by one
 step at most, and a pair costs more than that."""
+PLACEMENT: Final = "score"
+"""The rule by which engines are compared."""
 SETTLE_SECONDS = 2.0
 """How long a new coordinator waits for engines to re-join before it calls its view complete."""
 PREFIX_INDEX_MIB = 256

@@ -5,6 +5,8 @@ from tokenloom.services.runtime.placement.rendezvous import name_hash
 from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, EngineState
 
+from .arrived_picks import ArrivedPicks
+
 PICK_SECONDS = 2.0
 """How long a pick counts that the engine never acknowledges: its output processor died or placed elsewhere."""
 LATE_SECONDS = 3.0
@@ -41,9 +43,10 @@ class EngineRecord:
         self.state = report.state
         self._columns = columns
         self._shown = EngineReport()
-        # Prompt tokens of the picks on their way. As many as are picked within PICK_SECONDS.
-        self._counted: dict[int, int] = {}
-        self._counted_tokens = 0
+        # Prompt tokens of the picks on their way, all and uncached. As many as are picked within PICK_SECONDS.
+        self._counted: dict[int, tuple[int, int]] = {}
+        self._counted_tokens = self._counted_uncached = 0
+        self._queue = ArrivedPicks()
         size = identity.num_kv_blocks * identity.fingerprint.block_size
         limit = identity.limits.max_model_len
         columns.max_tokens[row] = min(size, limit or size) if size else limit  # encoders keep no KV
@@ -88,19 +91,22 @@ class EngineRecord:
         self._shown = _shown(report)
         for pick in report.picks_arrived:
             if pick.coordinator_epoch == coordinator_epoch:  # otherwise a former coordinator's
-                self._uncount(pick.number)
+                self._queue.add(self._uncount(pick.number))
+        self._queue.trim(report.waiting)
         self._take(report, now)
         return before != (self._shown, self.score)
 
-    def count(self, number: int, prompt_tokens: int) -> None:
+    def count(self, number: int, prompt_tokens: int, uncached_tokens: int) -> None:
         """Count a leg that was placed here until a report names exactly this pick or :meth:`expire` is called for
         it."""
-        self._counted[number] = prompt_tokens
+        self._counted[number] = prompt_tokens, uncached_tokens
         self._counted_tokens += prompt_tokens
+        self._counted_uncached += uncached_tokens
         columns, row = self._columns, self.row
         columns.last_turn[row] = number
         columns.waiting[row] += 1
         columns.waiting_tokens[row] += prompt_tokens
+        columns.uncached_tokens[row] += uncached_tokens
         columns.free_tokens[row] -= prompt_tokens
 
     def expire(self, number: int) -> bool:
@@ -124,7 +130,9 @@ class EngineRecord:
 
     def inherit(self, older: "EngineRecord") -> None:
         """Take over the picks of the same incarnation's earlier stream; :meth:`update` must follow."""
-        self._counted, self._counted_tokens = older._counted, older._counted_tokens
+        self._counted = older._counted
+        self._counted_tokens, self._counted_uncached = older._counted_tokens, older._counted_uncached
+        self._queue = older._queue
 
     def entry(self, now: float, *, with_identity: bool = True) -> EngineEntry:
         """Return the engine as snapshots show it."""
@@ -139,8 +147,12 @@ class EngineRecord:
         entry.age.FromMilliseconds(round((now - float(self._columns.reported_at[self.row])) * 1000))
         return entry
 
-    def _uncount(self, number: int) -> None:
-        self._counted_tokens -= self._counted.pop(number, 0)
+    def _uncount(self, number: int) -> int:
+        """Forget a pick; return the prompt tokens that were to be computed."""
+        prompt_tokens, uncached_tokens = self._counted.pop(number, (0, 0))
+        self._counted_tokens -= prompt_tokens
+        self._counted_uncached -= uncached_tokens
+        return uncached_tokens
 
     def _take(self, report: EngineReport, now: float) -> None:
         """Write a report's numbers to the columns."""
@@ -150,6 +162,8 @@ class EngineRecord:
         columns.running[row] = report.running
         columns.seats[row] = report.seats
         columns.prefill_rate[row] = report.prefill_tokens_per_second
+        columns.computed_rate[row] = report.computed_tokens_per_second
+        columns.step_seconds[row] = report.step_seconds
         columns.start_rate[row] = report.starts_per_second
         columns.reported_at[row] = now
         self._recount()
@@ -160,6 +174,9 @@ class EngineRecord:
         columns, row, ahead = self._columns, self.row, self.waiting_tokens
         columns.waiting[row] = self.num_waiting
         columns.waiting_tokens[row] = ahead
+        columns.uncached_tokens[row] = (
+            self.report.prefilling_tokens + self._queue.uncached_tokens(self.report) + self._counted_uncached
+        )
         columns.free_tokens[row] = self.report.free_kv_blocks * self.identity.fingerprint.block_size - ahead
 
 
@@ -167,6 +184,6 @@ def _shown(report: EngineReport) -> EngineReport:
     """Return the report without what only the coordinator needs."""
     shown = EngineReport()
     shown.CopyFrom(report)
-    for name in ("hello", "identity", "picks_arrived", "step"):
+    for name in ("hello", "identity", "picks_arrived", "step", "computed_tokens_per_second", "prefilling_tokens"):
         shown.ClearField(name)
     return shown

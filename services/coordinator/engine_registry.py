@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 import numpy as np
 
 from tokenloom.request.errors import Unavailable
+from tokenloom.request.prefix_schedule import LEADING_BLOCKS
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.pairing import missing_role
@@ -28,11 +29,13 @@ from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
 from .engine_placement import Placement, Policy, check_request
 from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord
 from .engine_subsets import Engine, EngineSubsets
+from .predecessor import Predecessor
 from .prefix_index import Path, PrefixIndex
 from .wanted_adapters import WantedAdapters
 
 log = logging.getLogger(__name__)
 
+_LEADING_BLOCKS = np.array(LEADING_BLOCKS, np.int64)
 _MAX_POOLS = 64
 _SPARE_KINDS = 64
 """Fingerprints that are kept although no engine may have them any more."""
@@ -46,6 +49,7 @@ class Registry:
     Args:
         epoch: Incarnation of the coordinator; part of every pick's id.
         clock: Monotonic seconds.
+        predecessor: What the coordinator knew whose place this one takes; None: nothing.
 
     Attributes:
         adapters: The LoRA adapters that the engines should have.
@@ -59,6 +63,7 @@ class Registry:
         *,
         policy: Policy | None = None,
         settle_seconds: float = SETTLE_SECONDS,
+        predecessor: Predecessor | None = None,
         prefix_index_bytes: int = PREFIX_INDEX_MIB << 20,
     ) -> None:
         self._epoch = epoch
@@ -82,6 +87,11 @@ class Registry:
         self._missing: EngineRole | None = None  # the last one that was logged
         self._snapshot: Snapshot | None = None
         self.adapters = WantedAdapters()
+        self._awaited: set[str] = set()  # engines of the predecessor that have not joined yet
+        if predecessor is not None:
+            self._awaited.update(predecessor.engine_ids)
+            self.adapters.inherit(predecessor.adapters, predecessor.unloaded)
+        self._has_predecessor = bool(self._awaited)
         self.changed = ChangedEngines()
         self.revision = 1
         """Grows with every change."""
@@ -123,6 +133,7 @@ class Registry:
         else:
             self._prefixes.open(row, identity.num_kv_blocks)
         self._records[identity.engine_id] = self._by_row[row] = record
+        self._awaited.discard(identity.engine_id)
         record.update(report, self._epoch, now)
         self._regroup(identity.engine_id)
         return record
@@ -169,7 +180,8 @@ class Registry:
             row, whole = self._placement.choose(pool, request, excluded, cached)
         record = self._by_row[row]
         self._num_picks += 1
-        record.count(self._num_picks, request.prompt_tokens)
+        uncached_tokens = request.prompt_tokens - (0 if cached is None else int(cached[row]))
+        record.count(self._num_picks, request.prompt_tokens, uncached_tokens)
         if path is not None:
             self._prefixes.add(path, row)
         self._expiring.append((self._clock() + PICK_SECONDS, self._num_picks, record))
@@ -186,7 +198,7 @@ class Registry:
         now = self._clock()
         self._expire(now)
         changed = [record for record in self._silent(now) if record.refresh(now)]
-        is_complete = now >= self._complete_at
+        is_complete = now >= self._complete_at or (self._has_predecessor and not self._awaited)
         if changed or is_complete != self._is_complete:
             self._is_complete = is_complete
             self._regroup(*(record.identity.engine_id for record in changed))
@@ -226,10 +238,10 @@ class Registry:
 
     def _cached_tokens(self, path: Path, prompt_tokens: int) -> IntColumn | None:
         """Return how many tokens of a prompt each engine has cached, by row; None if no engine has any."""
-        num_blocks = self._prefixes.num_blocks(path, self._columns.capacity)
-        if num_blocks is None:
+        num_hashes = self._prefixes.num_blocks(path, self._columns.capacity)
+        if num_hashes is None:
             return None
-        tokens: IntColumn = np.minimum(num_blocks * self._columns.block_size, prompt_tokens)
+        tokens: IntColumn = np.minimum(_LEADING_BLOCKS[num_hashes] * self._columns.block_size, prompt_tokens)
         return tokens
 
     def _rows(self, refs: Sequence[EngineRef]) -> list[int]:

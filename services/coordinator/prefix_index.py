@@ -5,14 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tokenloom.request.prefix_schedule import MAX_HASHES
 from tokenloom.services.runtime.placement.engine_columns import IntColumn
 
 from .block_groups import Groups
 from .hash_table import MAX_LOAD, SLOT_BYTES, HashTable, Keys, Slots, Values, keys_of
 from .stretches import Stretches
 
-MAX_HASHES = 256
-"""Block hashes considered of one prompt; more do not change a placement."""
 MAX_BLOCKS = 1 << 16
 """Blocks remembered of one engine at most."""
 _MIN_ENTRIES = 1 << 12

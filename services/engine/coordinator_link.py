@@ -165,6 +165,7 @@ class CoordinatorLink:
             prefill_tokens_per_second=_rounded(load.prefill_tokens_per_second),
             starts_per_second=_rounded(load.starts_per_second),
             computed_tokens_per_second=_rounded(load.computed_tokens_per_second),
+            prefilling_tokens=load.prefilling_tokens,
             prompt_tokens_per_second=_rounded(load.prompt_tokens_per_second),
             step_seconds=_rounded(load.step_seconds),
             step_requests=_rounded(load.step_requests),

@@ -32,6 +32,7 @@ class Load:
     prefill_tokens_per_second: float
     starts_per_second: float
     computed_tokens_per_second: float
+    prefilling_tokens: int
     prompt_tokens_per_second: float
     step_seconds: float
     step_requests: float
@@ -166,7 +167,8 @@ class LoadTracker:
             seats=self._rates.seats,
             prefill_tokens_per_second=self._rates.prefill_tokens_per_second,
             starts_per_second=self._rates.starts_per_second,
-            computed_tokens_per_second=self._rates.computed_tokens_per_second,
+            computed_tokens_per_second=self._steps.computed_tokens_per_second,
+            prefilling_tokens=stats.num_prefilling_tokens,
             prompt_tokens_per_second=self._steps.prompt_tokens_per_second(self._clock()),
             step_seconds=self._steps.step_seconds,
             step_requests=self._steps.step_requests,

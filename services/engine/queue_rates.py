@@ -54,18 +54,12 @@ class QueueRates:
         self._last = SchedulerStats()
         self._at = 0.0
         self._prefill = DecayedRate()
-        self._computed = DecayedRate()
         self._starts = DecayedRate()
 
     @property
     def prefill_tokens_per_second(self) -> float:
         """Prompt tokens that are computed per second while only compute limits the queue; 0: not known."""
         return self._prefill.per_second
-
-    @property
-    def computed_tokens_per_second(self) -> float:
-        """The same without the tokens that were found in a cache; 0: not known."""
-        return self._computed.per_second
 
     @property
     def starts_per_second(self) -> float:
@@ -87,15 +81,8 @@ class QueueRates:
         if stats.num_running >= self.seats:
             self._starts.add(seconds, num_begun, num_begun)
         else:
-            num_tokens = stats.num_prefilled_tokens - last.num_prefilled_tokens
-            self._prefill.add(seconds, num_tokens, num_begun)
-            self._computed.add(seconds, num_tokens - _num_cached(stats) + _num_cached(last), num_begun)
+            self._prefill.add(seconds, stats.num_prefilled_tokens - last.num_prefilled_tokens, num_begun)
 
     def skip(self) -> None:
         """Leave out the time since the last step, because the engine was paused."""
         self._last = SchedulerStats()
-
-
-def _num_cached(stats: SchedulerStats) -> int:
-    """Return how many prompt tokens were found in the pool or loaded (counter)."""
-    return stats.prefix_cache_hits + stats.external_prefix_cache_hits

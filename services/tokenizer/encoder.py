@@ -10,13 +10,12 @@ from typing import TypeVar
 from tokenizers import Tokenizer
 
 from tokenloom.request import errors
+from tokenloom.request.prefix_schedule import MAX_BLOCKS, scheduled
 from tokenloom.request.prompt_block_hash import block_hashes
 from tokenloom.v1.tokenizer_pb2 import TokenizedPrompt
 
 MAX_WAITING = 1024
 """Calls that run in a thread or wait for one; more are refused with an error that invites a retry."""
-MAX_HASHES = 256
-"""Block hashes in a message: enough to choose an engine by."""
 _HASH_BYTES = 8
 
 T = TypeVar("T")
@@ -111,7 +110,7 @@ class Encoder:
                 first_part_tokens=types.index(1) if 1 in types else 0,
             )
             if want_hashes:
-                hashes = block_hashes(ids[: MAX_HASHES * self._block_size], self._block_size, salt=salt)
+                hashes = scheduled(block_hashes(ids[: MAX_BLOCKS * self._block_size], self._block_size, salt=salt))
                 prompt.block_hash_prefixes.extend([int.from_bytes(each[:_HASH_BYTES], "little") for each in hashes])
             prompts.append(prompt)
         return prompts

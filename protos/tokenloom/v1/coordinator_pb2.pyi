@@ -48,7 +48,7 @@ class EngineIdentity(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., host: _Optional[str] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., limits: _Optional[_Union[_types_pb2.ModelLimits, _Mapping]] = ..., num_kv_blocks: _Optional[int] = ...) -> None: ...
 
 class EngineReport(_message.Message):
-    __slots__ = ("hello", "identity", "role", "state", "waiting", "running", "waiting_tokens", "kv_usage", "free_kv_blocks", "picks_arrived", "step", "seats", "prefill_tokens_per_second", "starts_per_second", "adapters", "computed_tokens_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests")
+    __slots__ = ("hello", "identity", "role", "state", "waiting", "running", "waiting_tokens", "kv_usage", "free_kv_blocks", "picks_arrived", "step", "seats", "prefill_tokens_per_second", "starts_per_second", "adapters", "computed_tokens_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests", "prefilling_tokens")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class EngineReport(_message.Message):
     PROMPT_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STEP_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PREFILLING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     identity: EngineIdentity
     role: _types_pb2.EngineRole
@@ -87,7 +88,8 @@ class EngineReport(_message.Message):
     prompt_tokens_per_second: float
     step_seconds: float
     step_requests: float
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_kv_blocks: _Optional[int] = ..., picks_arrived: _Optional[_Iterable[_Union[_engine_pb2.PickId, _Mapping]]] = ..., step: _Optional[int] = ..., seats: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., starts_per_second: _Optional[float] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., computed_tokens_per_second: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., step_requests: _Optional[float] = ...) -> None: ...
+    prefilling_tokens: int
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_kv_blocks: _Optional[int] = ..., picks_arrived: _Optional[_Iterable[_Union[_engine_pb2.PickId, _Mapping]]] = ..., step: _Optional[int] = ..., seats: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., starts_per_second: _Optional[float] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., computed_tokens_per_second: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., step_requests: _Optional[float] = ..., prefilling_tokens: _Optional[int] = ...) -> None: ...
 
 class EngineCommand(_message.Message):
     __slots__ = ("hello", "drain", "adapters", "report_interval")
@@ -242,7 +244,7 @@ class Snapshot(_message.Message):
     def __init__(self, coordinator_epoch: _Optional[int] = ..., revision: _Optional[int] = ..., complete: _Optional[bool] = ..., engines: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ..., pd_threshold: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., base_revision: _Optional[int] = ..., left: _Optional[_Iterable[str]] = ..., loads: _Optional[_Union[EngineLoads, _Mapping]] = ..., new_adapters: _Optional[bool] = ...) -> None: ...
 
 class EngineLoads(_message.Message):
-    __slots__ = ("number", "age_milliseconds", "score", "waiting", "waiting_tokens", "reported_waiting", "running", "reported_waiting_tokens", "kv_usage", "free_kv_blocks", "seats", "prefill_tokens_per_second", "starts_per_second", "computed_tokens_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests")
+    __slots__ = ("number", "age_milliseconds", "score", "waiting", "waiting_tokens", "reported_waiting", "running", "reported_waiting_tokens", "kv_usage", "free_kv_blocks", "seats", "prefill_tokens_per_second", "starts_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     AGE_MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
@@ -256,7 +258,6 @@ class EngineLoads(_message.Message):
     SEATS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     STARTS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
-    COMPUTED_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STEP_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -273,11 +274,10 @@ class EngineLoads(_message.Message):
     seats: _containers.RepeatedScalarFieldContainer[int]
     prefill_tokens_per_second: _containers.RepeatedScalarFieldContainer[float]
     starts_per_second: _containers.RepeatedScalarFieldContainer[float]
-    computed_tokens_per_second: _containers.RepeatedScalarFieldContainer[float]
     prompt_tokens_per_second: _containers.RepeatedScalarFieldContainer[float]
     step_seconds: _containers.RepeatedScalarFieldContainer[float]
     step_requests: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, number: _Optional[_Iterable[int]] = ..., age_milliseconds: _Optional[_Iterable[int]] = ..., score: _Optional[_Iterable[int]] = ..., waiting: _Optional[_Iterable[int]] = ..., waiting_tokens: _Optional[_Iterable[int]] = ..., reported_waiting: _Optional[_Iterable[int]] = ..., running: _Optional[_Iterable[int]] = ..., reported_waiting_tokens: _Optional[_Iterable[int]] = ..., kv_usage: _Optional[_Iterable[float]] = ..., free_kv_blocks: _Optional[_Iterable[int]] = ..., seats: _Optional[_Iterable[int]] = ..., prefill_tokens_per_second: _Optional[_Iterable[float]] = ..., starts_per_second: _Optional[_Iterable[float]] = ..., computed_tokens_per_second: _Optional[_Iterable[float]] = ..., prompt_tokens_per_second: _Optional[_Iterable[float]] = ..., step_seconds: _Optional[_Iterable[float]] = ..., step_requests: _Optional[_Iterable[float]] = ...) -> None: ...
+    def __init__(self, number: _Optional[_Iterable[int]] = ..., age_milliseconds: _Optional[_Iterable[int]] = ..., score: _Optional[_Iterable[int]] = ..., waiting: _Optional[_Iterable[int]] = ..., waiting_tokens: _Optional[_Iterable[int]] = ..., reported_waiting: _Optional[_Iterable[int]] = ..., running: _Optional[_Iterable[int]] = ..., reported_waiting_tokens: _Optional[_Iterable[int]] = ..., kv_usage: _Optional[_Iterable[float]] = ..., free_kv_blocks: _Optional[_Iterable[int]] = ..., seats: _Optional[_Iterable[int]] = ..., prefill_tokens_per_second: _Optional[_Iterable[float]] = ..., starts_per_second: _Optional[_Iterable[float]] = ..., prompt_tokens_per_second: _Optional[_Iterable[float]] = ..., step_seconds: _Optional[_Iterable[float]] = ..., step_requests: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class SetAdapterRequest(_message.Message):
     __slots__ = ("adapter", "unloaded")

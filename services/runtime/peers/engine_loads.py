@@ -16,7 +16,6 @@ _OF_REPORT = (
     ("seats", "seats"),
     ("prefill_tokens_per_second", "prefill_tokens_per_second"),
     ("starts_per_second", "starts_per_second"),
-    ("computed_tokens_per_second", "computed_tokens_per_second"),
     ("prompt_tokens_per_second", "prompt_tokens_per_second"),
     ("step_seconds", "step_seconds"),
     ("step_requests", "step_requests"),

@@ -28,6 +28,9 @@ class EngineColumns:
         block_size: Tokens of a KV block.
         seats: Requests that may run at the same time; 0: not known.
         prefill_rate: Prompt tokens per second that leave the queue; 0: not known.
+        computed_rate: Prompt tokens per second that steps compute, cached ones left out; 0: not known.
+        uncached_tokens: Prompt tokens that are to be computed for the requests there, as far as is known.
+        step_seconds: Mean duration of a step; 0: not known.
         start_rate: Requests per second that leave the queue while requests wait for a seat; 0: not known.
         last_turn: Number of the last pick that chose the engine; 0: none did.
         role: An ``EngineRole``.
@@ -54,6 +57,9 @@ class EngineColumns:
         self.block_size: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
         self.seats: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
         self.prefill_rate: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
+        self.computed_rate: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
+        self.uncached_tokens: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
+        self.step_seconds: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
         self.start_rate: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
         self.last_turn: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
         self.role: NDArray[np.int8] = np.zeros(_FIRST_ROWS, np.int8)

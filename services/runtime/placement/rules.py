@@ -18,6 +18,14 @@ from .engine_columns import EngineColumns, FloatColumn, IntColumn, Rows
 WAITING_WEIGHT = 4
 """A waiting request weighs four running ones: it will cost a prefill, and it shows that there was no room."""
 
+BATCH_STEPS = 32.0
+"""As many steps of a full batch count for the share of it that is taken: what a request costs and is cost after its
+prefill, while it and the others decode together."""
+UNKNOWN_RATE = 10_000.0
+"""Prompt tokens per second of engines of which none has measured its own."""
+UNKNOWN_STEP_SECONDS = 0.02
+"""Duration of a step of an engine that has not measured it."""
+
 _DECODE = EngineRole.ENGINE_ROLE_DECODE
 
 
@@ -59,3 +67,33 @@ def score(engines: EngineColumns, rows: Rows, ask: Ask) -> IntColumn | FloatColu
     saved = np.rint(WAITING_WEIGHT * ask.cached_tokens[rows] / ask.prompt_tokens)
     reduced: FloatColumn = np.maximum(scores - saved, 0)
     return reduced
+
+
+def cost(engines: EngineColumns, rows: Rows, ask: Ask) -> FloatColumn:
+    """Return the seconds that the leg is expected to cost there.
+
+    They are the time to compute the uncached prompt tokens that wait there and those of the leg, at the engine's own
+    rate, and :data:`BATCH_STEPS` of the pool's mean steps as far as its batch is full, waiting requests included. An
+    engine that has not measured its rate gets the mean of the others. A decode leg computes no prompt.
+    """
+    requests = engines.waiting[rows] + engines.running[rows]
+    step_seconds = _known(engines.step_seconds[rows], UNKNOWN_STEP_SECONDS).mean()
+    seconds: FloatColumn = BATCH_STEPS * step_seconds * requests / np.maximum(engines.seats[rows], 1)
+    if ask.role == _DECODE:
+        return seconds
+    rates = _known(engines.computed_rate[rows], UNKNOWN_RATE)
+    seconds += (engines.uncached_tokens[rows] + ask.uncached_tokens(rows)) / rates
+    return seconds
+
+
+def _known(values: FloatColumn, default: float) -> FloatColumn:
+    """Return the values with the mean of the known ones, or ``default``, in place of those that are 0."""
+    is_known = values > 0
+    if is_known.all():
+        return values
+    filled: FloatColumn = np.where(is_known, values, values[is_known].mean() if is_known.any() else default)
+    return filled
+
+
+RULES: dict[str, Rule] = {"score": score, "cost": cost}
+"""The rules by the name that an operator gives them."""

@@ -9,8 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tokenloom.request.prefix_schedule import MAX_HASHES
 from tokenloom.services.coordinator.hash_table import HashTable, keys_of
-from tokenloom.services.coordinator.prefix_index import MAX_HASHES, PrefixIndex
+from tokenloom.services.coordinator.prefix_index import PrefixIndex
 
 MIB = 1 << 20
 ROWS = 8

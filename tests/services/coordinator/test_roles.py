@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
+from tokenloom.request.prefix_schedule import MAX_HASHES
 from tokenloom.services.coordinator.engine_placement import Policy
 from tokenloom.services.coordinator.engine_registry import Registry
-from tokenloom.services.coordinator.prefix_index import MAX_HASHES
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, EngineReport, EngineState, PickRequest
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 

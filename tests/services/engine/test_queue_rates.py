@@ -103,19 +103,3 @@ def test_a_queue_that_does_not_move_becomes_slow() -> None:
     rate.add(1.0, 10, 10)
     rate.add(99.0, 0, 0)
     assert rate.per_second == pytest.approx(0.1)
-
-
-def test_cached_prompt_tokens_are_not_computed() -> None:
-    rates = QueueRates(8)
-    for second in range(11):
-        stats = SchedulerStats(
-            num_waiting=3,
-            num_running=2,
-            num_prefilled_requests=second,
-            num_prefilled_tokens=1000 * second,
-            prefix_cache_hits=600 * second,
-            external_prefix_cache_hits=100 * second,
-        )
-        rates.observe(stats, 50.0 + second)
-    assert rates.prefill_tokens_per_second == pytest.approx(1000)
-    assert rates.computed_tokens_per_second == pytest.approx(300)

@@ -64,3 +64,13 @@ def test_a_pause_is_no_step() -> None:
     steps.run(1, 60.0, tokens=50)
     assert steps.rates.step_seconds == pytest.approx(0.1)
     assert steps.rates.prompt_tokens_per_second(steps.now) < 10
+
+
+def test_only_steps_that_mostly_compute_prompts_measure_their_speed() -> None:
+    rates = StepRates()
+    computed, now = 0, 10.0
+    for step, (num_tokens, seconds) in enumerate([(10, 0.01), (2058, 0.11), (40, 0.01), (1034, 0.06), (10, 0.01)]):
+        computed += num_tokens
+        now += seconds
+        rates.observe(SchedulerStats(num_running=10, num_computed_tokens=computed), step + 1, now)
+    assert rates.computed_tokens_per_second == pytest.approx((2048 + 1024) / 0.17, rel=0.01)

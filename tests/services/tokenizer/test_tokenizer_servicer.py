@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tokenloom.checkpoint import load_tokenizer, tokenizer_fingerprint
 from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.prefix_schedule import scheduled
 from tokenloom.request.prompt_block_hash import block_hashes
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.peers.channels import open_channel
@@ -51,12 +52,16 @@ async def test_encode(stub: "TokenizerAsyncStub", tokenizer: Tokenizer) -> None:
         assert list(prompt.block_hash_prefixes) == [int.from_bytes(each[:8], "little") for each in hashes]
 
 
-async def test_hashes_only_when_asked_for_and_at_most_256(stub: "TokenizerAsyncStub") -> None:
-    text = "1 2 " * 2400
-    for want, count in ((False, 0), (True, 256)):
-        (prompt,) = (await stub.Encode(EncodeRequest(texts=[text], want_hashes=want))).prompts
-        assert len(prompt.token_ids) > 256 * 16
-        assert len(prompt.block_hash_prefixes) == count
+async def test_hashes_only_when_asked_for_and_fewer_of_later_blocks(stub: "TokenizerAsyncStub") -> None:
+    request = EncodeRequest(texts=["1 2 " * 2400])
+    (prompt,) = (await stub.Encode(request)).prompts
+    assert not prompt.block_hash_prefixes
+    request.want_hashes = True
+    (prompt,) = (await stub.Encode(request)).prompts
+    hashes = [int.from_bytes(each[:8], "little") for each in block_hashes(list(prompt.token_ids), 16)]
+    assert len(hashes) > 256
+    assert list(prompt.block_hash_prefixes) == scheduled(hashes)
+    assert len(prompt.block_hash_prefixes) < 256
 
 
 async def test_encode_chat_renders_then_encodes(stub: "TokenizerAsyncStub", tokenizer: Tokenizer) -> None:

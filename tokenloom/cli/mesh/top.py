@@ -24,7 +24,7 @@ def top(
     from .top_screen import look_once, shown, watch  # here, because they take gRPC, which the help does not need
 
     with reported():
-        mesh = _find(port)
+        mesh = find_mesh(port)
         if once or as_json or not sys.stdout.isatty():
             seen = look_once(mesh, interval)
             print(json.dumps(asdict(seen), indent=2)) if as_json else print_tables(shown(seen))
@@ -33,7 +33,8 @@ def top(
                 watch(mesh, interval)
 
 
-def _find(port: int | None) -> MeshRecord:
+def find_mesh(port: int | None) -> MeshRecord:
+    """Return the newest local mesh, or the one on a port. Raises ``CommandFailed`` if none runs."""
     for mesh in running_meshes():
         if port in (None, mesh.port):
             return mesh

@@ -11,7 +11,7 @@ NUMBERS = {
     FieldDescriptor.CPPTYPE_FLOAT,
     FieldDescriptor.CPPTYPE_DOUBLE,
 }
-NOT_SHOWN = {"step"}
+NOT_SHOWN = {"step", "computed_tokens_per_second", "prefilling_tokens"}
 """Numbers that only the coordinator needs."""
 
 

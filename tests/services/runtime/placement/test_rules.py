@@ -1,0 +1,66 @@
+"""What a leg costs on an engine by each rule."""
+
+import numpy as np
+import pytest
+
+from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
+from tokenloom.services.runtime.placement.rank import best
+from tokenloom.services.runtime.placement.rules import BATCH_STEPS, Ask, cost
+from tokenloom.v1.types_pb2 import EngineRole
+
+PREFILL, DECODE = EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
+ROWS: Rows = np.arange(2)
+
+
+@pytest.fixture
+def engines() -> EngineColumns:
+    """Two idle engines that compute 1,000 tokens/s, with steps of 20 ms of at most 10 requests."""
+    columns = EngineColumns()
+    for _ in range(2):
+        row = columns.add()
+        columns.computed_rate[row], columns.step_seconds[row], columns.seats[row] = 1000.0, 0.02, 10
+        columns.free_tokens[row] = 1 << 20
+        columns.is_serving[row] = True
+    return columns
+
+
+def cached(tokens: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    """Return the cached tokens of an ask of which the second engine has so many."""
+    column = np.zeros(16, np.int64)
+    column[1] = tokens
+    return column
+
+
+def test_the_cost_is_the_time_of_all_uncached_tokens(engines: EngineColumns) -> None:
+    engines.uncached_tokens[0] = 500
+    assert cost(engines, ROWS, Ask(PREFILL, 2000)) == pytest.approx([2.5, 2.0])
+    assert cost(engines, ROWS, Ask(PREFILL, 2000, cached(1600))) == pytest.approx([2.5, 0.4])
+
+
+def test_a_faster_engine_may_have_more_to_compute(engines: EngineColumns) -> None:
+    engines.computed_rate[1], engines.uncached_tokens[1] = 4000.0, 2000
+    assert best(engines, ROWS, Ask(PREFILL, 2000), cost) == 1
+    engines.uncached_tokens[1] = 6100
+    assert best(engines, ROWS, Ask(PREFILL, 2000), cost) == 0
+
+
+def test_a_cached_prefix_draws_until_the_queue_there_takes_longer(engines: EngineColumns) -> None:
+    ask = Ask(PREFILL, 4000, cached(3000))
+    engines.uncached_tokens[1] = 2900
+    assert best(engines, ROWS, ask, cost) == 1
+    engines.uncached_tokens[1] = 3100
+    assert best(engines, ROWS, ask, cost) == 0
+
+
+def test_a_share_of_the_batch_costs_steps(engines: EngineColumns) -> None:
+    engines.running[0], engines.waiting[0] = 4, 1
+    assert cost(engines, ROWS, Ask(DECODE, 2000)) == pytest.approx([BATCH_STEPS * 0.02 / 2, 0])
+    assert best(engines, ROWS, Ask(DECODE, 2000), cost) == 1
+
+
+def test_what_was_not_measured_is_as_for_the_others(engines: EngineColumns) -> None:
+    engines.computed_rate[1] = engines.step_seconds[1] = engines.seats[1] = 0
+    assert cost(engines, ROWS, Ask(PREFILL, 2000)) == pytest.approx([2.0, 2.0])
+    engines.computed_rate[0] = 0
+    first, second = cost(engines, ROWS, Ask(PREFILL, 2000))
+    assert first == second > 0

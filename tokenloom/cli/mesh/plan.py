@@ -1,0 +1,42 @@
+"""``tokenloom plan`` says how many engines of each role a running mesh needs, and changes roles if it is asked to."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenloom.planner.demand import Goals
+from tokenloom.planner.planner import Limits
+
+from ..failures import reported
+
+
+def plan(
+    ttft: Annotated[float, typer.Option(min=0.01, help="Goal: seconds to the first token.")] = 2.0,
+    itl: Annotated[float, typer.Option(min=0.001, help="Goal: seconds between two tokens.")] = 0.05,
+    most: Annotated[int, typer.Option(min=1, help="Engines of one model at most.")] = 64,
+    every: Annotated[
+        float | None, typer.Option(min=1, help="Plan again after so many seconds, until Ctrl-C; else once.")
+    ] = None,
+    apply: Annotated[
+        bool, typer.Option("--apply/--dry-run", help="Change the roles of engines, or only print the plan.")
+    ] = False,
+    metrics: Annotated[
+        str | None, typer.Option(help="HOST:PORT for gauges of the plan, by which KEDA scales engines.")
+    ] = None,
+    coordinator: Annotated[
+        str | None, typer.Option(help="Address of the coordinator; otherwise that of the newest local mesh.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="The local mesh on this HTTP port.")] = None,
+    certs: Annotated[Path | None, typer.Option(help="Folder with ca.crt, operator.crt and operator.key.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each plan.")] = False,
+) -> None:
+    """Plan the engines of a mesh for goals of latency. Engines are given up only after 5 minutes of watching."""
+    from .plan_run import Output, coordinator_of, run  # here, because they take gRPC, which the help does not need
+
+    with reported(), contextlib.suppress(KeyboardInterrupt):
+        address = coordinator or coordinator_of(port)
+        goals, limits = Goals(ttft_seconds=ttft, itl_seconds=itl), Limits(most=most)
+        asyncio.run(run(address, certs, goals, limits, every=every, apply=apply, output=Output(as_json, metrics)))

@@ -1,0 +1,79 @@
+"""Looks at a running mesh, plans it and changes roles."""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+import grpc.aio
+
+from tokenloom.services.runtime.peers.channels import Channels
+from tokenloom.v1.coordinator_pb2 import Snapshot, WatchRequest
+from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
+from tokenloom.v1.engine_pb2 import SetRoleRequest
+from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
+
+from .demand import Goals
+from .engine_load import ROLES, EngineLoad
+from .planner import Flip, Limits, Plan, Planner
+
+LOOK_TIMEOUT_SECONDS = 5.0
+FLIP_TIMEOUT_SECONDS = 60.0
+"""An engine that stops prefilling answers when the last engine has read its KV."""
+_VALUES = {role: value for value, role in ROLES.items()}
+
+
+class Controller:
+    """Plans each model that a mesh serves. An operator's certificate is needed where the mesh has certificates."""
+
+    def __init__(self, channels: Channels, coordinator: str, goals: Goals, limits: Limits) -> None:
+        """``coordinator``: its address."""
+        self._channels = channels
+        self._coordinator = coordinator
+        self._goals, self._limits = goals, limits
+        self._planners: dict[str, Planner] = {}
+
+    async def plan(self) -> dict[str, Plan]:
+        """Look once; return the plan for each model. Raises ``grpc.aio.AioRpcError`` or ``TimeoutError`` if the
+        coordinator does not answer."""
+        engines = _by_model(await self._snapshot())
+        self._planners = {
+            model: self._planners.get(model) or Planner(self._goals, self._limits) for model in sorted(engines)
+        }
+        now = time.monotonic()
+        return {model: planner.plan(engines[model], now) for model, planner in self._planners.items()}
+
+    async def apply(self, flips: Sequence[Flip]) -> list[str]:
+        """Change the roles of engines, all at the same time. Returns what failed, in a sentence each: the next plan
+        sees the engine as it is and tries again."""
+        results = await asyncio.gather(*map(self._flip, flips))
+        return [failure for failure in results if failure]
+
+    async def _snapshot(self) -> Snapshot:
+        async with (
+            asyncio.timeout(LOOK_TIMEOUT_SECONDS),
+            self._channels.open(self._coordinator, "coordinator") as channel,
+        ):
+            call = CoordinatorStub(channel).Watch(WatchRequest())
+            try:
+                snapshot: Snapshot = await call.read()
+            finally:
+                call.cancel()
+        return snapshot
+
+    async def _flip(self, flip: Flip) -> str:
+        request = SetRoleRequest(role=_VALUES[flip.role])
+        async with self._channels.open(flip.address, "engine") as channel:
+            try:
+                await EngineAdminStub(channel).SetRole(request, timeout=FLIP_TIMEOUT_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                return f"{flip.engine} did not become {flip.role}: {error.details()}"
+        return ""
+
+
+def _by_model(snapshot: Snapshot) -> dict[str, list[EngineLoad]]:
+    engines: defaultdict[str, list[EngineLoad]] = defaultdict(list)
+    for entry in snapshot.engines:
+        if (load := EngineLoad.of(entry)) is not None:
+            engines[load.model].append(load)
+    return engines

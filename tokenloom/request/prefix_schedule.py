@@ -1,0 +1,26 @@
+"""Which blocks of a prompt are named by hashes when it is placed. Tokenizers and coordinators know the same schedule,
+so that hashes need no positions.
+
+Hashes are chained: one stands for everything before it. So all of the first blocks are named, where prompts differ, and
+further back fewer and fewer: 256 hashes reach 2,528 blocks, which are 40,448 tokens of 16 to a block.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, chain, repeat
+from typing import Final, TypeVar
+
+_STRIDES: Final = ((128, 1), (16, 2), (16, 4), (32, 8), (64, 32))
+"""So many hashes, each of which stands for so many blocks more than the one before it."""
+
+LEADING_BLOCKS: Final = (0, *accumulate(chain.from_iterable(repeat(stride, count) for count, stride in _STRIDES)))
+"""How many leading blocks of a prompt the first hashes stand for, by the number of hashes. Shape [257]."""
+MAX_HASHES: Final = len(LEADING_BLOCKS) - 1
+MAX_BLOCKS: Final = LEADING_BLOCKS[-1]
+"""Blocks behind this one are not named."""
+
+T = TypeVar("T")
+
+
+def scheduled(hashes: Sequence[T]) -> list[T]:
+    """Return the hashes of the blocks that are named. ``hashes``: of all blocks of a prompt, from the first on."""
+    return [hashes[blocks - 1] for blocks in LEADING_BLOCKS[1:] if blocks <= len(hashes)]

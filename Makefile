@@ -194,7 +194,7 @@ browser: install ## use the pages / and /docs in a real browser, and take pictur
 	$(BIN)/python -m tests.services.gateway.openapi.check_docs_page
 	$(BIN)/python -m tests.services.gateway.page.check_page
 
-wheel-check: install ## install the wheel of dist/ into a clean environment, and print the CPU time of its starts without a compiler
+wheel-check: install ## install the wheel of dist/ into a clean environment, and print the CPU time of its starts
 	$(BIN)/python -m tests.wheel.check_wheel
 
 chart-check: ## render charts/tokenloom with Helm's library, and compare it with k8s/ (kubectl)

@@ -7,12 +7,12 @@ from tokenloom.engine_core.wire.messages import SchedulerStats
 from tokenloom.services.engine.coordinator_link import CoordinatorLink
 from tokenloom.services.engine.kv.kv_peers import EngineRegistry
 from tokenloom.services.engine.load import Load, LoadTracker
-from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH, Fingerprint, Hello, ModelLimits
 
 from .child import answer
+from .patient_channels import PatientChannels
 
 FINGERPRINT = Fingerprint(
     model="demo", weights=b"w" * 32, tokenizer=b"t" * 32, block_size=16, kv_layout="nhd", numerics="bf16"
@@ -77,7 +77,7 @@ class FakeIdentity:
 
 async def run(coordinator: str, first: int, count: int) -> None:
     """Run engines with the numbers from ``first`` on, until cancelled."""
-    channels, loads = Channels(), [BusyLoad(first + number) for number in range(count)]
+    channels, loads = PatientChannels(), [BusyLoad(first + number) for number in range(count)]
 
     def counts() -> dict[str, float]:
         for load in loads:  # once all engines have joined, the first question makes them busy

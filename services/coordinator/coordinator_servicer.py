@@ -126,6 +126,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         check_identity(first)
         stream = self._open(first)  # an engine that reads our hello is registered
         answer = EngineCommand(hello=make_hello(self._name, self._epoch))
+        if self._registry.is_complete:
+            stream.interval = self._interval
+            answer.report_interval.CopyFrom(to_duration(self._interval))
         try:
             await first_of(self._read(stream, requests), stream.write(answer, context))
         finally:

@@ -4,9 +4,18 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from tokenloom.services.runtime.host.service_settings import ServiceSettings
+from tokenloom.services.runtime.host.service_settings import OptionalAddress, ServiceSettings
 
 from .defaults import PD_THRESHOLD, PLACEMENT, PREFIX_INDEX_MIB, SETTLE_SECONDS
+
+_KINDS = ("file", "kubernetes")
+
+
+def _check_lease(value: str) -> str:
+    kind, colon, name = value.partition(":")
+    if value and not (colon and name and kind in _KINDS):
+        raise ValueError(f"must be file:PATH or kubernetes:NAME, not {value!r:.80}")
+    return value
 
 
 class CoordinatorSettings(ServiceSettings, frozen=True, kw_only=True):
@@ -27,6 +36,14 @@ class CoordinatorSettings(ServiceSettings, frozen=True, kw_only=True):
     settle_seconds: Annotated[
         Annotated[float, Meta(ge=0)], "Seconds that a new coordinator waits for the engines to register again."
     ] = SETTLE_SECONDS
+    lease: Annotated[
+        Annotated[str, Meta(extra={"check": _check_lease})],
+        "What one of several coordinators holds while the others stand by: file:PATH, a lock between processes of one "
+        "machine, or kubernetes:NAME, a Lease in the pod's namespace; empty: there is one coordinator.",
+    ] = ""
+    coordinator: Annotated[
+        OptionalAddress, "Address at which a coordinator that stands by follows the active one; empty: --listen."
+    ] = ""
     prefix_index_mib: Annotated[
         Annotated[int, Meta(ge=1, le=1 << 20)],
         "Memory, in MiB, for which prefixes the engines have in their caches; a small mesh needs less and takes less.",

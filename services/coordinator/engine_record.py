@@ -123,7 +123,7 @@ class EngineRecord:
         columns, row = self._columns, self.row
         hangs = now - columns.progressed_at[row] > STANDSTILL_SECONDS and self.report.state != _PAUSED
         silence = now - columns.reported_at[row]
-        columns.is_late[row] = silence > LATE_SECONDS
+        columns.set_late(row, bool(silence > LATE_SECONDS))
         self.state = _DEAD if hangs or silence > SILENT_SECONDS else self.report.state
         columns.is_serving[row] = self.state == _SERVING
         return before != self.state

@@ -29,6 +29,7 @@ from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
 from .engine_placement import Placement, Policy, check_request
 from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord
 from .engine_subsets import Engine, EngineSubsets
+from .predecessor import Predecessor
 from .prefix_index import Path, PrefixIndex
 from .wanted_adapters import WantedAdapters
 
@@ -48,6 +49,7 @@ class Registry:
     Args:
         epoch: Incarnation of the coordinator; part of every pick's id.
         clock: Monotonic seconds.
+        predecessor: What the coordinator knew whose place this one takes; None: nothing.
 
     Attributes:
         adapters: The LoRA adapters that the engines should have.
@@ -61,6 +63,7 @@ class Registry:
         *,
         policy: Policy | None = None,
         settle_seconds: float = SETTLE_SECONDS,
+        predecessor: Predecessor | None = None,
         prefix_index_bytes: int = PREFIX_INDEX_MIB << 20,
     ) -> None:
         self._epoch = epoch
@@ -84,6 +87,11 @@ class Registry:
         self._missing: EngineRole | None = None  # the last one that was logged
         self._snapshot: Snapshot | None = None
         self.adapters = WantedAdapters()
+        self._awaited: set[str] = set()  # engines of the predecessor that have not joined yet
+        if predecessor is not None:
+            self._awaited.update(predecessor.engine_ids)
+            self.adapters.inherit(predecessor.adapters, predecessor.unloaded)
+        self._has_predecessor = bool(self._awaited)
         self.changed = ChangedEngines()
         self.revision = 1
         """Grows with every change."""
@@ -125,6 +133,7 @@ class Registry:
         else:
             self._prefixes.open(row, identity.num_kv_blocks)
         self._records[identity.engine_id] = self._by_row[row] = record
+        self._awaited.discard(identity.engine_id)
         record.update(report, self._epoch, now)
         self._regroup(identity.engine_id)
         return record
@@ -189,7 +198,7 @@ class Registry:
         now = self._clock()
         self._expire(now)
         changed = [record for record in self._silent(now) if record.refresh(now)]
-        is_complete = now >= self._complete_at
+        is_complete = now >= self._complete_at or (self._has_predecessor and not self._awaited)
         if changed or is_complete != self._is_complete:
             self._is_complete = is_complete
             self._regroup(*(record.identity.engine_id for record in changed))

@@ -7,16 +7,17 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-Hashes: TypeAlias = NDArray[np.uint64]
-Slots: TypeAlias = NDArray[np.intp]
-Values: TypeAlias = NDArray[np.int32]
+Words: TypeAlias = NDArray[np.uint64]
+Slots: TypeAlias = NDArray[np.int64]
+Values: TypeAlias = NDArray[np.int64]
 
 SLOT_BYTES = 8
-"""A tag of four bytes and a value of four."""
+"""A word with 32 bits of the hash above and the value below."""
+MAX_VALUE = (1 << 32) - 1
 MAX_LOAD = 0.75
-_WIDTH = 8  # slots of a bucket: their tags fill half of a cache line
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
+_WIDTH = 8  # slots of a bucket: a cache line
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # of Fibonacci hashing (Knuth, The Art of Computer Programming, 6.4)
+_HALF, _NOT_EMPTY = np.uint64(32), np.uint64(1 << 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,12 @@ class Keys:
     """Holds hashes as the table compares them, shapes [n].
 
     Attributes:
-        places: 32 bits that choose the bucket, uint64.
-        tags: 32 bits that are kept, uint32; 0 marks an empty slot and does not occur.
+        places: 32 bits that choose the bucket.
+        tags: 32 bits that are kept, in the upper half of a word; never 0, which marks an empty slot.
     """
 
-    places: NDArray[np.uint64]
-    tags: NDArray[np.uint32]
+    places: Words
+    tags: Words
 
     def __len__(self) -> int:
         return len(self.tags)
@@ -42,85 +43,91 @@ class Keys:
 def keys_of(hashes: Sequence[int]) -> Keys:
     """Return the keys of ``hashes``, mixed, because nothing is known of how their bits are distributed."""
     mixed = np.array(hashes, np.uint64) * _MULTIPLIER
-    mixed ^= mixed >> _HALF
-    mixed *= _MULTIPLIER
-    tags = (mixed & _LOW).astype(np.uint32)
-    return Keys(mixed >> _HALF, np.maximum(tags, 1, out=tags))
+    places = mixed >> _HALF
+    mixed ^= places
+    mixed <<= _HALF
+    mixed |= _NOT_EMPTY
+    return Keys(places, mixed)
 
 
 class HashTable:
-    """Keeps hashes with one value each, and forgets none: whoever fills it begins another one.
+    """Keeps hashes with one value each, and forgets none: its owner begins another one when it is full.
 
     Buckets of eight slots are searched and filled in turn, beginning with the one that the hash chooses. A slot keeps
-    32 bits of the hash, and its bucket stands for 20 or more: hashes are mistaken for each other once in 10^9 searches.
+    31 bits of the hash, and its bucket stands for 20 more: of 10^8 searches in a full table one finds another hash.
 
     Attributes:
         max_entries: It works well with so many hashes, and is a quarter empty then.
         num_entries: Hashes that it has.
-        values: By slot, int32, to be read and written.
     """
 
     def __init__(self, max_entries: int) -> None:
         self._num_buckets = int(max_entries / MAX_LOAD / _WIDTH) + 1
         self.max_entries = max_entries
         self.num_entries = 0
-        self._tags = np.zeros((self._num_buckets, _WIDTH), np.uint32)  # the system gives memory where it is written
-        self._all_tags = self._tags.reshape(-1)
-        self.values: Values = np.zeros(self._num_buckets * _WIDTH, np.int32)
+        self._rows: Words = np.zeros((self._num_buckets, _WIDTH), np.uint64)  # memory is taken where it is written
+        self._words = self._rows.reshape(-1)
+        self._used = np.zeros(self._num_buckets, np.int8)
 
     def has(self, keys: Keys, index: int) -> bool:
         """Return whether one hash is there: faster than :meth:`find` for a few."""
         bucket = (int(keys.places[index]) * self._num_buckets) >> 32
         tag = int(keys.tags[index])
         while True:
-            tags = self._tags[bucket].tolist()
-            if tag in tags:
+            words = self._rows[bucket].tolist()
+            if any(word ^ tag <= MAX_VALUE for word in words):
                 return True
-            if not tags[-1]:
+            if not words[-1]:
                 return False
             bucket = (bucket + 1) % self._num_buckets
 
-    def find(self, keys: Keys) -> Slots:
-        """Return the slots of the hashes, shape [n]; -1 for those that are not there."""
-        buckets = self._buckets(keys.places)
-        slots, is_there, is_full = self._look(buckets, keys.tags)
-        slots[~is_there] = -1
-        pending = np.flatnonzero(is_full & ~is_there)
-        while len(pending):  # they may be in the next bucket
-            buckets[pending] = (buckets[pending] + 1) % self._num_buckets
-            found, is_there, is_full = self._look(buckets[pending], keys.tags[pending])
-            slots[pending[is_there]] = found[is_there]
-            pending = pending[is_full & ~is_there]
-        return slots
+    def find(self, keys: Keys) -> tuple[Slots, Values]:
+        """Return the slots of the hashes and their values, shapes [n]; -1 and 0 for those that are not there."""
+        buckets = self._buckets(keys)
+        hits, values, rows = self._look(buckets, keys.tags)
+        if len(hits) == len(buckets):
+            return buckets * _WIDTH + (hits & (_WIDTH - 1)), values
+        slots, all_values = np.full(len(buckets), -1, np.int64), np.zeros(len(buckets), np.int64)
+        pending = np.arange(len(buckets))
+        while True:
+            keys_found = pending[hits // _WIDTH]
+            slots[keys_found] = buckets[keys_found] * _WIDTH + hits % _WIDTH
+            all_values[keys_found] = values
+            pending = pending[(rows[:, -1] != 0) & (slots[pending] < 0)]
+            if not len(pending):
+                return slots, all_values
+            buckets[pending] = (buckets[pending] + 1) % self._num_buckets  # they may be in the next bucket
+            hits, values, rows = self._look(buckets[pending], keys.tags[pending])
 
     def insert(self, keys: Keys, values: Values) -> None:
         """Add hashes that are not there."""
-        buckets = self._buckets(keys.places)
-        left = np.arange(len(values))
-        self.num_entries += len(left)
-        while len(left):
-            rows = buckets[left]
-            used = (self._tags[rows] != 0).sum(axis=1)
+        buckets, words = self._buckets(keys), keys.tags | values.view(np.uint64)
+        self.num_entries += len(words)
+        while len(words):
+            used = self._used[buckets]
             has_room = used < _WIDTH
-            slots = np.where(has_room, rows * _WIDTH + used, 0)
-            takers, wanted = left[has_room], slots[has_room]
-            self.values[wanted] = takers  # of several that want one slot, the last gets it
-            won = self.values[wanted] == takers
-            takers, wanted = takers[won], wanted[won]
-            self._all_tags[wanted] = keys.tags[takers]
-            self.values[wanted] = values[takers]
-            buckets[left[~has_room]] = (rows[~has_room] + 1) % self._num_buckets
-            has_room[has_room] = won
-            left = left[~has_room]
+            slots = np.where(has_room, buckets * _WIDTH + used, 0)
+            self._words[slots[has_room]] = words[has_room]
+            won = has_room & (self._words[slots] == words)  # of several that want one slot, the last gets it
+            self._used[buckets[won]] += 1
+            if won.all():
+                return
+            buckets = np.where(has_room, buckets, (buckets + 1) % self._num_buckets)[~won]
+            words = words[~won]
 
-    def _buckets(self, places: NDArray[np.uint64]) -> Slots:
-        return ((places * np.uint64(self._num_buckets)) >> _HALF).astype(np.intp)
+    def put(self, slots: Slots, value: int) -> None:
+        """Give all of some slots one value."""
+        self._words[slots] = ((self._words[slots] >> _HALF) << _HALF) | np.uint64(value)
 
-    def _look(self, buckets: Slots, tags: NDArray[np.uint32]) -> tuple[Slots, NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return for each bucket the slot to which the tag belongs, if it is there; whether it is, and whether the
-        bucket is full."""
-        rows = self._tags[buckets]
-        equal = rows == tags[:, None]
-        columns = equal.argmax(axis=1)
-        slots = buckets * _WIDTH + columns
-        return slots, self._all_tags[slots] == tags, rows[:, -1] != 0
+    def _buckets(self, keys: Keys) -> Slots:
+        buckets = keys.places * np.uint64(self._num_buckets)
+        buckets >>= _HALF
+        return buckets.view(np.int64)
+
+    def _look(self, buckets: Slots, tags: Words) -> tuple[Slots, Values, Words]:
+        """Return where in the buckets the tags are (8 x index + place in the bucket), their values, and the buckets,
+        shape [n, 8]."""
+        rows = self._rows.take(buckets, axis=0)
+        differences = (rows ^ tags[:, None]).reshape(-1)
+        hits = (differences <= MAX_VALUE).nonzero()[0]
+        return hits, differences[hits].view(np.int64), rows

@@ -9,7 +9,7 @@ from tokenloom.request.prefix_schedule import MAX_HASHES
 from tokenloom.services.runtime.placement.engine_columns import IntColumn
 
 from .block_groups import Groups
-from .hash_table import MAX_LOAD, SLOT_BYTES, HashTable, Keys, Slots, keys_of
+from .hash_table import MAX_LOAD, SLOT_BYTES, HashTable, Keys, Slots, Values, keys_of
 from .stretches import Stretches
 
 MAX_BLOCKS = 1 << 16
@@ -17,25 +17,28 @@ MAX_BLOCKS = 1 << 16
 _MIN_ENTRIES = 1 << 12
 _TABLE_SHARE = 0.75  # of the bytes; the rest is for groups
 _MAX_STRETCHES = 1 << 16  # begun in one generation
+_GROUP = 1 << 31  # values from here on number groups
 _OLD = 1 << 40  # added to values of the old generation
+_NO_SLOTS = np.empty(0, np.int64)
 _SWEPT_GROUPS = 256  # freed at each pick: all at once would take too long
 
 
 class _Generation:
-    """Holds hashes of blocks. Their values: 0: no engine has the block; above: the stretch of the only engine that
-    does; below: a group, counted from -1."""
+    """Holds hashes of blocks. Their values: 0: no engine has the block; below ``_GROUP``: the stretch of the only
+    engine that has it; otherwise a group."""
 
     def __init__(self, max_entries: int) -> None:
         self.table = HashTable(max_entries)
         self.groups = Groups()
 
-    def leading(self, keys: Keys) -> Slots:
-        """Return the slots of the blocks at the beginning of a prompt that are known."""
+    def leading(self, keys: Keys) -> tuple[Slots, Values]:
+        """Return the slots and values of the blocks at the beginning of a prompt that are known."""
         if not len(keys) or not self.table.has(keys, 0):
-            return np.empty(0, np.intp)
-        slots = self.table.find(keys)
+            return _NO_SLOTS, _NO_SLOTS
+        slots, values = self.table.find(keys)
         missing = slots < 0
-        return slots[: missing.argmax()] if missing.any() else slots
+        end = missing.argmax()
+        return (slots[:end], values[:end]) if missing[end] else (slots, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +97,10 @@ class PrefixIndex:
         counts: IntColumn | None = None
         owner = self._stretches.owner
         for begin, end, value in path.runs:
-            generation, value = (self._old, value - _OLD) if value > _OLD // 2 else (self._young, value)
+            generation, value = (self._old, value - _OLD) if value >= _OLD else (self._young, value)
             if value == 0:
                 break
-            rows = owner[value : value + 1] if value > 0 else generation.groups[-1 - value].rows(owner)
+            rows = generation.groups[value - _GROUP].rows(owner) if value >= _GROUP else owner[value : value + 1]
             rows = rows[rows >= 0]
             if counts is None:
                 counts = np.zeros(num_rows, np.int64)
@@ -117,15 +120,16 @@ class PrefixIndex:
             path = self._find(path.keys)
         num_known = min(len(path.slots), num_blocks)
         newest = self._stretches.newest(row)
-        values = np.empty(num_blocks - num_known, np.int32)  # of the blocks that are new in this generation
+        values = np.empty(num_blocks - num_known, np.int64)  # of the blocks that are new in this generation
         for begin, end, before in path.runs:
             end = min(end, num_blocks)
             if begin >= end:
                 break
             after = self._with(before, row, newest, end - begin)
-            if after != before:
-                self._young.table.values[path.slots[begin : min(end, num_known)]] = after
-            values[max(begin - num_known, 0) : max(end - num_known, 0)] = after
+            if begin < num_known and after != before:
+                self._young.table.put(path.slots[begin : min(end, num_known)], after)
+            if end > num_known:
+                values[max(begin - num_known, 0) : end - num_known] = after
         if len(values):
             self._young.table.insert(path.keys.part(slice(num_known, num_blocks)), values)
         self._stretches.trim(row)
@@ -135,38 +139,42 @@ class PrefixIndex:
     def remove(self, hashes: Sequence[int], row: int) -> None:
         """Forget blocks, in any order, that an engine's cache has evicted."""
         keys = keys_of(hashes)
-        slots = self._young.table.find(keys)
-        self._drop(self._young, slots[slots >= 0], row)
-        slots = self._old.table.find(keys.part(slots < 0))
-        self._drop(self._old, slots[slots >= 0], row)
+        slots, values = self._young.table.find(keys)
+        self._drop(self._young, slots, values, row)
+        slots, values = self._old.table.find(keys.part(slots < 0))
+        self._drop(self._old, slots, values, row)
 
     def _find(self, keys: Keys) -> Path:
-        values = np.zeros(len(keys), np.int64)
-        slots = self._young.leading(keys)
-        values[: len(slots)] = self._young.table.values[slots]
-        if len(slots) < len(values):
-            old = self._old.leading(keys.part(slice(len(slots), None)))
-            values[len(slots) : len(slots) + len(old)] = self._old.table.values[old].astype(np.int64) + _OLD
-        ends = [*(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
-        begins = [0, *ends[:-1]]
-        return Path(keys, slots, list(zip(begins, ends, values[begins].tolist(), strict=True)) if len(values) else [])
+        slots, values = self._young.leading(keys)
+        num_known, num_blocks = len(slots), len(keys)
+        if num_known < num_blocks:
+            _, old = self._old.leading(keys.part(slice(num_known, None)))
+            unknown = np.zeros(num_blocks - num_known - len(old), np.int64)
+            values = np.concatenate([values, old + _OLD, unknown])
+        if not num_blocks:
+            return Path(keys, slots, [])
+        if values[0] == values[-1]:  # so are those between: fewer and fewer engines have the later blocks
+            return Path(keys, slots, [(0, num_blocks, int(values[0]))])
+        begins = [0, *((values[1:] != values[:-1]).nonzero()[0] + 1).tolist()]
+        ends = [*begins[1:], num_blocks]
+        return Path(keys, slots, list(zip(begins, ends, values[begins].tolist(), strict=True)))
 
     def _with(self, value: int, row: int, newest: int, num_blocks: int) -> int:
         """Return the value, in the young generation, of blocks that the engine in ``row`` has too from now on."""
-        stretches, groups, is_old = self._stretches, self._young.groups, value > _OLD // 2
+        stretches, groups, is_old = self._stretches, self._young.groups, value >= _OLD
         if is_old:
             value -= _OLD
-        if value < 0:
+        if value >= _GROUP:
             return self._with_group(value, row, newest, num_blocks, is_old)
         owner = int(stretches.owner[value]) if value else -1
         if value != newest:
             stretches.move(row, num_blocks, value if owner == row else None)
         if owner in (-1, row):
             return newest
-        return -1 - groups.add({owner: value, row: newest}, num_blocks)
+        return _GROUP + groups.add({owner: value, row: newest}, num_blocks)
 
     def _with_group(self, value: int, row: int, newest: int, num_blocks: int, is_old: bool) -> int:
-        groups, group = self._young.groups, (self._old if is_old else self._young).groups[-1 - value]
+        groups, group = self._young.groups, (self._old if is_old else self._young).groups[value - _GROUP]
         before = group.stretches.get(row)
         if before != newest:
             self._stretches.move(row, num_blocks, before)
@@ -174,31 +182,30 @@ class PrefixIndex:
             if before == newest:
                 return value
             if num_blocks == group.num_blocks:
-                groups.put(-1 - value, row, newest)
+                groups.put(value - _GROUP, row, newest)
                 return value
             members = dict(group.stretches)
-            groups.leave(-1 - value, num_blocks)
+            groups.leave(value - _GROUP, num_blocks)
         else:  # what was forgotten must not come into the young generation
             members = {each: stretch for each, stretch in group.stretches.items() if self._stretches.has(each, stretch)}
         members[row] = newest
-        return -1 - groups.add(members, num_blocks)
+        return _GROUP + groups.add(members, num_blocks)
 
-    def _drop(self, generation: _Generation, slots: Slots, row: int) -> None:
+    def _drop(self, generation: _Generation, slots: Slots, values: Values, row: int) -> None:
         """Remove an engine from the blocks in some slots."""
-        values = generation.table.values[slots]
         for value in np.unique(values).tolist():
-            of_value = slots[values == value]
-            if value > 0:
+            of_value = slots[(values == value) & (slots >= 0)]
+            if 0 < value < _GROUP:
                 stretch, after = value, 0
-            elif value < 0 and (members := dict(generation.groups[-1 - value].stretches)).get(row):
+            elif value and (members := dict(generation.groups[value - _GROUP].stretches)).get(row):
                 stretch = members.pop(row)
-                generation.groups.leave(-1 - value, len(of_value))
-                after = -1 - generation.groups.add(members, len(of_value))
+                generation.groups.leave(value - _GROUP, len(of_value))
+                after = _GROUP + generation.groups.add(members, len(of_value))
             else:
                 continue
             if self._stretches.has(row, stretch):
                 self._stretches.drop(row, len(of_value), stretch)
-                generation.table.values[of_value] = after
+                generation.table.put(of_value, after)
 
     def _is_full(self, num_new: int) -> bool:
         table = self._young.table

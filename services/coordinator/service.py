@@ -1,9 +1,11 @@
 """Runs the coordinator as a service."""
 
 import asyncio
+from pathlib import Path
 
 from prometheus_client import Counter, Gauge
 
+from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.placement.rules import RULES
 
@@ -12,14 +14,39 @@ from .coordinator_servicer import CoordinatorServicer, add_to_server
 from .coordinator_settings import CoordinatorSettings
 from .engine_placement import Policy
 from .engine_registry import Registry
+from .lease.file_lease import FileLease
+from .lease.kubernetes_api import LeaseApi
+from .lease.kubernetes_lease import KubernetesLease
+from .lease.lease import Lease
+from .predecessor import Predecessor
+from .standby import take_over
 
 
 class CoordinatorService:
-    """Connects registry and servicer. No tokens pass the coordinator and its state is soft, so nothing is drained."""
+    """Connects registry and servicer. No tokens pass the coordinator and its state is soft, so nothing is drained.
 
-    def __init__(self, settings: CoordinatorSettings) -> None:
+    With a lease, only its holder listens, so that every peer that connects reaches the active coordinator.
+    """
+
+    def __init__(self, settings: CoordinatorSettings, lease: Lease | None = None) -> None:
+        """``lease``: None for the one that the settings name, if they do."""
         self._settings = settings
+        self._lease = lease
+        self._predecessor = Predecessor()
         self.servicer: CoordinatorServicer | None = None
+
+    async def stand_by(self, host: Host) -> None:
+        """Return when this coordinator is the active one. Until then its health port answers SERVING: it does all that
+        a coordinator has to do that stands by."""
+        settings = self._settings
+        lease = self._lease = self._lease or _lease(settings, host)
+        if lease is None:
+            return
+        if host.health_address:
+            host.publish_addresses()
+            await host.health.set_serving(True)
+        await take_over(lease, host.channels, settings.coordinator or settings.listen, self._predecessor)
+        host.spawn(lease.keep(), name="lease")
 
     async def start(self, host: Host) -> None:
         clock = AttentiveClock(asyncio.get_running_loop().time)
@@ -28,6 +55,7 @@ class CoordinatorService:
             clock,
             policy=Policy(pd_threshold=self._settings.pd_threshold, rule=RULES[self._settings.placement]),
             settle_seconds=self._settings.settle_seconds,
+            predecessor=self._predecessor,
             prefix_index_bytes=self._settings.prefix_index_mib << 20,
         )
         engines = Gauge("tokenloom_engines", "Engines that are joined.", registry=host.metrics)
@@ -49,3 +77,18 @@ class CoordinatorService:
     async def stop(self) -> None:
         if self.servicer is not None:
             self.servicer.close()
+        if self._lease is not None:
+            await self._lease.release()
+
+
+def _lease(settings: CoordinatorSettings, host: Host) -> Lease | None:
+    kind, _, name = settings.lease.partition(":")
+    if kind == "file":
+        return FileLease(Path(name))
+    if kind == "kubernetes":
+        try:
+            # The epoch makes the identity unique: a container that was restarted waits like any other.
+            return KubernetesLease(LeaseApi(), name, f"{settings.instance_id}_{host.epoch:016x}")
+        except OSError as error:
+            raise InvalidArgument(f"lease: the pod has no service account: {error}", "lease") from None
+    return None

@@ -1,7 +1,7 @@
 """Keeps which LoRA adapters all engines should have, and what to ask of engines that differ. No I/O."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tokenloom.request.errors import InvalidArgument, ModelNotFound, ResourceExhausted, TokenloomError, Unavailable
 from tokenloom.v1.coordinator_pb2 import AdapterChanges
@@ -54,6 +54,12 @@ class WantedAdapters:
         else:
             self._wanted[adapter.name] = adapter
             self._unloaded.pop(adapter.name, None)
+        self._index()
+
+    def inherit(self, adapters: Iterable[Adapter], unloaded: Iterable[str]) -> None:
+        """Take over what a former coordinator kept: its adapters, and the names of those that were unloaded."""
+        self._wanted = {adapter.name: adapter for adapter in adapters}
+        self._unloaded = OrderedDict.fromkeys(unloaded)
         self._index()
 
     def join(self, record: EngineRecord) -> AdapterChanges | None:

@@ -80,6 +80,7 @@ class OutputProcessorService:
             links,
             instance_id=settings.instance_id,
             subset_size=settings.engine_subset,
+            seed=host.epoch,
         )
         self._closing.push_async_callback(placer.close)
         kept = KeptRequests[SampleGroup](host.failed, settings.keep_lost_requests, settings.max_kept_bytes)

@@ -3,6 +3,7 @@
 podman knows neither StatefulSets nor Jobs, gives pods no addresses of their own here, and has no Services. So each
 replica becomes a Pod with an address of the loopback network, and addresses replace the names of Services in settings.
 Containers, images, arguments, settings, volumes, resources and security contexts stay as they are; Secrets are folders.
+There is no API server and therefore no Lease: one coordinator runs, and it is active.
 """
 
 import copy
@@ -29,7 +30,7 @@ def replica_names(objects: Objects) -> list[str]:
         f"{each['metadata']['name']}-{index}"
         for each in objects.values()
         if each["kind"] in ("Deployment", "StatefulSet")
-        for index in range(each["spec"]["replicas"])
+        for index in range(1 if each["metadata"]["name"] == "coordinator" else each["spec"]["replicas"])
     ]
 
 
@@ -51,6 +52,8 @@ def make_pod(objects: Objects, pod: str, pods: list[str], secrets: Path) -> Pod:
         if each["metadata"]["name"] == name and each["kind"] in ("Deployment", "StatefulSet", "Job")
     )
     spec = copy.deepcopy(workload["spec"]["template"]["spec"])
+    api_access = {volume["name"] for volume in spec["volumes"] if "projected" in volume}
+    spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] not in api_access]
     for container in [*spec["containers"], *spec.get("initContainers", ())]:
         for probe in _PROBES:
             container.pop(probe, None)
@@ -58,6 +61,7 @@ def make_pod(objects: Objects, pod: str, pods: list[str], secrets: Path) -> Pod:
         container["env"] = _environment(objects, container, pod, pods)
         container.pop("envFrom", None)
         container["args"] = _expanded(container)
+        container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] not in api_access]
     for volume in spec["volumes"]:
         if (secret := volume.pop("secret", None)) is not None:
             volume["hostPath"] = {"path": str(secrets / secret["secretName"]), "type": "Directory"}
@@ -77,6 +81,8 @@ def _environment(objects: Objects, container: dict[str, Any], pod: str, pods: li
         values |= objects[f"ConfigMap/{source['configMapRef']['name']}"]["data"]
     fields = {"metadata.name": pod, "status.podIP": address}
     for entry in container.get("env", ()):
+        if entry["name"] == "TOKENLOOM_LEASE":
+            continue
         value = entry.get("value")
         values[entry["name"]] = fields[entry["valueFrom"]["fieldRef"]["fieldPath"]] if value is None else value
     filled = {name: value.replace("$(POD_IP)", address).replace("0.0.0.0", address) for name, value in values.items()}

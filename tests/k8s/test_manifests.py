@@ -10,6 +10,7 @@ import pytest
 from tests.k8s.cluster import KUSTOMIZATIONS, WHOLE, Object, Workload, build, of_kind, selects, workloads
 from tokenloom.certificates import PARTS
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
+from tokenloom.services.coordinator.lease.kubernetes_api import SERVICE_ACCOUNT
 from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
@@ -220,10 +221,40 @@ def test_the_network_lets_through_the_drawn_arrows_only(mesh: tuple[Object, ...]
         "gateway": {"everybody"},
         "tokenizer": {"gateway"},
         "output-processor": {"gateway"},
-        "coordinator": {"gateway", "output-processor", "engine"},
+        "coordinator": {"gateway", "output-processor", "engine", "coordinator"},
         "engine": {"output-processor"},
     }
     assert outgoing == {part: {to for to, callers in incoming.items() if part in callers} for part in incoming}
+
+
+def test_only_the_coordinators_use_the_api_server_and_only_for_their_lease(mesh: tuple[Object, ...]) -> None:
+    coordinators = {each.name: each for each in workloads(mesh)}["coordinator"]
+    kind, _, lease = str(coordinators.environment["TOKENLOOM_LEASE"]).partition(":")
+    assert (kind, coordinators.source["spec"]["replicas"]) == ("kubernetes", 2)
+    (role,), (binding,) = of_kind(mesh, "Role"), of_kind(mesh, "RoleBinding")
+    leases = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
+    assert role["rules"] == [
+        {**leases, "resourceNames": [lease], "verbs": ["get", "update"]},
+        {**leases, "verbs": ["create"]},
+    ]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert [subject["name"] for subject in binding["subjects"]] == [coordinators.pod["serviceAccountName"]]
+    for workload in workloads(mesh):
+        mounted = {mount["name"]: mount["mountPath"] for mount in workload.container["volumeMounts"]}
+        paths = [mounted[volume["name"]] for volume in workload.pod["volumes"] if "projected" in volume]
+        assert paths == ([str(SERVICE_ACCOUNT)] if workload.name == "coordinator" else []), workload.name
+    reaching = [
+        policy["metadata"]["name"]
+        for policy in of_kind(mesh, "NetworkPolicy")
+        for rule in policy["spec"]["egress"]
+        if {"port": 443} in rule["ports"]
+    ]
+    assert reaching == ["coordinator"]
+
+
+def test_the_address_of_the_coordinators_stands_for_every_pod(mesh: tuple[Object, ...]) -> None:
+    (service,) = (each for each in of_kind(mesh, "Service") if each["metadata"]["name"] == "coordinator")
+    assert service["spec"]["clusterIP"] == "None"  # a cluster's address would also lead to one that does not listen
 
 
 def test_monitors_read_metrics_ports_and_name_their_certificates() -> None:

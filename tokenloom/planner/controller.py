@@ -56,9 +56,11 @@ class Controller:
         ):
             call = CoordinatorStub(channel).Watch(WatchRequest())
             try:
-                snapshot: Snapshot = await call.read()
+                snapshot = await call.read()
             finally:
                 call.cancel()
+        if not isinstance(snapshot, Snapshot):
+            raise TimeoutError("the coordinator ended the stream of its registry")
         return snapshot
 
     async def _flip(self, flip: Flip) -> str:

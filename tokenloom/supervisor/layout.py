@@ -36,6 +36,7 @@ class MeshOptions(Struct, frozen=True):
     tokenizers: Annotated[_Parts, "Tokenizer services."] = 1
     output_processors: Annotated[_Parts, "Output processors."] = 1
     gateways: Annotated[_Parts, "Gateways, on consecutive ports."] = 1
+    coordinators: Annotated[_Parts, "Coordinators: one is active, the others stand by to take its place."] = 1
     host: Annotated[str, "Address that the gateways listen on."] = "127.0.0.1"
     port: Annotated[_Port, "HTTP port of the first gateway; 0: a free one."] = 8000
     grpc_port: Annotated[_Port | None, "Public gRPC port of the first gateway; by default 1000 above --port."] = None
@@ -62,14 +63,14 @@ def with_names(options: MeshOptions, names: Sequence[str]) -> MeshOptions:
 
 
 def parts_of(options: MeshOptions, directory: Path, ports: Sequence[GatewayPorts]) -> list[PartSpec]:
-    """Return every part of the mesh in the order in which they drain: gateways first, the coordinator last."""
+    """Return every part of the mesh in the order in which they drain: gateways first, the coordinators last."""
     layout = _Layout(options, directory, ports)
     return [
         *map(layout.gateway, range(options.gateways)),
         *map(layout.output_processor, range(options.output_processors)),
         *map(layout.engine, range(len(options.engine_roles))),
         *map(layout.tokenizer, range(options.tokenizers)),
-        layout.coordinator(),
+        *map(layout.coordinator, range(options.coordinators)),
     ]
 
 
@@ -119,8 +120,14 @@ class _Layout:
     def tokenizer(self, index: int) -> PartSpec:
         return self._part("tokenizer", index, self._model)
 
-    def coordinator(self) -> PartSpec:
-        return self._part("coordinator", 0, ())
+    def coordinator(self, index: int) -> PartSpec:
+        """Several coordinators have one address, at which the active one listens: the one that has locked a file."""
+        if self._options.coordinators == 1:
+            return self._part("coordinator", index, ())
+        health, lock = self._socket("coordinator", index, "-health"), self._directory / "coordinator.lock"
+        flags = ("--lease", f"file:{lock}", "--health-listen", str(Address(path=str(health))))
+        part = self._part("coordinator", index, flags, listen=self._listen("coordinator", 0))
+        return replace(part, leftovers=(health,))  # the other sockets may be those of the active one
 
     def _part(self, service: str, index: int, flags: tuple[str, ...], listen: str | None = None) -> PartSpec:
         name, options = f"{service}-{index}", self._options

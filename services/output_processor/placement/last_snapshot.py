@@ -1,7 +1,8 @@
 """Places requests while the coordinator is away: by its last snapshot and the picks made since. No I/O."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from math import exp
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from tokenloom.services.runtime.placement.engine_columns import EngineColumns, R
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.pool import make_pool
 from tokenloom.services.runtime.placement.rendezvous import name_hash
-from tokenloom.services.runtime.placement.rules import Ask, score
+from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT, Ask, Rule
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
     EngineState,
@@ -24,7 +25,16 @@ from tokenloom.v1.coordinator_pb2 import (
     PickResponse,
     Subset,
 )
-from tokenloom.v1.types_pb2 import Fingerprint
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
+
+from . import prefix_homes
+
+FADE_SECONDS = 2.0
+"""After so long the loads of the last snapshot count for 1/e. All output processors have the same ones and would send
+their requests to the same engine, long after it has ceased to be the idle one."""
+_DECODE = EngineRole.ENGINE_ROLE_DECODE
+_KEY_STEP, _KEY_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1  # the golden ratio: keys that never repeat (SplitMix64)
+_ANY_ROOM = np.iinfo(np.int64).max
 
 
 class EngineKey(NamedTuple):
@@ -37,12 +47,20 @@ class EngineKey(NamedTuple):
 class LastSnapshot:
     """Keeps the newest complete view of the engines that serve the same model as this process."""
 
-    def __init__(self, fingerprint: Fingerprint) -> None:
+    def __init__(self, fingerprint: Fingerprint, clock: Callable[[], float], seed: int = 0) -> None:
+        """Args:
+        fingerprint: What this process serves.
+        clock: Monotonic seconds.
+        seed: Differs between processes, so that their requests without a prefix go different ways.
+        """
         self._fingerprint = fingerprint
+        self._clock = clock
+        self._taken_at = clock()
         self._view = RegistryView()
         self._version = 0  # of the view, when the entries were taken from it
         self._entries: list[EngineEntry] = []
-        self._columns = EngineColumns()  # the entries, with the picks since
+        self._columns = EngineColumns()  # the entries, without their loads
+        self._own = self._loads = np.zeros(0)  # own live picks since the snapshot, and what it says; by row
         self._kinds = FingerprintKinds()
         self._rows: dict[EngineKey, int] = {}
         self._serving: frozenset[EngineKey] = frozenset()
@@ -50,9 +68,9 @@ class LastSnapshot:
         self._epoch = 0
         self._complete = False
         self._picks: Counter[EngineKey] = Counter()  # since the snapshot, and still live
-        self._num_picks = 0
-        self._is_behind = False  # whether the columns lack loads that have arrived
+        self._random_key = seed
         self._rings: list[list[int]] | None = None  # of the serving engines, once a pick needs them
+        self._is_behind = False  # whether the columns lack loads that have arrived
 
     def update(self, snapshot: RegistryView) -> bool:
         """Take a view after a change. While engines still re-join a new coordinator, the view of the former one stays.
@@ -60,6 +78,7 @@ class LastSnapshot:
         Returns whether an engine serves that did not serve before.
         """
         if snapshot is self._view and snapshot.version == self._version:  # only loads changed
+            self._taken_at = self._clock()
             self._is_behind = True
             self._picks.clear()
             return False
@@ -69,6 +88,7 @@ class LastSnapshot:
         self._view, self._version = snapshot, snapshot.version
         self._epoch = snapshot.coordinator_epoch
         self._complete = snapshot.complete
+        self._taken_at = self._clock()
         self._entries = [entry for entry in snapshot.engines if self._is_ours(entry)]
         self._pd_threshold = snapshot.pd_threshold
         self._is_behind = True
@@ -78,11 +98,15 @@ class LastSnapshot:
         return not self._serving <= before
 
     def pick(self, request: PickRequest, exclude: Collection[EngineKey] = ()) -> PickResponse:
-        """Answer like the coordinator, by its rule, but without a pick's id: the serving engine of the lowest score, of
-        the request's subset if it names one that has an engine left.
+        """Answer like the coordinator, but without a pick's id: with an engine of the request's subset if it names one
+        that has an engine left.
 
-        Ties rotate. The pick counts until the next snapshot or ``release``. Cached prefixes are not considered: only
-        the coordinator knows them. Raises ``Unavailable`` when no engine serves, or none has the request's adapter.
+        Other output processors place requests at the same time and do not see these picks. Therefore the prefix of the
+        prompt names a few engines, the same everywhere, and own picks decide between them, with the loads of the last
+        snapshot while it is young (:func:`.prefix_homes.rule`). A request without a prefix draws its engines.
+
+        The pick counts until the next snapshot or ``release``. Raises ``Unavailable`` when no engine serves, or none
+        has the request's adapter.
         """
         self._look()
         rows = self._candidates(request, exclude)
@@ -95,9 +119,8 @@ class LastSnapshot:
             rows = np.array([pairing.engine_of_query(self._columns, rows, request.query_id)], np.intp)
         pool = make_pool(self._columns, self._kinds, rows)
         threshold = 0 if request.pools else self._pd_threshold
-        row, whole = pairing.choose(self._columns, pool, Ask(request.role, request.prompt_tokens), score, threshold)
-        self._num_picks += 1
-        self._columns.last_turn[row] = self._num_picks
+        ask = Ask(request.role, request.prompt_tokens)
+        row, whole = pairing.choose(self._columns, pool, ask, self._rule(request), threshold)
         chosen = self._entries[row]
         self.count(_key(chosen))
         return PickResponse(engine=chosen.identity, whole_request=whole)
@@ -128,6 +151,15 @@ class LastSnapshot:
             self._picks[key] -= 1
             self._add_waiting(key, -1)
 
+    def _rule(self, request: PickRequest) -> Rule:
+        """Return the rule for a leg. A decode leg saves no prefill, only a copy: it has no home."""
+        keys = () if request.role == _DECODE else tuple(prefix_homes.keys_of(request.block_hash_prefixes))
+        if not keys:
+            self._random_key = (self._random_key + _KEY_STEP) & _KEY_BITS
+            keys = (self._random_key,)
+        fade = exp((self._taken_at - self._clock()) / FADE_SECONDS)
+        return prefix_homes.rule(keys, fade * self._loads + WAITING_WEIGHT * self._own)
+
     def _look(self) -> None:
         """Write what has arrived since the last look to the columns. A process that the coordinator serves never looks,
         and spends nothing on the loads of a thousand engines."""
@@ -140,7 +172,7 @@ class LastSnapshot:
 
     def _add_waiting(self, key: EngineKey, requests: int) -> None:
         if (row := self._rows.get(key)) is not None:
-            self._columns.waiting[row] += requests
+            self._own[row] += requests
 
     def _candidates(self, request: PickRequest, exclude: Collection[EngineKey]) -> Rows:
         rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
@@ -150,26 +182,21 @@ class LastSnapshot:
         return rows[~np.isin(rows, excluded)] if excluded else rows
 
     def _fill_columns(self) -> None:
-        """Write the entries into new columns, whose rows are the positions of the entries."""
-        turns = {key: self._columns.last_turn[row] for key, row in self._rows.items()}
+        """Write the entries into new columns, whose rows are the positions of the entries. What was free when they were
+        reported says nothing a few seconds later."""
         self._columns, self._kinds, self._rows = EngineColumns(), FingerprintKinds(), {}
         for entry in self._entries:
             key, columns, row = _key(entry), self._columns, self._columns.add()
             self._rows[key] = row
-            block_size = entry.identity.fingerprint.block_size
             columns.order[row] = row
             columns.kind[row] = self._kinds.number(entry.identity.fingerprint)
             columns.name_hash[row] = name_hash(f"{key.engine_id} {key.epoch}")
             columns.role[row] = entry.report.role
             columns.is_serving[row] = _is_serving(entry)
-            columns.waiting[row] = entry.waiting
-            columns.running[row] = entry.report.running
-            columns.waiting_tokens[row] = entry.waiting_tokens
-            columns.free_tokens[row] = entry.report.free_kv_blocks * block_size - entry.waiting_tokens
-            columns.prefill_rate[row] = entry.report.prefill_tokens_per_second
-            columns.start_rate[row] = entry.report.starts_per_second
-            columns.seats[row] = entry.report.seats
-            columns.last_turn[row] = turns.get(key, 0)
+            columns.free_tokens[row] = _ANY_ROOM
+        self._own, self._loads = np.zeros(self._columns.capacity), np.zeros(self._columns.capacity)
+        for row, entry in enumerate(self._entries):
+            self._loads[row] = entry.waiting * WAITING_WEIGHT + entry.report.running
 
     def _is_ours(self, entry: EngineEntry) -> bool:
         return fingerprint_difference(self._fingerprint, entry.identity.fingerprint) is None

@@ -37,6 +37,7 @@ class PickStream:
         self._waiting: deque[tuple[asyncio.Future[PickResponse], float]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._look_at = 0.0
+        self._has_waited_longer = False
         self._batch = PickBatch()  # bounded by the same number: the writer takes it whole
         self._wake = asyncio.Event()
         self.is_open = False
@@ -103,15 +104,21 @@ class PickStream:
         return message.result
 
     def _look(self) -> None:
-        """Suspend the stream if its oldest pick has waited too long; otherwise look again when it would have."""
+        """Suspend the stream if its oldest pick has waited too long; otherwise look again when it would have.
+
+        A process that was starved looks once more: the answer may be here, but not read yet.
+        """
         self._timer = None
         if self.is_open and self._waiting:
             _, asked_at = self._waiting[0]
             loop = asyncio.get_running_loop()
-            late_seconds = loop.time() - self._look_at
-            if late_seconds > _LATE_SECONDS:  # this process was starved: the answer may be here, but not read yet
+            was_starved = loop.time() - self._look_at > _LATE_SECONDS
+            if was_starved and not self._has_waited_longer:
+                self._has_waited_longer = True
                 self._look_after(ANSWER_SECONDS)
-            elif loop.time() >= asked_at + ANSWER_SECONDS:
+                return
+            self._has_waited_longer = False
+            if loop.time() >= asked_at + ANSWER_SECONDS:
                 self.suspend()
             else:
                 self._look_after(asked_at + ANSWER_SECONDS - loop.time())

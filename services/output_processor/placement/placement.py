@@ -21,6 +21,7 @@ from .engine_link import Attempt
 from .engine_links import EngineLinks
 from .engine_search import EngineSearch
 from .last_snapshot import EngineKey, LastSnapshot
+from .left_out import LeftOut
 from .pick_stream import ANSWER_SECONDS, PickStream
 
 _MAX_PICKS = 3  # engines that do not answer before a request waits
@@ -49,19 +50,23 @@ class Placer:
         *,
         instance_id: str,
         subset_size: int,
+        seed: int = 0,
     ) -> None:
         """Args:
         coordinator: A channel to the coordinator; :meth:`close` closes it and ``links``.
         instance_id: Names this process among the output processors of the mesh.
         subset_size: Engines of each role that this process works with, of a large mesh.
+        seed: Differs between processes; for placement without the coordinator.
         """
         self._channel = coordinator
         self._stub = CoordinatorStub(coordinator)
         self._picks = PickStream(self._stub)
         self._fingerprint = fingerprint
-        self.budget = RetryBudget(asyncio.get_running_loop().time)
+        clock = asyncio.get_running_loop().time
+        self.budget = RetryBudget(clock)
         self._links = links
-        self._snapshot = LastSnapshot(fingerprint)
+        self._snapshot = LastSnapshot(fingerprint, clock, seed)
+        self._left_out = LeftOut(clock)
         self._enrolment = Enrolment("output_processor", instance_id)
         self._subset_size = subset_size
         self._subset: Subset | None = None  # None until the position is known
@@ -123,6 +128,8 @@ class Placer:
             request = _pick_request(submit, leg, num_output_tokens, pool or self._fingerprint, self._subset)
         if leg == EngineRole.ENGINE_ROLE_DECODE:
             search.is_admitted = True  # with the leg before
+        if search.exclude:
+            self._left_out.add(search.exclude[-1])  # the one that has just failed or refused this sample
         if search.must_wait:
             await search.pause(self._news)
         await search.wait_for_budget(self._news)
@@ -165,6 +172,7 @@ class Placer:
                 if not isinstance(error, errors.Unavailable):
                     raise
                 unreached.append(key)
+                self._left_out.add(key)
                 debt.failed(Cause.SILENT)
                 if not debt.pay():
                     break
@@ -223,7 +231,13 @@ class Placer:
                 raise error from None
         except (errors.Unavailable, errors.DeadlineExceeded):
             pass
-        return self._snapshot.pick(request, exclude)
+        avoided = self._left_out.now().union(exclude)
+        try:
+            return self._snapshot.pick(request, avoided)
+        except errors.Unavailable:
+            if len(avoided) == len(exclude):
+                raise
+            return self._snapshot.pick(request, exclude)  # an engine that was full a moment ago is better than none
 
 
 async def _away() -> PickResponse:

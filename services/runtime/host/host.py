@@ -104,6 +104,11 @@ class Host:
 
     async def open(self) -> None:
         """Bind, and serve health checks with NOT_SERVING."""
+        await self.prepare()
+        await self.listen()
+
+    async def prepare(self) -> None:
+        """Do all of :meth:`open` except to listen for gRPC: health is served if it has a port of its own."""
         settings = self.settings
         if (files := settings.certificate) is not None:
             await wait_for_files(files)
@@ -115,8 +120,6 @@ class Host:
             self.public_tls = PublicTLS(files)
             self.certificates.show("public", self.public_tls.expiry)
         await self.health.start(self._edge)
-        self.address = await self._listener.open(self.tls, self.public_tls)
-        self.health_address = self.address
         if settings.health_listen:
             self.health_address = await self.health.serve_probes(settings.health_listen)
         if settings.metrics_listen:
@@ -124,6 +127,16 @@ class Host:
                 self.metrics, settings.metrics_listen, self.tls, insecure=settings.insecure
             )
             self.metrics_address = self._metrics_server.address
+
+    async def listen(self) -> None:
+        """Listen for gRPC, after :meth:`prepare`."""
+        self.address = await self._listener.open(self.tls, self.public_tls)
+        self.health_address = self.health_address or self.address
+        self.publish_addresses()
+
+    def publish_addresses(self) -> None:
+        """Write what is known of this process to the state file: its name, process and addresses."""
+        settings = self.settings
         self.publish(
             service=settings.service,
             instance_id=settings.instance_id,

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import uvloop
 
@@ -46,6 +46,14 @@ class Service(Protocol):
 
     async def stop(self) -> None:
         """Release everything. Idempotent; also called when ``start`` failed half-way."""
+
+
+@runtime_checkable
+class StandsBy(Protocol):
+    """What a service implements too that may have to wait for another process of its kind to end."""
+
+    async def stand_by(self, host: Host) -> None:
+        """Return when this process should listen and start."""
 
 
 @contextlib.asynccontextmanager
@@ -85,7 +93,10 @@ async def _lifecycle(service: Service, host: Host, stopping: asyncio.Event) -> A
 
 
 async def _start(service: Service, host: Host) -> None:
-    await host.open()
+    await host.prepare()
+    if isinstance(service, StandsBy):
+        await service.stand_by(host)
+    await host.listen()
     await service.start(host)
 
 

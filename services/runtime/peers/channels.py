@@ -25,6 +25,8 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # By default a name is looked up again only after 30 s, in which both pods behind it may have been replaced.
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),
     # gRPC would repeat a call that the peer has not seen. Where the link is cut in one direction, the repeated call
     # waits on the next connection for the same time again. Callers retry elsewhere instead.
     ("grpc.enable_retries", 0),

@@ -39,7 +39,7 @@ class EngineColumns:
         name_hash: Of name and incarnation, see :mod:`.rendezvous`.
         reported_at: When it last reported, in seconds of the owner's clock.
         progressed_at: When its step number last grew, or it had no work.
-        is_late: Whether the last report is older than it should be.
+        is_late: Whether the last report is older than it should be; changed by :meth:`set_late`.
         is_serving: Whether it accepts requests.
     """
 
@@ -47,6 +47,8 @@ class EngineColumns:
         self._free: list[int] = []
         self.num_rows = 0
         """Rows below this number have been used."""
+        self.num_late = 0
+        """Engines that are late."""
         self.waiting: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
         self.running: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
         self.waiting_tokens: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
@@ -83,8 +85,14 @@ class EngineColumns:
         self.num_rows += 1
         return self.num_rows - 1
 
+    def set_late(self, row: int, is_late: bool) -> None:
+        """Note whether an engine is late with its report."""
+        self.num_late += is_late - int(self.is_late[row])
+        self.is_late[row] = is_late
+
     def remove(self, row: int) -> None:
         """Clear the row of an engine that is gone; another engine may get its number."""
+        self.set_late(row, False)
         for column in self._columns().values():
             column[row] = 0
         self._free.append(row)

@@ -25,12 +25,15 @@ def choose(engines: EngineColumns, pool: Pool, ask: Ask, rule: Rule, pd_threshol
     decoders = pool.decoders if len(pool.decoders) else pool.rows
     if ask.role in (_BOTH, _DECODE):
         return best(engines, decoders, ask, rule), ask.role == _BOTH
+    prefillers = pool.prefillers if len(pool.prefillers) else pool.rows
     if pd_threshold and len(pool.decoders):
-        straight = best(engines, pool.decoders, ask, rule)
-        cached = 0 if ask.cached_tokens is None else int(ask.cached_tokens[straight])
+        chosen = best(engines, pool.decoders, ask, rule)
+        cached = 0 if ask.cached_tokens is None else int(ask.cached_tokens[chosen])
         if ask.prompt_tokens - cached < pd_threshold:
-            return straight, True
-    chosen = best(engines, pool.prefillers if len(pool.prefillers) else pool.rows, ask, rule)
+            return chosen, True
+        if prefillers is pool.decoders:
+            return chosen, not bool(pool.hands_over[chosen])
+    chosen = best(engines, prefillers, ask, rule)
     return chosen, not bool(pool.hands_over[chosen])
 
 

@@ -20,7 +20,8 @@ class Pool:
     Attributes:
         rows: All of them.
         decoders: Those that decode.
-        prefillers: Those that do everything, or prefill and can hand over.
+        prefillers: Those that do everything, or prefill and can hand over; the same array as ``decoders`` if they are
+            the same engines.
         hands_over: Whether another engine of the pool can continue from its KV, by row, shape [capacity].
         min_max_tokens: A prompt of so many tokens fits into any of them.
     """
@@ -36,12 +37,15 @@ def make_pool(engines: EngineColumns, kinds: FingerprintKinds, rows: Rows) -> Po
     """Return the pool of the engines in ``rows``."""
     roles = engines.role[rows]
     decoders = rows[(roles == _BOTH) | (roles == _DECODE)]
+    if len(decoders) == len(rows):
+        decoders = rows
     hands_over = np.zeros(engines.capacity, np.bool_)
     hands_over[rows] = _handing_over(engines, kinds, rows, decoders)
+    prefillers = rows[(roles == _BOTH) | hands_over[rows]]
     return Pool(
         rows=rows,
         decoders=decoders,
-        prefillers=rows[(roles == _BOTH) | hands_over[rows]],
+        prefillers=rows if len(prefillers) == len(rows) else prefillers,
         hands_over=hands_over,
         min_max_tokens=int(engines.max_tokens[rows].min(initial=np.iinfo(np.int64).max)),
     )

@@ -10,13 +10,14 @@ def best(engines: EngineColumns, rows: Rows, ask: Ask, rule: Rule) -> int:
     Engines that report in time come first, then those with free room for the prompt, then those of the least cost by
     the rule, then those with most of the prompt cached, then the one that was not chosen for the longest time.
     """
-    tiers = engines.is_late[rows] * 2 + (engines.free_tokens[rows] <= ask.prompt_tokens)
-    if tiers.any():
+    crowded = engines.free_tokens.take(rows) <= ask.prompt_tokens
+    if engines.num_late or crowded[crowded.argmax()]:
+        tiers = engines.is_late.take(rows) * 2 + crowded
         rows = rows[tiers == tiers.min()]
     costs = rule(engines, rows, ask)
-    least = costs.argmin()
-    rows = rows[costs == costs[least]]
+    equal = (costs == costs[costs.argmin()]).nonzero()[0]
+    rows = rows.take(equal)
     if len(rows) > 1 and ask.cached_tokens is not None:
         cached = ask.cached_tokens[rows]
         rows = rows[cached == cached.max()]
-    return int(rows[engines.last_turn[rows].argmin()])
+    return int(rows[engines.last_turn.take(rows).argmin()])

@@ -61,7 +61,7 @@ def score(engines: EngineColumns, rows: Rows, ask: Ask) -> IntColumn | FloatColu
     A prefill that is cached in full saves what a waiting request weighs, and no engine becomes better than an idle one.
     A decode leg saves no prefill, only a copy: its cached prefix decides between equals.
     """
-    scores = engines.waiting[rows] * WAITING_WEIGHT + engines.running[rows]
+    scores = engines.waiting.take(rows) * WAITING_WEIGHT + engines.running.take(rows)
     if ask.cached_tokens is None or ask.role == _DECODE:
         return scores
     saved = np.rint(WAITING_WEIGHT * ask.cached_tokens[rows] / ask.prompt_tokens)

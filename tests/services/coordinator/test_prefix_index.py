@@ -130,12 +130,14 @@ def test_a_table_finds_what_was_inserted_however_full_it_is(count: int) -> None:
     table = HashTable(count)
     for begin in range(0, count, 256):
         part = hashes[begin : begin + 256]
-        table.insert(keys_of(part), np.arange(begin, begin + len(part), dtype=np.int32))
-    slots = table.find(keys_of(hashes))
-    assert table.values[slots].tolist() == list(range(count))
+        table.insert(keys_of(part), np.arange(begin, begin + len(part)))
+    slots, values = table.find(keys_of(hashes))
+    assert values.tolist() == list(range(count))
     assert len(set(slots.tolist())) == count == table.num_entries
     others = keys_of([generator.getrandbits(64) for _ in range(500)])
-    assert (table.find(others) == -1).all()
+    assert (table.find(others)[0] == -1).all()
+    table.put(slots[:2], 7)
+    assert table.find(keys_of(hashes[:3]))[1].tolist() == [7, 7, 2][:count]
     assert table.has(keys_of(hashes), count - 1)
     assert not table.has(others, 0)
 

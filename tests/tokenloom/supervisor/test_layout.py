@@ -32,6 +32,17 @@ def test_internal_parts_listen_on_sockets_of_the_private_directory() -> None:
         assert part.leftovers[:2] == (DIRECTORY / f"{part.name}.sock", DIRECTORY / f"{part.name}.sock.streams")
 
 
+def test_coordinators_compete_for_a_lock_and_one_address() -> None:
+    active, standby = parts_of(options(coordinators=2), DIRECTORY, PORTS)[-2:]
+    assert [part.name for part in (active, standby)] == ["coordinator-0", "coordinator-1"]
+    for name in ("--listen", "--lease"):
+        assert flag(active, name) == flag(standby, name)
+    assert flag(active, "--listen") == "unix:/run/mesh/coordinator-0.sock"
+    for part in (active, standby):  # one that starts again must not remove the socket of the other
+        health = DIRECTORY / f"{part.name}-health.sock"
+        assert (flag(part, "--health-listen"), part.leftovers) == (f"unix:{health}", (health,))
+
+
 def test_the_gateway_knows_every_replica() -> None:
     gateway = parts_of(options(tokenizers=2, output_processors=2), DIRECTORY, PORTS)[0]
     assert flag(gateway, "--tokenizers") == "unix:/run/mesh/tokenizer-0.sock,unix:/run/mesh/tokenizer-1.sock"

@@ -21,14 +21,24 @@ def identity(name: str, **fingerprint: object) -> EngineIdentity:
     return EngineIdentity(engine_id=name, epoch=1, fingerprint=served)
 
 
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def view(**fields: object) -> RegistryView:
     shown = RegistryView()
     shown.take(Snapshot(**fields))  # type: ignore[arg-type]
     return shown
 
 
-def fleet(*entries: object, complete: bool = True, pd_threshold: int = 0) -> LastSnapshot:
-    snapshot = LastSnapshot(OURS)
+def fleet(
+    *entries: object, complete: bool = True, pd_threshold: int = 0, clock: Clock | None = None, seed: int = 0
+) -> LastSnapshot:
+    snapshot = LastSnapshot(OURS, clock or Clock(), seed)
     snapshot.update(view(engines=entries, complete=complete, pd_threshold=pd_threshold))
     return snapshot
 
@@ -43,11 +53,59 @@ def pick(
     return picked.engine.engine_id + "*" * picked.whole_request
 
 
-def test_lowest_score_with_its_own_picks_then_in_turn() -> None:
-    snapshot = fleet(entry(identity("a"), waiting=1), entry(identity("b")), entry(identity("c")))
-    assert [pick(snapshot, PREFILL) for _ in range(4)] == ["b*", "c*", "a*", "b*"]
-    snapshot.release(EngineKey("c", 1))
-    assert pick(snapshot, PREFILL) == "c*"
+def prefixed(snapshot: LastSnapshot, prefix: int, suffix: int) -> str:
+    """The engine of a prompt of 32 blocks, half of which are the prefix."""
+    hashes = [prefix] * 16 + [suffix] * 16
+    request = PickRequest(role=PREFILL, prompt_tokens=512, fingerprint=OURS, block_hash_prefixes=hashes)
+    return snapshot.pick(request).engine.engine_id
+
+
+def names(count: int) -> list[str]:
+    return [f"engine-{number}" for number in range(count)]
+
+
+def test_of_two_engines_the_one_with_the_lower_score_counting_own_picks() -> None:
+    snapshot = fleet(entry(identity("a"), running=6), entry(identity("b")))
+    assert [pick(snapshot, PREFILL) for _ in range(2)] == ["b*", "b*"]
+    assert pick(snapshot, PREFILL) == "a*"
+    snapshot.release(EngineKey("b", 1))
+    assert pick(snapshot, PREFILL) == "b*"
+
+
+def test_a_prefix_has_two_homes_which_all_processes_know() -> None:
+    for prefix in range(1, 40):
+        seen = set()
+        for seed in range(3):
+            snapshot = fleet(*(entry(identity(name)) for name in names(16)), seed=seed)
+            seen |= {prefixed(snapshot, prefix, suffix) for suffix in (100, 200)}
+        assert len(seen) == 2
+
+
+def test_an_engine_that_leaves_moves_its_own_prefixes_only() -> None:
+    before = [prefixed(fleet(*map(entry, map(identity, names(16)))), prefix, 1) for prefix in range(1, 100)]
+    after = [prefixed(fleet(*map(entry, map(identity, names(15)))), prefix, 1) for prefix in range(1, 100)]
+    moved = [one for one, other in zip(before, after, strict=True) if one != other]
+    assert set(moved) == {"engine-15"}
+    assert len(set(before)) == 16
+
+
+def test_homes_with_too_much_to_do_are_passed_over_for_longer_prefixes() -> None:
+    snapshot = fleet(*(entry(identity(name)) for name in names(16)))
+    placed = [prefixed(snapshot, 7, suffix) for suffix in range(100, 164)]
+    assert max(placed.count(name) for name in names(16)) <= 8
+
+
+def test_without_a_prefix_processes_with_the_same_snapshot_choose_different_engines() -> None:
+    first = {pick(fleet(*(entry(identity(name)) for name in names(16)), seed=seed), PREFILL) for seed in range(1, 65)}
+    assert len(first) >= 12
+
+
+def test_the_loads_of_a_snapshot_are_forgotten_while_own_picks_are_not() -> None:
+    clock = Clock()
+    snapshot = fleet(entry(identity("a"), running=40), entry(identity("b")), clock=clock)
+    assert pick(snapshot, PREFILL) == "b*"
+    clock.now = 30.0
+    assert pick(snapshot, PREFILL) == "a*"
 
 
 def test_legs_go_by_role_and_short_prompts_whole() -> None:

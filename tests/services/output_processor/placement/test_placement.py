@@ -17,10 +17,12 @@ from tests.services.output_processor.fakes import (
     serve_engine,
     submit,
 )
-from tokenloom.request.errors import Unavailable
+from tokenloom.request.errors import ResourceExhausted, Unavailable
 from tokenloom.services.output_processor.placement.engine_link import Attempt
 from tokenloom.services.output_processor.placement.engine_links import IDLE_SECONDS, EngineLinks
 from tokenloom.services.output_processor.placement.engine_search import EngineSearch
+from tokenloom.services.output_processor.placement.last_snapshot import EngineKey
+from tokenloom.services.output_processor.placement.left_out import LEFT_OUT_SECONDS, LeftOut
 from tokenloom.services.output_processor.placement.pick_stream import ANSWER_SECONDS
 from tokenloom.services.output_processor.placement.placement import Placer
 from tokenloom.services.runtime.host.tasks import Tasks
@@ -159,7 +161,36 @@ async def test_links_that_are_too_many_close_when_they_are_idle(socket_dir: Path
         links._close_idle()
         for name in "ac":
             await (await fakes[name].next_stream()).ended.wait()
-        assert (links.num_open, opened["b"].error) == (1, None), "the one with a request stays"
+        while links.num_open > 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert opened["b"].error is None, "the one with a request stays"
         assert await links.get(engines[0]) is not opened["a"], "it opens again on demand"
         opened["b"].abort(attempt)
     assert not failures
+
+
+async def test_an_engine_that_refused_is_left_out_while_the_coordinator_is_away(socket_dir: Path) -> None:
+    both = [engine(name, socket_dir) for name in "ab"]
+    fake = FakeCoordinator(both, [EngineRole.ENGINE_ROLE_BOTH] * 2)
+    async with serve_engine(FakeEngine(both[0])), serve_engine(FakeEngine(both[1])), placing(socket_dir) as placer:
+        async with serve_coordinator(socket_dir / "c", fake):
+            await asyncio.wait_for(fake.watched.wait(), SOON)
+            while not placer._snapshot._entries:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+        now = 0.0
+        placer._left_out = LeftOut(lambda: now)
+
+        async def placed(search: EngineSearch) -> str:
+            attempt = await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL, search)
+            return attempt.link.key.engine_id
+
+        refused = without_time()
+        refused.refused(EngineKey("a", 1), ResourceExhausted("full"))
+        assert await placed(refused) == "b"
+        assert {await placed(without_time()) for _ in range(4)} == {"b"}
+        now = LEFT_OUT_SECONDS
+        assert await placed(without_time()) == "a"  # which has less to do
+        for name in "ab":
+            placer._left_out.add(EngineKey(name, 1))
+        assert await placed(without_time()) in "ab"  # better than none

@@ -1,13 +1,14 @@
 """Tests the view that watchers keep of the registry, message by message."""
 
-from tokenloom.services.runtime.peers.engine_loads import clear_load, loads_of, set_load
+from tokenloom.services.runtime.peers.engine_loads import clear_load, loads_of, set_loads
 from tokenloom.services.runtime.peers.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineLoads, EngineReport, EngineState, Snapshot
 from tokenloom.v1.types_pb2 import Adapter, EngineRole
 
 LOAD = EngineReport(
     waiting=1, running=2, waiting_tokens=3, kv_usage=0.5, free_kv_blocks=4, seats=5,
-    prefill_tokens_per_second=6.0, starts_per_second=7.0,
+    prefill_tokens_per_second=6.0, starts_per_second=7.0, computed_tokens_per_second=8.0, prompt_tokens_per_second=9.0,
+    step_seconds=0.25, step_requests=10.0,
 )  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def viewing(*entries: EngineEntry) -> RegistryView:
 
 def test_the_columns_carry_every_count_and_nothing_else() -> None:
     full, target = loaded("a", 1), entry("a", 1)
-    set_load(target, loads_of([full]), 0)
+    set_loads([target], loads_of([full]), [0])
     assert target == full
     clear_load(target)
     assert target == entry("a", 1)
@@ -57,7 +58,7 @@ def test_the_columns_carry_every_count_and_nothing_else() -> None:
 
 def test_columns_that_a_coordinator_does_not_know_leave_the_fields_alone() -> None:
     target = loaded("a", 1)
-    set_load(target, EngineLoads(number=[1], running=[77]), 0)
+    set_loads([target], EngineLoads(number=[1], running=[77]), [0])
     expected = loaded("a", 1)
     expected.report.running = 77
     assert target == expected

@@ -1,0 +1,184 @@
+"""A lease for the pods of one namespace: a Lease object of Kubernetes, renewed by its holder.
+
+The rules are those of client-go's leader election: only differences of one's own clock count, the object's version
+decides between two pods that write at once, and a holder gives up before another pod may follow it.
+"""
+
+import asyncio
+import logging
+from datetime import UTC, datetime
+from typing import Protocol
+
+from tokenloom.request.errors import FailedPrecondition
+
+from .kubernetes_api import CONFLICT, NOT_FOUND, ApiError, Object
+
+log = logging.getLogger(__name__)
+
+LEASE_SECONDS = 2
+"""How long a holder that renews nothing keeps the lease. Kubernetes wants whole seconds."""
+GIVE_UP_SECONDS = 1.5
+"""After so long without a renewal the holder stops, which leaves time to close its port before another pod follows."""
+RENEW_SECONDS = 0.4
+"""How often the holder renews."""
+RETRY_SECONDS = 0.1
+"""How long it waits after a renewal that failed."""
+POLL_SECONDS = 0.25
+"""How often a pod that waits looks."""
+
+
+class Api(Protocol):
+    """What a lease needs of the API server; see :class:`.LeaseApi`. All methods raise ``ApiError``."""
+
+    async def get(self, name: str) -> Object: ...
+
+    async def create(self, lease: Object) -> Object: ...
+
+    async def replace(self, lease: Object) -> Object: ...
+
+    def close(self) -> None: ...
+
+
+class KubernetesLease:
+    """Competes for the Lease ``name`` as ``identity``, which must be unique among the pods."""
+
+    def __init__(self, api: Api, name: str, identity: str) -> None:
+        self._api = api
+        self._name = name
+        self._identity = identity
+        self._lease: Object | None = None  # as read or written last
+        self._seen_at = 0.0  # loop time at which it had last changed
+        self._is_held = False
+
+    async def acquire(self) -> None:
+        """Return when the lease is held."""
+        problem = ""
+        while True:
+            try:
+                if await self._try():
+                    return
+                problem = ""
+            except ApiError as error:
+                if error.status != CONFLICT and str(error) != problem:
+                    problem = str(error)
+                    log.warning("lease %s: %s", self._name, problem)
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def keep(self) -> None:
+        """Renew the lease until cancelled. Raises ``FailedPrecondition`` if another pod has it, or if it could not be
+        renewed for :data:`GIVE_UP_SECONDS`."""
+        loop = asyncio.get_running_loop()
+        try:
+            while self._is_held:
+                await asyncio.sleep(max(self._seen_at + RENEW_SECONDS - loop.time(), RETRY_SECONDS))
+                deadline = self._seen_at + GIVE_UP_SECONDS
+                if loop.time() >= deadline:  # nothing answered in time, or this process was stopped
+                    raise TimeoutError
+                async with asyncio.timeout_at(deadline):
+                    await self._renew()
+        except TimeoutError:
+            raise self._lost("it could not be renewed in time") from None
+        except ApiError as error:
+            raise self._lost(str(error)) from None
+
+    async def release(self) -> None:
+        """Let another pod take the lease at once, if this one holds it. A failure only makes the next pod wait."""
+        if self._is_held:
+            await self._give_up()
+        self._api.close()
+
+    async def _give_up(self) -> None:
+        assert self._lease is not None
+        self._is_held = False
+        self._lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1}
+        try:
+            await self._api.replace(self._lease)
+        except ApiError as error:
+            log.warning("lease %s: not released: %s", self._name, error)
+
+    async def _try(self) -> bool:
+        """Take the lease if it is free. Returns whether it is held now."""
+        now = asyncio.get_running_loop().time()
+        try:
+            found = await self._api.get(self._name)
+        except ApiError as error:
+            if error.status != NOT_FOUND:
+                raise
+            self._hold(await self._api.create(self._object({})), now)
+            return True
+        if self._lease is None or _version(found) != _version(self._lease):
+            self._seen_at = now
+        self._lease = found
+        spec = found.get("spec") or {}
+        holder = spec.get("holderIdentity")
+        # This pod's own identity stands there when the answer to its last request was lost.
+        is_free = not holder or holder == self._identity
+        if not is_free and now < self._seen_at + float(spec.get("leaseDurationSeconds") or LEASE_SECONDS):
+            return False
+        self._hold(await self._api.replace(self._object(found)), now)
+        return True
+
+    async def _renew(self) -> None:
+        """Renew the lease once. Raises ``ApiError`` only if another pod has it."""
+        if not self._is_held or self._lease is None:
+            return  # it was released meanwhile
+        now = asyncio.get_running_loop().time()  # before the request: the API server counts from later on
+        self._lease["spec"]["renewTime"] = _timestamp()
+        try:
+            self._hold(await self._api.replace(self._lease), now)
+        except ApiError as error:
+            if error.status != CONFLICT:
+                log.warning("lease %s: %s", self._name, error)
+            else:
+                await self._renew_changed(now)
+
+    async def _renew_changed(self, now: float) -> None:
+        """Renew the lease as it is now: the answer to an earlier renewal was lost, or an operator edited the object.
+        Only its holder matters. Raises ``ApiError`` if another pod has it."""
+        if not self._is_held:
+            return  # it was released meanwhile
+        try:
+            found = await self._api.get(self._name)
+        except ApiError as error:
+            log.warning("lease %s: %s", self._name, error)
+            return
+        if (holder := (found.get("spec") or {}).get("holderIdentity")) != self._identity:
+            raise ApiError(CONFLICT, f"{holder!r} has it")
+        self._lease = found
+        try:
+            self._hold(await self._api.replace(found), now)
+        except ApiError as error:
+            log.warning("lease %s: %s", self._name, error)
+
+    def _hold(self, lease: Object, now: float) -> None:
+        self._lease, self._seen_at, self._is_held = lease, now, True
+
+    def _object(self, found: Object) -> Object:
+        """Return the Lease as this pod takes it. ``found``: the present one; empty if there is none."""
+        spec = found.get("spec") or {}
+        now = _timestamp()
+        return {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {**found.get("metadata", {}), "name": self._name},
+            "spec": {
+                **spec,
+                "holderIdentity": self._identity,
+                "leaseDurationSeconds": LEASE_SECONDS,
+                "acquireTime": now,
+                "renewTime": now,
+                "leaseTransitions": int(spec.get("leaseTransitions") or 0) + bool(found),
+            },
+        }
+
+    def _lost(self, reason: str) -> FailedPrecondition:
+        return FailedPrecondition(f"The lease {self._name} is lost: {reason}.")
+
+
+def _version(lease: Object) -> object:
+    return lease["metadata"].get("resourceVersion")
+
+
+def _timestamp() -> str:
+    """Return the time as Kubernetes' MicroTime, for people who read the object."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

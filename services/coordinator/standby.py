@@ -1,0 +1,27 @@
+"""Stands by while another coordinator is active: follows it, and waits for the lease."""
+
+import logging
+
+from tokenloom.services.runtime.host.tasks import first_of
+from tokenloom.services.runtime.peers.channels import Channels
+from tokenloom.services.runtime.peers.registry_watch import watch_registry
+from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
+
+from .lease.lease import Lease
+from .predecessor import Predecessor
+
+log = logging.getLogger(__name__)
+
+
+async def take_over(lease: Lease, channels: Channels, address: str, predecessor: Predecessor) -> None:
+    """Return when this process holds the lease. ``predecessor``: takes what the coordinator at ``address`` shows until
+    then."""
+    log.info("waiting for the lease")
+    await first_of(lease.acquire(), _follow(predecessor, channels, address))
+    log.info("active; %d engines of the former coordinator are known", len(predecessor.engine_ids))
+
+
+async def _follow(predecessor: Predecessor, channels: Channels, address: str) -> None:
+    """Follow whatever coordinator is active, without end."""
+    async with channels.open(address, "coordinator") as channel:
+        await watch_registry(CoordinatorStub(channel), predecessor.take, without_loads=True)

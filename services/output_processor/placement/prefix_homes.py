@@ -1,0 +1,62 @@
+"""Names the engines at which a prefix is at home. Every process names the same ones, without asking another. No I/O."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from tokenloom.services.runtime.placement import rendezvous
+from tokenloom.services.runtime.placement.engine_columns import EngineColumns, FloatColumn, Rows
+from tokenloom.services.runtime.placement.rules import Ask, Rule
+
+NUM_HOMES = 2
+"""Engines that share a prefix. With two choices the longest queue grows with log log n instead of log n / log log n
+(Mitzenmacher, The power of two choices in randomized load balancing, 2001); each further home is one more cache that
+computes the prefix."""
+LEADING_BLOCKS = (16, 64, 256)
+"""Lengths of the prefixes that have homes, in blocks. The short one counts until its homes have too much to do: a
+prefix that more requests share than two engines can take, such as a system prompt that all requests begin with, is
+followed by its longer ones."""
+OVERLOAD = 1.5
+"""A home is passed over when it has more to do than so many times the mean (Mirrokni et al., Consistent hashing with
+bounded loads, 2018)."""
+_KEY_BITS = (1 << 64) - 1
+
+
+def keys_of(block_hashes: Sequence[int]) -> Iterator[int]:
+    """Yield the hashes of the leading blocks of a prompt, at most one for each of :data:`LEADING_BLOCKS`. Hashes are
+    chained: a block's stands for all of its prefix."""
+    for length in LEADING_BLOCKS:
+        if block_hashes:
+            yield block_hashes[min(length, len(block_hashes)) - 1]
+        if len(block_hashes) <= length:
+            return
+
+
+def rule(keys: Sequence[int], loads: FloatColumn) -> Rule:
+    """Return the rule by which the engine of a prompt is best: its home with the least to do. If all homes have too
+    much to do, so is the engine with the least to do.
+
+    Args:
+        keys: Hashes of prefixes of the prompt, the one that most requests share first; at least one.
+        loads: What each engine has to do, by row, shape [capacity].
+    """
+
+    def cost(engines: EngineColumns, rows: Rows, ask: Ask) -> FloatColumn:
+        costs = np.ones(len(rows))
+        costs[_best(engines.name_hash[rows], loads[rows], keys)] = 0
+        return costs
+
+    return cost
+
+
+def _best(names: np.ndarray[tuple[int], np.dtype[np.uint64]], loads: FloatColumn, keys: Sequence[int]) -> int:
+    """Return the position of the best engine; ``names``, ``loads``: shape [n], at least one."""
+    limit = OVERLOAD * float(loads.mean())
+    order = np.arange(len(names))
+    for key in keys:
+        order = rendezvous.weights(names, key & _KEY_BITS).argsort()[::-1]
+        homes = order[:NUM_HOMES]
+        best = homes[loads[homes].argmin()]
+        if loads[best] <= limit:
+            return int(best)
+    return int(order[loads[order].argmin()])

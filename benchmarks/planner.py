@@ -82,7 +82,7 @@ def _day(now: float) -> Load:
 
 
 def _shift(now: float) -> Load:
-    """The same number of engines, but the work moves from prompts to answers and back."""
+    """The same rate, but the work moves from prompts to answers and back."""
     return Load(48.0, 2000, 180) if now < 1200 or now >= 2700 else Load(48.0, 700, 480)
 
 
@@ -90,7 +90,7 @@ SCENARIOS = (
     Scenario("step", 3600, _step),
     Scenario("ramp", 3600, _ramp),
     Scenario("day in 2 h", 7200, _day),
-    Scenario("mix shifts, 16 engines", 4200, _shift, most=16),
+    Scenario("mix shifts, 14 engines", 4200, _shift, most=14),
 )
 
 
@@ -116,7 +116,8 @@ class Engine:
     def __init__(self, name: str, role: Role, ready_at: float) -> None:
         self.name, self.role, self.ready_at = name, role, ready_at
         self.is_leaving = False
-        self.queue: deque[Request] = deque()
+        self.prompts: deque[Request] = deque()  # to prefill
+        self.queue: deque[Request] = deque()  # prefilled, and waiting for a place in the batch
         self.running: list[Request] = []
         self.waiting_tokens = 0.0
         self._computed = 0.0  # tokens of the first prompt
@@ -127,26 +128,26 @@ class Engine:
 
     @property
     def num_requests(self) -> int:
-        return len(self.queue) + len(self.running)
+        return len(self.prompts) + len(self.queue) + len(self.running)
 
     def add_prompt(self, request: Request) -> None:
-        self.queue.append(request)
+        self.prompts.append(request)
         self.waiting_tokens += request.prompt
 
     def prefill(self, now: float, seconds: float) -> list[Request]:
         """Compute prompts for a while; return the requests that have their first token."""
         budget, done = PREFILL_RATE * seconds, []
-        while self.queue and (left := self.queue[0].prompt - self._computed) <= budget:
-            request = self.queue.popleft()
+        while self.prompts and (left := self.prompts[0].prompt - self._computed) <= budget:
+            request = self.prompts.popleft()
             budget -= left
             self.waiting_tokens -= left
             self._computed = 0.0
             request.first = max(now + seconds - budget / PREFILL_RATE, request.at + request.prompt / PREFILL_RATE)
             done.append(request)
-        if self.queue:
+        if self.prompts:
             self._computed += budget
             self.waiting_tokens -= budget
-        self._observe(now + seconds, seconds / STEP_BASE, done, num_running=min(len(self.queue), 1))
+        self._observe(now + seconds, seconds / STEP_BASE, done, num_running=min(len(self.prompts), 1))
         return done
 
     def decode(self, now: float, seconds: float) -> None:
@@ -187,7 +188,7 @@ class Engine:
         self._now = now
         self._steps += num_steps
         self._stats = SchedulerStats(
-            num_waiting=max(len(self.queue) - (num_running if self.role == Role.PREFILL else 0), 0),
+            num_waiting=len(self.queue) + max(len(self.prompts) - 1, 0),
             num_running=num_running,
             kv_usage=self._kv_tokens / KV_TOKENS,
             num_prefilled_requests=self._stats.num_prefilled_requests + len(done),
@@ -219,10 +220,10 @@ class Mesh:
             min(prefilling, key=lambda each: each.waiting_tokens).add_prompt(request)
         for engine in self.engines:  # an engine whose role changed finishes what it has
             if engine.ready_at <= now or engine.num_requests:
-                if engine.role == Role.PREFILL or (engine.queue and math.isinf(engine.queue[0].first)):
+                if engine.role == Role.PREFILL or engine.prompts:
                     for request in engine.prefill(now, TICK):
                         min(decoding, key=lambda each: each.num_requests).queue.append(request)
-                if engine.role == Role.DECODE or engine.running:
+                if engine.role == Role.DECODE or engine.queue or engine.running:
                     engine.decode(now, TICK)
         self.engines = [each for each in self.engines if not each.is_leaving or each.num_requests]
         self.engine_seconds += TICK * len(self.engines)

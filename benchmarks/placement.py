@@ -21,6 +21,7 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -341,7 +342,7 @@ class _Run:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._count = 0
         for request in requests:
-            self._at(request.at, lambda now, request=request: self._place(request, now))
+            self._at(request.at, partial(self._place, request))
         for number in range(int((self._end - warm) / 0.25)):
             self._at(warm + 0.25 * number, self._sample)
         for engine in engines:

@@ -194,6 +194,9 @@ browser: install ## use the pages / and /docs in a real browser, and take pictur
 	$(BIN)/python -m tests.services.gateway.openapi.check_docs_page
 	$(BIN)/python -m tests.services.gateway.page.check_page
 
+wheel-check: install ## install the wheel of dist/ into a clean environment, and print the CPU time of its starts
+	$(BIN)/python -m tests.wheel.check_wheel
+
 chart-check: ## render charts/tokenloom with Helm's library, and compare it with k8s/ (kubectl)
 	@test -x build/helm/bin/python || $(PYTHON) -m venv build/helm
 	@build/helm/bin/pip install --quiet 'helm-python-sdk>=0.2' 'PyYAML>=6'
@@ -227,4 +230,4 @@ house: install ## print figures about the source tree: sizes, hops of a request,
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test test-again lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs kernels wheel wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check dashboards gpu-check bench house chart chart-check pictures site help
+.PHONY: install demo test test-again lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs kernels wheel wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check dashboards gpu-check bench house chart chart-check wheel-check pictures site help

@@ -23,7 +23,7 @@ _MATRICES_PER_LAYER = 12
 """How many matrices of hidden_size x hidden_size a usual layer of a transformer is as large as."""
 _SMALL_STEP = 1 << 33
 """Multiplications that one core does in about half a second."""
-_ROWS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_ROWS = (2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
 _REPEATS = 3
 
 

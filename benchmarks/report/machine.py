@@ -44,17 +44,18 @@ class Load:
 
     def __init__(self) -> None:
         self._started = time.monotonic()
-        self._busy, self._own = _busy_seconds(), _own_seconds()
+        self._busy, self._own = busy_seconds(), _own_seconds()
 
     def cores(self) -> dict[str, float]:
         """``own_cores`` and ``other_cores`` since construction."""
         wall = time.monotonic() - self._started
         own = _own_seconds() - self._own
-        others = _busy_seconds() - self._busy - own
+        others = busy_seconds() - self._busy - own
         return {"own_cores": round(own / wall, 3), "other_cores": round(max(0.0, others / wall), 3)}
 
 
-def _busy_seconds() -> float:
+def busy_seconds() -> float:
+    """Return the processor time that all programs of the machine have used since it started."""
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 

@@ -7,12 +7,12 @@ from tokenloom.engine_core.wire.messages import SchedulerStats
 from tokenloom.services.engine.coordinator_link import CoordinatorLink
 from tokenloom.services.engine.kv.kv_peers import EngineRegistry
 from tokenloom.services.engine.load import Load, LoadTracker
-from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH, Fingerprint, Hello, ModelLimits
 
 from .child import answer
+from .patient_channels import PatientChannels
 
 FINGERPRINT = Fingerprint(
     model="demo", weights=b"w" * 32, tokenizer=b"t" * 32, block_size=16, kv_layout="nhd", numerics="bf16"
@@ -26,11 +26,13 @@ class BusyLoad(LoadTracker):
 
     Attributes:
         num_reports: How often it was reported.
+        is_busy: Whether its counts change yet.
     """
 
     def __init__(self, number: int) -> None:
         super().__init__(_SEATS, _SEATS)
         self.num_reports = number  # engines differ from each other
+        self.is_busy = False
 
     def snapshot(self) -> Load:
         self.num_reports += 1
@@ -45,7 +47,8 @@ class BusyLoad(LoadTracker):
             kv_usage=usage,
             num_free_blocks=free,
         )
-        self.changed.set()
+        if self.is_busy:
+            self.changed.set()
         return super().snapshot()
 
 
@@ -74,9 +77,14 @@ class FakeIdentity:
 
 async def run(coordinator: str, first: int, count: int) -> None:
     """Run engines with the numbers from ``first`` on, until cancelled."""
-    channels, loads = Channels(), [BusyLoad(first + number) for number in range(count)]
-    began = sum(load.num_reports for load in loads)
-    answer(lambda: {"reports": sum(load.num_reports for load in loads) - began})
+    channels, loads = PatientChannels(), [BusyLoad(first + number) for number in range(count)]
+
+    def counts() -> dict[str, float]:
+        for load in loads:  # once all engines have joined, the first question makes them busy
+            load.is_busy = True
+        return {"reports": sum(load.num_reports for load in loads)}
+
+    answer(counts)
     async with asyncio.TaskGroup() as group:
         for number, load in enumerate(loads, first):
             channel = channels.open(coordinator, "coordinator")

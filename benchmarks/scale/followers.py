@@ -4,13 +4,13 @@ import asyncio
 import sys
 
 from tokenloom.services.output_processor.placement.last_snapshot import LastSnapshot
-from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.registry_view import RegistryView
 from tokenloom.services.runtime.peers.registry_watch import watch_registry
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 
 from .child import answer
 from .fake_engines import FINGERPRINT
+from .patient_channels import PatientChannels
 
 
 class Follower:
@@ -27,7 +27,7 @@ class Follower:
 
 async def run(coordinator: str, count: int) -> None:
     """Follow until cancelled."""
-    channels, followers = Channels(), [Follower() for _ in range(count)]
+    channels, followers = PatientChannels(), [Follower() for _ in range(count)]
     answer(lambda: {"messages": sum(follower.num_messages for follower in followers)})
     async with asyncio.TaskGroup() as group:
         for follower in followers:

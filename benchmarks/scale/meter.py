@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 import grpc.aio
 
-from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import EngineState, Snapshot, WatchRequest
+
+from .patient_channels import PatientChannels
 
 _WATCH = "/tokenloom.v1.Coordinator/Watch"
 _RETRY_SECONDS = 0.05
@@ -31,8 +32,10 @@ class Meter:
 
     async def run(self) -> None:
         """Watch until cancelled."""
-        async with Channels().open(self._coordinator, "coordinator") as channel:
-            watch = channel.unary_stream(_WATCH, request_serializer=WatchRequest.SerializeToString)
+        async with PatientChannels().open(self._coordinator, "coordinator") as channel:
+            watch: grpc.aio.UnaryStreamMultiCallable[WatchRequest, bytes] = channel.unary_stream(
+                _WATCH, request_serializer=WatchRequest.SerializeToString
+            )
             while True:
                 self.view = RegistryView()
                 call = watch(WatchRequest(changes=True))

@@ -147,8 +147,8 @@ async def _running(case: RegistryCase) -> AsyncIterator[_Mesh]:
             await _until_joined(case, meter)
             followers = _children(stack, "followers", address, case.followers, FOLLOWERS_PER_PROCESS)
             asker = stack.enter_context(Child("askers", address))
-            for child in (*followers, asker):
-                await asyncio.to_thread(child.counts)  # it has begun
+            for child in (*followers, asker, *engines):
+                await asyncio.to_thread(child.counts)  # it has begun, and the engines become busy
             await meter.until(lambda view: view.complete)
             yield _Mesh(coordinator, meter, engines, followers, asker)
         finally:

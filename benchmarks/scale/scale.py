@@ -41,10 +41,15 @@ def run(engines: Sequence[int], seconds: float, done: Callable[[], None]) -> dic
     for count in engines:
         followers = max(2, round(count * FOLLOWERS_PER_ENGINE))
         result = asyncio.run(run_registry(RegistryCase(count, followers, seconds)))
-        figures = {**asdict(result), "cores_at_full_rate": cores_at_full_rate(result)}
+        figures = figures_of(result)
         cases.append({**figures, "exceeded": exceeded(figures)})
         done()
     return {"machine": machine.describe(), "cases": cases}
+
+
+def figures_of(result: RegistryResult) -> dict[str, Any]:
+    """Return what is printed of a result."""
+    return {**asdict(result), "cores_at_full_rate": cores_at_full_rate(result)}
 
 
 def cores_at_full_rate(result: RegistryResult) -> float:

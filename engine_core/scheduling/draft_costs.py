@@ -1,5 +1,6 @@
 """Decides from measured times whether drafts pay: the seconds of a token in steps with drafts and in steps without."""
 
+import statistics
 from collections import deque
 from collections.abc import Callable
 
@@ -13,8 +14,6 @@ FEWEST_BETWEEN = 256
 """Steps of the faster way between two probes."""
 _PROBES_SHARE = 0.01
 """Share of the time that probes may lose."""
-_KEPT = 0.75
-"""Share of the samples that count: the slowest ones were held up by something else, or recorded a step."""
 
 
 class DraftCosts:
@@ -67,7 +66,7 @@ class _Batches:
         """Samples since the last decision."""
         self._drafts = True
         self._is_probing = False
-        self._wait = SAMPLES
+        self._wait = 2 * SAMPLES
         """Steps before the next probe."""
         self._debt = 0.0
         """Seconds that must pass before the next probe."""
@@ -99,5 +98,6 @@ class _Batches:
 
 
 def _seconds_per_token(samples: deque[tuple[float, int]]) -> float:
-    kept = sorted(samples)[: max(1, round(_KEPT * len(samples)))]
-    return sum(seconds for seconds, _ in kept) / max(1, sum(count for _, count in kept))
+    """Return the median of the steps' seconds over the mean of their tokens: something else may hold a step up."""
+    tokens = sum(count for _, count in samples) / len(samples)
+    return statistics.median(seconds for seconds, _ in samples) / max(1.0, tokens)

@@ -58,7 +58,10 @@ class Drafts:
         if proposed:
             room = min(budget, self._rows_left(scheduled.total_num_scheduled_tokens))
             self._add_proposed(scheduled, proposed, room, len(running))
-        scheduled.num_drafts_wanted = self._wanted(running)
+        if self.costs is None or self.costs.allows(len(running)):
+            scheduled.num_drafts_wanted = self._wanted(running)
+        else:
+            scheduled.drafts_paused = True
         if self._writes_kv:
             self._reserve(scheduled, len(running))
 
@@ -157,8 +160,6 @@ class Drafts:
 
     def _wanted(self, running: Sequence[Request]) -> dict[str, int]:
         """Share the rows that the next step has left over among the requests that draw a token in this one."""
-        if self.costs is not None and not self.costs.allows(len(running)):
-            return {}
         num_rows, drawing = 0, []
         for request in running:
             missing = request.num_tokens - request.num_computed_tokens

@@ -59,6 +59,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     """How many drafts the worker may propose after this step, by request; none for a request that is not named."""
     lora_slots: list[bytes] | None = None
     """The digests of the LoRA adapters in slots from this step on; None: those of the step before."""
+    drafts_paused: bool = False
+    """Whether drafts cost more time than they save, so that what drafts need not follow the requests until some are
+    wanted again."""
 
     def num_computed_tokens(self) -> dict[str, int]:
         """Return, for every request of the step, how many of its tokens were computed before it."""

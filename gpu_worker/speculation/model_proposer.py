@@ -188,7 +188,10 @@ class ModelProposer:
             count = max(0, min(wanted.get(req_id, 0), batch.num_slots(row) - known + 1))
             end = known if count else computed
             # A draft that was rejected has the KV of another token.
-            done = self._computed[req_id] = min(self._computed.get(req_id, first), computed)
+            done = min(self._computed.get(req_id, first), computed)
+            if not self._awake.keeps_drafts:
+                done = max(done, first)  # the states of tokens that were not followed are gone
+            self._computed[req_id] = done
             if end > done:
                 found.places.append(place)
                 found.req_ids.append(req_id)

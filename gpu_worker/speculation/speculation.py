@@ -22,13 +22,14 @@ class Speculation:
         self.proposer = proposer
         self._rejection = rejection
         self._wanted: Mapping[str, int] = {}
+        self._is_paused = False
 
     def update(self, step: SchedulerOutput) -> None:
         """Take what changed with a step, before it is computed."""
         self.proposer.update(step)
         if self._rejection is not None:
             self._rejection.forget(step.finished_req_ids + step.preempted_req_ids)
-        self._wanted = step.num_drafts_wanted
+        self._wanted, self._is_paused = step.num_drafts_wanted, step.drafts_paused
 
     def verify(
         self, inputs: StepInputs, logits: Tensor, grammar: GrammarOutput | None, output: ModelRunnerOutput
@@ -38,6 +39,8 @@ class Speculation:
 
     def propose(self, inputs: StepInputs, hidden: Tensor, output: ModelRunnerOutput) -> None:
         """Add drafts of the next tokens to ``output``. ``hidden`` [T, hidden_size]: the step's last hidden states."""
+        if self._is_paused and len(inputs.token_ids) == len(inputs.req_ids):
+            return  # every request decodes
         wanted = {}
         if self._wanted:
             for req_id, tokens in zip(inputs.req_ids, output.sampled_token_ids, strict=True):

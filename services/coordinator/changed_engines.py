@@ -26,8 +26,7 @@ class ChangedEngines:
             self._loads.pop(name, None)
         return names
 
-    def take_all(self) -> Iterable[str]:
-        """Return all engines that changed, and forget them."""
-        names = self._others | self._loads
-        self._loads, self._others = {}, {}
+    def take_loads(self) -> Iterable[str]:
+        """Return the engines of which only the load changed, and forget them; :meth:`take_others` must come first."""
+        names, self._loads = self._loads, {}
         return names

@@ -19,10 +19,12 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineCommand,
     EngineReport,
     EngineState,
+    EnrollRequest,
     PickBatch,
     PickRequest,
     PickResponse,
     PickResults,
+    Position,
     SetAdapterRequest,
     SetAdapterResponse,
     WatchRequest,
@@ -31,6 +33,7 @@ from tokenloom.v1.types_pb2 import EngineRole
 
 from .engine_registry import Registry
 from .engine_stream import EngineStream, to_duration
+from .enrolments import Enrolments
 from .pick_slices import PickSlices
 from .report_interval import report_interval
 from .snapshot_feed import SnapshotFeed
@@ -42,12 +45,14 @@ _Reports: TypeAlias = AsyncIterator[EngineReport]
 
 WATCH_SECONDS = 0.1
 """Changes are published this often, if there are any."""
+GATHER_SECONDS = 0.5
+"""How long a change of positions waits for others: parts of a mesh start, and are replaced, several at a time."""
 _NO_ROLE, _NO_STATE = EngineRole.ENGINE_ROLE_UNSPECIFIED, EngineState.ENGINE_STATE_UNSPECIFIED
 _LEGS = {EngineRole.ENGINE_ROLE_PREFILL: "PREFILL", EngineRole.ENGINE_ROLE_DECODE: "DECODE"}
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
-    """Serves Join, Pick, PickStream and Watch. Methods raise errors, which the edge turns into statuses."""
+    """Serves Join, Pick, PickStream, Watch and Enroll. Methods raise errors, which the edge turns into statuses."""
 
     def __init__(self, registry: Registry, name: str, epoch: int, picks: Counter) -> None:
         self._registry = registry
@@ -58,6 +63,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._picks = picks
         self._picked = {name: picks.labels(name) for name in ("WHOLE", *_LEGS.values())}
         self._streams: dict[str, EngineStream] = {}  # one for each joined engine
+        self._enrolments = Enrolments()
+        self._complete = asyncio.Event()
         self._closing = False
         self._slices = PickSlices(self._pick)
 
@@ -67,6 +74,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         while True:
             self._registry.refresh()
             self._ask_for_adapters()
+            if self._registry.is_complete:
+                self._complete.set()
             self._feed.publish(now())
             self._pace()
             await asyncio.sleep(WATCH_SECONDS)
@@ -94,6 +103,21 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             if revision == log.revision:
                 await news.wait()
 
+    async def Enroll(self, request: EnrollRequest, context: _Context) -> AsyncIterator[Position]:
+        service, name = request.service, request.instance_id
+        if not service or not name:
+            raise InvalidArgument("service and instance_id must not be empty", "instance_id" if service else "service")
+        with self._enrolments.enrolled(service, name):
+            await self._complete.wait()  # before that, most of the others have not called yet
+            sent = None
+            while True:
+                changed = self._enrolments.changed(service)
+                if (position := self._enrolments.position(service, name)) != sent:
+                    sent = position
+                    yield Position(index=position.index, count=position.count)
+                await changed.wait()
+                await asyncio.sleep(GATHER_SECONDS)
+
     async def Join(  # type: ignore[override]  # it writes to the context, while another task reads
         self, requests: _Reports, context: _Context
     ) -> None:
@@ -101,8 +125,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         check_hello(first.hello, peer_id=self._name, epoch=self._epoch, expected_peer=first.identity.engine_id)
         check_identity(first)
         stream = self._open(first)  # an engine that reads our hello is registered
-        interval = to_duration(stream.interval)
-        answer = EngineCommand(hello=make_hello(self._name, self._epoch), report_interval=interval)
+        answer = EngineCommand(hello=make_hello(self._name, self._epoch))
+        if self._registry.is_complete:
+            stream.interval = self._interval
+            answer.report_interval.CopyFrom(to_duration(self._interval))
         try:
             await first_of(self._read(stream, requests), stream.write(answer, context))
         finally:
@@ -123,6 +149,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         """Keep the registry as it is. To be called before the streams are cut: output processors place by the last
         snapshot from then on, which must not be empty."""
         self._closing = True
+        self._enrolments.close()
 
     def _pick(self, request: PickRequest) -> PickResponse:
         try:
@@ -137,7 +164,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         identity = first.identity
         if (older := self._streams.get(identity.engine_id)) is not None:
             older.overtake()
-        stream = EngineStream(self._registry.join(identity, first), self._interval)
+        stream = EngineStream(self._registry.join(identity, first))
         self._streams[identity.engine_id] = stream
         if (changes := self._registry.adapters.join(stream.record)) is not None:
             stream.command(EngineCommand(adapters=changes))
@@ -162,7 +189,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                     stream.command(EngineCommand(adapters=changes))
 
     def _pace(self) -> None:
-        """Ask the engines to report as often as suits their number."""
+        """Ask the engines to report as often as suits their number. Those that re-join a new coordinator keep their
+        interval until it knows how many they are."""
+        if not self._registry.is_complete:
+            return
         self._interval = interval = report_interval(len(self._streams), self._interval)
         for stream in self._streams.values():
             with contextlib.suppress(ResourceExhausted):  # the next time

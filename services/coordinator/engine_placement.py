@@ -77,5 +77,24 @@ class Placement:
         ask = Ask(request.role, request.prompt_tokens, cached_tokens)
         return pairing.choose(self._columns, pool, ask, self.policy.rule, threshold)
 
+    def choose_near(
+        self, near: Pool, pool: Pool, request: PickRequest, excluded: list[int], cached_tokens: IntColumn | None
+    ) -> tuple[int, bool]:
+        """Return what :meth:`choose` returns for ``near``, the engines that the output processor works with, unless
+        none of them can take the request, or only another one of ``pool`` has room for it at once. Raises what
+        :meth:`choose` raises for ``pool``."""
+        try:
+            chosen = self.choose(near, request, excluded, cached_tokens)
+        except (ResourceExhausted, Unavailable):
+            return self.choose(pool, request, excluded, cached_tokens)
+        if self._has_room(chosen[0], request):
+            return chosen
+        other = self.choose(pool, request, excluded, cached_tokens)
+        return other if self._has_room(other[0], request) else chosen
+
+    def _has_room(self, row: int, request: PickRequest) -> bool:
+        columns = self._columns
+        return bool(columns.free_tokens[row] > request.prompt_tokens and not columns.is_late[row])
+
     def _among(self, rows: Rows) -> Pool:
         return make_pool(self._columns, self._kinds, rows)

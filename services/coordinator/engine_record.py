@@ -126,10 +126,10 @@ class EngineRecord:
         """Take over the picks of the same incarnation's earlier stream; :meth:`update` must follow."""
         self._counted, self._counted_tokens = older._counted, older._counted_tokens
 
-    def entry(self, now: float) -> EngineEntry:
+    def entry(self, now: float, *, with_identity: bool = True) -> EngineEntry:
         """Return the engine as snapshots show it."""
         entry = EngineEntry(
-            identity=self.identity,
+            identity=self.identity if with_identity else None,
             report=self._shown,
             score=self.score,
             waiting=self.num_waiting,

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from .changed_engines import ChangedEngines
 from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
 from .engine_placement import Placement, Policy, check_request
 from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord
+from .engine_subsets import Engine, EngineSubsets
 from .prefix_index import Path, PrefixIndex
 from .wanted_adapters import WantedAdapters
 
@@ -76,6 +77,7 @@ class Registry:
         self._pools: dict[tuple[bytes, EngineRole, bytes], Pool] = {}
         # Picks in the order in which they expire, as many as are made within PICK_SECONDS.
         self._expiring: deque[tuple[float, int, EngineRecord]] = deque()
+        self._subsets = EngineSubsets()
         self._num_picks = 0
         self._missing: EngineRole | None = None  # the last one that was logged
         self._snapshot: Snapshot | None = None
@@ -100,7 +102,7 @@ class Registry:
     @property
     def pd_threshold(self) -> int:
         """Uncached prompt tokens below which an engine does the whole request."""
-        return self._policy.pd_threshold
+        return self._placement.policy.pd_threshold
 
     def join(self, identity: EngineIdentity, report: EngineReport) -> EngineRecord:
         """Add an engine that opened a stream; it takes the place of an older one of its name."""
@@ -130,6 +132,8 @@ class Registry:
         if self._by_row.get(record.row) is not record:
             return
         before = record.state, record.report.role, record.adapters
+        if report.adapters != record.report.adapters:  # for example one was pinned
+            self.changed.other([record.identity.engine_id])
         if record.update(report, self._epoch, self._clock()):
             self.revision += 1
             self.changed.load(record.identity.engine_id)
@@ -150,8 +154,8 @@ class Registry:
             self._regroup(record.identity.engine_id)
 
     def pick(self, request: PickRequest) -> PickResponse:
-        """Place one leg and count it. Raises what :func:`.check_request` and :meth:`.Placement.choose` raise, and
-        ``ModelNotFound`` for an adapter that was unloaded."""
+        """Place one leg and count it. Raises what :func:`.check_request` and :meth:`.Placement.choose` raise,
+        ``ModelNotFound`` for an adapter that was unloaded, and ``InvalidArgument`` for a subset that cannot be."""
         check_request(request)
         key = request.fingerprint.SerializeToString(), request.role, request.adapter
         if (pool := self._pools.get(key)) is None:
@@ -159,7 +163,10 @@ class Registry:
         excluded = self._rows(request.exclude) if request.exclude else []
         path = self._prefixes.find(request.block_hash_prefixes) if request.block_hash_prefixes else None
         cached = None if path is None else self._cached_tokens(path, request.prompt_tokens)
-        row, whole = self._placement.choose(pool, request, excluded, cached)
+        if (near := self._near(key, pool, request)) is not None:
+            row, whole = self._placement.choose_near(near, pool, request, excluded, cached)
+        else:
+            row, whole = self._placement.choose(pool, request, excluded, cached)
         record = self._by_row[row]
         self._num_picks += 1
         record.count(self._num_picks, request.prompt_tokens)
@@ -184,10 +191,10 @@ class Registry:
             self._is_complete = is_complete
             self._regroup(*(record.identity.engine_id for record in changed))
 
-    def entry(self, engine_id: str) -> EngineEntry | None:
+    def entry(self, engine_id: str, *, with_identity: bool = True) -> EngineEntry | None:
         """Return an engine as snapshots show it now; None if it is not joined."""
         record = self._records.get(engine_id)
-        return None if record is None else record.entry(self._clock())
+        return None if record is None else record.entry(self._clock(), with_identity=with_identity)
 
     def snapshot(self) -> Snapshot:
         """Return the registry's view now; the same object until something changes."""
@@ -202,6 +209,20 @@ class Registry:
                 adapters=self.adapters,
             )
         return self._snapshot
+
+    def _near(self, key: Hashable, pool: Pool, request: PickRequest) -> Pool | None:
+        """Return the engines of the pool that the output processor works with; None: all of them are equal to it."""
+        if not request.HasField("subset") or request.query_id:
+            return None
+
+        def engines() -> list[Engine]:
+            records = (self._by_row[row] for row in pool.rows)
+            return [(record.identity.engine_id, record.report.role) for record in records]
+
+        def make(numbers: list[int]) -> Pool:
+            return make_pool(self._columns, self._kinds, pool.rows[numbers])
+
+        return self._subsets.find(key, engines, make, request.subset)
 
     def _cached_tokens(self, path: Path, prompt_tokens: int) -> IntColumn | None:
         """Return how many tokens of a prompt each engine has cached, by row; None if no engine has any."""
@@ -238,6 +259,7 @@ class Registry:
         ask one to load it and raise."""
         if len(self._pools) >= _MAX_POOLS:
             self._pools.clear()
+            self._subsets.clear()
         self._warn_of_missing_role()
         rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
         if request.adapter:
@@ -272,5 +294,6 @@ class Registry:
     def _regroup(self, *names: str) -> None:
         """Note that engines joined, left or changed their state or role, so that the pools are gathered again."""
         self._pools.clear()
+        self._subsets.clear()
         self.changed.other(names)
         self.revision += 1

@@ -20,12 +20,12 @@ class EngineStream:
     """Holds the coordinator's end of one engine's Join.
 
     Attributes:
-        interval: Seconds between two reports, as the engine was asked last.
+        interval: Seconds between two reports, as the engine was asked last on this stream; 0: it was not asked.
     """
 
-    def __init__(self, record: EngineRecord, interval: float) -> None:
+    def __init__(self, record: EngineRecord) -> None:
         self.record = record
-        self.interval = interval
+        self.interval = 0.0
         self.overtaken = False
         self._commands: asyncio.Queue[EngineCommand | None] = asyncio.Queue(_MAX_COMMANDS)
 

@@ -9,8 +9,12 @@ from tokenloom.v1.coordinator_pb2 import EngineEntry, Snapshot, WatchRequest
 from .change_log import ChangeLog
 from .engine_registry import Registry
 
-MAX_ROWS_PER_SECOND = 2500
-"""Loads that a watcher is sent at most: of more than 250 engines they are published less often than everything else."""
+MAX_ROWS_PER_SECOND = 1750
+"""Loads, of some 55 bytes, that a watcher is sent at most: of more than 175 engines they are published less often than
+everything else."""
+
+MAX_STATE_MESSAGES_PER_SECOND = 2500
+"""Messages that the watchers without loads, one in each engine, get at most together."""
 
 
 @dataclass(slots=True)
@@ -18,13 +22,36 @@ class _Shown:
     """An engine as the watchers know it, or will know it after the next change.
 
     Attributes:
-        rest: The entry without its load.
-        data: The entry as a part of a serialized ``Snapshot``; None: not serialized since it changed.
+        number: Stands for it in changes.
+        rest: Its entry without the load.
+        data: Its entry as a part of a serialized ``Snapshot``; None: not serialized since it changed.
     """
 
-    entry: EngineEntry
+    number: int
     rest: EngineEntry
     data: bytes | None = None
+
+
+class _Pending:
+    """What the watchers of one kind were not sent yet.
+
+    Attributes:
+        changed: Engines to send, each with whether its identity is new.
+        left: Engines that left.
+        constants: What seldom changes, as they were sent it.
+    """
+
+    def __init__(self, constants: tuple[bool, int, int]) -> None:
+        self.changed: dict[str, bool] = {}
+        self.left: dict[str, None] = {}
+        self.constants = constants
+
+    def change(self, name: str, *, is_new: bool) -> None:
+        self.changed[name] = is_new or self.changed.get(name, False)
+
+    def leave(self, name: str) -> None:
+        self.changed.pop(name, None)
+        self.left[name] = None
 
 
 class SnapshotFeed:
@@ -38,13 +65,9 @@ class SnapshotFeed:
         self._registry = registry
         self._shown: dict[str, _Shown] = {}
         self._num_joined = 0
-        # What is not published yet: engines to send, each with whether its identity is new, engines of which only the
-        # load is sent, and engines that left.
-        self._changed: dict[str, bool] = {}
-        self._loads: dict[str, None] = {}
-        self._left: dict[str, None] = {}
-        self._published = self._constants()
-        self._loads_at = 0.0
+        self._pending, self._pending_states = _Pending(self._constants()), _Pending(self._constants())
+        self._loads: dict[str, None] = {}  # engines of which only the load is to be sent
+        self._loads_at = self._states_at = 0.0
         self._body: bytes | None = None  # all engines, serialized
         self._everything = ChangeLog(registry.revision, self._whole)
         self._without_loads = ChangeLog(registry.revision, self._whole)
@@ -61,27 +84,32 @@ class SnapshotFeed:
         """Make a message of what has changed, if anything. To be called once a tick; ``now``: seconds of any clock."""
         with_loads = now >= self._loads_at
         changed = self._registry.changed
-        self._look(changed.take_all() if with_loads else changed.take_others())
-        before, self._published = self._published, self._constants()
-        others = b""
-        if is_other := bool(self._changed or self._left or before != self._published):
-            head = Snapshot(left=self._left)
-            if before[-1] != self._published[-1]:
-                head.new_adapters = True
-                head.adapters.extend(self._registry.adapters)
-            others = head.SerializeToString() + b"".join(self._entry(name, new) for name, new in self._changed.items())
-            self._changed.clear()
-            self._left.clear()
+        self._look(changed.take_others())
+        if with_loads:
+            self._note_loads(changed.take_loads())
+        if now >= self._states_at and (others := self._others(self._pending_states)):
+            self._states_at = now + len(self._shown) / MAX_STATE_MESSAGES_PER_SECOND
             self._add(self._without_loads, others)
-        if not is_other and not (with_loads and self._loads):
-            return
+        others = self._others(self._pending)
         if with_loads and self._loads:
-            loads = loads_of([self._shown[name].entry for name in self._loads])
-            others += Snapshot(loads=loads).SerializeToString()
+            others += Snapshot(loads=loads_of(list(map(self._load, self._loads)))).SerializeToString()
             self._loads.clear()
             self._loads_at = now + len(self._shown) / MAX_ROWS_PER_SECOND
-        self._add(self._everything, others)
-        self._add(self._uncut, b"")
+        if others:
+            self._add(self._everything, others)
+            self._add(self._uncut, b"")
+
+    def _others(self, pending: _Pending) -> bytes:
+        """Return what is pending, as a part of a message, and forget it; empty if nothing is."""
+        constants = self._constants()
+        if not (pending.changed or pending.left or pending.constants != constants):
+            return b""
+        head = Snapshot(left=pending.left, complete=constants[0])
+        if pending.constants[-1] != constants[-1]:
+            head.new_adapters = True
+            head.adapters.extend(self._registry.adapters)
+        changed, pending.changed, pending.left, pending.constants = pending.changed, {}, {}, constants
+        return head.SerializeToString() + b"".join(self._part(name, new) for name, new in changed.items())
 
     def _look(self, names: Iterable[str]) -> None:
         """See what has become of these engines."""
@@ -92,35 +120,50 @@ class SnapshotFeed:
                 self._see(name, before, entry)
             elif before is not None:
                 del self._shown[name]
-                self._changed.pop(name, None)
                 self._loads.pop(name, None)
-                self._left[name] = None
+                self._pending.leave(name)
+                self._pending_states.leave(name)
 
     def _see(self, name: str, before: _Shown | None, entry: EngineEntry) -> None:
         if before is None:
             self._num_joined += 1
-        entry.number = before.entry.number if before else self._num_joined
-        rest = EngineEntry()
-        rest.CopyFrom(entry)
-        clear_load(rest)
-        self._shown[name] = _Shown(entry, rest)
-        if before is None or rest != before.rest:
-            is_new = before is None or rest.identity != before.rest.identity
-            self._changed[name] = is_new or self._changed.get(name, False)
+        entry.number = before.number if before else self._num_joined
+        data = Snapshot(engines=[entry]).SerializeToString()
+        clear_load(entry)
+        self._shown[name] = _Shown(entry.number, entry, data)
+        if before is None or entry != before.rest:
+            is_new = before is None or entry.identity != before.rest.identity
+            self._pending.change(name, is_new=is_new)
+            self._pending_states.change(name, is_new=is_new)
             self._loads.pop(name, None)
-        elif name not in self._changed:
+        elif name not in self._pending.changed:
             self._loads[name] = None
 
-    def _entry(self, name: str, with_identity: bool) -> bytes:
+    def _note_loads(self, names: Iterable[str]) -> None:
+        """Note that the loads of these engines changed, and nothing else."""
+        for name in names:
+            self._body = self._shown[name].data = None
+            if name not in self._pending.changed:
+                self._loads[name] = None
+
+    def _load(self, name: str) -> EngineEntry:
+        """Return what is sent of an engine's load."""
+        entry = self._registry.entry(name, with_identity=False)
+        assert entry is not None  # one that left was looked at
+        entry.number = self._shown[name].number
+        return entry
+
+    def _part(self, name: str, with_identity: bool) -> bytes:
         """Return a part of a message with one engine."""
         shown = self._shown[name]
-        if with_identity:
-            if shown.data is None:
-                shown.data = Snapshot(engines=[shown.entry]).SerializeToString()
-            return shown.data
-        message = Snapshot(engines=[shown.entry])
-        message.engines[0].ClearField("identity")
-        return message.SerializeToString()
+        if not with_identity:
+            return Snapshot(engines=[self._load(name)]).SerializeToString()
+        if shown.data is None:
+            entry = self._registry.entry(name)
+            assert entry is not None
+            entry.number = shown.number
+            shown.data = Snapshot(engines=[entry]).SerializeToString()
+        return shown.data
 
     def _add(self, log: ChangeLog, body: bytes) -> None:
         revision = max(self._registry.revision, log.revision + 1)
@@ -128,7 +171,7 @@ class SnapshotFeed:
 
     def _whole(self, revision: int) -> bytes:
         if self._body is None:
-            self._body = b"".join(self._entry(name, True) for name in self._shown)
+            self._body = b"".join(self._part(name, True) for name in self._shown)
         adapters = Snapshot(adapters=self._registry.adapters).SerializeToString()
         return self._head(revision) + adapters + self._body
 

@@ -95,7 +95,6 @@ class CoordinatorLink:
     async def _join(self, call: _Call, on_drain: Callable[[float], None], on_adapters: OnAdapters) -> NoReturn:
         """Keep one stream until it fails."""
         self._is_outdated = False
-        self._interval = MIN_REPORT_SECONDS
         try:
             first = self._report()
             first.hello.CopyFrom(self._identity.hello())
@@ -104,7 +103,6 @@ class CoordinatorLink:
             async with asyncio.timeout(HELLO_SECONDS):
                 answer = await _read(call)
             check_hello(answer.hello)
-            self._take_interval(answer)
             log.info("joined coordinator %s", answer.hello.peer_id)
             self._joined.set()
             await first_of(self._write_reports(call), self._read_commands(call, on_drain, on_adapters))

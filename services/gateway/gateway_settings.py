@@ -71,6 +71,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     ]
     output_processors: Annotated[_Members, "Addresses of output processors, in the form of --tokenizers."]
     coordinator: Annotated[Address, "Address of the coordinator."]
+    peer_subset: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 16)],
+        "Output processors, and tokenizers, that this gateway works with when there are more: the gateways share them "
+        "out evenly. Requests that are resumed or have an idempotency key connect it to all for a minute.",
+    ] = 32
     served_model_name: Annotated[
         tuple[str, ...],
         "Model names for clients, separated by commas; the first one stands in answers and metrics. By default the "

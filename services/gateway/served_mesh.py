@@ -1,12 +1,15 @@
 """Connects a gateway to the mesh behind it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter
 
 from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, marks_of
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.peers.enrolment import Enrolment
 from tokenloom.services.runtime.peers.members import Members
+from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 
 from .adapters.adapter_usage import AdapterUsage
 from .adapters.model_names import ModelNames
@@ -72,10 +75,12 @@ async def connect(
     spec: MeshSpec, settings: GatewaySettings, host: Host, shares: TenantShares, metrics: MeshMetrics
 ) -> ServedMesh:
     """Connect to the other parts. Returns once a tokenizer has reported which model it serves."""
-    tokenizers = TokenizerClient(Members(spec.tokenizers), host.channels)
+    tokenizer_members = Members(spec.tokenizers, size=settings.peer_subset)
+    output_members = Members(spec.output_processors, size=settings.peer_subset)
+    tokenizers = TokenizerClient(tokenizer_members, host.channels)
     view = MeshView(spec.coordinator, host.channels)
     outputs = OutputPool(
-        Members(spec.output_processors),
+        output_members,
         settings.instance_id,
         host.epoch,
         host.channels,
@@ -85,6 +90,7 @@ async def connect(
     health = MeshHealth(tokenizers, outputs, view)
     host.spawn(tokenizers.run(), name="tokenizer probes")
     host.spawn(view.run(), name="coordinator watch")
+    host.spawn(_enroll(spec, settings, host, (tokenizer_members, output_members)), name="enrolment")
     info = await tokenizers.wait_known()
     backlog = Backlog(settings.max_queue_seconds, host.random, always_queued=settings.always_queued)
     view.follow_capacity(info.fingerprint, backlog.observe)
@@ -125,6 +131,19 @@ async def connect(
         clock=host.clock.nanoseconds,
     )
     return ServedMesh(ModelNames(names, view), plans, generator, pooler, tokenizers, outputs, view, health, counts)
+
+
+async def _enroll(spec: MeshSpec, settings: GatewaySettings, host: Host, peers: Sequence[Members]) -> None:
+    """Keep this gateway's position among the gateways of the mesh, from which its subsets of large meshes follow."""
+    enrolment = Enrolment("gateway", settings.instance_id)
+
+    def moved() -> None:
+        assert enrolment.position is not None
+        for members in peers:
+            members.move(enrolment.position)
+
+    async with host.channels.open(spec.coordinator, "coordinator") as channel:
+        await enrolment.run(CoordinatorStub(channel), moved)
 
 
 async def _marks(reasoning: ReasoningFormat, tokenizers: TokenizerClient) -> ReasoningMarks | None:

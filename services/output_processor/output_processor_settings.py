@@ -22,6 +22,12 @@ class OutputProcessorSettings(ServiceSettings, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=1 << 20)],
         "Live requests, a bound of memory: the gateways' --max-queue-seconds limits requests first.",
     ] = 32768
+    max_prompt_bytes: Annotated[
+        Annotated[int, Meta(ge=0)],
+        "Memory for the prompts of live requests, in bytes: 8 for each token, and 4 more for each further sample. "
+        "Beyond it, requests are sent to other output processors or refused. 0: half of the memory limit of the "
+        "container, or 1 GiB if there is none.",
+    ] = 0
     keep_lost_requests: Annotated[
         Annotated[float, Meta(ge=0, le=3600)],
         "Seconds for which a request that can be resumed is kept after the loss of its gateway, and after its end.",
@@ -35,6 +41,11 @@ class OutputProcessorSettings(ServiceSettings, frozen=True, kw_only=True):
         "What happens to live requests after a stop signal: finish lets them end within --drain-timeout, then moves "
         "the rest to other output processors; migrate moves all of them at once.",
     ] = "finish"
+    engine_subset: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 16)],
+        "Engines of each role that this output processor works with when there are more: the coordinator shares them "
+        "out evenly. Another engine is used when none of these can take a request, or only that one has room at once.",
+    ] = 128
     engine_hang_timeout: Annotated[
         Annotated[float, Meta(gt=0, le=3600)],
         "Seconds without a step after which an engine that has work counts as dead.",

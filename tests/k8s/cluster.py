@@ -18,7 +18,7 @@ KUSTOMIZATIONS = tuple(
 )
 WHOLE = (
     "base",
-    *(f"overlays/{name}" for name in ("cpu", "gpu", "disaggregated", "keda", "keda-disaggregated")),
+    *(f"overlays/{name}" for name in ("cpu", "gpu", "disaggregated", "keda", "keda-disaggregated", "large")),
 )
 """Those that are a mesh without components."""
 

@@ -60,6 +60,11 @@ class CoordinatorStub:
                 request_serializer=tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterResponse.FromString,
                 _registered_method=True)
+        self.Enroll = channel.unary_stream(
+                '/tokenloom.v1.Coordinator/Enroll',
+                request_serializer=tokenloom_dot_v1_dot_coordinator__pb2.EnrollRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.Position.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer:
@@ -107,6 +112,15 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Enroll(self, request, context):
+        """Counts the caller among the processes of its service for as long as the call lasts, and streams its position among them: once the
+        coordinator has been up for long enough that all of them may have called, and at each change. From its position a process computes which
+        subset of a large mesh it works with. Callers: gateways, output processors.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -134,6 +148,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.SetAdapter,
                     request_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterResponse.SerializeToString,
+            ),
+            'Enroll': grpc.unary_stream_rpc_method_handler(
+                    servicer.Enroll,
+                    request_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.EnrollRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_coordinator__pb2.Position.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -272,6 +291,33 @@ class Coordinator:
             '/tokenloom.v1.Coordinator/SetAdapter',
             tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterRequest.SerializeToString,
             tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Enroll(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tokenloom.v1.Coordinator/Enroll',
+            tokenloom_dot_v1_dot_coordinator__pb2.EnrollRequest.SerializeToString,
+            tokenloom_dot_v1_dot_coordinator__pb2.Position.FromString,
             options,
             channel_credentials,
             insecure,

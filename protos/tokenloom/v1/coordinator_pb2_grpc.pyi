@@ -54,6 +54,11 @@ class CoordinatorStub:
     """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
     forgot one, are asked to do the same. A new coordinator takes the adapters that joining engines have. Callers: gateways, for an operator.
     """
+    Enroll: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.EnrollRequest, _coordinator_pb2.Position]
+    """Counts the caller among the processes of its service for as long as the call lasts, and streams its position among them: once the
+    coordinator has been up for long enough that all of them may have called, and at each change. From its position a process computes which
+    subset of a large mesh it works with. Callers: gateways, output processors.
+    """
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
@@ -80,6 +85,11 @@ class CoordinatorAsyncStub(CoordinatorStub):
     SetAdapter: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SetAdapterRequest, _coordinator_pb2.SetAdapterResponse]  # type: ignore[assignment]
     """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
     forgot one, are asked to do the same. A new coordinator takes the adapters that joining engines have. Callers: gateways, for an operator.
+    """
+    Enroll: _aio.UnaryStreamMultiCallable[_coordinator_pb2.EnrollRequest, _coordinator_pb2.Position]  # type: ignore[assignment]
+    """Counts the caller among the processes of its service for as long as the call lasts, and streams its position among them: once the
+    coordinator has been up for long enough that all of them may have called, and at each change. From its position a process computes which
+    subset of a large mesh it works with. Callers: gateways, output processors.
     """
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
@@ -134,6 +144,17 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.SetAdapterResponse, _abc.Awaitable[_coordinator_pb2.SetAdapterResponse]]:
         """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
         forgot one, are asked to do the same. A new coordinator takes the adapters that joining engines have. Callers: gateways, for an operator.
+        """
+
+    @_abc_1.abstractmethod
+    def Enroll(
+        self,
+        request: _coordinator_pb2.EnrollRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.Position], _abc.AsyncIterator[_coordinator_pb2.Position]]:
+        """Counts the caller among the processes of its service for as long as the call lasts, and streams its position among them: once the
+        coordinator has been up for long enough that all of them may have called, and at each change. From its position a process computes which
+        subset of a large mesh it works with. Callers: gateways, output processors.
         """
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeAlias
 
 import grpc
@@ -30,7 +30,14 @@ MESSAGE_BYTES = 4 << 20
 """Limit on the prompts that share one message, below every message limit. A larger prompt has a message of its own."""
 MIN_BACKOFF, MAX_BACKOFF = 0.1, 0.2
 """Seconds between two attempts to connect: a restarted output processor is used at once."""
+IDLE_TICKS = round(60 / hello.HEARTBEAT_SECONDS)
+"""The stream to an output processor that this gateway does not work with any more ends so long after its last request:
+a request that is sought may come back to it."""
 SILENT_TICKS = round(hello.SILENCE_SECONDS / hello.HEARTBEAT_SECONDS)
+
+
+class _NotNeeded(errors.Unavailable):
+    """The stream had no request for long, and the gateway works with other output processors."""
 
 
 class StreamOwner(Protocol):
@@ -64,7 +71,7 @@ class ProcessStream:
         self._outbox: deque[pb.ProcessInput] = deque()  # bounded by the same; `write` empties it
         self._outbox_bytes = 0
         self._outbox_filled = asyncio.Event()
-        self._silent_ticks = 0
+        self._silent_ticks = self._idle_ticks = 0
         self._uncredited = 0
         self._ended = False
         self.leaving = self.was_silent = False
@@ -117,13 +124,18 @@ class ProcessStream:
         while True:
             self.deal(await _next(call))
 
-    async def watch(self) -> None:
+    async def watch(self, is_needed: Callable[[], bool] = lambda: True) -> None:
         """Raise :class:`PeerSilent` when the output processor owes a heartbeat for longer than its event loop
         can be busy. Counts ticks, not time: a pause of this process is one tick, however long.
+
+        ``is_needed``: returns whether the stream stays open without requests.
         """
         while self._silent_ticks < SILENT_TICKS:
             await asyncio.sleep(hello.HEARTBEAT_SECONDS)
             self._silent_ticks = self._silent_ticks + 1 if self._slots else 0
+            self._idle_ticks = 0 if self._slots else self._idle_ticks + 1
+            if self._idle_ticks >= IDLE_TICKS and not is_needed():
+                raise _NotNeeded("the stream is not needed any more")
         raise PeerSilent("the output processor is silent")
 
     def deal(self, frame: pb.ProcessFrame) -> None:
@@ -221,14 +233,25 @@ class OutputLink:
         changed_at: When it was lost, or returned, last; -inf if it was never lost.
     """
 
-    def __init__(self, address: str, ours: types_pb2.Hello, owner: StreamOwner) -> None:
-        """``ours``: what this gateway says hello with. ``owner``: learns what happens to the streams."""
+    def __init__(
+        self,
+        address: str,
+        ours: types_pb2.Hello,
+        owner: StreamOwner,
+        is_needed: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Args:
+        ours: What this gateway says hello with.
+        owner: Learns what happens to the streams.
+        is_needed: Returns whether a stream stays open without requests.
+        """
         self.address = address
         self.mark = UNKNOWN_MARK
         self.changed_at = -math.inf
         self._owner = owner
         self.stream: ProcessStream | None = None
         self._ours = ours
+        self._is_needed = is_needed
         self._backoff = MIN_BACKOFF
 
     async def connect(self, stub: "output_processor_pb2_grpc.OutputProcessorAsyncStub") -> None:
@@ -243,9 +266,9 @@ class OutputLink:
                 self.changed_at = asyncio.get_running_loop().time()
             log.info("connected to output processor %s", self.address)
             self._owner.on_open()
-            await first_of(stream.write(call), stream.watch(), stream.read(call))
+            await first_of(stream.write(call), stream.watch(self._is_needed), stream.read(call))
         except (grpc.aio.AioRpcError, errors.TokenloomError, asyncio.InvalidStateError, TimeoutError) as error:
-            level = logging.WARNING if greeted else logging.DEBUG
+            level = logging.WARNING if greeted and not isinstance(error, _NotNeeded) else logging.DEBUG
             reason = error.code().name if isinstance(error, grpc.aio.AioRpcError) else error
             log.log(level, "output processor %s: %s", self.address, reason)
             stream.was_silent = was_silent(error)

@@ -65,6 +65,7 @@ class OutputPool:
         self._waiting: dict[Submission, None] = {}  # in order of arrival; bounded by what the gateway admits
         self._wake = asyncio.Event()
         self._held: dict[Submission, asyncio.TimerHandle] = {}  # until they ask again; bounded by the same
+        self._withdrawn: dict[tuple[str, str], float] = {}  # with the time to go; at most those of a few seconds
         self._sought: dict[Submission, asyncio.TimerHandle] = {}  # waiting for a connection; bounded by the same
 
     @property
@@ -94,7 +95,9 @@ class OutputPool:
 
         def joined(address: str) -> None:
             if all(link.address != address for link in self._links):
-                host.spawn(self._keep(address, ours), name=f"link to output processor {address}")
+                link = OutputLink(address, ours, self, lambda: address in self._members)
+                self._links.append(link)
+                host.spawn(self._keep(link), name=f"link to output processor {address}")
 
         host.spawn(self._members.watch(joined), name="output processors")
         host.spawn(self._place_waiting(), name="requests without an output processor")
@@ -108,8 +111,11 @@ class OutputPool:
         now = asyncio.get_running_loop().time()
         self._budget.add_request()
         submission = Submission(submit, collector, index, self._kept, self._budget, now=now)
-        if submission.takes_over and any(now - link.changed_at < UNSETTLED_SECONDS for link in self._links):
-            # It may run where it would not be placed now, because another output processor was away then.
+        if submission.takes_over and (
+            self._connect_all() or any(now - link.changed_at < UNSETTLED_SECONDS for link in self._links)
+        ):
+            # It may run where it would not be placed now, because another output processor was away then, or was not
+            # among those of the gateway that began it.
             submission.sought_until = now + SEARCH_SECONDS
             self._seek(submission)
         else:
@@ -127,6 +133,7 @@ class OutputPool:
         Returns what cancels it. The collector fails with ``RequestLost`` if no output processor has the request.
         """
         now = asyncio.get_running_loop().time()
+        self._connect_all()
         submission = Submission(
             submit, collector, index, self._kept, self._budget, now=now, sought_until=now + SEARCH_SECONDS
         )
@@ -135,13 +142,18 @@ class OutputPool:
 
     def withdraw(self, request_id: str, tenant: str) -> None:
         """End a request of another gateway, or of none, that its client does not want any more."""
-        for link in self._links:  # it may have moved from the output processor that its id names
-            if link.stream is not None:
-                link.stream.withdraw(request_id, tenant)
+        if self._connect_all():
+            self._withdrawn[request_id, tenant] = asyncio.get_running_loop().time() + SEARCH_SECONDS
+        self._withdraw_at_all(request_id, tenant)
 
     def on_open(self) -> None:
         """Send the requests that wait."""
         self._wake.set()
+        for (request_id, tenant), until in list(self._withdrawn.items()):
+            if until < asyncio.get_running_loop().time():
+                del self._withdrawn[request_id, tenant]
+            else:
+                self._withdraw_at_all(request_id, tenant)
         for submission in list(self._sought):
             self._seek(submission)
 
@@ -166,6 +178,17 @@ class OutputPool:
                 continue
             submission.lost(cause, was_alone=was_alone)
             self._wait(submission)
+
+    def _connect_all(self) -> bool:
+        """Connect to all output processors for a while, because any of them may have a request that was begun
+        elsewhere. Returns whether some are not connected yet that this gateway does not work with otherwise."""
+        self._members.widen()
+        return self._members.is_wide and any(link.stream is None for link in self._links)
+
+    def _withdraw_at_all(self, request_id: str, tenant: str) -> None:
+        for link in self._links:  # it may have moved from the output processor that its id names
+            if link.stream is not None:
+                link.stream.withdraw(request_id, tenant)
 
     def _choose(self, submission: Submission) -> ProcessStream | None:
         """Return a stream among those that have not refused the request: the one that its id names, otherwise the next
@@ -201,8 +224,8 @@ class OutputPool:
         self._begin(submission)
 
     def _seek(self, submission: Submission) -> None:
-        """Ask the likeliest output processor that was not asked yet. Wait for those that are not connected, except with
-        a request that may begin anew."""
+        """Ask the likeliest output processor that was not asked yet. Wait for those that are not connected; with a
+        request that may begin anew, only for those that this gateway does not work with otherwise."""
         if (timer := self._sought.pop(submission, None)) is not None:
             timer.cancel()
         if submission.collector.failed:
@@ -213,9 +236,11 @@ class OutputPool:
         loop = asyncio.get_running_loop()
         if stream is not None:
             self._send(submission, stream)
-        elif submission.takes_over:
+            return
+        is_over = loop.time() >= submission.sought_until or (bool(streams) and all(streams))
+        if submission.takes_over and (is_over or not self._members.is_wide):
             self._begin_unknown(submission)
-        elif (streams and all(streams)) or loop.time() >= submission.sought_until:
+        elif is_over:
             submission.fail(errors.RequestLost("The request is not known any more; send it again as a new request."))
         else:
             self._sought[submission] = loop.call_at(submission.sought_until, self._seek, submission)
@@ -274,13 +299,11 @@ class OutputPool:
                 if num_placed % _PLACED_AT_ONCE == 0:
                     await asyncio.sleep(0)
 
-    async def _keep(self, address: str, ours: types_pb2.Hello) -> None:
-        link = OutputLink(address, ours, self)
-        self._links.append(link)
+    async def _keep(self, link: OutputLink) -> None:
         try:
-            async with self._channels.open(address, "output_processor") as channel:
+            async with self._channels.open(link.address, "output_processor") as channel:
                 stub = output_processor_pb2_grpc.OutputProcessorStub(channel)
-                while address in self._members:  # requests that have begun continue to their end
+                while link.address in self._members:  # requests that have begun continue to their end
                     await link.connect(stub)
         finally:
             self._links.remove(link)

@@ -30,6 +30,8 @@ ANSWER_SECONDS = 6.0
 """How long a replica may take to answer a probe: its event loop may be busy for 5 s."""
 
 
+LEAVE_SECONDS = 10.0
+"""How long the channel to a replica stays open that this gateway does not work with any more, for calls in flight."""
 RECONNECT_SECONDS = 2.0
 """How long a call waits for the only replica, which has just answered, to be connected again."""
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -181,15 +183,18 @@ class TokenizerClient:
         raise errors.Unavailable("The tokenizer became unavailable; retry.")
 
     async def _keep(self, address: str) -> None:
-        """Probe a replica until it neither answers nor is a member any more."""
+        """Probe a replica until it neither answers nor is a member any more, or another gateway works with it."""
         async with self._channels.open(address, "tokenizer") as channel:
             self._stubs[address] = tokenizer_pb2_grpc.TokenizerStub(channel)
             try:
-                while await self._probe(address) or address in self._members:  # noqa: ASYNC110
+                while await self._probe(address) or address in self._members:
+                    if self._members.is_left_to_others(address):
+                        break
                     await asyncio.sleep(PROBE_SECONDS if address in self._alive else PROBE_SECONDS / 5)
             finally:
                 self._alive.discard(address)
                 del self._stubs[address]
+            await asyncio.sleep(LEAVE_SECONDS)
 
     async def _probe(self, address: str) -> bool:
         """Return whether the replica answers."""

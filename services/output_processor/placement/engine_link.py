@@ -111,6 +111,21 @@ class EngineLink:
         self._step = 0
         self._silent_ticks = 0
         self._still_ticks = 0
+        self._used_at = asyncio.get_running_loop().time()
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long it has carried no request."""
+        return 0.0 if self._attempts else asyncio.get_running_loop().time() - self._used_at
+
+    def touch(self) -> None:
+        """Count as used now, because a request is about to be sent."""
+        self._used_at = asyncio.get_running_loop().time()
+
+    def close(self) -> None:
+        """End the link, which must carry no request."""
+        assert not self._attempts
+        self._end(errors.Unavailable("the stream was idle"))
 
     async def opened(self) -> None:
         """Return when both sides have said hello. Raises ``Unavailable`` if that fails."""
@@ -129,7 +144,7 @@ class EngineLink:
         attempt.request_id = request.request_id
         attempt.owner = owner
         self._attempts[self._last_slot] = attempt
-        self._outgoing.add.append(request)
+        self._outgoing.add.add().CopyFrom(request)  # append would take twice the memory for a long prompt
         self._wake.set()
 
     def accept(self, attempt: Attempt, token_ids: Sequence[int]) -> None:
@@ -147,6 +162,7 @@ class EngineLink:
     def abort(self, attempt: Attempt) -> None:
         """End an attempt, if it is live; its owner receives no more of it."""
         if self._attempts.pop(attempt.slot, None) is not None:
+            self.touch()
             self.drop_kv(attempt)
 
     def drop_kv(self, attempt: Attempt) -> None:
@@ -228,6 +244,7 @@ class EngineLink:
                 attempt.owner.on_pooled(attempt, part)
         for finished in frame.finished:
             if (attempt := self._attempts.pop(finished.slot, None)) is not None:
+                self.touch()
                 attempt.owner.on_finished(attempt, finished)
         self._grant()
 

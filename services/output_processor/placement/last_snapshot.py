@@ -7,8 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from tokenloom.request import errors
+from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
 from tokenloom.services.runtime.peers.registry_view import RegistryView
+from tokenloom.services.runtime.peers.subset import Position
 from tokenloom.services.runtime.placement import pairing
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
@@ -20,6 +22,7 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineState,
     PickRequest,
     PickResponse,
+    Subset,
 )
 from tokenloom.v1.types_pb2 import Fingerprint
 
@@ -42,22 +45,23 @@ class LastSnapshot:
         self._columns = EngineColumns()  # the entries, with the picks since
         self._kinds = FingerprintKinds()
         self._rows: dict[EngineKey, int] = {}
-        self._has_loads = False  # whether the columns have the view's newest loads
         self._serving: frozenset[EngineKey] = frozenset()
         self._pd_threshold = 0
         self._epoch = 0
         self._complete = False
         self._picks: Counter[EngineKey] = Counter()  # since the snapshot, and still live
         self._num_picks = 0
+        self._rings: list[list[int]] | None = None  # of the serving engines, once a pick needs them
+        self._is_behind = False  # whether the columns lack loads that have arrived
 
     def update(self, snapshot: RegistryView) -> bool:
         """Take a view after a change. While engines still re-join a new coordinator, the view of the former one stays.
 
         Returns whether an engine serves that did not serve before.
         """
-        if snapshot is self._view and snapshot.version == self._version:  # only loads changed; picks look at them
+        if snapshot is self._view and snapshot.version == self._version:  # only loads changed
+            self._is_behind = True
             self._picks.clear()
-            self._has_loads = False
             return False
         is_new_coordinator = snapshot.coordinator_epoch != self._epoch
         if self._entries and not snapshot.complete and (self._complete or is_new_coordinator):
@@ -67,21 +71,26 @@ class LastSnapshot:
         self._complete = snapshot.complete
         self._entries = [entry for entry in snapshot.engines if self._is_ours(entry)]
         self._pd_threshold = snapshot.pd_threshold
+        self._is_behind = True
         self._picks.clear()
-        self._fill_columns()
+        self._rings = None
         before, self._serving = self._serving, frozenset(map(_key, filter(_is_serving, self._entries)))
         return not self._serving <= before
 
     def pick(self, request: PickRequest, exclude: Collection[EngineKey] = ()) -> PickResponse:
-        """Answer like the coordinator, by its rule, but without a pick's id: the serving engine of the lowest score.
+        """Answer like the coordinator, by its rule, but without a pick's id: the serving engine of the lowest score, of
+        the request's subset if it names one that has an engine left.
 
         Ties rotate. The pick counts until the next snapshot or ``release``. Cached prefixes are not considered: only
         the coordinator knows them. Raises ``Unavailable`` when no engine serves, or none has the request's adapter.
         """
-        self._fill_loads()
+        self._look()
         rows = self._candidates(request, exclude)
         if not len(rows):
             raise errors.Unavailable("No engine is serving this model now; retry.")
+        if request.HasField("subset") and not request.query_id:
+            near = rows[np.isin(rows, self._near(request.subset))]
+            rows = near if len(near) else rows
         if request.query_id:
             rows = np.array([pairing.engine_of_query(self._columns, rows, request.query_id)], np.intp)
         pool = make_pool(self._columns, self._kinds, rows)
@@ -92,6 +101,15 @@ class LastSnapshot:
         chosen = self._entries[row]
         self.count(_key(chosen))
         return PickResponse(engine=chosen.identity, whole_request=whole)
+
+    def _near(self, wanted: Subset) -> list[int]:
+        """Return the rows of the serving engines in a subset."""
+        if self._rings is None:
+            serving = [row for row, entry in enumerate(self._entries) if _is_serving(entry)]
+            engines = [self._entries[row] for row in serving]
+            rings = subset.rings([(each.identity.engine_id, each.report.role) for each in engines])
+            self._rings = [[serving[each] for each in ring] for ring in rings]
+        return subset.of_rings(self._rings, Position(wanted.index, wanted.count), wanted.size)
 
     def num_requests(self, key: EngineKey) -> int:
         """Return how many requests an engine last reported; 0 for an engine that is not in the snapshot."""
@@ -110,6 +128,16 @@ class LastSnapshot:
             self._picks[key] -= 1
             self._add_waiting(key, -1)
 
+    def _look(self) -> None:
+        """Write what has arrived since the last look to the columns. A process that the coordinator serves never looks,
+        and spends nothing on the loads of a thousand engines."""
+        if self._is_behind:
+            self._is_behind = False
+            self._view.update_loads()
+            self._fill_columns()
+            for key, requests in self._picks.items():
+                self._add_waiting(key, requests)
+
     def _add_waiting(self, key: EngineKey, requests: int) -> None:
         if (row := self._rows.get(key)) is not None:
             self._columns.waiting[row] += requests
@@ -122,37 +150,26 @@ class LastSnapshot:
         return rows[~np.isin(rows, excluded)] if excluded else rows
 
     def _fill_columns(self) -> None:
-        """Write the entries into new columns, whose rows are the positions of the entries; loads follow when they are
-        needed."""
+        """Write the entries into new columns, whose rows are the positions of the entries."""
         turns = {key: self._columns.last_turn[row] for key, row in self._rows.items()}
         self._columns, self._kinds, self._rows = EngineColumns(), FingerprintKinds(), {}
-        self._has_loads = False
         for entry in self._entries:
             key, columns, row = _key(entry), self._columns, self._columns.add()
             self._rows[key] = row
+            block_size = entry.identity.fingerprint.block_size
             columns.order[row] = row
             columns.kind[row] = self._kinds.number(entry.identity.fingerprint)
             columns.name_hash[row] = name_hash(f"{key.engine_id} {key.epoch}")
             columns.role[row] = entry.report.role
             columns.is_serving[row] = _is_serving(entry)
-            columns.last_turn[row] = turns.get(key, 0)
-
-    def _fill_loads(self) -> None:
-        """Write the view's newest loads into the columns, unless they are there."""
-        if self._has_loads:
-            return
-        self._has_loads = True
-        self._view.update_loads()
-        columns = self._columns
-        for row, entry in enumerate(self._entries):
-            report, block_size = entry.report, entry.identity.fingerprint.block_size
-            columns.waiting[row] = entry.waiting + self._picks[_key(entry)]
-            columns.running[row] = report.running
+            columns.waiting[row] = entry.waiting
+            columns.running[row] = entry.report.running
             columns.waiting_tokens[row] = entry.waiting_tokens
-            columns.free_tokens[row] = report.free_kv_blocks * block_size - entry.waiting_tokens
-            columns.prefill_rate[row] = report.prefill_tokens_per_second
-            columns.start_rate[row] = report.starts_per_second
-            columns.seats[row] = report.seats
+            columns.free_tokens[row] = entry.report.free_kv_blocks * block_size - entry.waiting_tokens
+            columns.prefill_rate[row] = entry.report.prefill_tokens_per_second
+            columns.start_rate[row] = entry.report.starts_per_second
+            columns.seats[row] = entry.report.seats
+            columns.last_turn[row] = turns.get(key, 0)
 
     def _is_ours(self, entry: EngineEntry) -> bool:
         return fingerprint_difference(self._fingerprint, entry.identity.fingerprint) is None

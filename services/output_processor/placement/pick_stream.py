@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 1.0
 """How long the coordinator may take to answer a pick. Then it counts as away, for every request, until it answers."""
+_LATE_SECONDS = 0.5
 _REOPEN_SECONDS = 0.2
 
 
@@ -35,6 +36,8 @@ class PickStream:
         # The answers that are due, with the times of their picks: as many as requests wait to be placed.
         self._waiting: deque[tuple[asyncio.Future[PickResponse], float]] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._look_at = 0.0
+        self._has_waited_longer = False
         self._batch = PickBatch()  # bounded by the same number: the writer takes it whole
         self._wake = asyncio.Event()
         self.is_open = False
@@ -48,7 +51,7 @@ class PickStream:
         future: asyncio.Future[PickResponse] = loop.create_future()
         self._waiting.append((future, loop.time()))
         if self._timer is None:
-            self._timer = loop.call_later(ANSWER_SECONDS, self._look)
+            self._look_after(ANSWER_SECONDS)
         self._batch.pick.append(request)
         self._wake.set()
         return future
@@ -101,15 +104,29 @@ class PickStream:
         return message.result
 
     def _look(self) -> None:
-        """Suspend the stream if its oldest pick has waited too long; otherwise look again when it would have."""
+        """Suspend the stream if its oldest pick has waited too long; otherwise look again when it would have.
+
+        A process that was starved looks once more: the answer may be here, but not read yet.
+        """
         self._timer = None
         if self.is_open and self._waiting:
             _, asked_at = self._waiting[0]
             loop = asyncio.get_running_loop()
+            was_starved = loop.time() - self._look_at > _LATE_SECONDS
+            if was_starved and not self._has_waited_longer:
+                self._has_waited_longer = True
+                self._look_after(ANSWER_SECONDS)
+                return
+            self._has_waited_longer = False
             if loop.time() >= asked_at + ANSWER_SECONDS:
                 self.suspend()
             else:
-                self._timer = loop.call_at(asked_at + ANSWER_SECONDS, self._look)
+                self._look_after(asked_at + ANSWER_SECONDS - loop.time())
+
+    def _look_after(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._look_at = loop.time() + seconds
+        self._timer = loop.call_at(self._look_at, self._look)
 
     def _settle(self, result: PickResult) -> None:
         if not self._waiting:

@@ -1,23 +1,24 @@
 """Places legs: asks the coordinator for an engine, or the last snapshot while the coordinator is away."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Collection
 from dataclasses import dataclass
 
 import grpc.aio
 
 from tokenloom.request import errors, wire_errors
-from tokenloom.services.runtime.host.tasks import Tasks, first_of
-from tokenloom.services.runtime.peers.channels import Channels
+from tokenloom.services.runtime.host.tasks import first_of
+from tokenloom.services.runtime.peers.enrolment import Enrolment
 from tokenloom.services.runtime.peers.registry_view import RegistryView
 from tokenloom.services.runtime.peers.registry_watch import watch_registry
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest, PickResponse
+from tokenloom.v1.coordinator_pb2 import EngineRef, PickRequest, PickResponse, Subset
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.output_processor_pb2 import Submit
-from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, Hello
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
-from .engine_link import Attempt, EngineLink
+from .engine_link import Attempt
+from .engine_links import EngineLinks
 from .engine_search import EngineSearch
 from .last_snapshot import EngineKey, LastSnapshot
 from .pick_stream import ANSWER_SECONDS, PickStream
@@ -40,8 +41,20 @@ class Placer:
         budget: Limits the retries of all requests.
     """
 
-    def __init__(self, coordinator: grpc.aio.Channel, fingerprint: Fingerprint, links: "EngineLinks") -> None:
-        """``coordinator``: a channel to the coordinator; :meth:`close` closes it and ``links``."""
+    def __init__(
+        self,
+        coordinator: grpc.aio.Channel,
+        fingerprint: Fingerprint,
+        links: EngineLinks,
+        *,
+        instance_id: str,
+        subset_size: int,
+    ) -> None:
+        """Args:
+        coordinator: A channel to the coordinator; :meth:`close` closes it and ``links``.
+        instance_id: Names this process among the output processors of the mesh.
+        subset_size: Engines of each role that this process works with, of a large mesh.
+        """
         self._channel = coordinator
         self._stub = CoordinatorStub(coordinator)
         self._picks = PickStream(self._stub)
@@ -49,12 +62,19 @@ class Placer:
         self.budget = RetryBudget(asyncio.get_running_loop().time)
         self._links = links
         self._snapshot = LastSnapshot(fingerprint)
+        self._enrolment = Enrolment("output_processor", instance_id)
+        self._subset_size = subset_size
+        self._subset: Subset | None = None  # None until the position is known
         self._is_closed = False
         self._news = asyncio.Event()  # set once when another engine serves, and replaced
 
     async def run(self) -> None:
         """Stay in touch with the coordinator until cancelled."""
-        await first_of(self._watch(), self._picks.run())
+        await first_of(self._watch(), self._picks.run(), self._enrolment.run(self._stub, self._moved))
+
+    def _moved(self) -> None:
+        if (position := self._enrolment.position) is not None:
+            self._subset = Subset(index=position.index, count=position.count, size=self._subset_size)
 
     async def _watch(self) -> None:
         """Follow the coordinator's snapshots. The last one stays in use while the coordinator is away."""
@@ -73,7 +93,7 @@ class Placer:
         """
         if submit.journals or submit.trace_headers or not self._picks.is_open:
             return None
-        request = _pick_request(submit, EngineRole.ENGINE_ROLE_PREFILL, 0, self._fingerprint)
+        request = _pick_request(submit, EngineRole.ENGINE_ROLE_PREFILL, 0, self._fingerprint, self._subset)
         return Asked(request, self._picks.pick(request))
 
     async def place(
@@ -98,8 +118,9 @@ class Placer:
         Raises ``ResourceExhausted`` when every engine is full, unless the sample was admitted before; ``Unavailable``
         when no engine took the leg in time, ``TryElsewhere`` when this process stops.
         """
-        request = asked.request if asked else _pick_request(submit, leg, num_output_tokens, pool or self._fingerprint)
-        response = asked.response if asked else None
+        request, response = (asked.request, asked.response) if asked else (None, None)
+        if request is None:
+            request = _pick_request(submit, leg, num_output_tokens, pool or self._fingerprint, self._subset)
         if leg == EngineRole.ENGINE_ROLE_DECODE:
             search.is_admitted = True  # with the leg before
         if search.must_wait:
@@ -205,56 +226,13 @@ class Placer:
         return self._snapshot.pick(request, exclude)
 
 
-class EngineLinks:
-    """Holds the links of this process: one for each incarnation of an engine, opened when it is first needed."""
-
-    def __init__(
-        self,
-        make_hello: Callable[[EngineIdentity], Hello],
-        on_failure: Callable[[BaseException], None],
-        channels: Channels,
-        *,
-        hang_seconds: float,
-    ) -> None:
-        """``on_failure``: called when a bug ended a link, because its requests may then never end."""
-        self._make_hello = make_hello
-        self._channels = channels
-        self._hang_seconds = hang_seconds
-        self._links: dict[EngineKey, EngineLink] = {}  # one for each live engine; dead links are removed
-        self._tasks = Tasks(on_failure)
-
-    @property
-    def num_open(self) -> int:
-        return len(self._links)
-
-    async def get(self, identity: EngineIdentity) -> EngineLink:
-        """Return an open link. Raises ``Unavailable`` when the engine does not answer or is not the one expected."""
-        key = EngineKey(identity.engine_id, identity.epoch)
-        link = self._links.get(key)
-        if link is None or link.error is not None:
-            link = EngineLink(identity, self._make_hello(identity), self._channels, hang_seconds=self._hang_seconds)
-            self._links[key] = link
-            self._tasks.spawn(self._run(link), name=f"engine-link {identity.engine_id}")
-        await link.opened()
-        return link
-
-    async def close(self) -> None:
-        """End every link; the engines abort the requests that were live on them."""
-        await self._tasks.close()
-
-    async def _run(self, link: EngineLink) -> None:
-        try:
-            await link.run()
-        finally:
-            if self._links.get(link.key) is link:
-                del self._links[link.key]
-
-
 async def _away() -> PickResponse:
     raise errors.Unavailable("The coordinator became unavailable; retry.")
 
 
-def _pick_request(submit: Submit, leg: EngineRole, num_output_tokens: int, pool: Fingerprint) -> PickRequest:
+def _pick_request(
+    submit: Submit, leg: EngineRole, num_output_tokens: int, pool: Fingerprint, subset: Subset | None
+) -> PickRequest:
     pools = submit.HasField("pooling_params")
     return PickRequest(
         fingerprint=pool,
@@ -268,4 +246,5 @@ def _pick_request(submit: Submit, leg: EngineRole, num_output_tokens: int, pool:
         adapter=submit.prompt.adapter,
         pools=pools,
         query_id=submit.pooling_params.late_interaction.query_id if pools else "",
+        subset=subset,
     )

@@ -32,7 +32,6 @@ def make_add(
     """
     request = AddRequest(
         request_id=submit.request_id,
-        prompt=submit.prompt,
         accepted_token_ids=accepted,
         sampling_params=params,
         priority=submit.priority,
@@ -44,6 +43,7 @@ def make_add(
         trace_headers=submit.trace_headers,
         tenant=submit.tenant,
     )
+    request.prompt.CopyFrom(submit.prompt)  # as an argument it would take twice the memory
     if routed_start:
         request.sampling_params.routed_experts_prompt_start = routed_start
     return request
@@ -51,9 +51,8 @@ def make_add(
 
 def make_pooling_add(submit: Submit, *, pick: PickId | None, seconds_left: float | None) -> AddRequest:
     """Return the message of a pooling request; the arguments are as in :func:`make_add`."""
-    return AddRequest(
+    request = AddRequest(
         request_id=submit.request_id,
-        prompt=submit.prompt,
         pooling_params=submit.pooling_params,
         priority=submit.priority,
         timeout=_duration(seconds_left),
@@ -61,6 +60,8 @@ def make_pooling_add(submit: Submit, *, pick: PickId | None, seconds_left: float
         trace_headers=submit.trace_headers,
         tenant=submit.tenant,
     )
+    request.prompt.CopyFrom(submit.prompt)  # as an argument it would take twice the memory
+    return request
 
 
 def _duration(seconds: float | None) -> Duration | None:

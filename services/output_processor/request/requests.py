@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.host.tasks import Tasks
@@ -16,13 +17,14 @@ from ..text.vocabulary import Vocabulary
 from .kept_requests import KeptRequests
 from .pooled_request import PooledRequest
 from .request_trace import RequestTrace
-from .sample_group import SampleGroup, num_samples
+from .room import Place, Room, num_samples
+from .sample_group import SampleGroup
 from .sample_output import SampleOutput
 
 
 class Requests:
-    """Makes requests from Submits, and counts their samples while they are live. The limit of this count also limits
-    every table and queue of this process."""
+    """Makes requests from Submits, and counts what they take up while they are live. The limits of this count also
+    limit every table and queue of this process."""
 
     def __init__(
         self,
@@ -31,12 +33,13 @@ class Requests:
         eos_token_ids: frozenset[int],
         metrics: Metrics,
         *,
-        max_requests: int,
+        room: Room,
         kept: KeptRequests[SampleGroup],
         tracer: Tracer | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """Args:
+        room: Bounds the live requests.
         kept: Holds the requests that can be resumed.
         clock: Returns nanoseconds, by which the times of requests are measured.
         """
@@ -46,17 +49,25 @@ class Requests:
         self._vocabulary = vocabulary
         self._eos_token_ids = eos_token_ids
         self._metrics = metrics
-        self._max_requests = max_requests
+        self._room = room
         self._tracer = tracer
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self.num_live = 0
+
+    @property
+    def num_live(self) -> int:
+        """Samples that have not ended."""
+        return self._room.num_live
 
     def ask(self, submit: Submit) -> Asked | None:
         """Ask the coordinator for the engine of a request that is not made yet. Returns None when that has to wait, or
         when the request may be running already."""
-        if submit.take_over or self._draining or self.num_live + num_samples(submit) > self._max_requests:
+        if submit.take_over:
+            return None
+        try:
+            self._check(submit)
+        except errors.TryElsewhere:  # the request is about to be refused
             return None
         return self._placer.ask(submit)
 
@@ -64,14 +75,13 @@ class Requests:
         self, submit: Submit, outbox: Outbox, tasks: Tasks, on_end: Callable[[int], object]
     ) -> PooledRequest:
         """Return a pooling request that has not started yet. The arguments and errors are as in :meth:`make`."""
-        self._check(1)
+        self._check(submit)
         self._placer.budget.add_request()
         trace = RequestTrace.open(self._tracer, submit) if submit.trace_headers else None
-        self.num_live += 1
-        self._idle.clear()
+        place = self._take(submit, 1)
 
         def ended(slot: int, finished: RequestFinished) -> None:
-            self._sample_ended(finished)
+            self._sample_ended(place, finished)
             on_end(slot)
 
         return PooledRequest(submit, outbox, self._placer, tasks, trace, self._clock, ended)
@@ -90,7 +100,7 @@ class Requests:
         count = num_samples(submit)
         if submit.WhichOneof("task") != "sampling_params":
             raise errors.InvalidArgument("sampling_params is missing", "sampling_params")
-        self._check(count)
+        self._check(submit)
         self._placer.budget.add_request()
         journals = _journals(submit, count) if submit.journals else {}
         samples = [
@@ -108,11 +118,10 @@ class Requests:
         ]
         count = len(samples)
         trace = RequestTrace.open(self._tracer, submit) if submit.trace_headers else None
-        self.num_live += count
-        self._idle.clear()
+        ended = partial(self._sample_ended, self._take(submit, count))
         if not submit.fingerprint:
-            return SampleGroup(submit, samples, self._placer, tasks, trace, self._sample_ended, on_end)
-        group = SampleGroup(submit, samples, self._placer, self.kept.tasks, trace, self._sample_ended, on_end)
+            return SampleGroup(submit, samples, self._placer, tasks, trace, ended, on_end)
+        group = SampleGroup(submit, samples, self._placer, self.kept.tasks, trace, ended, on_end)
         group.on_over = self.kept.ended
         self.kept.add(group)
         return group
@@ -123,16 +132,19 @@ class Requests:
         self.kept.hurry()
         await self._idle.wait()
 
-    def _check(self, count: int) -> None:
+    def _check(self, submit: Submit) -> None:
         if self._draining:
             raise errors.TryElsewhere("The output processor is shutting down; retry.")
-        if self.num_live + count > self._max_requests:
-            raise errors.TryElsewhere(f"The output processor already runs {self._max_requests} requests; retry.")
+        self._room.check(submit)
 
-    def _sample_ended(self, finished: RequestFinished) -> None:
+    def _take(self, submit: Submit, count: int) -> Place:
+        self._idle.clear()
+        return self._room.take(submit, count)
+
+    def _sample_ended(self, place: Place, finished: RequestFinished) -> None:
         self._metrics.ended(finished)
-        self.num_live -= 1
-        if self.num_live == 0:
+        self._room.leave(place)
+        if not self._room.num_live:
             self._idle.set()
 
 

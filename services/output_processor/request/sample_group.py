@@ -15,6 +15,7 @@ from ..stream.outbox import Outbox
 from .legs import Legs
 from .lifetime import Lifetime
 from .request_trace import RequestTrace
+from .room import num_samples
 from .sample_output import SampleOutput
 
 _UNWANTED = (FinishReason.FINISH_REASON_ERROR, FinishReason.FINISH_REASON_ABORT)
@@ -203,10 +204,6 @@ class SampleGroup:
 
 def _ignore(_: object) -> None:
     """Do nothing."""
-
-
-def num_samples(submit: Submit) -> int:
-    return max(submit.num_samples, 1)
 
 
 def sample_params(submit: Submit, index: int) -> SamplingParams:

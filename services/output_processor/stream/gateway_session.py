@@ -22,6 +22,8 @@ from ..request.requests import Requests
 from ..request.sample_group import SampleGroup
 from .outbox import Outbox
 
+_SHARED_TOKENS = 1024
+"""A prompt of so many tokens is worth a copy of its own."""
 SUBMITS_PER_TURN = 8
 """So many requests of a message are made before the event loop serves those that run. Making one takes about 1 ms."""
 
@@ -105,7 +107,7 @@ class Session:
         for start in range(0, len(message.submit), SUBMITS_PER_TURN):
             if start:
                 await asyncio.sleep(0)
-            await self._submit_some(message.submit[start : start + SUBMITS_PER_TURN])
+            await self._submit_some([own_copy(each) for each in message.submit[start : start + SUBMITS_PER_TURN]])
         for resume in message.resume:
             self._resume(resume)
         for slot in message.cancel_slots:
@@ -219,3 +221,13 @@ class Session:
             if self._credit.is_withheld(wanted=bool(self._outbox)):
                 raise errors.ResourceExhausted(f"The gateway granted no credit for {NO_CREDIT_SECONDS:g} s.")
             self._wake.set()
+
+
+def own_copy(submit: Submit) -> Submit:
+    """Return a large request apart from the message that brought it. Requests of one message share its memory, so the
+    last of them to end would hold all of it; and an array that was parsed takes up to twice the room of a copy."""
+    if len(submit.prompt.token_ids) < _SHARED_TOKENS and not submit.prompt.embeds:
+        return submit
+    copy = Submit()
+    copy.CopyFrom(submit)
+    return copy

@@ -120,6 +120,7 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
             heap = Heap()
             heap.freeze()
             host.spawn(heap.run(), name="heap")
+            host.spawn(host.channels.keepalive.run(), name="patience with peers")
             if settings.measure_turns:
                 host.spawn(LoopTurns(host.metrics).run(), name="turns of the event loop")
             log.info("serving on %s", host.address)

@@ -25,6 +25,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     f"{_V1}Coordinator/Pick": frozenset({"output_processor"}),
     f"{_V1}Coordinator/Watch": frozenset({"gateway", "output_processor", "engine", OPERATOR}),
     f"{_V1}Coordinator/SetAdapter": frozenset({OPERATOR}),
+    f"{_V1}Coordinator/Enroll": frozenset({"gateway", "output_processor"}),
     "/grpc.reflection.": frozenset({OPERATOR}),
 }
 

@@ -16,6 +16,10 @@ _OF_REPORT = (
     ("seats", "seats"),
     ("prefill_tokens_per_second", "prefill_tokens_per_second"),
     ("starts_per_second", "starts_per_second"),
+    ("computed_tokens_per_second", "computed_tokens_per_second"),
+    ("prompt_tokens_per_second", "prompt_tokens_per_second"),
+    ("step_seconds", "step_seconds"),
+    ("step_requests", "step_requests"),
 )
 """Columns, each with the field of ``EngineReport`` that it carries."""
 _GETTERS = [
@@ -33,12 +37,13 @@ def loads_of(entries: Sequence[EngineEntry]) -> EngineLoads:
     return loads
 
 
-def set_load(entry: EngineEntry, loads: EngineLoads, row: int) -> None:
-    """Give an engine the load of one row. A column that a coordinator of another release does not send is left out."""
-    if row < len(loads.age_milliseconds):
-        entry.age.FromMilliseconds(loads.age_milliseconds[row])
-    _set(entry, _OF_ENTRY, loads, row)
-    _set(entry.report, _OF_REPORT, loads, row)
+def set_loads(entries: Sequence[EngineEntry], loads: EngineLoads, rows: Sequence[int]) -> None:
+    """Give each engine the load of its row. A column that a coordinator of another release lacks is left out."""
+    if loads.age_milliseconds:
+        for entry, row in zip(entries, rows, strict=True):
+            entry.age.FromMilliseconds(loads.age_milliseconds[row])
+    _set(entries, _OF_ENTRY, loads, rows)
+    _set([entry.report for entry in entries], _OF_REPORT, loads, rows)
 
 
 def clear_load(entry: EngineEntry) -> None:
@@ -51,7 +56,13 @@ def clear_load(entry: EngineEntry) -> None:
         report.ClearField(field)
 
 
-def _set(message: EngineEntry | EngineReport, fields: Iterable[tuple[str, str]], loads: EngineLoads, row: int) -> None:
+def _set(
+    messages: Sequence[EngineEntry | EngineReport],
+    fields: Iterable[tuple[str, str]],
+    loads: EngineLoads,
+    rows: Sequence[int],
+) -> None:
     for column, field in fields:
-        if row < len(values := getattr(loads, column)):
-            setattr(message, field, values[row])
+        if values := list(getattr(loads, column)):
+            for message, row in zip(messages, rows, strict=True):
+                setattr(message, field, values[row])

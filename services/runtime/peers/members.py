@@ -5,49 +5,106 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from . import addresses
+from . import addresses, subset
 from .addresses import DNS, Address
+from .subset import Position
 
 log = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 2.0
+WIDE_SECONDS = 60.0
+"""How long a process works with all replicas, once it sought something that may be at any of them."""
 
 Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
 """Returns the IP addresses of a name and port. Raises ``OSError`` when they are not known now."""
 
 
 class Members:
-    """Holds the replicas' current addresses. One that left may finish what it has begun, but gets no new work."""
+    """Holds the current addresses of the replicas that this process works with: all, or its subset of a large mesh. One
+    that left may finish what it has begun, but gets no new work."""
 
-    def __init__(self, given: Sequence[str], resolve: Resolve | None = None) -> None:
+    def __init__(self, given: Sequence[str], resolve: Resolve | None = None, *, size: int | None = None) -> None:
+        """``size``: of the subset, see :mod:`.subset`; None: no subset is made."""
         self._fixed = frozenset(address for address in given if not address.startswith(DNS))
         self._names = [addresses.parse(name.removeprefix(DNS)) for name in given if name.startswith(DNS)]
         self._resolve = resolve or _resolve
+        self._size = size
+        self._position: Position | None = None
         self._found: dict[Address, frozenset[str]] = {}
+        self._chosen: frozenset[str] = frozenset()
+        self._joined: Callable[[str], object] = lambda address: None
+        self._widened: asyncio.TimerHandle | None = None
+        self._choose()
 
     def __contains__(self, address: str) -> bool:
-        return address in self._fixed or any(address in found for found in self._found.values())
+        return address in self._chosen
 
-    async def watch(self, joined: Callable[[str], None]) -> None:
+    @property
+    def is_narrow(self) -> bool:
+        """Whether there are replicas that this process does not work with."""
+        return len(self._chosen) < len(self._known())
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether this process works with all replicas for a while, although its subset is smaller."""
+        return self._widened is not None
+
+    def is_left_to_others(self, address: str) -> bool:
+        """Return whether a replica is there, but is not among those that this process works with."""
+        return address not in self._chosen and address in self._known()
+
+    def move(self, position: Position) -> None:
+        """Take this process's position among the processes that choose subsets of these replicas."""
+        self._position = position
+        self._choose()
+
+    def widen(self) -> None:
+        """Work with all replicas for :data:`WIDE_SECONDS`."""
+        if self._widened is not None:
+            self._widened.cancel()
+        elif not self.is_narrow:
+            return
+        self._widened = asyncio.get_running_loop().call_later(WIDE_SECONDS, self._narrow)
+        self._choose()
+
+    async def watch(self, joined: Callable[[str], object]) -> None:
         """Call ``joined`` for each address that appears, or appears again, until cancelled."""
-        for address in sorted(self._fixed):
-            joined(address)
-        while self._names:
-            for name in self._names:
-                await self._look_up(name, joined)
-            await asyncio.sleep(REFRESH_SECONDS)
-        await asyncio.Event().wait()
+        self._joined = joined
+        try:
+            for address in sorted(self._chosen):
+                joined(address)
+            while self._names:
+                for name in self._names:
+                    await self._look_up(name)
+                await asyncio.sleep(REFRESH_SECONDS)
+            await asyncio.Event().wait()
+        finally:
+            if self._widened is not None:
+                self._widened.cancel()
 
-    async def _look_up(self, name: Address, joined: Callable[[str], None]) -> None:
+    async def _look_up(self, name: Address) -> None:
         try:
             hosts = await self._resolve(name.host, name.port)
         except OSError as error:  # the known addresses stay
             log.debug("%s cannot be resolved: %s", name, error)
             return
-        before, now = self._found.get(name, frozenset()), frozenset(str(Address(host=h, port=name.port)) for h in hosts)
-        self._found[name] = now
-        for address in sorted(now - before):
-            joined(address)
+        self._found[name] = frozenset(str(Address(host=host, port=name.port)) for host in hosts)
+        self._choose()
+
+    def _narrow(self) -> None:
+        self._widened = None
+        self._choose()
+
+    def _known(self) -> frozenset[str]:
+        return self._fixed.union(*self._found.values())
+
+    def _choose(self) -> None:
+        known, before = self._known(), self._chosen
+        self._chosen = known
+        if self._size is not None and self._position is not None and self._widened is None:
+            self._chosen = frozenset(subset.choose(known, self._position, self._size))
+        for address in sorted(self._chosen - before):
+            self._joined(address)
 
 
 async def _resolve(host: str, port: int) -> Iterable[str]:

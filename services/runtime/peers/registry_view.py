@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineLoads, Snapshot
 from tokenloom.v1.types_pb2 import Adapter
 
-from .engine_loads import set_load
+from .engine_loads import set_loads
 
 _MAX_PENDING = 32
 """Messages whose loads wait at most until somebody reads them."""
@@ -50,8 +50,13 @@ class RegistryView:
 
     def update_loads(self) -> None:
         """Give the entries of :attr:`engines` the loads that have arrived since they were read last."""
+        rows: dict[int, tuple[EngineLoads, list[EngineEntry], list[int]]] = {}  # by message
         for number, (loads, row) in self._pending.items():
-            set_load(self._entries[self._names[number]], loads, row)
+            _, entries, numbers = rows.setdefault(id(loads), (loads, [], []))
+            entries.append(self._entries[self._names[number]])
+            numbers.append(row)
+        for loads, entries, numbers in rows.values():
+            set_loads(entries, loads, numbers)
         self._pending.clear()
         self._num_pending = 0
 

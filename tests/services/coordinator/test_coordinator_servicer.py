@@ -14,6 +14,7 @@ from tokenloom.services.coordinator.coordinator_settings import CoordinatorSetti
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
+from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1.coordinator_pb2 import (
@@ -21,8 +22,10 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineIdentity,
     EngineReport,
     EngineState,
+    EnrollRequest,
     PickBatch,
     PickRequest,
+    Position,
     Snapshot,
     WatchRequest,
 )
@@ -54,6 +57,11 @@ class Coordinator:
 
     def watch(self) -> Any:
         call = self.stub.Watch(WatchRequest())
+        self.calls.append(call)
+        return call
+
+    def enroll(self, name: str, service: str = "output_processor") -> Any:
+        call = self.stub.Enroll(EnrollRequest(service=service, instance_id=name))
         self.calls.append(call)
         return call
 
@@ -249,3 +257,44 @@ async def test_picks_of_a_stream_are_counted_and_answered_in_their_order(coordin
     assert isinstance(wire_errors.from_proto(results[1].error), errors.InvalidArgument)
     await call.write(PickBatch(pick=[request]))
     assert (await call.read()).result[0].response.pick.number == 4
+
+
+async def test_processes_of_a_service_get_positions_that_follow_who_is_there(coordinator: Coordinator) -> None:
+    calls = {name: coordinator.enroll(name) for name in ("b", "a")}
+    other = coordinator.enroll("a", service="gateway")
+    async with asyncio.timeout(30):
+        assert await other.read() == Position(index=0, count=1)
+        for name, call in calls.items():
+            while (position := await call.read()) != Position(index=place(name, "ab").index, count=2):
+                assert position.count == 1, "the other one had not called yet"
+        calls["b"].cancel()
+        assert await calls["a"].read() == Position(index=0, count=1)
+
+
+async def test_a_second_call_of_a_process_counts_once(coordinator: Coordinator) -> None:
+    first, second = coordinator.enroll("a"), coordinator.enroll("a")
+    async with asyncio.timeout(30):
+        assert await first.read() == await second.read() == Position(index=0, count=1)
+        first.cancel()
+        third = coordinator.enroll("b")
+        assert await third.read() == Position(index=place("b", "ab").index, count=2)
+
+
+async def test_a_coordinator_that_stops_moves_no_process(coordinator: Coordinator) -> None:
+    call = coordinator.enroll("a")
+    async with asyncio.timeout(30):
+        assert await call.read() == Position(index=0, count=1)
+        await coordinator.service.stop()
+        assert coordinator.service.servicer is not None
+        enrolments = coordinator.service.servicer._enrolments
+        changed = enrolments.changed("output_processor")
+        with enrolments.enrolled("output_processor", "b"):
+            assert not changed.is_set()
+
+
+async def test_a_process_without_a_name_is_refused(coordinator: Coordinator) -> None:
+    assert isinstance(await status_of(coordinator.enroll("")), errors.InvalidArgument)
+
+
+def place(name: str, names: str) -> subset.Position:
+    return subset.positions(names)[name]

@@ -177,7 +177,7 @@ def test_a_change_of_load_is_small_and_the_same_for_all_watchers() -> None:
     for each in (watcher, *others):
         each.send()
     (data,) = watcher.on_the_way
-    assert len(data) < 100 * 40
+    assert len(data) < 100 * 56
     assert all(each.on_the_way[0] is data for each in others)
 
 

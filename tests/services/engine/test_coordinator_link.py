@@ -4,14 +4,17 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.loop_clock import pass_time, settle
 from tests.services.engine.peer import Peer, make_add, make_settings, running_engine
 from tokenloom.request.errors import Aborted
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
+from tokenloom.services.coordinator.engine_stream import to_duration
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine import coordinator_link
 from tokenloom.services.engine.load import LoadTracker
@@ -32,7 +35,7 @@ from tokenloom.v1.coordinator_pb2 import (
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.engine_pb2 import GetEngineInfoRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
-from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH, Fingerprint, Hello
+from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH, ENGINE_ROLE_DECODE, Fingerprint, Hello
 
 
 @asynccontextmanager
@@ -222,3 +225,58 @@ async def test_a_report_to_an_ended_stream_is_no_failure(monkeypatch: pytest.Mon
     with pytest.raises(Aborted):
         await link._join(call, lambda grace: None, lambda changes: None)  # type: ignore[arg-type]
     assert call.num_writes > 1
+
+
+class OpenCall:
+    """A Join whose coordinator answers the hello with commands; it counts the reports."""
+
+    def __init__(self, *commands: EngineCommand) -> None:
+        self.answers = [EngineCommand(hello=make_hello("coordinator-0", 1)), *commands]
+        self.reports: list[EngineReport] = []
+
+    async def write(self, report: EngineReport) -> None:
+        self.reports.append(report)
+
+    async def read(self) -> EngineCommand:
+        if self.answers:
+            return self.answers.pop(0)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def cancel(self) -> None:
+        pass
+
+
+async def test_the_coordinator_decides_how_often_it_reports() -> None:
+    """A role does not wait for the interval, and a coordinator that is new finds the interval of the old one."""
+    load = LoadTracker(4, 4)
+    identity: Any = FakeIdentity()
+    link = coordinator_link.CoordinatorLink(open_channel("unix:/nowhere"), identity, load, ENGINE_ROLE_BOTH)
+    call: Any = OpenCall(EngineCommand(report_interval=to_duration(0.2)))
+    joining = asyncio.create_task(link._join(call, lambda grace: None, lambda changes: None))
+    await settle()
+    load.accepted()
+    await settle()
+    assert [report.waiting for report in call.reports] == [0, 1]
+    load.accepted()
+    pass_time(0.19)
+    await settle()
+    assert len(call.reports) == 2
+    pass_time(0.02)
+    await settle()
+    assert [report.waiting for report in call.reports] == [0, 1, 2]
+    load.accepted()
+    link.set_role(ENGINE_ROLE_DECODE)
+    await settle()
+    assert (call.reports[-1].waiting, call.reports[-1].role) == (3, ENGINE_ROLE_DECODE)
+    joining.cancel()
+    again: Any = OpenCall()
+    joining = asyncio.create_task(link._join(again, lambda grace: None, lambda changes: None))
+    await settle()
+    load.accepted()
+    await settle()
+    load.accepted()
+    pass_time(0.1)
+    await settle()
+    assert len(again.reports) == 2
+    joining.cancel()

@@ -114,6 +114,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.engines: Sequence[str] = ["engine-0"]
         self.limits = LIMITS
         self.is_away = False
+        self.position = coordinator_pb2.Position(index=0, count=1)  # of every gateway
         self.report = coordinator_pb2.EngineReport(running=3, waiting=2, kv_usage=0.25)
         self.addresses: dict[str, str] = {}
         self.adapters: dict[str, types_pb2.Adapter] = {}
@@ -134,6 +135,11 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         async with self._changed:
             self.is_away = is_away
             self._notify()
+
+    async def Enroll(self, request: coordinator_pb2.EnrollRequest, context: Any) -> Any:
+        assert request.service == "gateway"
+        yield self.position
+        await asyncio.Event().wait()
 
     async def SetAdapter(self, request: coordinator_pb2.SetAdapterRequest, context: Any) -> Any:
         async with self._changed:

@@ -16,11 +16,13 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineIdentity,
     EngineReport,
     EngineState,
+    EnrollRequest,
     PickBatch,
     PickRequest,
     PickResponse,
     PickResult,
     PickResults,
+    Position,
     Snapshot,
     WatchRequest,
 )
@@ -164,6 +166,7 @@ class FakeCoordinator(CoordinatorServicer):
         self.watched = asyncio.Event()
         self._changed = asyncio.Event()
         self.running = 0  # as every engine reports
+        self.position = Position(index=0, count=1)  # of every output processor
         self.hold = asyncio.Event()  # picks wait until it is set
         self.hold.set()
 
@@ -208,6 +211,13 @@ class FakeCoordinator(CoordinatorServicer):
         pick = PickId(coordinator_epoch=7, number=len(self.requests))
         whole = request.role != EngineRole.ENGINE_ROLE_DECODE and role != EngineRole.ENGINE_ROLE_PREFILL
         return PickResponse(engine=engine, whole_request=whole, pick=pick)
+
+    async def Enroll(  # type: ignore[override]
+        self, request: EnrollRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[Position]:
+        assert (request.service, bool(request.instance_id)) == ("output_processor", True)
+        yield self.position
+        await asyncio.Event().wait()
 
     def publish(self) -> None:
         """Send a snapshot of the engines to every watcher."""

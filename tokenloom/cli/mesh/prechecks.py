@@ -6,6 +6,7 @@ from typing import Any
 
 import typer
 
+from tokenloom.preflight.context import check_context
 from tokenloom.preflight.files import check_certificate, check_files
 from tokenloom.preflight.listening import check_addresses
 from tokenloom.preflight.model import check_checkpoint
@@ -28,6 +29,8 @@ def check_model(path: Path, values: Mapping[str, Any]) -> None:
     if values.get("worker", "model") == "model":  # the others compute no model
         check_engine_packages()
         check_checkpoint(path, str(values.get("model_impl", "auto")))
+        length = values.get("max_model_len")
+        check_context(path, None if length is None else int(length))
 
 
 def check_host(options: MeshOptions, values: Mapping[str, Any]) -> None:

@@ -6,8 +6,10 @@ from tests.services.output_processor.fakes import entry
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.engine_registry import Registry
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey, LastSnapshot
+from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.registry_view import RegistryView
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineState, PickRequest, Snapshot
+from tokenloom.services.runtime.peers.subset import Position
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineState, PickRequest, Snapshot, Subset
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
 BOTH, PREFILL, DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
@@ -110,3 +112,17 @@ def test_requests_with_an_adapter_go_to_the_engines_that_have_it() -> None:
     assert [snapshot.pick(request).engine.engine_id for _ in range(3)] == ["a", "a", "a"]
     with pytest.raises(Unavailable):
         snapshot.pick(PickRequest(role=BOTH, prompt_tokens=10, fingerprint=OURS, adapter=b"other"))
+
+
+def test_a_subset_is_used_as_the_coordinator_does() -> None:
+    names = [f"engine-{number}" for number in range(40)]
+    wanted = Subset(index=3, count=10, size=8)
+    near = set(subset.choose(names, Position(3, 10), 8))
+    draining = identity("d")
+    snapshot = fleet(
+        *(entry(identity(name)) for name in names), entry(draining, state=EngineState.ENGINE_STATE_DRAINING)
+    )
+    request = PickRequest(role=BOTH, prompt_tokens=10, fingerprint=OURS, subset=wanted)
+    assert {snapshot.pick(request).engine.engine_id for _ in range(40)} == near
+    failed = [EngineKey(name, 1) for name in near]
+    assert snapshot.pick(request, failed).engine.engine_id not in near

@@ -143,3 +143,20 @@ async def test_a_suspended_stream_opens_when_the_coordinator_answers(socket_dir:
         assert (picks.is_open, picks.is_away) == (False, True)
         await until(picks, is_open=True)
         assert (await picks.pick(PickRequest(role=BOTH))).pick.number == 1
+
+
+async def test_a_starved_process_gives_the_coordinator_more_time(socket_dir: Path) -> None:
+    fake = coordinator()
+    fake.hold.clear()
+    async with serve_coordinator(socket_dir / "c", fake), opened(socket_dir) as picks, asyncio.timeout(SOON):
+        await until(picks, is_open=True)
+        pick = picks.pick(PickRequest(role=BOTH, prompt_tokens=1))
+        await fake.next_pick()
+        pass_time(ANSWER_SECONDS + 2)
+        await settle()
+        assert picks.is_open, "the answer may only not be read yet"
+        pass_time(ANSWER_SECONDS)
+        with pytest.raises(errors.Unavailable):
+            await pick
+        assert picks.is_away
+        fake.hold.set()

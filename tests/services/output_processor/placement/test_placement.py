@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,14 +18,17 @@ from tests.services.output_processor.fakes import (
     submit,
 )
 from tokenloom.request.errors import Unavailable
+from tokenloom.services.output_processor.placement.engine_link import Attempt
+from tokenloom.services.output_processor.placement.engine_links import IDLE_SECONDS, EngineLinks
 from tokenloom.services.output_processor.placement.engine_search import EngineSearch
 from tokenloom.services.output_processor.placement.pick_stream import ANSWER_SECONDS
-from tokenloom.services.output_processor.placement.placement import EngineLinks, Placer
+from tokenloom.services.output_processor.placement.placement import Placer
 from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget
-from tokenloom.v1.coordinator_pb2 import EngineIdentity
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, Position, Subset
+from tokenloom.v1.engine_pb2 import AddRequest
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
 FINGERPRINT = Fingerprint(model="m")
@@ -49,8 +53,10 @@ async def placing(socket_dir: Path) -> AsyncIterator[Placer]:
         failures.append,
         channels,
         hang_seconds=60,
+        num_kept=2,
     )
-    placer = Placer(channels.open(f"unix:{socket_dir}/c", "coordinator"), FINGERPRINT, links)
+    channel = channels.open(f"unix:{socket_dir}/c", "coordinator")
+    placer = Placer(channel, FINGERPRINT, links, instance_id="op", subset_size=2)
     tasks.spawn(placer.run(), name="coordinator")
     try:
         yield placer
@@ -115,3 +121,47 @@ async def test_a_frozen_coordinator_costs_one_request_its_second(socket_dir: Pat
         while placer._picks.is_away:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         assert await place(placer)
+
+
+async def test_picks_name_the_subset_of_this_process(socket_dir: Path) -> None:
+    fake = FakeCoordinator([engine("a", socket_dir)], [EngineRole.ENGINE_ROLE_BOTH])
+    fake.position = Position(index=3, count=7)
+    async with serve_coordinator(socket_dir / "c", fake), placing(socket_dir) as placer, asyncio.timeout(SOON):
+        while placer._subset is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        with pytest.raises(Unavailable):
+            await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL, without_time())
+        assert (await fake.next_pick()).subset == Subset(index=3, count=7, size=2)
+
+
+async def test_links_that_are_too_many_close_when_they_are_idle(socket_dir: Path) -> None:
+    engines = [engine(name, socket_dir) for name in "abc"]
+    fakes = {each.engine_id: FakeEngine(each) for each in engines}
+    failures: list[BaseException] = []
+    links = EngineLinks(
+        lambda identity: make_hello("op", 3, expected_peer_id=identity.engine_id, initial_credit=64),
+        failures.append,
+        Channels(),
+        hang_seconds=60,
+        num_kept=1,
+    )
+    async with AsyncExitStack() as stack, asyncio.timeout(SOON):
+        stack.push_async_callback(links.close)
+        for each in fakes.values():
+            await stack.enter_async_context(serve_engine(each))
+        opened = {each.engine_id: await links.get(each) for each in engines}
+        owner: Any = object()
+        attempt = Attempt(opened["b"])
+        opened["b"].add(AddRequest(request_id="r"), attempt, owner)
+        links._close_idle()
+        assert links.num_open == 3, "none has been idle for long"
+        pass_time(IDLE_SECONDS)
+        links._close_idle()
+        for name in "ac":
+            await (await fakes[name].next_stream()).ended.wait()
+        while links.num_open > 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert opened["b"].error is None, "the one with a request stays"
+        assert await links.get(engines[0]) is not opened["a"], "it opens again on demand"
+        opened["b"].abort(attempt)
+    assert not failures

@@ -2,6 +2,7 @@
 and ends of their own."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tokenloom.request.sample_seed import sample_seed
 from tokenloom.services.output_processor.metrics import Metrics
 from tokenloom.services.output_processor.request.kept_requests import KeptRequests
 from tokenloom.services.output_processor.request.requests import Requests
+from tokenloom.services.output_processor.request.room import Room
 from tokenloom.services.output_processor.request.sample_group import SampleGroup
 from tokenloom.services.output_processor.stream.outbox import Outbox
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
@@ -183,6 +185,9 @@ async def test_cancelling_before_sample_0_has_settled(mesh: Mesh) -> None:
     assert (got, {end.reason for end in ends.values()}) == ({}, {ABORT})
 
 
+MAX_BYTES = 1 << 20
+
+
 class NoPlacer:
     """Has no answer, and nothing to release."""
 
@@ -203,13 +208,13 @@ class Bounded:
         placer: Any = NoPlacer()
         kept = KeptRequests[SampleGroup](lambda error: None, 60, 1 << 20)
         self.requests = Requests(
-            placer, Vocabulary(tokenizer), frozenset(), metrics, max_requests=max_requests, kept=kept
+            placer, Vocabulary(tokenizer), frozenset(), metrics, room=Room(max_requests, MAX_BYTES), kept=kept
         )
         self.tasks = Tasks(lambda error: None)
         self.ended: list[int] = []
 
-    def start(self, slot: int = 1) -> SampleGroup:
-        group = self.requests.make(submit(slot), Outbox(lambda: None), self.tasks, self.ended.append)
+    def start(self, slot: int = 1, prompt: Sequence[int] = (5, 6, 7)) -> SampleGroup:
+        group = self.requests.make(submit(slot, prompt), Outbox(lambda: None), self.tasks, self.ended.append)
         group.start()
         return group
 
@@ -246,3 +251,36 @@ async def test_draining_takes_no_new_requests_and_waits_for_the_live_ones(byte_l
 
 async def test_draining_with_no_live_request_ends_at_once(byte_level_tokenizer: Tokenizer) -> None:
     await asyncio.wait_for(Bounded(byte_level_tokenizer, 4).requests.drain(), SOON)
+
+
+async def test_prompts_are_bounded_by_their_bytes_and_an_end_makes_room(byte_level_tokenizer: Tokenizer) -> None:
+    bounded = Bounded(byte_level_tokenizer, 100)
+    prompt = [1] * (MAX_BYTES // 8 // 4)  # with a message to the engine, a quarter of what there is room for
+    groups = [bounded.start(slot, prompt) for slot in range(1, 5)]
+    assert bounded.requests.ask(submit(5)) is None, "no pick is asked for"
+    with pytest.raises(TryElsewhere, match="prompts already fill 1 MiB") as failure:
+        bounded.start(5)
+    assert failure.value.retry_after is not None
+    groups[0].cancel()
+    assert bounded.requests.ask(submit(5)) is not None
+    bounded.start(5)
+    await bounded.tasks.close()
+
+
+async def test_every_sample_may_take_a_message_of_its_own(byte_level_tokenizer: Tokenizer) -> None:
+    bounded = Bounded(byte_level_tokenizer, 100)
+    bounded.start()
+    prompt = [1] * (MAX_BYTES // 8)
+    assert bounded.requests.ask(submit(2, prompt, num_samples=2)) is None
+    assert bounded.requests.ask(submit(2, prompt[3:])) is not None
+    await bounded.tasks.close()
+
+
+async def test_a_prompt_over_the_limit_runs_alone(byte_level_tokenizer: Tokenizer) -> None:
+    bounded = Bounded(byte_level_tokenizer, 100)
+    group = bounded.start(1, [1] * MAX_BYTES)
+    assert bounded.requests.ask(submit(2)) is None
+    group.cancel()
+    assert bounded.requests.num_live == 0
+    bounded.start(2)
+    await bounded.tasks.close()

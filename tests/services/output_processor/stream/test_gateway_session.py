@@ -16,10 +16,11 @@ from tokenloom.checkpoint import CheckpointInfo
 from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.request import errors
 from tokenloom.services.output_processor.stream import gateway_session
+from tokenloom.services.output_processor.stream.gateway_session import own_copy
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, StopMatch
 from tokenloom.services.runtime.peers import hello
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
-from tokenloom.v1.output_processor_pb2 import ProcessFrame, SampleJournal
+from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput, SampleJournal
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs
 
 ABORT, ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
@@ -362,3 +363,11 @@ async def test_token_ids_without_text(mesh: Mesh) -> None:
     stream.send((slot, 0, [5, 6]), finished=[Finished(slot=slot, reason=LENGTH, num_output_tokens=2)])
     text, ids, finished = await gateway.until_finished(1)
     assert (text, ids, finished.reason) == ("", [5, 6], LENGTH)
+
+
+def test_a_long_prompt_is_kept_apart_from_the_message_that_brought_it() -> None:
+    message = ProcessInput(submit=[submit(1), submit(2, [7] * 5000)])
+    short, long = message.submit
+    assert own_copy(short) is short
+    assert own_copy(long) is not long
+    assert own_copy(long) == long

@@ -13,6 +13,7 @@ from tokenloom.request.errors import Unavailable
 from tokenloom.services.output_processor.metrics import Metrics
 from tokenloom.services.output_processor.request.kept_requests import KeptRequests
 from tokenloom.services.output_processor.request.requests import Requests
+from tokenloom.services.output_processor.request.room import Room
 from tokenloom.services.output_processor.request.sample_group import SampleGroup
 from tokenloom.services.output_processor.stream.gateway_session import Session
 from tokenloom.services.output_processor.stream.sessions import Sessions
@@ -20,6 +21,8 @@ from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput
+
+MAX_BYTES = 1 << 20
 
 
 class NoPlacer:
@@ -75,7 +78,7 @@ class Drained:
         placer: Any = NoPlacer()
         kept = KeptRequests[SampleGroup](lambda error: None, 60.0, 1 << 20)
         self.requests = Requests(
-            placer, Vocabulary(tokenizer), frozenset(), metrics, max_requests=max_requests, kept=kept
+            placer, Vocabulary(tokenizer), frozenset(), metrics, room=Room(max_requests, MAX_BYTES), kept=kept
         )
         self.sessions = Sessions()
 

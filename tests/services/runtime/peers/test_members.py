@@ -4,10 +4,12 @@ import asyncio
 
 import pytest
 
+from tests.loop_clock import pass_time
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.runtime.peers import members
+from tokenloom.services.runtime.peers import members, subset
 from tokenloom.services.runtime.peers.addresses import parse_member
-from tokenloom.services.runtime.peers.members import Members
+from tokenloom.services.runtime.peers.members import WIDE_SECONDS, Members
+from tokenloom.services.runtime.peers.subset import Position
 
 
 class Zone:
@@ -58,6 +60,39 @@ async def test_a_name_stands_for_whoever_is_there() -> None:
         assert joined[4:] == ["10.0.0.1:7"]
         assert "unix:/fixed" in both
         task.cancel()
+
+
+async def test_a_process_works_with_its_subset_and_for_a_while_with_all() -> None:
+    names, joined = [f"unix:/{number}" for number in range(10)], list[str]()
+    few = Members(names, size=4)
+    task = asyncio.create_task(few.watch(joined.append))
+    await asyncio.sleep(0)
+    assert sorted(joined) == names, "all, until the position is known"
+    joined.clear()
+    few.move(Position(1, 5))
+    mine = set(subset.choose(names, Position(1, 5), 4))
+    assert (len(mine), joined) == (4, [])
+    assert {name for name in names if name in few} == mine
+    other = next(name for name in names if name not in mine)
+    assert few.is_narrow
+    assert [few.is_left_to_others(name) for name in (other, "unix:/elsewhere")] == [True, False]
+    few.widen()
+    assert few.is_wide
+    assert set(joined) == set(names) - mine
+    pass_time(WIDE_SECONDS)
+    while few.is_wide:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert {name for name in names if name in few} == mine
+    task.cancel()
+
+
+async def test_a_mesh_that_fits_is_never_narrow() -> None:
+    names = [f"unix:/{number}" for number in range(4)]
+    all_of_them = Members(names, size=4)
+    all_of_them.move(Position(1, 5))
+    all_of_them.widen()
+    assert (all_of_them.is_narrow, all_of_them.is_wide) == (False, False)
+    assert all(name in all_of_them for name in names)
 
 
 def test_spellings() -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.clients.run import served_url
 from tokenloom.cli.mesh import serving
 from tokenloom.supervisor.state_dir import PartState
 
@@ -43,7 +44,10 @@ def test_the_last_line_says_where_and_what_is_served(
     mesh = FakeMesh()
     asyncio.run(serving._announce_and_wait(mesh, "demo", "http"))  # type: ignore[arg-type]
     assert mesh.events == ["serving", "settled", "waits"]
-    assert capsys.readouterr().out == (
+    line = capsys.readouterr().out
+    assert line == (
         f"demo is served at http://127.0.0.1:8123 (page: http://127.0.0.1:8123/, gRPC: 127.0.0.1:9123{context}). "
         "Ctrl-C stops it.\n"
     )
+    assert served_url(line) == "http://127.0.0.1:8123", "`make clients` reads the line"
+    assert served_url("") == ""

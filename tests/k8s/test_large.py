@@ -1,0 +1,67 @@
+"""The overlay for a thousand engines has what the capacity model says."""
+
+from tests.k8s.cluster import Object, build, of_kind, workloads
+from tokenloom.bench.scale.capacity import ENGINES_PER_CELL, UTILIZATION, cell, cells
+from tokenloom.bench.scale.scale import LIMITS
+from tokenloom.services.coordinator.report_interval import MAX_REPORTS_PER_SECOND, report_interval
+
+LARGE = build("overlays/large")
+NEEDED = cell()
+MEBIBYTES = {"Mi": 1, "Gi": 1024}
+
+
+def replicas() -> dict[str, int]:
+    return {workload.name: workload.source["spec"]["replicas"] for workload in workloads(LARGE)}
+
+
+def mebibytes(size: str) -> int:
+    return int(size[:-2]) * MEBIBYTES[size[-2:]]
+
+
+def autoscalers() -> dict[str, Object]:
+    found = of_kind(LARGE, "HorizontalPodAutoscaler")
+    return {each["spec"]["scaleTargetRef"]["name"]: each["spec"] for each in found}
+
+
+def test_a_cell_has_the_replicas_that_its_streams_need() -> None:
+    found = replicas()
+    assert found["engine"] == NEEDED.engines == ENGINES_PER_CELL
+    for name, needed in (
+        ("gateway", NEEDED.gateways),
+        ("output-processor", NEEDED.output_processors),
+        ("tokenizer", NEEDED.tokenizers),
+    ):
+        assert needed <= found[name] <= needed * 1.25, name
+    assert found["coordinator"] == 1
+
+
+def test_autoscalers_reach_the_size_of_the_cell_and_aim_for_the_share_that_the_model_assumes() -> None:
+    found = replicas()
+    for name, spec in autoscalers().items():
+        assert spec["minReplicas"] <= found[name] <= spec["maxReplicas"], name
+        if name != "engine":
+            (metric,) = spec["metrics"]
+            assert metric["resource"]["target"]["averageUtilization"] == UTILIZATION * 100
+    assert autoscalers()["engine"]["maxReplicas"] == ENGINES_PER_CELL
+
+
+def test_the_coordinator_has_the_memory_that_the_benchmark_allows_it() -> None:
+    limits = {limit.figure: limit.most for limit in LIMITS}
+    (coordinator,) = (each for each in workloads(LARGE) if each.name == "coordinator")
+    resources = coordinator.container["resources"]
+    assert resources["requests"] == resources["limits"]
+    assert mebibytes(resources["limits"]["memory"]) >= limits["mebibytes"]
+
+
+def test_a_cell_s_engines_send_as_many_reports_as_a_coordinator_reads() -> None:
+    assert ENGINES_PER_CELL / report_interval(ENGINES_PER_CELL) <= MAX_REPORTS_PER_SECOND
+
+
+def test_a_node_drain_does_not_evict_a_thousand_engines_one_by_one() -> None:
+    (budget,) = (each for each in of_kind(LARGE, "PodDisruptionBudget") if each["metadata"]["name"] == "engine")
+    assert budget["spec"]["maxUnavailable"].endswith("%")
+
+
+def test_a_million_streams_take_sixteen_cells() -> None:
+    assert cells(1_000_000) == 16
+    assert cells(64_000) == 1

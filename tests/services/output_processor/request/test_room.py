@@ -1,0 +1,50 @@
+"""Proves that what live requests take up is counted exactly, however they come and go."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.services.output_processor.fakes import submit
+from tokenloom.request.errors import TryElsewhere
+from tokenloom.services.output_processor.request.room import Place, Room, default_prompt_bytes, prompt_bytes
+from tokenloom.v1.types_pb2 import PromptEmbeds
+
+requests = st.tuples(st.integers(1, 64), st.integers(1, 4))  # prompt tokens, samples
+MAX_BYTES = 2000
+
+
+@given(st.lists(st.tuples(requests, st.integers(0, 100))))
+def test_the_bounds_hold_and_all_that_ended_makes_room(steps: list[tuple[tuple[int, int], int]]) -> None:
+    room, live = Room(10, MAX_BYTES), list[Place]()
+    for (num_tokens, num_samples), choice in steps:
+        request = submit(1, range(num_tokens), num_samples=num_samples)
+        was_empty = not live
+        try:
+            room.check(request)
+        except TryElsewhere:
+            if live:
+                place = live[choice % len(live)]
+                room.leave(place)
+                if not place.num_live:
+                    live.remove(place)
+        else:
+            live.append(room.take(request, num_samples))
+            assert room.num_live <= 10
+            assert room.num_bytes <= MAX_BYTES or was_empty
+        assert room.num_bytes == sum(place.num_bytes for place in live)
+        assert room.num_live == sum(place.num_live for place in live)
+    for place in live:
+        for _ in range(place.num_live):
+            room.leave(place)
+    assert room.num_live == room.num_bytes == 0
+
+
+def test_embeddings_count() -> None:
+    request = submit(1, [])
+    request.prompt.embeds.append(PromptEmbeds(rows=bytes(1000)))
+    assert prompt_bytes(request) == 2000
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 1 << 30), (512 << 20, 256 << 20)])
+def test_the_default_follows_the_memory_limit(limit: int | None, expected: int) -> None:
+    assert default_prompt_bytes(limit) == expected

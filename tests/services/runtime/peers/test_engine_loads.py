@@ -1,0 +1,34 @@
+"""Tests that the columns carry everything of a report that changes all the time."""
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from tokenloom.services.runtime.peers.engine_loads import clear_load, loads_of, set_load
+from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineReport
+
+NUMBERS = {
+    FieldDescriptor.CPPTYPE_UINT32,
+    FieldDescriptor.CPPTYPE_UINT64,
+    FieldDescriptor.CPPTYPE_FLOAT,
+    FieldDescriptor.CPPTYPE_DOUBLE,
+}
+NOT_SHOWN = {"step"}
+"""Numbers that only the coordinator needs."""
+
+
+def report() -> EngineReport:
+    numbers = [field.name for field in EngineReport.DESCRIPTOR.fields if field.cpp_type in NUMBERS]
+    return EngineReport(**{name: n for n, name in enumerate(numbers, 1) if name not in NOT_SHOWN})
+
+
+def test_every_number_of_a_report_is_a_load():
+    entry = EngineEntry(report=report())
+    clear_load(entry)
+    assert entry == EngineEntry(report=EngineReport()), "another number would make each report more than a load"
+
+
+def test_a_load_arrives_as_it_was():
+    sent = EngineEntry(number=7, report=report(), score=9, waiting=2, waiting_tokens=1 << 40)
+    sent.age.FromMilliseconds(250)
+    taken = EngineEntry(number=7, report=EngineReport())
+    set_load(taken, loads_of([sent]), 0)
+    assert taken == sent

@@ -1,0 +1,37 @@
+"""What `make wheel-check` measures with."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.wheel.check_wheel import family_cpu_seconds, newest_wheel
+
+SPIN = "import time\nwhile time.process_time() < {seconds}: pass\n"
+PARENT = f"""
+import subprocess, sys
+subprocess.run([sys.executable, "-c", {SPIN.format(seconds=0.2)!r}], check=True)
+running = subprocess.Popen([sys.executable, "-c", {SPIN.format(seconds=0.2)!r} + "print(flush=True); input()"])
+running.wait()
+"""
+
+
+def test_the_time_of_a_family_counts_children_that_run_and_that_have_ended() -> None:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", PARENT], **pipes) as parent:  # type: ignore[call-overload]
+        parent.stdout.readline()  # the second child has used its time, and waits
+        assert 0.4 <= family_cpu_seconds(parent.pid) < 60
+        parent.stdin.close()
+
+
+def test_the_newest_wheel_is_taken(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="run `make wheel` first"):
+        newest_wheel(tmp_path)
+    for version, age in (("0.2.0", 60), ("0.1.0", 0)):
+        wheel = tmp_path / f"tokenloom-{version}-py3-none-any.whl"
+        wheel.touch()
+        os.utime(wheel, (time.time() - age,) * 2)
+    assert newest_wheel(tmp_path).name == "tokenloom-0.1.0-py3-none-any.whl"

@@ -1,0 +1,44 @@
+"""Checks the context length that the user asked for against the one of the model."""
+
+from pathlib import Path
+
+from tokenloom.gguf.gguf_file import is_gguf
+
+from .refusal import Refused
+from .small_files import read_object
+
+_PLAIN = (None, "default")
+"""Types of rotary positions that do not stretch the context."""
+
+
+def check_context(path: Path, max_model_len: int | None) -> None:
+    """Check ``--max-model-len`` for a checkpoint directory; the engine checks it again, for every kind of model.
+
+    Raises `Refused` only for what the engine is sure to refuse: positions that are stretched, and GGUF files, pass.
+    """
+    if max_model_len is None:
+        return
+    if max_model_len < 2:
+        raise Refused(
+            f"--max-model-len {max_model_len}: give at least 2, because a request has one token of prompt and one of "
+            "output"
+        )
+    if is_gguf(path):
+        return
+    config = read_object(path / "config.json")
+    ropes = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    length = config.get("max_position_embeddings")
+    if not isinstance(length, int) or any(not _is_plain(rope) for rope in ropes):
+        return
+    if max_model_len > length:
+        raise Refused(
+            f"--max-model-len {max_model_len}: the model's context has {length} tokens (max_position_embeddings in "
+            f"{path / 'config.json'}): give at most that, or leave out the option"
+        )
+
+
+def _is_plain(rope: object) -> bool:
+    """Return whether rotary positions are not stretched, as far as is known: entries by layer kind are not read."""
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        return False
+    return rope.get("rope_type", rope.get("type")) in _PLAIN

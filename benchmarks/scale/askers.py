@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 from collections import Counter
 
 from tokenloom.request.errors import TokenloomError
@@ -41,7 +42,7 @@ async def run(coordinator: str) -> None:
     """Ask until cancelled."""
     counts: Counter[str] = Counter(by_coordinator=0, by_snapshot=0, refused=0)
     stub = CoordinatorStub(Channels().open(coordinator, "coordinator"))
-    picks, snapshot = PickStream(stub), LastSnapshot(FINGERPRINT)
+    picks, snapshot = PickStream(stub), LastSnapshot(FINGERPRINT, time.monotonic)
     seen = asyncio.Event()
 
     def take(view: RegistryView) -> None:

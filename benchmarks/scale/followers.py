@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 
 from tokenloom.services.output_processor.placement.last_snapshot import LastSnapshot
 from tokenloom.services.runtime.peers.registry_view import RegistryView
@@ -18,7 +19,7 @@ class Follower:
 
     def __init__(self) -> None:
         self.num_messages = 0
-        self._snapshot = LastSnapshot(FINGERPRINT)
+        self._snapshot = LastSnapshot(FINGERPRINT, time.monotonic)
 
     def take(self, view: RegistryView) -> None:
         self.num_messages += 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from . import constraints, response_schemas
+from . import constraints
 from .operations import ADMIN_OPERATIONS, BATCH_OPERATIONS, OPERATIONS, Operation
 
 TITLE = "Tokenloom"
@@ -21,8 +21,7 @@ def document(*, admin: bool, embeds: bool, batches: bool = False) -> dict[str, A
     """Return the document. ``admin``: include the admin routes; ``embeds``: engines accept embeddings as prompts;
     ``batches``: include files and batches."""
     operations = (*OPERATIONS, *(BATCH_OPERATIONS if batches else ()), *(ADMIN_OPERATIONS if admin else ()))
-    types = {type_ for each in operations for type_ in (each.answer, each.body) if type_ is not None}
-    types.add(response_schemas.ErrorResponse)
+    types = {type_ for each in operations for type_ in (each.answer, each.body, each.error) if type_ is not None}
     _, schemas = msgspec.json.schema_components(sorted(types, key=lambda each: each.__name__), ref_template=_REF)
     for name, constraint in constraints.of_bodies(embeds=embeds).items():
         _add(schemas[name], constraint)
@@ -114,7 +113,7 @@ def _responses(each: Operation) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "200", {"description": each.summary, "content": content}
     if each.may_be_away and each.answer is not None:
         yield "503", {"description": "Not available", "content": {_JSON: {"schema": _ref(each.answer)}}}
-    yield "default", {"description": "An error", "content": {_JSON: {"schema": _ref(response_schemas.ErrorResponse)}}}
+    yield "default", {"description": "An error", "content": {_JSON: {"schema": _ref(each.error)}}}
 
 
 def _ref(type_: type[msgspec.Struct]) -> dict[str, str]:

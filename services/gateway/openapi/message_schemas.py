@@ -3,7 +3,7 @@
 Sampling parameters are read by their table, as in the other bodies; content blocks by the code that translates them.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -44,3 +44,17 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
         Meta(description='{"format": {"type": "json_schema", "schema": …}}; effort: a variable of the chat template.'),
     ] = None
     output_format: Annotated[dict[str, Any] | None, Meta(description="Older name of output_config.format.")] = None
+
+
+class MessageErrorObject(msgspec.Struct):
+    """What went wrong, in Anthropic's form."""
+
+    type: Annotated[str, Meta(description="Kind of error: invalid_request_error, overloaded_error, …")]
+    message: Annotated[str, Meta(description="What was wrong, where, and what would be right.")]
+
+
+class MessageErrorResponse(msgspec.Struct):
+    """An error in Anthropic's form."""
+
+    type: Annotated[Literal["error"], Meta(description="The kind of this object.")]
+    error: Annotated[MessageErrorObject, Meta(description="What went wrong.")]

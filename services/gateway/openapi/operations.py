@@ -14,7 +14,7 @@ from . import lora_schemas as lora
 from . import pooling_schemas as pooling
 from . import request_schemas as bodies
 from . import response_schemas as answers
-from .message_schemas import CountTokensRequest, MessagesRequest
+from .message_schemas import CountTokensRequest, MessageErrorResponse, MessagesRequest
 from .response_api_schemas import ResponsesRequest
 
 
@@ -43,6 +43,8 @@ class Operation:
     """Query parameters and their schemas."""
     headers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Request headers and their schemas."""
+    error: type[msgspec.Struct] = answers.ErrorResponse
+    """The form of its errors."""
     is_admin: bool = False
     """Whether it needs an admin key; gateways without one do not have the route."""
 
@@ -62,9 +64,10 @@ _ASKING = {
     },
     "Last-Event-ID": {
         "type": "string",
-        "pattern": "^(0|[0-9a-f]{40}[.][0-9a-f]{1,9}[.][-_0-9ef]{1,900}([.]u)?)$",
-        "description": "For streams. 0: write an id into each event. The id of the last event that arrived, with the "
-        "same body: continue the answer after that event. 404 REQUEST_LOST: send the request again without it.",
+        "pattern": "^(|0|[0-9a-f]{40}[.][0-9a-f]{1,9}[.][-_0-9ef]{1,900}([.]u)?)$",
+        "description": "For streams. Empty: none. 0: write an id into each event. The id of the last event that "
+        "arrived, with the same body: continue the answer after that event. 404 REQUEST_LOST: send the request again "
+        "without it.",
     },
 }
 OPERATIONS = (
@@ -105,6 +108,7 @@ OPERATIONS = (
         answers.Message,
         _MESSAGES,
         streams=True,
+        error=MessageErrorResponse,
     ),
     Operation(
         "post",
@@ -112,6 +116,7 @@ OPERATIONS = (
         "Count the tokens of a conversation, in Anthropic's form",
         answers.TokenCount,
         CountTokensRequest,
+        error=MessageErrorResponse,
     ),
     Operation(
         "post", "/tokenize", "Encode a prompt or a conversation", answers.TokenizeResponse, bodies.TokenizeRequest

@@ -170,7 +170,10 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     @rule(data=st.data(), row=rows)
     def remove(self, data: st.DataObject, row: int) -> None:
         hashes = data.draw(st.sampled_from(sorted(self.asked)))
-        evicted = hashes[data.draw(st.integers(0, len(hashes) - 1)) :]
+        first = data.draw(st.integers(0, len(hashes) - 1))
+        # A cache evicts a block after all that continue it.
+        continued = [each for each in self.asked if each[: first + 1] == hashes[: first + 1]]
+        evicted = sorted({block for each in continued for block in each[first:]})
         self.index.remove(evicted, row)
         self.held[row].difference_update(evicted)
 

@@ -39,6 +39,8 @@ SILENT_TICKS = round(hello.SILENCE_SECONDS / hello.HEARTBEAT_SECONDS)
 class _NotNeeded(errors.Unavailable):
     """The stream had no request for long, and the gateway works with other output processors."""
 
+    reason = errors.Unavailable.reason
+
 
 class StreamOwner(Protocol):
     """Places requests on streams, and receives those that have to move to another one."""

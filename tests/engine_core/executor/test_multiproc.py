@@ -273,6 +273,8 @@ def test_a_worker_dies_with_its_parent(is_stopped: bool) -> None:
     assert not has_ended(pid)
     if is_stopped:
         os.kill(pid, signal.SIGSTOP)
+        # Its threads stop one after the other, and the system continues only a process that has stopped.
+        assert wait_until(lambda: "State:\tT" in Path(f"/proc/{pid}/status").read_text(), 20.0)
     parent.kill()
     parent.wait()
     assert wait_until(lambda: has_ended(pid), 20.0)

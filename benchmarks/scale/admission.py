@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import grpc
 import grpc.aio
 
 from tokenloom.services.runtime.peers.channels import open_channel
@@ -32,6 +33,7 @@ PROMPTS_PER_MESSAGE = 32
 """Of 32 k tokens: the 4 MiB that a gateway sends in one message, at most."""
 BEAT_SECONDS = 0.5
 _VOCABULARY = 150_000
+_START_SECONDS = 60.0
 _MIB = 1 << 20
 
 
@@ -71,12 +73,26 @@ async def measure(prompts: int, prompt_tokens: int, max_prompt_bytes: int) -> Re
         part = await stack.enter_async_context(_process("output_processor", *options, *limit))
         await stack.enter_async_context(_joined_engine(directory, coordinator))
         channel = await stack.enter_async_context(open_channel(output_processor))
-        call = OutputProcessorStub(channel).Process(wait_for_ready=True)
-        await call.write(ProcessInput(hello=make_hello("gateway-0", 1, initial_credit=1 << 20)))
-        await call.read()
+        call = await _opened(channel)
         idle = _memory(part.pid, "VmRSS")
         refusals = await _submit(call, prompts, prompt_tokens)
         return Result(prompts - refusals.total(), dict(refusals), idle, _memory(part.pid, "VmHWM"))
+
+
+async def _opened(channel: grpc.aio.Channel) -> Any:
+    """Return a stream to the output processor, which refuses streams while it starts."""
+    async with asyncio.timeout(_START_SECONDS):
+        while True:
+            call: Any = OutputProcessorStub(channel).Process(wait_for_ready=True)
+            try:
+                await call.write(ProcessInput(hello=make_hello("gateway-0", 1, initial_credit=1 << 20)))
+                await call.read()
+            except grpc.aio.AioRpcError as error:
+                if error.code() != grpc.StatusCode.UNAVAILABLE:
+                    raise
+                await asyncio.sleep(0.05)
+            else:
+                return call
 
 
 async def _submit(call: Any, prompts: int, prompt_tokens: int) -> Counter[str]:

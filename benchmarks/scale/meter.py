@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import grpc.aio
 
-from tokenloom.services.runtime.peers.registry_view import RegistryView
+from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import EngineState, Snapshot, WatchRequest
 
 from .patient_channels import PatientChannels

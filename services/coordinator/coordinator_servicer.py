@@ -36,7 +36,7 @@ from .engine_stream import EngineStream, to_duration
 from .enrolments import Enrolments
 from .pick_slices import PickSlices
 from .report_interval import report_interval
-from .snapshot_feed import SnapshotFeed
+from .feed.snapshot_feed import SnapshotFeed
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from itertools import islice
 
-from tokenloom.services.runtime.peers.registry_view import RegistryView
+from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.types_pb2 import Adapter
 
 from .wanted_adapters import MAX_UNLOADED

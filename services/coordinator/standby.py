@@ -4,7 +4,7 @@ import logging
 
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.peers.registry_watch import watch_registry
+from tokenloom.services.runtime.registry.registry_watch import watch_registry
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 
 from .lease.lease import Lease

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from tokenloom.request.validation import max_logprobs
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
-from tokenloom.services.runtime.peers.registry_view import RegistryView
-from tokenloom.services.runtime.peers.registry_watch import watch_registry
+from tokenloom.services.runtime.registry.registry_view import RegistryView
+from tokenloom.services.runtime.registry.registry_watch import watch_registry
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 
 from .capacity import Capacity

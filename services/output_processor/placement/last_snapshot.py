@@ -10,7 +10,7 @@ import numpy as np
 from tokenloom.request import errors
 from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
-from tokenloom.services.runtime.peers.registry_view import RegistryView
+from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.services.runtime.peers.subset import Position
 from tokenloom.services.runtime.placement import pairing
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows

@@ -18,7 +18,7 @@ from tokenloom.services.coordinator.standby import take_over
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.peers.channels import Channels, open_channel
 from tokenloom.services.runtime.peers.hello import make_hello
-from tokenloom.services.runtime.peers.registry_view import RegistryView
+from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
     EngineReport,

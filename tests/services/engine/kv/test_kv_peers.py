@@ -6,7 +6,7 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.services.engine.kv import kv_peers
 from tokenloom.services.engine.kv.kv_peers import AVOID_SECONDS, EngineRegistry, KVPaths, Owner
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.peers.registry_view import RegistryView
+from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, Snapshot
 
 HERE, THERE = Owner("a", 1, "unix:/a", "host"), Owner("b", 1, "b:1", "another")

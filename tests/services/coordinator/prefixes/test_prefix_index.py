@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tokenloom.request.prefix_schedule import MAX_HASHES
-from tokenloom.services.coordinator.hash_table import HashTable, keys_of
-from tokenloom.services.coordinator.prefix_index import PrefixIndex
+from tokenloom.services.coordinator.prefixes.hash_table import HashTable, keys_of
+from tokenloom.services.coordinator.prefixes.prefix_index import PrefixIndex
 
 MIB = 1 << 20
 ROWS = 8

@@ -2,7 +2,7 @@
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from tokenloom.services.runtime.peers.engine_loads import clear_load, loads_of, set_loads
+from tokenloom.services.runtime.registry.engine_loads import clear_load, loads_of, set_loads
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineReport
 
 NUMBERS = {

@@ -1,7 +1,7 @@
 """Tests the view that watchers keep of the registry, message by message."""
 
-from tokenloom.services.runtime.peers.engine_loads import clear_load, loads_of, set_loads
-from tokenloom.services.runtime.peers.registry_view import RegistryView
+from tokenloom.services.runtime.registry.engine_loads import clear_load, loads_of, set_loads
+from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineLoads, EngineReport, EngineState, Snapshot
 from tokenloom.v1.types_pb2 import Adapter, EngineRole
 

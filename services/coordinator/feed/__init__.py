@@ -1,0 +1,1 @@
+"""Makes what the watchers of the registry are sent."""

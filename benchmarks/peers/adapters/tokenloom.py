@@ -24,14 +24,20 @@ class Tokenloom:
     def run(self, workload: Workload, prompts: list[list[int]]) -> Timing:
         if workload.requests > 1:
             return self._generate(prompts, workload.output, workload.adapters)
-        # The offline API has no stream, so the first token is timed alone, without the prefix cache.
-        first = self._generate(prompts, 1)
-        self._llm.reset_prefix_cache()
-        whole = self._generate(prompts, workload.output)
-        return Timing(whole.seconds, whole.output_tokens, first.seconds, whole.seconds - first.seconds)
+        return self._stream(prompts[0], workload.output)
 
     def close(self) -> None:
         self._llm.close()
+
+    def _stream(self, prompt: list[int], num_tokens: int) -> Timing:
+        sampling = self._tokenloom.SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        started = time.perf_counter()
+        times = [
+            (time.perf_counter() - started, len(output.outputs[0].token_ids))
+            for output in self._llm.stream({"prompt_token_ids": prompt}, sampling)
+        ]
+        (first, _), (seconds, count) = times[0], times[-1]
+        return Timing(seconds, count, first, seconds - first)
 
     def _generate(self, prompts: list[list[int]], num_tokens: int, num_adapters: int = 0) -> Timing:
         sampling = self._tokenloom.SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)

@@ -34,9 +34,9 @@ from tokenloom.v1.types_pb2 import EngineRole
 from .engine_registry import Registry
 from .engine_stream import EngineStream, to_duration
 from .enrolments import Enrolments
+from .feed.snapshot_feed import SnapshotFeed
 from .pick_slices import PickSlices
 from .report_interval import report_interval
-from .feed.snapshot_feed import SnapshotFeed
 
 log = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ from tokenloom.v1.coordinator_pb2 import (
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import Adapter, EngineRole
 
-from .feed.changed_engines import ChangedEngines
 from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
 from .engine_placement import Placement, Policy, check_request
 from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord
 from .engine_subsets import Engine, EngineSubsets
+from .feed.changed_engines import ChangedEngines
 from .predecessor import Predecessor
 from .prefixes.prefix_index import Path, PrefixIndex
 from .wanted_adapters import WantedAdapters

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from tokenloom.services.runtime.registry.engine_loads import clear_load, loads_of
 from tokenloom.v1.coordinator_pb2 import EngineEntry, Snapshot, WatchRequest
 
-from .change_log import ChangeLog
 from ..engine_registry import Registry
+from .change_log import ChangeLog
 
 MAX_ROWS_PER_SECOND = 1750
 """Loads, of some 55 bytes, that a watcher is sent at most: of more than 175 engines they are published less often than

@@ -10,7 +10,6 @@ import numpy as np
 from tokenloom.request import errors
 from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
-from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.services.runtime.peers.subset import Position
 from tokenloom.services.runtime.placement import pairing
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
@@ -18,6 +17,7 @@ from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKi
 from tokenloom.services.runtime.placement.pool import make_pool
 from tokenloom.services.runtime.placement.rendezvous import name_hash
 from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT, Ask, Rule
+from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
     EngineState,

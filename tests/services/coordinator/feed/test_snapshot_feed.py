@@ -9,9 +9,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule
 
 from tests.services.coordinator.test_engine_registry import REQUEST, Clock, identity, report
 from tokenloom.request.errors import Unavailable
-from tokenloom.services.coordinator.feed.change_log import MAX_KEPT
 from tokenloom.services.coordinator.engine_record import EngineRecord
 from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.feed.change_log import MAX_KEPT
 from tokenloom.services.coordinator.feed.snapshot_feed import MAX_ROWS_PER_SECOND, SnapshotFeed
 from tokenloom.services.runtime.registry.engine_loads import clear_load
 from tokenloom.services.runtime.registry.registry_view import RegistryView

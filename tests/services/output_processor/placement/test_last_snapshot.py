@@ -7,8 +7,8 @@ from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.engine_registry import Registry
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey, LastSnapshot
 from tokenloom.services.runtime.peers import subset
-from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.services.runtime.peers.subset import Position
+from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineState, PickRequest, Snapshot, Subset
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 

@@ -8,8 +8,8 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from tokenloom.services.runtime.registry import registry_watch
 from tokenloom.services.runtime.peers.channels import open_channel
+from tokenloom.services.runtime.registry import registry_watch
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.services.runtime.registry.registry_watch import watch_registry
 from tokenloom.v1 import coordinator_pb2_grpc

@@ -1,5 +1,6 @@
 """Engines of both kinds, and requests brought to a stage of their two legs."""
 
+import asyncio
 from dataclasses import dataclass
 
 import pytest
@@ -44,6 +45,17 @@ async def part(mesh: Mesh, engine: int) -> Part:
     stream = await mesh.engines[engine].next_stream()
     (add,) = await stream.next_adds(1)
     return Part(stream, add)
+
+
+async def part_at_any(mesh: Mesh, *engines: int) -> Part:
+    """The next attempt at one of these engines, which must be the first on a new stream."""
+    waiting = [asyncio.create_task(part(mesh, engine)) for engine in engines]
+    try:
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for each in waiting:
+            each.cancel()
 
 
 async def prefilling(mesh: Mesh, **fields: object) -> tuple[Gateway, Part]:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.services.output_processor.fakes import LENGTH, submit
 from tests.services.output_processor.harness import Mesh
-from tests.services.output_processor.legs import DECODE, ERROR, Part, decoding, part, prefilling, roles
+from tests.services.output_processor.legs import DECODE, ERROR, Part, decoding, part, part_at_any, prefilling, roles
 from tokenloom.request.errors import Unavailable
 from tokenloom.v1.coordinator_pb2 import PickRequest
 from tokenloom.v1.engine_pb2 import Finished, KVSource
@@ -222,10 +222,12 @@ async def test_a_prefill_without_its_token_ends_the_request_and_drops_the_kv(mes
 
 async def test_without_the_coordinator_legs_go_by_the_last_snapshot(mesh: Mesh) -> None:
     mesh.coordinator.error = Unavailable("away")
-    gateway, prefill = await prefilling(mesh)
+    gateway = await mesh.gateway()
+    await gateway.send(submit=[submit(1)])
+    prefill = await part_at_any(mesh, 0, 1)  # a request without a prefix draws its engines
     assert prefill.add.hold_kv
     prefill.stream.prefilled(prefill.slot, 0, [5])
-    decode = await part(mesh, 2)
+    decode = await part_at_any(mesh, 2, 3)
     assert not decode.add.HasField("pick")
     decode.finish(1)
     assert (await gateway.until_finished(1))[2].reason == LENGTH

@@ -181,9 +181,9 @@ class OutputPool:
 
     def _connect_all(self) -> bool:
         """Connect to all output processors for a while, because any of them may have a request that was begun
-        elsewhere. Returns whether some are not connected yet that this gateway does not work with otherwise."""
+        elsewhere. Returns whether this gateway works with some of them otherwise: then others work with others."""
         self._members.widen()
-        return self._members.is_wide and any(link.stream is None for link in self._links)
+        return self._members.is_wide
 
     def _withdraw_at_all(self, request_id: str, tenant: str) -> None:
         for link in self._links:  # it may have moved from the output processor that its id names

@@ -30,6 +30,8 @@ REASONING = "tokenloom.request.reasoning"
 ROUTED_ROWS = "tokenloom.request.routed_rows"
 # The head of a GGUF file, which holds configuration and tokenizer.
 GGUF_FILE = "tokenloom.gguf.gguf_file"
+# What the system allows a process, for workers and services alike.
+CONTROL_GROUPS = "tokenloom.control_groups"
 # Names, checks and errors of requests and of the model's files, for every entrance.
 ABOUT_REQUESTS = (
     "tokenloom.request",
@@ -225,7 +227,7 @@ def test_engine_core(module: Module) -> None:
 
 
 def test_gpu_worker() -> None:
-    package, allowed = "tokenloom.gpu_worker", [*sorted(PLAIN_DATA), SAMPLING_PARAMS, GGUF_FILE]
+    package, allowed = "tokenloom.gpu_worker", [*sorted(PLAIN_DATA), SAMPLING_PARAMS, GGUF_FILE, CONTROL_GROUPS]
     assert not violations(package, allowed, never=("grpc", "asyncio"))
     # Only the folder for that library's models, which is imported when one is loaded.
     modules = [module for module in modules_of(package) if not is_in(module.name, f"{package}.models.transformers")]
@@ -234,7 +236,7 @@ def test_gpu_worker() -> None:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_services(service: str) -> None:
-    allowed = ["tokenloom.services.runtime", *ABOUT_REQUESTS, "tokenloom.v1"]
+    allowed = ["tokenloom.services.runtime", *ABOUT_REQUESTS, CONTROL_GROUPS, "tokenloom.v1"]
     if service == "engine":
         allowed += ["tokenloom.engine_core", "tokenloom.gpu_worker"]
     assert not violations(f"tokenloom.services.{service}", allowed, never=("torch", "transformers"))

@@ -10,8 +10,9 @@ from typing import Protocol
 
 import torch
 
+from tokenloom.control_groups import cpu_limit, throttled_seconds
+
 from ..kernels.threads import set_kernel_threads, share_cores
-from .cpu_limit import cpu_limit, throttled_seconds
 
 _LOOK = 0.2
 """Seconds between looks at the counters: a look reads a file for each thread."""

@@ -5,10 +5,11 @@ from typing import Protocol
 
 import torch
 
+from tokenloom.control_groups import cpu_limit
+
 from ..kernels.threads import prepare_sharing
 from . import memory
 from .core_watch import CoreWatch, ProcessThreads, cores_within
-from .cpu_limit import cpu_limit
 
 _SHARE = 0.5
 """The share of the free memory for the KV pools of all engines on a host. The rest is for the page cache, the other

@@ -1,10 +1,10 @@
-"""The CPU limits of control groups, versions 1 and 2, are read from every group above the process."""
+"""The limits of control groups, versions 1 and 2, are read from every group above the process."""
 
 from pathlib import Path
 
 import pytest
 
-from tokenloom.gpu_worker.platform.cpu_limit import cpu_limit, throttled_seconds
+from tokenloom.control_groups import cpu_limit, memory_limit, throttled_seconds
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -51,3 +51,31 @@ def test_without_a_limit(tmp_path: Path, groups: dict[str, str]) -> None:
     root = write(tmp_path, groups)
     assert cpu_limit(root) is None
     assert throttled_seconds(root) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/\n"}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "536870912\n"}, 512 << 20),
+        (
+            {
+                "proc/self/cgroup": "0::/pods/one\n",
+                "sys/fs/cgroup/pods/memory.max": "1000\n",
+                "sys/fs/cgroup/pods/one/memory.max": "2000\n",
+            },
+            1000,
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:cpu,cpuacct:/a\n4:memory:/a\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "3000\n",
+            },
+            3000,
+        ),
+    ],
+)
+def test_the_memory_of_the_strictest_group_counts(tmp_path: Path, files: dict[str, str], limit: int | None) -> None:
+    assert memory_limit(write(tmp_path, files)) == limit

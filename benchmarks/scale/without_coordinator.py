@@ -18,7 +18,7 @@ import numpy as np
 from tokenloom.services.coordinator.engine_registry import Registry
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey, LastSnapshot
 from tokenloom.services.runtime.registry.registry_view import RegistryView
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineState, PickRequest
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineState, PickRequest, Snapshot
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 
@@ -178,10 +178,19 @@ class Run:
         self._registry.refresh()
         if self._now + 2 * SNAPSHOT_SECONDS >= self._dies_at:
             view = RegistryView()
-            view.take(self._registry.snapshot())
+            view.take(self._snapshot())
             for processor in self._processors:
                 processor.update(view)
         self._at(self._now + SNAPSHOT_SECONDS, self._publish)
+
+    def _snapshot(self) -> Snapshot:
+        entries = map(self._registry.entry, self._records)
+        return Snapshot(
+            coordinator_epoch=self._registry.epoch,
+            revision=self._registry.revision,
+            complete=self._registry.is_complete,
+            engines=[entry for entry in entries if entry is not None],
+        )
 
     def _arrive(self, request: Request) -> None:
         pick = PickRequest(

@@ -19,7 +19,6 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineReport,
     PickRequest,
     PickResponse,
-    Snapshot,
 )
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import Adapter, EngineRole
@@ -42,9 +41,9 @@ _SPARE_KINDS = 64
 
 
 class Registry:
-    """Keeps joins, reports, picks and snapshots of one coordinator.
+    """Keeps joins, reports and picks of one coordinator.
 
-    ``refresh`` notices what time alone changes. Picks and snapshots see the state of the last ``refresh``.
+    ``refresh`` notices what time alone changes. Picks and entries see the state of the last ``refresh``.
 
     Args:
         epoch: Incarnation of the coordinator; part of every pick's id.
@@ -68,7 +67,6 @@ class Registry:
     ) -> None:
         self._epoch = epoch
         self._clock = clock
-        self._policy = policy or Policy()
         self._complete_at = clock() + settle_seconds
         self._is_complete = settle_seconds <= 0
         self._records: dict[str, EngineRecord] = {}
@@ -77,7 +75,7 @@ class Registry:
         self._by_row: dict[int, EngineRecord] = {}
         self._num_joins = 0
         self._prefixes = PrefixIndex(prefix_index_bytes)
-        self._placement = Placement(self._columns, self._kinds, self._policy)
+        self._placement = Placement(self._columns, self._kinds, policy or Policy())
         # Serving engines by the fingerprint, role and adapter that requests ask for: nearly all ask for the same.
         self._pools: dict[tuple[bytes, EngineRole, bytes], Pool] = {}
         # Picks in the order in which they expire, as many as are made within PICK_SECONDS.
@@ -85,7 +83,6 @@ class Registry:
         self._subsets = EngineSubsets()
         self._num_picks = 0
         self._missing: EngineRole | None = None  # the last one that was logged
-        self._snapshot: Snapshot | None = None
         self.adapters = WantedAdapters()
         self._awaited: set[str] = set()  # engines of the predecessor that have not joined yet
         if predecessor is not None:
@@ -207,20 +204,6 @@ class Registry:
         """Return an engine as snapshots show it now; None if it is not joined."""
         record = self._records.get(engine_id)
         return None if record is None else record.entry(self._clock(), with_identity=with_identity)
-
-    def snapshot(self) -> Snapshot:
-        """Return the registry's view now; the same object until something changes."""
-        if self._snapshot is None or self._snapshot.revision != self.revision:
-            now = self._clock()
-            self._snapshot = Snapshot(
-                coordinator_epoch=self._epoch,
-                revision=self.revision,
-                complete=self._is_complete,
-                engines=[record.entry(now) for record in self._records.values()],
-                pd_threshold=self._placement.policy.pd_threshold,
-                adapters=self.adapters,
-            )
-        return self._snapshot
 
     def _near(self, key: Hashable, pool: Pool, request: PickRequest) -> Pool | None:
         """Return the engines of the pool that the output processor works with; None: all of them are equal to it."""

@@ -15,6 +15,7 @@ import pytest
 from tests.engine_core.client.inproc import AsyncInprocClient
 from tests.engine_core.invariants import check_idle
 from tests.mesh.harness import SOON, VOCAB_SIZE, Mesh, Part
+from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.executor import Executor
@@ -278,7 +279,7 @@ class SplitMesh(Mesh):
         assert isinstance(service, CoordinatorService)
         return {
             entry.identity.engine_id
-            for entry in service.servicer._registry.snapshot().engines
+            for entry in snapshot_of(service.servicer._registry).engines
             if entry.report.state == ENGINE_STATE_SERVING
         }
 

@@ -4,6 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.engine_registry import Registry
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineState, PickRequest
@@ -42,14 +43,14 @@ def test_a_new_coordinator_is_incomplete_for_two_seconds() -> None:
     clock = Clock()
     registry = Registry(1, clock)
     before = registry.revision
-    assert not registry.snapshot().complete
+    assert not snapshot_of(registry).complete
     clock.now += 1.9
     registry.refresh()
-    assert not registry.snapshot().complete
+    assert not snapshot_of(registry).complete
     assert registry.revision == before
     clock.now += 0.2
     registry.refresh()
-    assert registry.snapshot().complete
+    assert snapshot_of(registry).complete
     assert registry.revision == before + 1
 
 
@@ -59,10 +60,10 @@ def test_the_newest_join_of_a_name_wins() -> None:
     newer = registry.join(identity("a", epoch=2), report(waiting=2))
     registry.report(older, report(waiting=9))
     registry.leave(older)  # the old stream ends after the new one began
-    (entry,) = registry.snapshot().engines
+    (entry,) = snapshot_of(registry).engines
     assert (entry.identity.epoch, entry.report.waiting) == (2, 2)
     registry.leave(newer)
-    assert not registry.snapshot().engines
+    assert not snapshot_of(registry).engines
 
 
 def test_a_snapshot_shows_report_score_and_age() -> None:
@@ -71,7 +72,7 @@ def test_a_snapshot_shows_report_score_and_age() -> None:
     registry.join(identity("a"), report(waiting=1, running=2, step=9, picks_arrived=[PickId(number=1)]))
     clock.now += 0.5
     registry.pick(REQUEST)
-    snapshot = registry.snapshot()
+    snapshot = snapshot_of(registry)
     (entry,) = snapshot.engines
     assert snapshot.coordinator_epoch == 5
     assert entry.score == (1 + 1) * 4 + 2
@@ -96,7 +97,7 @@ def test_silence_is_a_change() -> None:
     registry.refresh()
     clock.now += 10.5
     registry.refresh()
-    (entry,) = registry.snapshot().engines
+    (entry,) = snapshot_of(registry).engines
     assert entry.report.state == EngineState.ENGINE_STATE_DEAD
 
 
@@ -176,7 +177,7 @@ class RegistryMachine(RuleBasedStateMachine):
     def snapshot_is_the_model(self) -> None:
         self.registry.refresh()
         self.forget()
-        shown = {entry.identity.engine_id: entry.score for entry in self.registry.snapshot().engines}
+        shown = {entry.identity.engine_id: entry.score for entry in snapshot_of(self.registry).engines}
         assert shown == {name: self.score(name) for name in self.records}
 
 

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.request.prefix_schedule import MAX_HASHES
 from tokenloom.services.coordinator.engine_placement import Policy
 from tokenloom.services.coordinator.engine_registry import Registry
@@ -245,7 +246,7 @@ def test_hashes_that_cannot_be_do_no_harm() -> None:
 
 
 def test_a_snapshot_shows_the_threshold() -> None:
-    assert Fleet(threshold=9).registry.snapshot().pd_threshold == 9
+    assert snapshot_of(Fleet(threshold=9).registry).pd_threshold == 9
 
 
 def test_a_request_that_pools_runs_on_an_engine_that_prefills() -> None:

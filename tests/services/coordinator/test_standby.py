@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.services.coordinator.snapshots import snapshot_of
 from tests.services.coordinator.test_engine_registry import Clock, identity, report
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.engine_registry import Registry
@@ -173,13 +174,13 @@ def test_a_view_is_complete_once_the_engines_of_the_predecessor_are_back() -> No
     registry = Registry(2, clock, predecessor=predecessor)
     for name in "ab":
         registry.refresh()
-        assert not registry.snapshot().complete
+        assert not snapshot_of(registry).complete
         registry.join(identity(name), report(adapters=[old]))
     registry.refresh()
-    snapshot = registry.snapshot()
+    snapshot = snapshot_of(registry)
     assert (snapshot.complete, [adapter.name for adapter in snapshot.adapters]) == (True, ["kept"])
 
     alone = Registry(3, clock, predecessor=predecessor)
     clock.now = 2.0
     alone.refresh()
-    assert alone.snapshot().complete  # an engine that ended with the coordinator is not waited for without end
+    assert snapshot_of(alone).complete  # an engine that ended with the coordinator is not waited for without end

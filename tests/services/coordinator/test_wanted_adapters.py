@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.services.coordinator.snapshots import snapshot_of
 from tests.services.coordinator.test_coordinator_servicer import Coordinator, coordinator, first_report
 from tests.services.coordinator.test_engine_registry import Clock, identity, report
 from tokenloom.request.errors import InvalidArgument, ModelNotFound, ResourceExhausted, Unavailable
@@ -115,7 +116,7 @@ def test_an_engine_that_joins_is_brought_to_the_state_of_the_others() -> None:
 
 def test_a_new_coordinator_takes_the_adapters_of_all_engines() -> None:
     made = registry(Clock(), a=(PIRATE,), b=(JSON,))
-    assert list(made.snapshot().adapters) == [JSON, PIRATE]
+    assert list(snapshot_of(made).adapters) == [JSON, PIRATE]
 
 
 def test_what_is_recorded_is_checked_and_bounded() -> None:

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule
 
+from tests.services.coordinator.snapshots import snapshot_of
 from tests.services.coordinator.test_engine_registry import REQUEST, Clock, identity, report
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.engine_record import EngineRecord
@@ -128,7 +129,7 @@ class Watched(RuleBasedStateMachine):
         watcher.send()
         watcher.receive()
         states = {name: entry.report.state for name, entry in by_name(watcher.view.engines).items()}
-        expected = by_name(self.registry.snapshot().engines)
+        expected = by_name(snapshot_of(self.registry).engines)
         assert states == {name: entry.report.state for name, entry in expected.items()}
 
     def teardown(self) -> None:
@@ -137,7 +138,7 @@ class Watched(RuleBasedStateMachine):
             return
         self.registry.join(identity("last"), report())
         self.tick(1.0)
-        expected = self.registry.snapshot()
+        expected = snapshot_of(self.registry)
         for watcher in self.watchers:
             watcher.send()
             watcher.receive()

@@ -4,7 +4,9 @@ from functools import cache
 
 import pytest
 
-from tokenloom.bench.placement import PLACERS, TRACES, Result, simulate
+from tokenloom.bench.placement.placers import PLACERS
+from tokenloom.bench.placement.simulation import Result, simulate
+from tokenloom.bench.placement.traces import TRACES
 
 MIXED, PREFIXES, LONG_PREFIXES = TRACES
 

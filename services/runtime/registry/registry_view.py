@@ -8,7 +8,7 @@ from tokenloom.v1.types_pb2 import Adapter
 from .engine_loads import set_loads
 
 _MAX_PENDING = 32
-"""Messages whose loads wait at most until somebody reads them."""
+"""Messages whose loads wait at most until the owner of the view asks for them."""
 
 
 class RegistryView:

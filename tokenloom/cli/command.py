@@ -6,13 +6,16 @@ from typer.core import TyperCommand, TyperGroup
 
 from .help_page import help_page
 
+WRITTEN = "tokenloom.written"
+"""Where a context's ``meta`` holds the words of a command as the user wrote them."""
+
 
 class Command(TyperCommand):
     """Parses the arguments of a command whose users may know the flags of vLLM."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse as usual; an unknown flag ends with one sentence that says what to use."""
-        written = list(args)
+        written = ctx.meta[WRITTEN] = list(args)
         try:
             return super().parse_args(ctx, args)
         except Exception as error:

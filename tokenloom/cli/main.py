@@ -22,7 +22,7 @@ _GROUPS = {
 }
 
 COMPLETION_VARIABLE = "_TOKENLOOM_COMPLETE"
-"""Set by the scripts of ``tokenloom completion`` when a shell asks for completions; typer needs time to prepare them."""
+"""Set by the scripts of ``tokenloom completion`` when a shell asks; only then typer prepares the answers."""
 
 app = typer.Typer(
     cls=lazy_group(__package__, _GROUPS),

@@ -11,7 +11,7 @@ from typing import cast
 import uvicorn
 
 from tokenloom.request import errors
-from tokenloom.services.runtime.host.held_socket import adopt
+from tokenloom.services.runtime.held_sockets.held_socket import adopt
 from tokenloom.services.runtime.peers import addresses
 from tokenloom.services.runtime.peers.tls import PublicTLS
 

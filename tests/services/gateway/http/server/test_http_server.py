@@ -12,10 +12,10 @@ import pytest
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
 from tokenloom.request import errors
 from tokenloom.services.gateway import http as http_package
-from tokenloom.services.gateway.http import uvicorn_protocol
 from tokenloom.services.gateway.http.byte_budget import ByteBudget
-from tokenloom.services.gateway.http.connections import Connections
-from tokenloom.services.gateway.http.http_server import HttpServer
+from tokenloom.services.gateway.http.server import uvicorn_protocol
+from tokenloom.services.gateway.http.server.connections import Connections
+from tokenloom.services.gateway.http.server.http_server import HttpServer
 
 
 async def nothing(*_: object) -> None:

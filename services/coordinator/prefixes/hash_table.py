@@ -71,14 +71,23 @@ class HashTable:
 
     def has(self, keys: Keys, index: int) -> bool:
         """Return whether one hash is there: faster than :meth:`find` for a few."""
-        bucket = (int(keys.places[index]) * self._num_buckets) >> 32
-        tag = int(keys.tags[index]) >> 32
+        return self._get(int(keys.places[index]), int(keys.tags[index]) >> 32) is not None
+
+    def get(self, block_hash: int) -> int | None:
+        """Return the value of one hash, None if it is not there."""
+        mixed = (block_hash * int(_MULTIPLIER)) & ((1 << 64) - 1)
+        place = mixed >> 32
+        return self._get(place, (mixed & MAX_VALUE) ^ place | 1)
+
+    def _get(self, place: int, tag: int) -> int | None:
+        bucket = (place * self._num_buckets) >> 32
         while True:
             words = self._rows[bucket].tolist()
-            if tag in [word >> 32 for word in words]:
-                return True
+            for word in words:
+                if word >> 32 == tag:
+                    return int(word) & MAX_VALUE
             if not words[-1]:
-                return False
+                return None
             bucket = (bucket + 1) % self._num_buckets
 
     def find(self, keys: Keys) -> tuple[Slots, Values]:

@@ -136,6 +136,24 @@ class PrefixIndex:
         if self._swept and not self._swept[-1].take(_SWEPT_GROUPS):
             self._swept.pop()
 
+    def store(self, parent: int | None, blocks: Sequence[int], row: int) -> None:
+        """Remember blocks that an engine's cache has stored, each of which follows the one before it.
+
+        They are left out if their engine is not known to have ``parent``, the block before them (None: they begin a
+        prompt), because they would not count; and if ``parent`` is not in the young generation, or would not be after
+        this, because no block is there without those before it. Most were picked: then nothing changes.
+        """
+        value = self._young.table.get(blocks[-1])
+        if value is not None and self._has(self._young, value, row):
+            return
+        if parent is None:
+            self.add(self.find(blocks), row)
+            return
+        path = self.find([parent, *blocks])
+        is_full = self._is_full(len(path.keys) - len(path.slots))
+        if len(path.slots) and not is_full and self._has(self._young, path.runs[0][2], row):
+            self.add(path, row)
+
     def remove(self, hashes: Sequence[int], row: int) -> None:
         """Forget blocks, in any order, that an engine's cache has evicted."""
         keys = keys_of(hashes)
@@ -153,7 +171,7 @@ class PrefixIndex:
             values = np.concatenate([values, old + _OLD, unknown])
         if not num_blocks:
             return Path(keys, slots, [])
-        if values[0] == values[-1]:  # so are those between: fewer and fewer engines have the later blocks
+        if values[0] == values[-1] and (values == values[0]).all():
             return Path(keys, slots, [(0, num_blocks, int(values[0]))])
         begins = [0, *((values[1:] != values[:-1]).nonzero()[0] + 1).tolist()]
         ends = [*begins[1:], num_blocks]
@@ -193,19 +211,23 @@ class PrefixIndex:
 
     def _drop(self, generation: _Generation, slots: Slots, values: Values, row: int) -> None:
         """Remove an engine from the blocks in some slots."""
-        for value in np.unique(values).tolist():
-            of_value = slots[(values == value) & (slots >= 0)]
-            if 0 < value < _GROUP:
-                stretch, after = value, 0
-            elif value and (members := dict(generation.groups[value - _GROUP].stretches)).get(row):
-                stretch = members.pop(row)
-                generation.groups.leave(value - _GROUP, len(of_value))
-                after = _GROUP + generation.groups.add(members, len(of_value))
-            else:
+        groups = generation.groups
+        for value in np.unique(values[slots >= 0]).tolist():
+            if not self._has(generation, value, row):
                 continue
-            if self._stretches.has(row, stretch):
-                self._stretches.drop(row, len(of_value), stretch)
-                generation.table.put(of_value, after)
+            of_value, stretch, after = slots[(values == value) & (slots >= 0)], value, 0
+            if value >= _GROUP:
+                others = dict(groups[value - _GROUP].stretches)
+                stretch = others.pop(row)
+                groups.leave(value - _GROUP, len(of_value))
+                after = _GROUP + groups.add(others, len(of_value))
+            self._stretches.drop(row, len(of_value), stretch)
+            generation.table.put(of_value, after)
+
+    def _has(self, generation: _Generation, value: int, row: int) -> bool:
+        """Return whether an engine has the blocks with this value."""
+        stretch = value if value < _GROUP else generation.groups[value - _GROUP].stretches.get(row, 0)
+        return self._stretches.has(row, stretch)
 
     def _is_full(self, num_new: int) -> bool:
         table = self._young.table

@@ -13,6 +13,7 @@ from collections import deque
 
 from tokenloom.services.coordinator.caches.cache_followers import INTERVALS
 from tokenloom.services.coordinator.caches.engine_cache import EngineCache
+from tokenloom.services.coordinator.defaults import PREFIX_INDEX_MIB
 from tokenloom.services.coordinator.prefixes.prefix_index import PrefixIndex
 from tokenloom.services.coordinator.report_interval import report_interval
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
@@ -63,7 +64,8 @@ def main() -> None:
     parser.add_argument("--held-blocks", type=int, default=4096, help="in each engine's cache")
     options = parser.parse_args()
     random.seed(1)
-    index = PrefixIndex(256 << 20)
+    index = PrefixIndex(PREFIX_INDEX_MIB << 20)
+    index.remove([0], 0)  # from the first eviction on, all blocks can be searched for
     caches = [Cache(index, row, options.held_blocks) for row in range(options.engines)]
     interval = max(report_interval(options.engines) * INTERVALS, 0.001)
     blocks = max(round(options.tokens_per_second * interval / BLOCK_SIZE), PROMPT_BLOCKS)

@@ -15,7 +15,7 @@ from tokenloom.supervisor.ports import reserved_ports
 from .child import Child
 from .meter import Meter
 
-ENGINES_PER_PROCESS = 250
+ENGINES_PER_PROCESS = 100
 FOLLOWERS_PER_PROCESS = 50
 REPORTS_PER_ENGINE = 5
 """Reports that each engine of a thousand sends in a second; the coordinator asks for them."""

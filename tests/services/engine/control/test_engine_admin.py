@@ -163,12 +163,10 @@ async def test_a_coordinator_that_watches_gets_the_hashes_by_which_prompts_are_p
         watch = EngineAdminStub(channel).WatchKVEvents(request)
         first, stored = await watch.read(), await watch.read()
         assert first.prefix_changes.specimen_hash == specimen_hash(4)
-        (hashed,) = block_hashes([1] * 8, 8)
-        assert [list(chain.blocks) for chain in stored.prefix_changes.stored] == [
-            [int.from_bytes(hashed[:8], "little")]
-        ]
+        named = [int.from_bytes(each[:8], "little") for each in block_hashes([1] * 8, 4)]
+        assert [list(chain.blocks) for chain in stored.prefix_changes.stored] == [named]
         watch.cancel()
-        negative = WatchKVEventsRequest(prefix_interval=Duration(nanos=-1))
+        negative = WatchKVEventsRequest(prefix_interval=Duration(seconds=-1))
         assert await EngineAdminStub(channel).WatchKVEvents(negative).code() is grpc.StatusCode.INVALID_ARGUMENT
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from tokenloom.cli.main import app
 from tokenloom.cli.mesh import serving
 from tokenloom.cli.mesh.serve_options import DECIDED, OFFERS, SETTINGS
-from tokenloom.model_path import DEMO_MODEL_NAME
+from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
@@ -140,6 +140,7 @@ def test_names_in_the_file_on_the_command_line_and_behind_the_model(meshes: list
         ('served_model_name = ["a", "b"]', (), ("a", "b")),
         ('served_model_name = "a"', ("--served-model-name", "b", "--served-model-name", "c,b"), ("b", "c")),
         ("", (DEMO_MODEL_NAME, "--served-model-name", "a", "b", "c"), ("a", "b", "c")),
+        ("", ("--served-model-name", "a", str(DEMO_MODEL)), ("a",)),
         ("", (), (DEMO_MODEL_NAME,)),
     ):
         result = run(file, text, *arguments)
@@ -148,6 +149,8 @@ def test_names_in_the_file_on_the_command_line_and_behind_the_model(meshes: list
     for arguments, message in (
         ((DEMO_MODEL_NAME, "more"), "unexpected extra argument"),
         (("--served-model-name", "a,"), "a name is empty"),
+        (("--served-model-name", "a", "b"), "'b' stands behind the names"),
+        (("--served-model-name", "a", "b", "c"), "'b' stands behind the names"),
     ):
         result = run(file, "", *arguments)
         assert (result.exit_code, message in result.output) == (2, True), result.output

@@ -31,6 +31,7 @@ from tokenloom.v1.coordinator_pb2 import (
 )
 from tokenloom.v1.types_pb2 import EngineRole
 
+from .caches.cache_followers import CacheFollowers
 from .engine_registry import Registry
 from .engine_stream import EngineStream, to_duration
 from .enrolments import Enrolments
@@ -54,8 +55,12 @@ _LEGS = {EngineRole.ENGINE_ROLE_PREFILL: "PREFILL", EngineRole.ENGINE_ROLE_DECOD
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     """Serves Join, Pick, PickStream, Watch and Enroll. Methods raise errors, which the edge turns into statuses."""
 
-    def __init__(self, registry: Registry, name: str, epoch: int, picks: Counter) -> None:
+    def __init__(
+        self, registry: Registry, name: str, epoch: int, picks: Counter, caches: CacheFollowers | None = None
+    ) -> None:
+        """``caches``: follows the engines' prefix caches; None: the index knows only what was picked."""
         self._registry = registry
+        self._caches = caches
         self._feed = SnapshotFeed(registry)
         self._interval = report_interval(0)
         self._name = name
@@ -166,6 +171,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             older.overtake()
         stream = EngineStream(self._registry.join(identity, first))
         self._streams[identity.engine_id] = stream
+        if self._caches is not None:
+            self._caches.join(stream.record)
         if (changes := self._registry.adapters.join(stream.record)) is not None:
             stream.command(EngineCommand(adapters=changes))
         log.info("engine %s joined: %s", identity.engine_id, identity.address)
@@ -178,6 +185,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         engine_id = stream.record.identity.engine_id
         if self._streams.get(engine_id) is stream:
             del self._streams[engine_id]
+            if self._caches is not None:
+                self._caches.leave(engine_id)
         log.info("engine %s %s", engine_id, "was overtaken by a newer one" if stream.overtaken else "left")
 
     def _ask_for_adapters(self) -> None:
@@ -194,6 +203,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         if not self._registry.is_complete:
             return
         self._interval = interval = report_interval(len(self._streams), self._interval)
+        if self._caches is not None and self._registry.uses_prefixes:
+            self._caches.follow(interval)
         for stream in self._streams.values():
             with contextlib.suppress(ResourceExhausted):  # the next time
                 stream.pace(interval)

@@ -28,7 +28,7 @@ ENGINE_STATE_DEAD: EngineState
 ENGINE_STATE_PAUSED: EngineState
 
 class EngineIdentity(_message.Message):
-    __slots__ = ("engine_id", "epoch", "address", "kv_address", "host", "fingerprint", "limits", "num_kv_blocks")
+    __slots__ = ("engine_id", "epoch", "address", "kv_address", "host", "fingerprint", "limits", "num_kv_blocks", "publishes_kv_events")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class EngineIdentity(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHES_KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     epoch: int
     address: str
@@ -45,7 +46,8 @@ class EngineIdentity(_message.Message):
     fingerprint: _types_pb2.Fingerprint
     limits: _types_pb2.ModelLimits
     num_kv_blocks: int
-    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., host: _Optional[str] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., limits: _Optional[_Union[_types_pb2.ModelLimits, _Mapping]] = ..., num_kv_blocks: _Optional[int] = ...) -> None: ...
+    publishes_kv_events: bool
+    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., host: _Optional[str] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., limits: _Optional[_Union[_types_pb2.ModelLimits, _Mapping]] = ..., num_kv_blocks: _Optional[int] = ..., publishes_kv_events: _Optional[bool] = ...) -> None: ...
 
 class EngineReport(_message.Message):
     __slots__ = ("hello", "identity", "role", "state", "waiting", "running", "waiting_tokens", "kv_usage", "free_kv_blocks", "picks_arrived", "step", "seats", "prefill_tokens_per_second", "starts_per_second", "adapters", "computed_tokens_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests", "prefilling_tokens")

@@ -228,8 +228,9 @@ class Registry:
         num_hashes = self.prefixes.num_blocks(path, self._columns.capacity)
         if num_hashes is None:
             return None
-        tokens: IntColumn = np.minimum(_LEADING_BLOCKS[num_hashes] * self._columns.block_size, prompt_tokens)
-        return tokens
+        tokens: IntColumn = _LEADING_BLOCKS.take(num_hashes)
+        tokens *= self._columns.block_size
+        return np.minimum(tokens, np.array(prompt_tokens), out=tokens)
 
     def _rows(self, refs: Sequence[EngineRef]) -> list[int]:
         """Return the rows of those of the engines that are joined."""

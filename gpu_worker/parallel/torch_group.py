@@ -39,6 +39,11 @@ class TorchGroup:
         self._backend.allreduce([x]).wait()
         return x
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        gathered = x.new_empty((self.size, *x.shape))
+        self._backend.allgather([list(gathered)], [x.contiguous()]).wait()
+        return gathered
+
 
 class TorchPeers:
     """Fulfils :class:`.group.Peers`."""

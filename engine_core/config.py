@@ -306,6 +306,26 @@ class ParallelConfig(Struct, frozen=True):
         "Shared memory that the front and the core each use to pass large arrays (prompt embeddings, "
         "masks) to the next process; larger arrays, and with 0 all arrays, are sent over sockets.",
     ] = 256 << 20
+    data_parallel_size: Annotated[
+        Count, "Engines of a data-parallel group: each has all layers, and its own requests and KV cache."
+    ] = 1
+    data_parallel_rank: Annotated[Size, "Number of this engine in its data-parallel group."] = 0
+    data_parallel_group: Annotated[
+        str, "Name of the data-parallel group; by default data-parallel if there are several ranks."
+    ] = ""
+    data_parallel_address: Annotated[
+        str,
+        "Where rank 0 of a mixture-of-experts model listens for the other ranks of its group: unix:/path or "
+        "127.0.0.1:port. Ranks of other models need no address.",
+    ] = ""
+    data_parallel_timeout: Annotated[
+        Seconds, "Seconds that a rank tries to reach its group after it has loaded the model."
+    ] = 300.0
+
+    @property
+    def group_id(self) -> str:
+        """The name of the data-parallel group; empty: the engine belongs to none."""
+        return self.data_parallel_group or ("data-parallel" if self.data_parallel_size > 1 else "")
 
     @property
     def world_size(self) -> int:

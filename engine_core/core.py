@@ -11,13 +11,14 @@ from .config import EngineConfig
 from .control.pausing import Pausing
 from .control.sessions import Sessions
 from .control.sleeping import Sleeping
+from .data_parallel.facts import parallel_config_hash, parallel_facts
 from .encoder_config import encoder_config
 from .errors import ExecutorFailedError
 from .executor.executor import Executor, PendingOutput, PoolSpec
 from .executor.step_in_flight import StepInFlight, drain, take_oldest
 from .executor.worker_adapters import WorkerAdapters
 from .kv_cache.kv_cache_config import KVCacheConfig
-from .kv_cache.kv_cache_size import size_kv_cache
+from .kv_cache.kv_cache_size import has_waves, size_kv_cache
 from .kv_transfer.core_kv import CoreKV
 from .kv_transfer.kv_connector import StepTransfers, take_news
 from .process.step_pulse import StepPulse
@@ -99,6 +100,12 @@ class EngineCore:
         self._iterations = IterationLog() if config.observability.log_iterations else None
         self._expert_loads: ExpertLoads | None = None
         self.num_steps = 0
+        self.num_begun = 0
+        """Forward passes that were begun."""
+        self.has_waves = has_waves(config, model)
+        """Whether it computes in waves with the other ranks of its data-parallel group."""
+        if self.has_waves and config.scheduler.async_scheduling:
+            raise ValueError("async_scheduling does not work with a data-parallel group of a mixture-of-experts model")
         self.num_requests_added = 0
         """Requests that clients added, refused ones included."""
         self.ready = CoreReady(
@@ -115,7 +122,11 @@ class EngineCore:
             finds_reasoning=config.reasoning.marks is not None,
             loras=self.adapters.answer().adapters if self.adapters is not None else [],
             pooling=model.pooling,
+            has_waves=self.has_waves,
         )
+        self.parallel_facts = parallel_facts(config, self.ready)
+        """What the other ranks of a data-parallel group must share."""
+        self.ready.parallel_config_hash = parallel_config_hash(self.parallel_facts)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request, or an input of a session; it may end at once, with an output in the next step.
@@ -223,6 +234,7 @@ class EngineCore:
             else:
                 masks = self._grammars.start_step(scheduled, requests)
         self._pulse.began(scheduled.total_num_scheduled_tokens)
+        self.num_begun += 1
         try:
             self.executor.execute_model(scheduled)
         finally:
@@ -296,6 +308,10 @@ class EngineCore:
         """Let sessions, and pauses and sleep that wait for running requests, continue."""
         if self.sessions.live:
             self.sessions.take(outputs)
+        self.settle_pause()
+
+    def settle_pause(self) -> None:
+        """Let pauses and sleep continue that wait for running requests."""
         if self.pausing.quiet is not None:
             self.pausing.settle()
         if self.sleeping.is_settling:

@@ -269,7 +269,8 @@ class ModelRunner:
         """Compute prompts of these lengths in separate blocks from block 0 on. Returns the logits of the last token of
         each, [n, vocab]. ``num_layers``: compute only the first layers; None: all.
 
-        This is for profiling and warm-up: no request may hold a block.
+        This is for profiling and warm-up: no request may hold a block. One prompt of at most a block is computed in
+        ``NULL_BLOCK`` alone, and changes nothing that a request has where that block is reserved.
         """
         lengths = np.array(query_lens, dtype=np.int64)
         num_blocks = -(-lengths // block_size)

@@ -290,6 +290,10 @@ class ModelWorker:
         else:
             self._profiler.stop()
 
+    def execute_dummy_batch(self) -> None:
+        self._platform.before_step()
+        self._require_runner().dummy_run([1], self._config.cache.block_size)
+
     def check_health(self) -> None:
         """Compute a sum on the device. Raises ``RuntimeError`` if the device fails or the sum is wrong."""
         if float(torch.ones(8, device=self._device).sum()) != 8.0:

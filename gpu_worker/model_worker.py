@@ -40,7 +40,7 @@ from .models.self_check import CheckedModel, check_model
 from .ops.ops_choice import make_ops
 from .parallel.context import ContextBackend
 from .parallel.group import ONLY_RANK, join_ranks
-from .parallel.local_config import check_options
+from .parallel.local_config import check_options, num_sharing
 from .platform.affinity import bind_to
 from .platform.platform import Platform
 from .platform.profiler import Profiler
@@ -77,6 +77,7 @@ class ModelWorker:
         self._config = config
         self._platform = platform
         self._ranks = ONLY_RANK
+        self._num_sharing = num_sharing(config, is_on_host=platform.pool_is_on_host)
         self._device = platform.device
         self._loras = LoraSlots(config.lora, platform.device) if config.lora.enable else None
         self._slot: ModelSlot | None = None
@@ -310,12 +311,6 @@ class ModelWorker:
     def _model(self) -> Model:
         assert self._slot is not None, "load_model comes first"
         return self._slot.model
-
-    @property
-    def _num_sharing(self) -> int:
-        """Return how many workers share the memory of this one: on GPUs, each rank of an engine has its own."""
-        count = self._config.cache.engines_on_host
-        return count if self._platform.pool_is_on_host else max(1, count // self._config.parallel.world_size)
 
     @property
     def _kv_config(self) -> ModelConfig:

@@ -62,6 +62,12 @@ def check_options(config: EngineConfig) -> None:
             raise ValueError(f"{name}: is not supported with {config.parallel.world_size} workers yet; use one worker")
 
 
+def num_sharing(config: EngineConfig, *, is_on_host: bool) -> int:
+    """Return how many workers share the memory of a device; ranks of an engine that are on GPUs have one each."""
+    count = config.cache.engines_on_host
+    return count if is_on_host else max(1, count // config.parallel.world_size)
+
+
 def _local_experts(experts: ExpertSwitches, place: Place, layers: slice) -> ExpertSwitches:
     own, size = place.experts(experts.count), place.tensor_size
     return replace(

@@ -43,6 +43,8 @@ class Identity:
         self._engine_id = settings.instance_id
         self._epoch = epoch
         self._addresses = address, kv_address
+        self._group = settings.engine.parallel
+        self._ready = ready
         self._num_kv_blocks = ready.num_kv_blocks // ready.num_kv_groups
 
     def hello(self) -> types_pb2.Hello:
@@ -61,6 +63,10 @@ class Identity:
             fingerprint=self.fingerprint,
             limits=self.limits,
             num_kv_blocks=self._num_kv_blocks,
+            data_parallel_group=self._group.group_id,
+            data_parallel_rank=self._group.data_parallel_rank,
+            parallel_config_hash=self._ready.parallel_config_hash if self._group.group_id else b"",
+            computes_in_waves=self._ready.has_waves,
         )
 
 

@@ -33,6 +33,25 @@ class MeshOptions(Struct, frozen=True):
     engines: Annotated[_Parts, "Engines that compute whole requests; the cores are divided among them."] = 1
     prefill: Annotated[_Engines, "Engines that compute prompts; with --decode, instead of --engines."] = 0
     decode: Annotated[_Engines, "Engines that generate tokens from the KV blocks of prefill engines."] = 0
+    data_parallel_size: Annotated[
+        _Parts | None,
+        "Engines of one data-parallel group, instead of --engines; a request may name its engine with the header "
+        "X-data-parallel-rank.",
+    ] = None
+    data_parallel_size_local: Annotated[
+        _Parts | None, "Engines of the group on this machine, with --data-parallel-hybrid-lb; by default all."
+    ] = None
+    data_parallel_start_rank: Annotated[
+        _Engines, "Number of the first engine of the group on this machine, with --data-parallel-hybrid-lb."
+    ] = 0
+    data_parallel_hybrid_lb: Annotated[
+        bool,
+        "Place requests on the engines of this machine only: each machine of the group runs a mesh of its own, and a "
+        "balancer in front chooses among their gateways. Not for mixture-of-experts models.",
+    ] = False
+    data_parallel_external_lb: Annotated[
+        bool, "As --data-parallel-hybrid-lb, with one engine in each mesh: the balancer chooses the rank."
+    ] = False
     tokenizers: Annotated[_Parts, "Tokenizer services."] = 1
     output_processors: Annotated[_Parts, "Output processors."] = 1
     gateways: Annotated[_Parts, "Gateways, on consecutive ports."] = 1
@@ -54,7 +73,35 @@ class MeshOptions(Struct, frozen=True):
     @property
     def engine_roles(self) -> list[str]:
         """The role of each engine, in the order of their indices."""
-        return ["prefill"] * self.prefill + ["decode"] * self.decode or ["both"] * self.engines
+        engines = self.engines if self.data_parallel_size is None else self.num_local_ranks
+        return ["prefill"] * self.prefill + ["decode"] * self.decode or ["both"] * engines
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Engines of the data-parallel group on this machine; 0 without a group."""
+        if self.data_parallel_external_lb:
+            return 1
+        return self.data_parallel_size_local or self.data_parallel_size or 0
+
+    def check_data_parallel(self) -> None:
+        """Raise ``ValueError``, naming the options, if the engines of a data-parallel group do not fit together."""
+        size, local = self.data_parallel_size, self.num_local_ranks
+        is_split = self.data_parallel_hybrid_lb or self.data_parallel_external_lb
+        if size is None:
+            if is_split or self.data_parallel_size_local is not None or self.data_parallel_start_rank:
+                raise ValueError("the options --data-parallel-… need --data-parallel-size")
+            return
+        if self.data_parallel_start_rank + local > size:
+            raise ValueError(
+                f"--data-parallel-start-rank {self.data_parallel_start_rank} and {local} engines here exceed "
+                f"--data-parallel-size {size}"
+            )
+        if local != size and not is_split:
+            raise ValueError(
+                f"--data-parallel-size-local {local} is less than --data-parallel-size {size}: add "
+                "--data-parallel-hybrid-lb to balance in front of the machines, or start the engines of other machines "
+                "as services of this mesh (docs/operate/scaling.md)"
+            )
 
 
 def with_names(options: MeshOptions, names: Sequence[str]) -> MeshOptions:
@@ -114,8 +161,20 @@ class _Layout:
         flags += ("--engines-on-host", str(len(self._roles)), "--num-threads", str(share.threads))
         if share.cpus:  # of the worker only: the engine's own process answers while the worker computes
             flags += ("--cpus", ",".join(map(str, share.cpus)))
+        flags += self._data_parallel(index)
         part = self._part("engine", index, (*self._model, *self._coordinator, *flags))
         return replace(part, role=role, leftovers=(*part.leftovers, kv_socket))
+
+    def _data_parallel(self, index: int) -> tuple[str, ...]:
+        options = self._options
+        if options.data_parallel_size is None:
+            return ()
+        flags: tuple[str, ...] = ("--data-parallel-rank", str(options.data_parallel_start_rank + index))
+        if (
+            options.num_local_ranks == options.data_parallel_size
+        ):  # ranks of other meshes could not be asked to begin waves
+            flags += ("--data-parallel-address", str(Address(path=str(self._directory / "data-parallel.sock"))))
+        return ("--data-parallel-group", "data-parallel", *flags)
 
     def tokenizer(self, index: int) -> PartSpec:
         return self._part("tokenizer", index, self._model)

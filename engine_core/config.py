@@ -276,9 +276,23 @@ class ReasoningConfig(Struct, frozen=True):
 class ParallelConfig(Struct, frozen=True):
     """Where the workers run, and how arrays move between processes."""
 
+    tensor_parallel_size: Annotated[
+        Count,
+        "Workers that compute each layer together: each holds a part of the heads, of the MLP and of the KV cache.",
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        Count, "Stages of the model: each has a part of the layers, and --tensor-parallel-size workers."
+    ] = 1
     distributed_executor_backend: Annotated[
-        Literal["uni", "mp"], "Where the worker runs: uni: in the core's process; mp: in a process of its own."
-    ] = "uni"
+        Literal["auto", "uni", "mp", "ray"],
+        "Where the workers run: uni: one in the core's process; mp: each in a process of its own on this machine; ray: "
+        "each in an actor on any machine of a Ray cluster; auto: uni for one worker, mp for several.",
+    ] = "auto"
+    rank: int = 0
+    """Of the worker that this configuration is for, in [0, world_size): stage * tensor_parallel_size + its place."""
+    rendezvous: str = ""
+    """Where the workers find each other: the path of a file on their machine, or ``HOST:PORT``, which rank 0 serves.
+    Empty: there is one worker."""
     array_arena_bytes: Annotated[
         Size,
         "Shared memory that the front and the core each use to pass large arrays (prompt embeddings, "
@@ -304,6 +318,16 @@ class ParallelConfig(Struct, frozen=True):
     def group_id(self) -> str:
         """The name of the data-parallel group; empty: the engine belongs to none."""
         return self.data_parallel_group or ("data-parallel" if self.data_parallel_size > 1 else "")
+
+    @property
+    def world_size(self) -> int:
+        """Return how many workers the engine has."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def output_rank(self) -> int:
+        """Return the rank that draws and reports the tokens: the first one of the last stage."""
+        return self.world_size - self.tensor_parallel_size
 
 
 class ObservabilityConfig(Struct, frozen=True):

@@ -1,5 +1,6 @@
 """The engine's loop without I/O."""
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -79,6 +80,7 @@ class EngineCore:
             lends=bool(config.kv.transports),
             adapters=self.adapters,
             pooling=model.pooling,
+            num_stages=config.parallel.pipeline_parallel_size,
         )
         self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)
@@ -90,8 +92,8 @@ class EngineCore:
         self._pulse.warmed_up(warm_up.seconds)
         self.steps_in_flight: deque[StepInFlight] = deque()
         """Steps that the executor has begun and whose results are not processed yet, oldest first."""
-        self._max_in_flight = executor.max_concurrent_batches
-        assert self._max_in_flight <= 2, "loads planned with a step wait for one step before it, not for several"
+        # Loads planned with a step wait for one step before it, not for several.
+        self._max_in_flight = min(executor.max_concurrent_batches, 2 if self._connector is not None else sys.maxsize)
         self._unsampled: tuple[SchedulerOutput, StepTransfers | None] | None = None
         """A step whose second half has not begun, because its grammars need the tokens of the step before it."""
         self._observability = config.observability

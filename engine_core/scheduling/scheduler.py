@@ -54,6 +54,7 @@ class Scheduler:
         lends: bool = False,
         adapters: Adapters | None = None,
         pooling: ModelPooling = _GENERATES,
+        num_stages: int = 1,
     ) -> None:
         """Raises ``ValueError`` naming a setting that does not work.
 
@@ -66,6 +67,7 @@ class Scheduler:
             lends: Whether other engines may read blocks.
             adapters: The LoRA adapters that requests may name; without it such requests are refused.
             pooling: What the model pools.
+            num_stages: Parts of the model that compute steps at the same time.
         """
         check_config(config, kv_cache.max_model_len, speculates=speculative is not None)
         self.config = config
@@ -81,12 +83,12 @@ class Scheduler:
         self.pause_state = PauseState.UNPAUSED
         self._is_held = False
         self._is_stalled = False
-        self._in_flight = StepsInFlight() if config.async_scheduling else None
+        self._in_flight = StepsInFlight() if config.async_scheduling or num_stages > 1 else None
         self._clock = clock
         self._recorder = StatsRecorder(clock, cache, config)
         self._adapters = adapters
         self._planner = StepPlanner(
-            config, self.waiting, self._tenants, self.kv, self._remote, self._recorder, clock, adapters
+            config, self.waiting, self._tenants, self.kv, self._remote, self._recorder, clock, adapters, num_stages
         )
         self.running = self._planner.running
         self.ended = EndedRequests(

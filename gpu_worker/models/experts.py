@@ -33,8 +33,9 @@ class Experts:
         self._switches = experts
         self._routes = routes
         self._router = load_linear(checkpoint, [f"{prefix}.gate"], config.hidden_size, [experts.count], bias=False)
+        self._group = checkpoint.group
         self._experts = [
-            MLP(checkpoint, f"{prefix}.experts.{expert}", config, ops, experts.intermediate_size, names)
+            MLP(checkpoint, f"{prefix}.experts.{expert}", config, ops, experts.intermediate_size, names, sums=False)
             for expert in range(experts.count)
         ]
         self._shared = _Shared(checkpoint, prefix, config, ops, experts.shared_size) if experts.shared_size else None
@@ -45,7 +46,7 @@ class Experts:
         grouped = GroupedRows.sort(chosen)
         self._routes.record(chosen, grouped)
         out = mix_experts(x, grouped, weights, self._compute)
-        return out if self._shared is None else out + self._shared(x)
+        return self._group.all_reduce(out if self._shared is None else out + self._shared(x))
 
     def _compute(self, expert: int, rows: Tensor) -> Tensor:
         return self._experts[expert](rows)
@@ -61,7 +62,7 @@ class _Shared:
     """Computes the expert of every token, times a gate."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, size: int) -> None:
-        self._mlp = MLP(checkpoint, f"{prefix}.shared_expert", config, ops, size)
+        self._mlp = MLP(checkpoint, f"{prefix}.shared_expert", config, ops, size, sums=False)
         self._gate = load_linear(checkpoint, [f"{prefix}.shared_expert_gate"], config.hidden_size, [1], bias=False)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             await asyncio.sleep(WATCH_SECONDS)
 
     async def Pick(self, request: PickRequest, context: _Context) -> PickResponse:
-        return self._pick(request)
+        return await self._slices.answer_one(request)
 
     async def PickStream(  # type: ignore[override]  # it writes to the context, because a generator costs more
         self, requests: AsyncIterator[PickBatch], context: _Context

@@ -1,14 +1,14 @@
 """Lists the flags of ``vllm serve`` without a namesake here: the flag, its short forms, and a clause."""
 
-_ONE_DEVICE = "each engine computes on one device; use --engines for several engines on this machine"
+_ONE_CONTEXT = "a worker has the whole context of its heads; --tensor-parallel-size divides the KV cache by heads"
 _MACHINES = (
     "engines on several machines run as services of one mesh (docs/use/two-machines.md, docs/operate/kubernetes.md)"
 )
 _ORIGINS = "use --cors-origins, which lists the origins of web pages; methods, headers and credentials follow from it"
 _GRAPHS = "the engine uses neither CUDA graphs nor a compiler"
 _TEXT_ONLY = "models read text only; a multimodal request is refused by name"
-_EXPERTS = "experts of a model are computed by one engine; use --engines for several engines on this machine"
-_OVERLAP = "the engine does not split a batch to overlap communication, because an engine has one device"
+_EXPERTS = "every worker has a part of each expert; --tensor-parallel-size says how many workers there are"
+_OVERLAP = "the engine does not split a batch to overlap communication"
 _TEMPLATE = "send chat_template_kwargs in the request"
 _CHECKPOINT = "edit the files of the checkpoint"
 _PLUGIN = "code of users is not loaded into the parts"
@@ -18,6 +18,8 @@ _SLEEP = "with --admin-api-key the admin routes pause engines and put them to sl
 _OFFLOAD = "use --kv-offload-path and --kv-offload-bytes, which keep evicted KV blocks in a file"
 
 REPLACED = {
+    "-tp": "use --tensor-parallel-size",
+    "-pp": "use --pipeline-parallel-size",
     "--uds": "run the gateway by itself, `python -m tokenloom.services.gateway --http-listen unix:/path`",
     "--api-server-count -asc": "use --gateways",
     "--uvicorn-log-level": "use --log-level",
@@ -128,7 +130,7 @@ UNNEEDED = {
     "--performance-mode": _GRAPHS,
     "--kernel-config": "the kernels are chosen by the processor; --attention-backend selects another attention",
     "--attention-config": "--attention-backend selects the attention",
-    "--disable-custom-all-reduce": "engines exchange no tensors of a layer",
+    "--disable-custom-all-reduce": "workers add the parts of a layer with gloo or nccl, which is no kernel of its own",
     "--disable-nccl-for-dp-synchronization": "engines need not step together",
     "--max-parallel-loading-workers": "weights are mapped from their files, not copied",
     "--safetensors-load-strategy": "weights are mapped from their files, not copied",
@@ -148,12 +150,10 @@ UNNEEDED = {
 """What the flag asks for holds here in any case, or concerns a part that does not exist."""
 
 MISSING = {
-    "--tensor-parallel-size -tp": _ONE_DEVICE,
-    "--pipeline-parallel-size -pp": _ONE_DEVICE,
-    "--decode-context-parallel-size -dcp": _ONE_DEVICE,
-    "--prefill-context-parallel-size -pcp": _ONE_DEVICE,
-    "--dcp-kv-cache-interleave-size": _ONE_DEVICE,
-    "--cp-kv-cache-interleave-size": _ONE_DEVICE,
+    "--decode-context-parallel-size -dcp": _ONE_CONTEXT,
+    "--prefill-context-parallel-size -pcp": _ONE_CONTEXT,
+    "--dcp-kv-cache-interleave-size": _ONE_CONTEXT,
+    "--cp-kv-cache-interleave-size": _ONE_CONTEXT,
     "--enable-expert-parallel -ep": _EXPERTS,
     "--enable-eplb": _EXPERTS,
     "--eplb-config": _EXPERTS,
@@ -164,7 +164,7 @@ MISSING = {
     "--ubatch-size": _OVERLAP,
     "--dbo-decode-token-threshold": _OVERLAP,
     "--dbo-prefill-token-threshold": _OVERLAP,
-    "--ray-workers-use-nsight": "Ray is not used; --distributed-executor-backend offers uni and mp",
+    "--ray-workers-use-nsight": "--profiler-dir records what a worker computes, wherever it runs",
     "--worker-cls": _PLUGIN,
     "--worker-extension-cls": _PLUGIN,
     "--scheduler-cls": f"{_PLUGIN}; --scheduling-policy offers fcfs and priority",

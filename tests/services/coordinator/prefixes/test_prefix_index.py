@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tokenloom.request.prefix_schedule import MAX_HASHES
-from tokenloom.services.coordinator.prefixes.hash_table import HashTable, keys_of
+from tokenloom.services.coordinator.prefixes.hash_table import HashTable, words_of
 from tokenloom.services.coordinator.prefixes.prefix_index import PrefixIndex
 
 MIB = 1 << 20
@@ -130,16 +130,24 @@ def test_a_table_finds_what_was_inserted_however_full_it_is(count: int) -> None:
     table = HashTable(count)
     for begin in range(0, count, 256):
         part = hashes[begin : begin + 256]
-        table.insert(keys_of(part), np.arange(begin, begin + len(part)))
-    slots, values = table.find(keys_of(hashes))
-    assert values.tolist() == list(range(count))
-    assert len(set(slots.tolist())) == count == table.num_entries
-    others = keys_of([generator.getrandbits(64) for _ in range(500)])
-    assert (table.find(others)[0] == -1).all()
-    table.put(slots[:2], 7)
-    assert table.find(keys_of(hashes[:3]))[1].tolist() == [7, 7, 2][:count]
-    assert table.has(keys_of(hashes), count - 1)
-    assert not table.has(others, 0)
+        table.insert(words_of(part), np.arange(begin, begin + len(part)))
+    assert table.num_entries == count
+    assert table.find(words_of(hashes)).tolist() == list(range(count))
+    others = words_of([generator.getrandbits(64) for _ in range(500)])
+    assert (table.find(others) == -1).all()
+    assert [table.get(int(word)) for word in words_of(hashes[-20:])] == list(range(count))[-20:]
+    assert table.get(int(others[0])) == -1
+
+
+def test_a_table_finds_what_was_added_one_by_one() -> None:
+    generator = random.Random(1)
+    words = words_of([generator.getrandbits(64) for _ in range(2000)])
+    table = HashTable(2000)
+    for value, word in enumerate(words[:1500].tolist()):
+        table.add(word, value)
+    table.insert(words[1500:], np.arange(1500, 2000))
+    assert table.find(words).tolist() == list(range(2000))
+    assert [table.get(word) for word in words.tolist()] == list(range(2000))
 
 
 class PrefixIndexMachine(RuleBasedStateMachine):

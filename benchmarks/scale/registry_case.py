@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.supervisor.ports import reserved_ports
 
 from .child import Child
@@ -148,19 +149,23 @@ def _children(stack: ExitStack, module: str, address: str, count: int, most: int
 
 async def _rejoin(case: RegistryCase, mesh: _Mesh) -> tuple[float, float]:
     """Kill the coordinator, start it again, and return the seconds and its processor time until all are back."""
-    began = time.monotonic()
+    began, epoch = time.monotonic(), mesh.meter.view.coordinator_epoch
     mesh.coordinator.kill()
     mesh.coordinator.start()
-    await mesh.meter.until(lambda view: not view.engines)
-    await _until_joined(case, mesh.meter)
+    await _until_joined(case, mesh.meter, other_than=epoch)
     seconds, cpu = time.monotonic() - began, mesh.coordinator.cpu_seconds()
     await asyncio.sleep(_PAUSE_SECONDS)  # requests go on
     return seconds, cpu
 
 
-async def _until_joined(case: RegistryCase, meter: Meter) -> None:
+async def _until_joined(case: RegistryCase, meter: Meter, other_than: int = 0) -> None:
+    """Wait until a coordinator shows all engines. ``other_than``: the epoch of the one before it."""
+
+    def holds(view: RegistryView) -> bool:
+        return view.coordinator_epoch != other_than and len(view.engines) == case.engines
+
     async with asyncio.timeout(START_SECONDS):
-        await meter.until(lambda view: len(view.engines) == case.engines)
+        await meter.until(holds)
 
 
 def _cpu_seconds(children: Sequence[Child]) -> float:

@@ -108,6 +108,7 @@ class SnapshotFeed:
         if pending.constants[-1] != constants[-1]:
             head.new_adapters = True
             head.adapters.extend(self._registry.adapters)
+            head.unloaded_adapters.extend(self._registry.adapters.unloaded)
         changed, pending.changed, pending.left, pending.constants = pending.changed, {}, {}, constants
         return head.SerializeToString() + b"".join(self._part(name, new) for name, new in changed.items())
 
@@ -172,7 +173,8 @@ class SnapshotFeed:
     def _whole(self, revision: int) -> bytes:
         if self._body is None:
             self._body = b"".join(self._part(name, True) for name in self._shown)
-        adapters = Snapshot(adapters=self._registry.adapters).SerializeToString()
+        wanted = self._registry.adapters
+        adapters = Snapshot(adapters=wanted, unloaded_adapters=wanted.unloaded).SerializeToString()
         return self._head(revision) + adapters + self._body
 
     def _head(self, revision: int, base_revision: int = 0) -> bytes:

@@ -138,7 +138,11 @@ class CacheConfig(Struct, frozen=True):
         bool,
         "Keep the KV of the whole context in every layer, also in layers that attend to a window only.",
     ] = False
-    kv_events: Annotated[bool, "Publish which blocks the prefix cache stores and removes."] = False
+    kv_events: Annotated[
+        bool,
+        "Publish which blocks the prefix cache stores and removes. The coordinator follows it, so that evicted blocks "
+        "attract no prompts.",
+    ] = False
     block_hash_seed: bytes = b""
     """Root of the block hash chain, as in ``Fingerprint.block_hash_seed``."""
 

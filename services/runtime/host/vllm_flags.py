@@ -6,7 +6,6 @@ _ONE_CONTEXT = (
 _MACHINES = (
     "engines on several machines run as services of one mesh (docs/use/two-machines.md, docs/operate/kubernetes.md)"
 )
-_BALANCED = "one coordinator places requests on all engines; --engines sets their number on this machine"
 _ORIGINS = "use --cors-origins, which lists the origins of web pages; methods, headers and credentials follow from it"
 _GRAPHS = "the engine uses neither CUDA graphs nor a compiler"
 _TEXT_ONLY = "models read text only; a multimodal request is refused by name"
@@ -45,15 +44,14 @@ REPLACED = {
     "--kv-offloading-backend": _OFFLOAD,
     "--kv-events-config": "use --kv-events",
     "--kv-transfer-config": "use --prefill and --decode; --kv-transports says how KV blocks move",
-    "--data-parallel-size -dp": "use --engines",
-    "--data-parallel-size-local -dpl": "use --engines",
+    "-dp": "use --data-parallel-size",
+    "-dpl": "use --data-parallel-size-local",
+    "-dpr": "use --data-parallel-start-rank",
+    "-dph": "use --data-parallel-hybrid-lb",
+    "-dpe": "use --data-parallel-external-lb",
+    "-dpn": "use --data-parallel-start-rank, which numbers the first engine of this machine",
     "--data-parallel-backend -dpb": _MACHINES,
-    "--data-parallel-address -dpa": _MACHINES,
     "--data-parallel-rpc-port -dpp": _MACHINES,
-    "--data-parallel-rank -dpn": _BALANCED,
-    "--data-parallel-start-rank -dpr": _BALANCED,
-    "--data-parallel-hybrid-lb -dph": _BALANCED,
-    "--data-parallel-external-lb -dpe": _BALANCED,
     "--headless": _MACHINES,
     "--nnodes -n": _MACHINES,
     "--node-rank -r": _MACHINES,

@@ -27,6 +27,7 @@ FOLDERS = {
 SAMPLING_PARAMS = "tokenloom.request.sampling_params"
 BLOCK_HASH = "tokenloom.request.prompt_block_hash"
 REASONING = "tokenloom.request.reasoning"
+PREFIX_SCHEDULE = "tokenloom.request.prefix_schedule"
 ROUTED_ROWS = "tokenloom.request.routed_rows"
 # The head of a GGUF file, which holds configuration and tokenizer.
 GGUF_FILE = "tokenloom.gguf.gguf_file"
@@ -220,7 +221,7 @@ def test_engine_core(module: Module) -> None:
     asynchronous = tuple(f"tokenloom.engine_core.client.{name}" for name in names)
     never = () if module.name in asynchronous else ("asyncio", "zmq.asyncio")
     libraries = {"msgspec", "zmq", "numpy"} | EXTRA_LIBRARIES.get(module.name, set())
-    allowed = [SAMPLING_PARAMS, BLOCK_HASH, REASONING, ROUTED_ROWS]
+    allowed = [SAMPLING_PARAMS, BLOCK_HASH, PREFIX_SCHEDULE, REASONING, ROUTED_ROWS]
     if module.name == "tokenloom.engine_core.fake_workers.checkpoint_sizes":
         allowed.append(GGUF_FILE)
     if module.name == "tokenloom.engine_core.lora_config":

@@ -34,5 +34,10 @@ class Coordinator:
         times = self._shown.cpu_times()
         return float(times.user + times.system)
 
+    def loop_seconds(self) -> float:
+        """Return the processor time of the thread with the event loop: the others, of gRPC, run beside it."""
+        (main,) = (each for each in self._shown.threads() if each.id == self._process.pid)
+        return float(main.user_time + main.system_time)
+
     def mebibytes(self) -> float:
         return float(self._shown.memory_info().rss) / 2**20

@@ -32,6 +32,7 @@ class StreamResult:
 
     Attributes:
         cores: What the coordinator used, its reports and snapshots included.
+        loop_cores: The part of it in the thread with the event loop, which cannot use more than one.
         microseconds_a_pick: The same, for each pick that was answered.
     """
 
@@ -41,6 +42,7 @@ class StreamResult:
     p50_milliseconds: float
     p99_milliseconds: float
     cores: float
+    loop_cores: float
     microseconds_a_pick: float
 
 
@@ -72,9 +74,10 @@ async def measure(
     """Ask for so many picks per second, in batches of 5 ms over several streams."""
     asked = requests(_NUM_REQUESTS, num_hashes)
     await _ask(channel, asked, rate, _WARM_UP_SECONDS)
-    cpu, began = coordinator.cpu_seconds(), time.monotonic()
+    cpu, loop, began = coordinator.cpu_seconds(), coordinator.loop_seconds(), time.monotonic()
     latencies = sorted(await _ask(channel, asked, rate, seconds))
     elapsed, cpu = time.monotonic() - began, coordinator.cpu_seconds() - cpu
+    loop = coordinator.loop_seconds() - loop
     return StreamResult(
         hashes=num_hashes,
         asked_per_second=rate,
@@ -82,6 +85,7 @@ async def measure(
         p50_milliseconds=latencies[len(latencies) // 2] * 1e3,
         p99_milliseconds=latencies[len(latencies) * 99 // 100] * 1e3,
         cores=cpu / elapsed,
+        loop_cores=loop / elapsed,
         microseconds_a_pick=cpu / len(latencies) * 1e6,
     )
 

@@ -39,6 +39,7 @@ class RegistryResult:
     Attributes:
         reports_per_second: Reports that arrived; a machine without enough cores for the fake engines sends fewer.
         cores: Of the coordinator.
+        loop_cores: The part of it in the thread with the event loop, which cannot use more than one.
         microseconds_a_report: Processor time of the coordinator for each report, with all its other work.
         megabytes_per_second: Of snapshots, to all followers and the one that counts.
         follower_share: Cores that one follower uses.
@@ -53,6 +54,7 @@ class RegistryResult:
     followers: int
     reports_per_second: float
     cores: float
+    loop_cores: float
     microseconds_a_report: float
     megabytes_per_second: float
     follower_share: float
@@ -81,10 +83,11 @@ async def run_registry(case: RegistryCase) -> RegistryResult:
     async with _running(case) as mesh:
         await asyncio.sleep(_PAUSE_SECONDS)
         cpu, followers_cpu = mesh.coordinator.cpu_seconds(), _cpu_seconds(mesh.followers)
+        loop = mesh.coordinator.loop_seconds()
         reports, num_bytes, began = await _reports(mesh), mesh.meter.num_bytes, time.monotonic()
         await asyncio.sleep(case.seconds)
         seconds = time.monotonic() - began
-        cpu = mesh.coordinator.cpu_seconds() - cpu
+        cpu, loop = mesh.coordinator.cpu_seconds() - cpu, mesh.coordinator.loop_seconds() - loop
         followers_cpu = _cpu_seconds(mesh.followers) - followers_cpu
         reports = await _reports(mesh) - reports
         num_bytes = (mesh.meter.num_bytes - num_bytes) * (case.followers + 1)
@@ -97,6 +100,7 @@ async def run_registry(case: RegistryCase) -> RegistryResult:
         followers=case.followers,
         reports_per_second=reports / seconds,
         cores=cpu / seconds,
+        loop_cores=loop / seconds,
         microseconds_a_report=cpu / max(reports, 1) * 1e6,
         megabytes_per_second=num_bytes / seconds / 1e6,
         follower_share=followers_cpu / seconds / case.followers,

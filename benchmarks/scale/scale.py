@@ -75,6 +75,7 @@ def _figures_of_picks(kind: str, picks: StreamResult) -> dict[str, float]:
         f"{kind}picks_per_second": picks.answered_per_second,
         f"{kind}picks_p99": picks.p99_milliseconds,
         f"{kind}picks_cores": picks.cores,
+        f"{kind}picks_loop_cores": picks.loop_cores,
         f"{kind}picks_cores_at_full_rate": picks.cores * picks.asked_per_second / max(picks.answered_per_second, 1.0),
     }
 
@@ -102,6 +103,7 @@ _ROWS = (
     ("registry with full caches, MiB", "index_mebibytes", "{:,.0f}"),
     ("reports a second", "reports_per_second", "{:,.0f}"),
     ("coordinator, cores", "cores", "{:.2f}"),
+    ("of these, its event loop", "loop_cores", "{:.2f}"),
     ("coordinator at the full rate of reports, cores", "cores_at_full_rate", "{:.2f}"),
     ("coordinator, MiB", "mebibytes", "{:,.0f}"),
     ("snapshots to all, MB a second", "megabytes_per_second", "{:.1f}"),
@@ -110,10 +112,12 @@ _ROWS = (
     ("picks a second through PickStream, 10,000 asked", "picks_per_second", "{:,.0f}"),
     ("their latency, p99, ms", "picks_p99", "{:.1f}"),
     ("coordinator meanwhile, cores", "picks_cores", "{:.2f}"),
+    ("of these, its event loop", "picks_loop_cores", "{:.2f}"),
     ("coordinator at the full rate of picks, cores", "picks_cores_at_full_rate", "{:.2f}"),
     ("picks with 256 hashes a second, 5,000 asked", "hashed_picks_per_second", "{:,.0f}"),
     ("their latency, p99, ms", "hashed_picks_p99", "{:.1f}"),
     ("coordinator meanwhile, cores", "hashed_picks_cores", "{:.2f}"),
+    ("of these, its event loop", "hashed_picks_loop_cores", "{:.2f}"),
     ("coordinator at the full rate of these picks, cores", "hashed_picks_cores_at_full_rate", "{:.2f}"),
     ("rejoin after SIGKILL, seconds", "join_seconds", "{:.1f}"),
     ("rejoin, processor seconds", "rejoin_cpu_seconds", "{:.1f}"),

@@ -137,5 +137,5 @@ class KVCacheManager:
             if self.pool.register(request.block_ids[index], hashes[index]) and self._events is not None:
                 start = index * self.block_size
                 token_ids = request.all_token_ids[start : start + self.block_size]
-                self._events.stored(hashes[index], hashes[index - 1] if index else None, token_ids)
+                self._events.stored(hashes, index, token_ids)
         request.num_registered_blocks = num_full_blocks

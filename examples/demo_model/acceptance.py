@@ -69,7 +69,9 @@ def accepted(core: EngineCore, asked: list[list[int]], temperature: float, ends:
     assert core.scheduler.drafts is not None
     before = core.scheduler.drafts.stats()
     for number, token_ids in enumerate(asked):
-        params = SamplingParams(max_tokens=MAX_TOKENS, seed=number, temperature=temperature, stop_token_ids=sorted(ends))
+        params = SamplingParams(
+            max_tokens=MAX_TOKENS, seed=number, temperature=temperature, stop_token_ids=sorted(ends)
+        )
         core.add_request(EngineCoreRequest(f"{temperature}-{number}", token_ids, params))
     run(core)
     after = core.scheduler.drafts.stats()

@@ -33,6 +33,7 @@ from tokenloom.v1.coordinator_pb2 import (
 )
 from tokenloom.v1.types_pb2 import EngineRole
 
+from .caches.cache_followers import CacheFollowers
 from .engine_registry import Registry
 from .engine_stream import EngineStream, to_duration
 from .enrolments import Enrolments
@@ -57,8 +58,12 @@ _LEGS = {EngineRole.ENGINE_ROLE_PREFILL: "PREFILL", EngineRole.ENGINE_ROLE_DECOD
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     """Serves the RPCs. Methods raise errors, which the edge turns into statuses."""
 
-    def __init__(self, registry: Registry, name: str, epoch: int, picks: Counter) -> None:
+    def __init__(
+        self, registry: Registry, name: str, epoch: int, picks: Counter, caches: CacheFollowers | None = None
+    ) -> None:
+        """``caches``: follows the engines' prefix caches; None: the index knows only what was picked."""
         self._registry = registry
+        self._caches = caches
         self._feed = SnapshotFeed(registry)
         self._interval = report_interval(0)
         self._name = name
@@ -186,6 +191,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             older.overtake()
         stream = EngineStream(self._registry.join(identity, first))
         self._streams[identity.engine_id] = stream
+        if self._caches is not None:
+            self._caches.join(stream.record)
         if (changes := self._registry.adapters.join(stream.record)) is not None:
             stream.command(EngineCommand(adapters=changes))
         self._start_waves(self._groups.report(identity, first))
@@ -200,6 +207,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         engine_id = stream.record.identity.engine_id
         if self._streams.get(engine_id) is stream:
             del self._streams[engine_id]
+            if self._caches is not None:
+                self._caches.leave(engine_id)
         log.info("engine %s %s", engine_id, "was overtaken by a newer one" if stream.overtaken else "left")
 
     def _ask_for_adapters(self) -> None:
@@ -216,6 +225,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         if not self._registry.is_complete:
             return
         self._interval = interval = report_interval(len(self._streams), self._interval)
+        if self._caches is not None and self._registry.uses_prefixes:
+            self._caches.follow(interval)
         for stream in self._streams.values():
             with contextlib.suppress(ResourceExhausted):  # the next time
                 stream.pace(interval)

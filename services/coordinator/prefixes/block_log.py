@@ -55,10 +55,12 @@ class BlockLog:
         starts = self._starts
         return self.num_blocks + num_blocks <= self.max_blocks and starts.num_entries < starts.max_entries
 
-    def leading(self, words: Words) -> list[Piece]:
-        """Return where the leading blocks of a prompt are, as far as they are known."""
-        pieces, begin = [], 0
-        while begin < len(words) and (position := self._starts.get(int(words[begin]))) >= 0:
+    def leading(self, words: Words, position: int = -1) -> list[Piece]:
+        """Return where the leading blocks of a prompt are, as far as they are known, or blocks that follow each other
+        from the one at ``position`` on."""
+        pieces: list[Piece] = []
+        begin = 0
+        while begin < len(words) and (position >= 0 or (position := self._starts.get(int(words[begin]))) >= 0):
             known = self._words[position : min(position + len(words) - begin, self.num_blocks)]
             is_equal = known == words[begin : begin + len(known)]
             length = int(is_equal.argmin())
@@ -67,7 +69,7 @@ class BlockLog:
             elif not length:
                 break  # the table has found another word
             pieces.append(Piece(begin, begin + length, position))
-            begin += length
+            begin, position = begin + length, -1
         return pieces
 
     def make_searchable(self) -> bool:

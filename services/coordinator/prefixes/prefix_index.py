@@ -146,6 +146,25 @@ class PrefixIndex:
         if self._swept and not self._swept[-1].take(_SWEPT_GROUPS):
             self._swept.pop()
 
+    def store(self, parent: int | None, blocks: Sequence[int], row: int) -> None:
+        """Remember blocks that an engine's cache has stored, each of which follows the one before it.
+
+        They are left out if their engine is not known to have ``parent``, the block before them (None: they begin a
+        prompt), because they would not count; and if ``parent`` is not in the young generation, or would not be after
+        this, because no block is there without those before it.
+        """
+        if parent is None:
+            self.add(self.find(blocks), row)
+            return
+        if not self._is_searchable:
+            self._become_searchable()
+        words = words_of([parent, *blocks])
+        position = int(self._young.log.find(words[:1])[0])
+        if position >= 0 and self._has(self._young, int(self._young.log.values[position]), row):
+            path = self._find(words, position)
+            if path.num_known and not self._is_full(len(words) - path.num_known):
+                self.add(path, row)
+
     def remove(self, hashes: Sequence[int], row: int) -> None:
         """Forget blocks, in any order, that an engine's cache has evicted. The first call may not find what was
         remembered before it."""
@@ -157,9 +176,10 @@ class PrefixIndex:
             self._drop(generation, positions[positions >= 0], row)
             words = words[positions < 0]
 
-    def _find(self, words: Words) -> Path:
+    def _find(self, words: Words, position: int = -1) -> Path:
+        """Look blocks up that begin a prompt, or whose first one is at ``position`` in the young generation."""
         runs: list[Run] = []
-        for piece in self._young.log.leading(words):
+        for piece in self._young.log.leading(words, position):
             runs += _runs(self._young.log, piece, 0)
         num_known = num_found = runs[-1].end if runs else 0
         if num_known < len(words):

@@ -15,6 +15,7 @@ RESULT = RegistryResult(
     followers=200,
     reports_per_second=2500.0,
     cores=0.4,
+    loop_cores=0.3,
     microseconds_a_report=160.0,
     megabytes_per_second=14.0,
     follower_share=0.004,
@@ -25,12 +26,8 @@ RESULT = RegistryResult(
     refused=0,
     asked=900,
     picks=(
-        StreamResult(
-            0, 10_000, 8000.0, p50_milliseconds=2.0, p99_milliseconds=9.0, cores=0.6, microseconds_a_pick=75.0
-        ),
-        StreamResult(
-            256, 5000, 5000.0, p50_milliseconds=2.0, p99_milliseconds=9.5, cores=0.9, microseconds_a_pick=180.0
-        ),
+        StreamResult(0, 10_000, 8000.0, 2.0, 9.0, cores=0.6, loop_cores=0.4, microseconds_a_pick=75.0),
+        StreamResult(256, 5000, 5000.0, 2.0, 9.5, cores=0.9, loop_cores=0.7, microseconds_a_pick=180.0),
     ),
 )
 COST, MEMORY = PickCost(1000, 40.0, 140.0), IndexMemory(1000, 60.0, 300.0)

@@ -127,9 +127,11 @@ class EngineCore:
             pooling=model.pooling,
             has_waves=self.has_waves,
         )
-        self.parallel_facts = parallel_facts(config, self.ready)
-        """What the other ranks of a data-parallel group must share."""
-        self.ready.parallel_config_hash = parallel_config_hash(self.parallel_facts)
+        self.parallel_facts: dict[str, str] = {}
+        """What the other ranks of the data-parallel group must share; empty: there is no group."""
+        if config.parallel.group_id:
+            self.parallel_facts = parallel_facts(config, self.ready)
+            self.ready.parallel_config_hash = parallel_config_hash(self.parallel_facts)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request, or an input of a session; it may end at once, with an output in the next step.

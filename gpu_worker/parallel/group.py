@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tokenloom.engine_core.config import ParallelConfig
 
+from .expert_exchange import ExpertExchange
 from .sharding import ONLY_PLACE, Place
 
 
@@ -62,6 +63,8 @@ class Ranks:
     """Carries tensors of the device between stages; None: there is one stage."""
     tokens: Peers | None = None
     """Carries drawn tokens, on the CPU; None: this rank is alone."""
+    experts: ExpertExchange | None = None
+    """Carries rows between the engines of a data-parallel group; None: this engine has all experts."""
 
     @property
     def others(self) -> list[int]:
@@ -83,6 +86,8 @@ def place_of(parallel: ParallelConfig) -> Place:
         parallel.pipeline_parallel_size,
         spreads_context=parallel.decode_context_parallel_size > 1,
         spreads_experts=parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1,
+        data_rank=parallel.data_parallel_rank if parallel.spreads_experts_over_engines else 0,
+        data_size=parallel.data_parallel_size if parallel.spreads_experts_over_engines else 1,
     )
 
 
@@ -92,8 +97,10 @@ def join_ranks(parallel: ParallelConfig, device: torch.device) -> Ranks:
     Raises ``ValueError`` if the configuration names several workers and none of their places.
     """
     place = place_of(parallel)
-    if place.is_alone:
+    if place.is_whole:
         return ONLY_RANK
+    if place.is_alone:
+        return Ranks(place, experts=ExpertExchange(place.data_rank, place.data_size))
     if not parallel.rendezvous:
         raise ValueError(
             f"distributed_executor_backend: uni runs one worker, but the engine has {parallel.world_size}; use mp"

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
+import pytest
 
 from tests.engine_core.data_parallel.cores import Group
 from tests.parity.reference import save_random
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor import make_executor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
@@ -17,7 +19,10 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 
 NUM_TOKENS = 40
 
 
-def test_dummy_batches_change_no_token(tmp_path: Path, socket_dir: Path) -> None:
+@pytest.mark.parametrize("spread", [False, True], ids=["whole", "spread"])
+def test_neither_dummy_batches_nor_experts_elsewhere_change_a_token(
+    tmp_path: Path, socket_dir: Path, spread: bool
+) -> None:
     path = save_random("qwen3_moe", tmp_path, head_dim=24, **EXPERTS)
     config = EngineConfig(
         worker=WorkerConfig(model=str(path), device="cpu", dtype="float32", num_threads=1),
@@ -34,8 +39,10 @@ def test_dummy_batches_change_no_token(tmp_path: Path, socket_dir: Path) -> None
         for index in range(6)
     ]
     expected = alone(config, requests)
-    group = Group(socket_dir, config=config)
+    parallel = ParallelConfig(enable_expert_parallel=spread)
+    group = Group(socket_dir, config=msgspec.structs.replace(config, parallel=parallel))
     try:
+        assert ("ep-2" in group.ranks[0].ready.numerics.split("/")) == spread
         for index, request in enumerate(requests):
             group.add(int(index == 5), request)  # rank 1 computes dummy batches for most of the time
         group.finish()

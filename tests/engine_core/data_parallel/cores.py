@@ -10,7 +10,7 @@ import zmq
 
 from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.helpers import make_config
-from tokenloom.engine_core.config import EngineConfig, ParallelConfig
+from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.wire.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -37,7 +37,8 @@ os._exit(run_engine_core(address, lambda config: UniProcExecutor(HashWorker(conf
 
 def rank_config(config: EngineConfig, directory: Path, rank: int, size: int = 2) -> EngineConfig:
     """Return the configuration of one rank."""
-    parallel = ParallelConfig(
+    parallel = msgspec.structs.replace(
+        config.parallel,
         data_parallel_size=size,
         data_parallel_rank=rank,
         data_parallel_address=f"unix:{directory}/group",

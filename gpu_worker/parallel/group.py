@@ -94,12 +94,18 @@ def place_of(parallel: ParallelConfig) -> Place:
 def join_ranks(parallel: ParallelConfig, device: torch.device) -> Ranks:
     """Join the other ranks of the engine, and wait for them; a rank that is alone does nothing.
 
-    Raises ``ValueError`` if the configuration names several workers and none of their places.
+    Raises ``ValueError`` if the configuration names several workers and none of their places, or experts that are
+    spread over engines with GPUs.
     """
     place = place_of(parallel)
     if place.is_whole:
         return ONLY_RANK
     if place.is_alone:
+        if device.type != "cpu":
+            raise ValueError(
+                "enable_expert_parallel: experts are spread over engines on CPUs only so far; use "
+                "--tensor-parallel-size to spread them over the workers of an engine"
+            )
         return Ranks(place, experts=ExpertExchange(place.data_rank, place.data_size))
     if not parallel.rendezvous:
         raise ValueError(

@@ -57,9 +57,12 @@ def check_options(config: EngineConfig) -> None:
         "kv_transports with decode_context_parallel_size": context > 1 and bool(config.kv.transports),
         "kv_offload_path with decode_context_parallel_size": context > 1 and bool(config.kv.offload_path),
     }
+    several = f"{parallel.world_size} workers yet; use one worker"
+    if parallel.spreads_experts_over_engines:
+        several = "experts that are spread over engines yet; leave out enable_expert_parallel"
     for name, is_asked in asked.items():
         if is_asked:
-            raise ValueError(f"{name}: is not supported with {config.parallel.world_size} workers yet; use one worker")
+            raise ValueError(f"{name}: is not supported with {several}")
 
 
 def num_sharing(config: EngineConfig, *, is_on_host: bool) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..checkpoint.expert_switches import ExpertSwitches
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
-from ..layers.grouped_rows import GroupedRows, mix_experts
+from ..layers.grouped_rows import GroupedRows, mix_experts, mix_rows
 from ..layers.linear import load_linear
 from ..ops.ops import Ops
 from ..parallel.sharding import WHOLE
@@ -36,7 +36,7 @@ class Experts:
         self._switches = experts
         self._routes = routes
         self._router = load_linear(checkpoint, [f"{prefix}.gate"], config.hidden_size, [experts.count], bias=False)
-        self._group = checkpoint.group
+        self._group, self._exchange = checkpoint.group, checkpoint.exchange
         own, expert_config = range(experts.count), config
         if experts.own is not None:
             own, expert_config = experts.own, replace(config, shard=WHOLE)
@@ -52,7 +52,12 @@ class Experts:
         weights, chosen = self._route(x)
         grouped = GroupedRows.sort(chosen)
         self._routes.record(chosen, grouped)
-        out = mix_experts(x, grouped, weights, self._compute, self._switches.own)
+        if self._exchange is None:
+            out = mix_experts(x, grouped, weights, self._compute, self._switches.own)
+        else:
+            rows = x[grouped.order // weights.shape[1]]
+            computed = self._exchange.compute(rows, grouped, self._switches.count, self._compute)
+            out = mix_rows(x, grouped, weights, computed)
         return self._group.all_reduce(out if self._shared is None else out + self._shared(x))
 
     def _compute(self, expert: int, rows: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from ..layers.grouped_rows import GroupedRows, mix_experts
 from ..layers.linear import load_linear
 from ..ops.ops import Ops
 from .expert_routes import LayerRoutes
+from .grouped_experts import GroupedExperts, can_group, load_grouped
 from .mlp import MLP, MLPNames
 
 _MIXTRAL = MLPNames(gate="w1", up="w3", down="w2")
@@ -33,18 +34,28 @@ class Experts:
         self._switches = experts
         self._routes = routes
         self._router = load_linear(checkpoint, [f"{prefix}.gate"], config.hidden_size, [experts.count], bias=False)
-        self._experts = [
-            MLP(checkpoint, f"{prefix}.experts.{expert}", config, ops, experts.intermediate_size, names)
-            for expert in range(experts.count)
-        ]
+        self._experts: list[MLP] = []
+        self._grouped: GroupedExperts | None = None
+        """Computes all experts at once, in the place of :attr:`_experts`."""
+        if can_group(checkpoint, config):
+            self._grouped = load_grouped(checkpoint, prefix, config, experts, names)
+        else:
+            self._experts = [
+                MLP(checkpoint, f"{prefix}.experts.{expert}", config, ops, experts.intermediate_size, names)
+                for expert in range(experts.count)
+            ]
         self._shared = _Shared(checkpoint, prefix, config, ops, experts.shared_size) if experts.shared_size else None
         checkpoint.drop_read()  # a layer's experts are most of its bytes, and were copied by packing them
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, chosen = self._route(x)
-        grouped = GroupedRows.sort(chosen)
-        self._routes.record(chosen, grouped)
-        out = mix_experts(x, grouped, weights, self._compute)
+        if self._grouped is not None:
+            self._routes.record_on_device(chosen)
+            out = self._grouped(x, weights, chosen)
+        else:
+            grouped = GroupedRows.sort(chosen)
+            self._routes.record(chosen, grouped)
+            out = mix_experts(x, grouped, weights, self._compute)
         return out if self._shared is None else out + self._shared(x)
 
     def _compute(self, expert: int, rows: Tensor) -> Tensor:

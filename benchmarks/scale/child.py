@@ -10,7 +10,6 @@ from typing import Self
 
 import psutil
 
-
 _NICE = 10
 """These processes stand for other machines: the coordinator gets its processor time first."""
 

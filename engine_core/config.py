@@ -287,6 +287,14 @@ class ParallelConfig(Struct, frozen=True):
     pipeline_parallel_size: Annotated[
         Count, "Stages of the model: each has a part of the layers, and --tensor-parallel-size workers."
     ] = 1
+    decode_context_parallel_size: Annotated[
+        Count,
+        "Of the workers of a stage, over how many the tokens of each sequence are spread: 1 (each keeps the KV of its "
+        "heads for all tokens) or --tensor-parallel-size (each keeps the KV of all heads for a part of the tokens).",
+    ] = 1
+    enable_expert_parallel: Annotated[
+        bool, "Give each worker of a stage whole experts of a model with experts, instead of a part of every expert."
+    ] = False
     distributed_executor_backend: Annotated[
         Literal["auto", "uni", "mp", "ray"],
         "Where the workers run: uni: one in the core's process; mp: each in a process of its own on this machine; ray: "

@@ -38,8 +38,9 @@ from .models.expert_routes import routes_of
 from .models.model import Model
 from .models.self_check import CheckedModel, check_model
 from .ops.ops_choice import make_ops
+from .parallel.context import ContextBackend
 from .parallel.group import ONLY_RANK, join_ranks
-from .parallel.local_config import check_options
+from .parallel.local_config import check_options, num_sharing
 from .platform.affinity import bind_to
 from .platform.platform import Platform
 from .platform.profiler import Profiler
@@ -76,6 +77,7 @@ class ModelWorker:
         self._config = config
         self._platform = platform
         self._ranks = ONLY_RANK
+        self._num_sharing = num_sharing(config, is_on_host=platform.pool_is_on_host)
         self._device = platform.device
         self._loras = LoraSlots(config.lora, platform.device) if config.lora.enable else None
         self._slot: ModelSlot | None = None
@@ -122,18 +124,18 @@ class ModelWorker:
         dtype, quantization = model_config.dtype_name, model_config.quantization
         scheme = model_config.scheme.name if model_config.scheme else None
         rounding = input_rounding() if self._device.type == "cpu" and (scheme or quantization) else None
-        place = self._ranks.place.numerics
-        versions = ("long-rope" if model_config.has_long_rope else None, f"torch-{torch.__version__}", library, place)
-        numerics = (self._device.type, dtype, scheme, quantization, self._backend.name, rounding, *versions)
+        place, versions = self._ranks.place, (f"torch-{torch.__version__}", library)
+        long_rope = "long-rope" if model_config.has_long_rope else None
+        numerics = (self._device.type, dtype, scheme, quantization, self._backend.name, rounding, long_rope, *versions)
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.embedding_size,
             # A stage knows the choices of its own layers only.
-            experts_per_token=0 if routes is None or self._is_staged else routes.num_layers * routes.top_k,
+            experts_per_token=routes.num_layers * routes.top_k if routes and place.num_stages == 1 else 0,
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=self._kv_bytes_per_token,
             kv_layout=self._drafting.kv_layout(layout, block_size) if self._drafting else layout,
-            numerics="/".join(part for part in numerics if part),
+            numerics="/".join(part for part in (*numerics, place.numerics) if part),
             kv_groups=self._layers.groups,
             pooling=self._pooler.info if self._pooler is not None else ModelPooling(),
         )
@@ -142,10 +144,9 @@ class ModelWorker:
         return loader if self._loras is None else replace(loader, adapt=self._loras.adapt)
 
     def _choose_groups(self, config: ModelConfig) -> list[KVGroup]:
-        if self._drafting is not None and self._drafting.kv_bytes_per_token:
+        drafts = self._drafting is not None and self._drafting.kv_bytes_per_token
+        if drafts or self._ranks.place.shares_table:
             return []  # what drafts sees every token
-        if self._is_staged:
-            return []  # one block table serves the layers of all stages
         return model_groups(config.sliding_windows, self._max_model_len, self._config, config.kv_sources)
 
     def determine_available_memory(self) -> int:
@@ -193,7 +194,8 @@ class ModelWorker:
             pooled = layers.config.kv_bytes_per_token if layers.groups else self._kv_bytes_per_token
             memory = PoolMemory.allocate(num_blocks * block_size * pooled, shared=False)
         if memory is not None:
-            self._pool = make_kv_pool(layers.config, num_blocks, block_size, memory, layers.layout(block_size))
+            own_size = block_size // layers.config.shard.context_size
+            self._pool = make_kv_pool(layers.config, num_blocks, own_size, memory, layers.layout(block_size))
             if self._drafting is not None:
                 self._pool = self._drafting.kv_pool(self._pool, num_blocks, block_size)
         self._runner = self._make_runner(num_blocks, memory)
@@ -311,19 +313,11 @@ class ModelWorker:
         return self._slot.model
 
     @property
-    def _num_sharing(self) -> int:
-        """Return how many workers share the memory of this one: on GPUs, each rank of an engine has its own."""
-        count = self._config.cache.engines_on_host
-        return count if self._platform.pool_is_on_host else max(1, count // self._config.parallel.world_size)
-
-    @property
-    def _is_staged(self) -> bool:
-        return self._ranks.place.num_stages > 1
-
-    @property
     def _kv_config(self) -> ModelConfig:
         """The model's configuration, with the dtype of the KV cache that the engine's options choose."""
-        return replace(self._model.config, kv_cache_dtype=self._config.cache.dtype)
+        config = self._model.config
+        heads = config.shard.num_kv_heads if config.shard.spreads_context else config.num_kv_heads
+        return replace(config, kv_cache_dtype=self._config.cache.dtype, num_kv_heads=heads)
 
     @property
     def _kv_bytes_per_token(self) -> int:
@@ -397,6 +391,8 @@ class ModelWorker:
 
     def _make_backend(self, model_config: ModelConfig) -> AttentionBackend:
         config = self._config
+        if model_config.shard.spreads_context:
+            return ContextBackend(model_config, config.cache.block_size, self._device, self._ranks.group)
         return make_attention_backend(
             config.worker.attention_backend, model_config, config.cache.block_size, self._device
         )

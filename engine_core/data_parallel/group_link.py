@@ -46,9 +46,9 @@ class GroupLink:
 
     def close(self) -> None:
         """Leave the group. Idempotent."""
-        self._frames.close()
         if self._hub is not None:
             self._hub.close()
+        self._frames.close()
 
     def _read(self, on_message: Callable[[ToRank], None], on_lost: Callable[[], None]) -> None:
         try:

@@ -116,5 +116,5 @@ class GroupHub:
         with self._lock:
             del self._ranks[rank]
             if self._rounds.leave(rank) and not self._is_closed:
-                log.error("rank %d of group %s is lost (%s)", rank, self._hello.group_id, error)
+                log.info("rank %d of group %s has left (%s)", rank, self._hello.group_id, error)
                 self._close()

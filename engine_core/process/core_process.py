@@ -173,9 +173,7 @@ class EngineCoreProc:
 
     def _process_group(self, message: InputMessage) -> None:
         if message is None:
-            if self.state is ProcState.RUNNING or self._core.has_requests():
-                raise GroupLostError("the data-parallel group has lost a rank")
-            self.state = ProcState.SHUTTING_DOWN  # as the others do
+            self._group_lost()
             return
         if self._group is None:
             return  # a start for an engine without waves is another's mistake
@@ -184,14 +182,18 @@ class EngineCoreProc:
         else:
             self._group.take(cast(ToRank, message))
 
+    def _group_lost(self) -> None:
+        if self._group is not None and self._group.waves.state is WaveState.REMOVED:
+            return  # the group goes on without this rank
+        if self.state is ProcState.RUNNING or self._core.has_requests():
+            raise GroupLostError("the data-parallel group has lost a rank")
+        self.state = ProcState.SHUTTING_DOWN  # as the others do
+
     def _settle_group(self, group: WaveLoop) -> None:
         """Let requests, pauses and the group's messages take effect, and pass on what has changed."""
         group.settle()
         if (news := group.take_news()) is not None:
             self._output.send(self._calls.stamp(news))
-        if group.waves.state is WaveState.REMOVED and self.state is ProcState.RUNNING:
-            self.state = ProcState.REQUESTED
-            self._calls.refuse_new()
 
     def _send(self, outputs: EngineCoreOutputs | None) -> None:
         if outputs is not None:

@@ -65,6 +65,8 @@ def load_model(
         check_quantization(quantization)
         return _load_transformers(path, read_dtype(path, dtype), device, ops or TorchOps(), quantization)
     config = local_config(load_model_config(path, dtype, quantization, max_model_len), ranks.place)
+    if config.shard.spreads_context:
+        ops = TorchOps(config.num_kv_heads)  # the kernels write keys and values where they rotate them
     stage = Stage(ranks, config.hidden_size, config.dtype) if ranks.place.num_stages > 1 else None
     kernels = _kernels(config) if device.type == "cpu" else []
     opened = Checkpoint(path, config.dtype, device, config.scheme, adapt, ranks.group)

@@ -1,5 +1,7 @@
 """Computes MLPs of which each token uses a few, chosen by a router."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from ..checkpoint.weights import Checkpoint
 from ..layers.grouped_rows import GroupedRows, mix_experts
 from ..layers.linear import load_linear
 from ..ops.ops import Ops
+from ..parallel.sharding import WHOLE
 from .expert_routes import LayerRoutes
 from .mlp import MLP, MLPNames
 
@@ -34,10 +37,14 @@ class Experts:
         self._routes = routes
         self._router = load_linear(checkpoint, [f"{prefix}.gate"], config.hidden_size, [experts.count], bias=False)
         self._group = checkpoint.group
-        self._experts = [
-            MLP(checkpoint, f"{prefix}.experts.{expert}", config, ops, experts.intermediate_size, names, sums=False)
-            for expert in range(experts.count)
-        ]
+        own, expert_config = range(experts.count), config
+        if experts.own is not None:
+            own, expert_config = experts.own, replace(config, shard=WHOLE)
+        size = experts.intermediate_size
+        self._experts = {
+            expert: MLP(checkpoint, f"{prefix}.experts.{expert}", expert_config, ops, size, names, sums=False)
+            for expert in own
+        }
         self._shared = _Shared(checkpoint, prefix, config, ops, experts.shared_size) if experts.shared_size else None
         checkpoint.drop_read()  # a layer's experts are most of its bytes, and were copied by packing them
 
@@ -45,7 +52,7 @@ class Experts:
         weights, chosen = self._route(x)
         grouped = GroupedRows.sort(chosen)
         self._routes.record(chosen, grouped)
-        out = mix_experts(x, grouped, weights, self._compute)
+        out = mix_experts(x, grouped, weights, self._compute, self._switches.own)
         return self._group.all_reduce(out if self._shared is None else out + self._shared(x))
 
     def _compute(self, expert: int, rows: Tensor) -> Tensor:

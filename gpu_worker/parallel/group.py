@@ -21,6 +21,9 @@ class Group(Protocol):
     def all_reduce(self, x: Tensor) -> Tensor:
         """Add the tensors of all ranks. Returns the sum, of the same bits on every rank; may overwrite ``x``."""
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of all ranks in the order of their ranks, [size, ...]; all have the shape of ``x``."""
+
 
 class Peers(Protocol):
     """Sends tensors from one rank of the engine to another, in order."""
@@ -40,6 +43,9 @@ class Alone:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x[None]
 
 
 ALONE: Final[Group] = Alone()
@@ -70,7 +76,14 @@ ONLY_RANK: Final = Ranks()
 def place_of(parallel: ParallelConfig) -> Place:
     """Return the place of the rank that ``parallel`` is for."""
     stage, tensor_rank = divmod(parallel.rank, parallel.tensor_parallel_size)
-    return Place(tensor_rank, parallel.tensor_parallel_size, stage, parallel.pipeline_parallel_size)
+    return Place(
+        tensor_rank,
+        parallel.tensor_parallel_size,
+        stage,
+        parallel.pipeline_parallel_size,
+        spreads_context=parallel.decode_context_parallel_size > 1,
+        spreads_experts=parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1,
+    )
 
 
 def join_ranks(parallel: ParallelConfig, device: torch.device) -> Ranks:

@@ -28,8 +28,8 @@ def local_config(config: ModelConfig, place: Place) -> ModelConfig:
         ropes=config.ropes[mine],
         attention_scales=config.attention_scales[mine],
         sliding_windows=config.sliding_windows[mine],
-        experts=None if config.experts is None else _local_experts(config.experts, size, mine),
-        shard=Shard(place.tensor_rank, size, config.num_kv_heads),
+        experts=None if config.experts is None else _local_experts(config.experts, place, mine),
+        shard=Shard(place.tensor_rank, size, config.num_kv_heads, place.spreads_context),
         first_layer=layers.start,
         is_last_stage=place.stage == place.num_stages - 1,
         draws=place.draws,
@@ -38,7 +38,15 @@ def local_config(config: ModelConfig, place: Place) -> ModelConfig:
 
 def check_options(config: EngineConfig) -> None:
     """Raise ``ValueError`` naming an option that is not supported with several workers."""
-    if config.parallel.world_size == 1:
+    parallel = config.parallel
+    if (context := parallel.decode_context_parallel_size) not in (1, parallel.tensor_parallel_size):
+        raise ValueError(
+            f"decode_context_parallel_size: must be 1 or tensor_parallel_size, {parallel.tensor_parallel_size}, "
+            f"not {context}"
+        )
+    if config.cache.block_size % context:
+        raise ValueError(f"block_size: {config.cache.block_size} tokens cannot be spread evenly over {context} workers")
+    if parallel.world_size == 1:
         return
     asked = {
         "speculative_config": config.speculative is not None,
@@ -46,18 +54,28 @@ def check_options(config: EngineConfig) -> None:
         "quantization": config.worker.quantization is not None,
         "runner pooling": config.worker.runner == "pooling",
         "pooler_config": config.worker.pooler_config is not None,
+        "kv_transports with decode_context_parallel_size": context > 1 and bool(config.kv.transports),
+        "kv_offload_path with decode_context_parallel_size": context > 1 and bool(config.kv.offload_path),
     }
     for name, is_asked in asked.items():
         if is_asked:
             raise ValueError(f"{name}: is not supported with {config.parallel.world_size} workers yet; use one worker")
 
 
-def _local_experts(experts: ExpertSwitches, size: int, layers: slice) -> ExpertSwitches:
+def num_sharing(config: EngineConfig, *, is_on_host: bool) -> int:
+    """Return how many workers share the memory of a device; ranks of an engine that are on GPUs have one each."""
+    count = config.cache.engines_on_host
+    return count if is_on_host else max(1, count // config.parallel.world_size)
+
+
+def _local_experts(experts: ExpertSwitches, place: Place, layers: slice) -> ExpertSwitches:
+    own, size = place.experts(experts.count), place.tensor_size
     return replace(
         experts,
-        intermediate_size=experts.intermediate_size // size,
+        intermediate_size=experts.intermediate_size // (size if own is None else 1),
         shared_size=experts.shared_size // size,
         layers=experts.layers[layers],
+        own=own,
     )
 
 
@@ -65,7 +83,8 @@ def _check(config: ModelConfig, place: Place) -> None:
     size, kv_heads = place.tensor_size, config.num_kv_heads
     counts = {"attention heads": config.num_heads, "rows of an MLP": config.intermediate_size}
     if config.experts is not None:
-        counts |= {"rows of an expert": config.experts.intermediate_size}
+        if not place.spreads_experts:
+            counts |= {"rows of an expert": config.experts.intermediate_size}
         counts |= {"rows of the shared expert": config.experts.shared_size}
     for what, count in counts.items():
         if count % size:

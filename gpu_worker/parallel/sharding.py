@@ -68,6 +68,13 @@ class Shard:
     size: int = 1
     num_kv_heads: int = 0
     """KV heads of the whole model; not read if there is one rank."""
+    spreads_context: bool = False
+    """Whether each rank keeps all KV heads of some tokens, and not some heads of all tokens."""
+
+    @property
+    def context_size(self) -> int:
+        """Return over how many ranks the tokens of a sequence are spread."""
+        return self.size if self.spreads_context else 1
 
     def part(self, count: int) -> Dimension:
         """Return this rank's part of a dimension of which each rank has ``count`` entries."""
@@ -95,6 +102,10 @@ class Place:
     tensor_size: int = 1
     stage: int = 0
     num_stages: int = 1
+    spreads_context: bool = False
+    """As in :class:`Shard`."""
+    spreads_experts: bool = False
+    """Whether each rank holds whole experts, and not a part of every expert."""
 
     @property
     def is_alone(self) -> bool:
@@ -112,9 +123,20 @@ class Place:
         return self.tensor_rank == 0 and self.stage == self.num_stages - 1
 
     @property
+    def shares_table(self) -> bool:
+        """Return whether one block table must serve layers or tokens that this rank does not have."""
+        return self.num_stages > 1 or self.spreads_context
+
+    @property
     def numerics(self) -> str | None:
         """Return what tells results from those of one rank: the order in which sums are added; None: nothing."""
         return None if self.tensor_size == 1 else f"tp-{self.tensor_size}"
+
+    def experts(self, count: int) -> range | None:
+        """Return which of ``count`` experts this rank holds whole; None: it holds a part of each."""
+        if not self.spreads_experts:
+            return None
+        return range(count * self.tensor_rank // self.tensor_size, count * (self.tensor_rank + 1) // self.tensor_size)
 
     def layers(self, num_layers: int) -> range:
         """Return the layers of this rank's stage; earlier stages have one more if they are not equally many."""

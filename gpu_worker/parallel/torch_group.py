@@ -18,6 +18,7 @@ from tokenloom.engine_core.config import ParallelConfig
 
 from .group import ALONE, Group, Ranks
 from .sharding import Place
+from .shared_group import shared_if_possible
 
 _TIMEOUT = timedelta(minutes=30)
 """A stage waits so long for a step, and an idle engine has none; the executor notices a rank that ends at once."""
@@ -38,6 +39,11 @@ class TorchGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         self._backend.allreduce([x]).wait()
         return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        gathered = x.new_empty((self.size, *x.shape))
+        self._backend.allgather([list(gathered)], [x.contiguous()]).wait()
+        return gathered
 
 
 class TorchPeers:
@@ -73,6 +79,8 @@ def join(parallel: ParallelConfig, place: Place, device: torch.device) -> Ranks:
     if (tensor_size := place.tensor_size) > 1:
         prefix = dist.PrefixStore(f"stage-{place.stage}", store)
         group = TorchGroup(make(prefix, place.tensor_rank, tensor_size, host), place.tensor_rank, tensor_size)
+        if device.type == "cpu" and host == _LOOPBACK:
+            group = shared_if_possible(group, store, f"sums-{place.stage}")
     return Ranks(place, group, tensors, host_peers)
 
 

@@ -1,8 +1,7 @@
-"""Several ranks compute the tokens that one computes: tensor parallel, pipeline parallel, and both."""
+"""Several ranks compute the tokens that one computes: tensor, pipeline and context parallel."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from tokenloom.engine_core.executor.executor import Executor
 VOCAB = 503
 LENGTHS = [1, 15, 16, 17, 40, 70, 130]
 NUM_TOKENS = 12
-SHAPES = [(2, 1), (1, 2), (2, 2)]
+SHAPES = [(2, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2)]
 
 
 @dataclass
@@ -46,11 +45,11 @@ def cases(engine: Engine) -> list[Case]:
     return [Case(prompt, tokens, Logits(engine, prompt, tokens)) for prompt, tokens in pairs]  # type: ignore[arg-type]
 
 
-def make(path: Path, tp: int, pp: int, directory: Path, **settings: Any) -> Engine:
+def make(path: Path, shape: tuple[int, int, int], directory: Path, *, experts: bool = False) -> Engine:
     def executor(config: EngineConfig) -> Executor:
         return RankThreads(config, directory)
 
-    return Engine(path, budget=64, num_blocks=60, executor=executor, parallel=parallel(tp, pp), **settings)
+    return Engine(path, budget=64, num_blocks=60, executor=executor, parallel=parallel(*shape, experts=experts))
 
 
 @pytest.mark.parametrize("name", SMALL_CONFIGS)
@@ -60,10 +59,19 @@ def test_greedy_and_seeded_tokens(name: str, tmp_path: Path) -> None:
     expected = cases(alone)
     drawn = {"temperature": 1.0, "top_p": 0.9}
     seeded = alone.generate(prompts(), limits, **drawn)
-    for tp, pp in SHAPES:
-        directory = tmp_path / f"{tp}-{pp}"
+    for tp, pp, cp in SHAPES:
+        directory = tmp_path / f"{tp}-{pp}-{cp}"
         directory.mkdir()
-        engine = make(path, tp, pp, directory)
+        engine = make(path, (tp, pp, cp), directory)
         assert_identical(expected, engine.generate)
         assert engine.generate(prompts(), limits, **drawn) == seeded
         engine.core.shutdown()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_experts_spread_over_ranks(name: str, tmp_path: Path) -> None:
+    path = save_random(name, tmp_path, **SMALL_CONFIGS[name])
+    alone = Engine(path, budget=64, num_blocks=60)
+    engine = make(path, (2, 1, 1), tmp_path, experts=True)
+    assert_identical(cases(alone), engine.generate)
+    engine.core.shutdown()

@@ -16,6 +16,7 @@ from tokenloom.services.runtime.local_streams.sockets import SUFFIX as STREAMS_S
 from tokenloom.services.runtime.peers.addresses import Address
 
 from .cores import divide
+from .local_ranks import LocalRanks
 from .part_spec import PartSpec
 from .ports import GatewayPorts
 
@@ -54,6 +55,25 @@ class MeshOptions(Struct, frozen=True):
     engines: Annotated[_Parts, "Engines that compute whole requests; the cores are divided among them."] = 1
     prefill: Annotated[_Engines, "Engines that compute prompts; with --decode, instead of --engines."] = 0
     decode: Annotated[_Engines, "Engines that generate tokens from the KV blocks of prefill engines."] = 0
+    data_parallel_size: Annotated[
+        _Parts | None,
+        "Engines of one data-parallel group, instead of --engines; a request may name its engine with the header "
+        "X-data-parallel-rank.",
+    ] = None
+    data_parallel_size_local: Annotated[
+        _Parts | None, "Engines of the group on this machine, with --data-parallel-hybrid-lb; by default all."
+    ] = None
+    data_parallel_start_rank: Annotated[
+        _Engines, "Number of the first engine of the group on this machine, with --data-parallel-hybrid-lb."
+    ] = 0
+    data_parallel_hybrid_lb: Annotated[
+        bool,
+        "Place requests on the engines of this machine only: each machine of the group runs a mesh of its own, and a "
+        "balancer in front chooses among their gateways. Not for mixture-of-experts models.",
+    ] = False
+    data_parallel_external_lb: Annotated[
+        bool, "As --data-parallel-hybrid-lb, with one engine in each mesh: the balancer chooses the rank."
+    ] = False
     tokenizers: Annotated[_Parts, "Tokenizer services."] = 1
     output_processors: Annotated[_Parts, "Output processors."] = 1
     gateways: Annotated[_Parts, "Gateways, on consecutive ports."] = 1
@@ -75,7 +95,15 @@ class MeshOptions(Struct, frozen=True):
     @property
     def engine_roles(self) -> list[str]:
         """The role of each engine, in the order of their indices."""
-        return ["prefill"] * self.prefill + ["decode"] * self.decode or ["both"] * self.engines
+        engines = self.ranks.count or self.engines
+        return ["prefill"] * self.prefill + ["decode"] * self.decode or ["both"] * engines
+
+    @property
+    def ranks(self) -> LocalRanks:
+        """The ranks of the data-parallel group on this machine."""
+        local = 1 if self.data_parallel_external_lb else self.data_parallel_size_local
+        is_split = self.data_parallel_hybrid_lb or self.data_parallel_external_lb
+        return LocalRanks(self.data_parallel_size, local, self.data_parallel_start_rank, is_split)
 
     @property
     def models(self) -> list[ServedModel]:
@@ -154,7 +182,7 @@ class _Layout:
         return self._of_model(number, "output_processor", index, self._coordinator(number))
 
     def engine(self, index: int) -> PartSpec:
-        number, place = divmod(index, len(self._roles))
+        options, (number, place) = self._options, divmod(index, len(self._roles))
         share, role, kv_socket = self._shares[index], self._roles[place], self._socket("engine", index, "-kv")
         flags: tuple[str, ...] = ("--role", role)
         if role != "both":  # only these exchange KV blocks
@@ -162,6 +190,7 @@ class _Layout:
         flags += ("--engines-on-host", str(len(self._shares)), "--num-threads", str(share.threads))
         if share.cpus:  # of the worker only: the engine's own process answers while the worker computes
             flags += ("--cpus", ",".join(map(str, share.cpus)))
+        flags += options.ranks.flags(place, self._directory / f"data-parallel-{number}.sock")
         part = self._of_model(number, "engine", index, (*self._coordinator(number), *flags))
         return replace(part, role=role, leftovers=(*part.leftovers, kv_socket))
 

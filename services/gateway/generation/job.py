@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from tokenloom.request.adapter_salt import adapter_salt
+from tokenloom.request.adapters.adapter_salt import adapter_salt
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.prompt_embeds import FIELD, Part
 from tokenloom.v1 import output_processor_pb2, types_pb2
@@ -88,6 +88,8 @@ class Job:
     """The client's own salt: cached prefixes are shared only with requests that have it too."""
     adapter: NamedAdapter | None = None
     """The LoRA adapter that generates; None: the model itself."""
+    data_parallel_rank: int | None = None
+    """The rank of a data-parallel group that must run it; None: any."""
 
     @property
     def cache_salt(self) -> bytes:

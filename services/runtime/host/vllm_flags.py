@@ -1,14 +1,15 @@
 """Lists the flags of ``vllm serve`` without a namesake here: the flag, its short forms, and a clause."""
 
-_ONE_CONTEXT = "a worker has the whole context of its heads; --tensor-parallel-size divides the KV cache by heads"
+_ONE_CONTEXT = (
+    "--decode-context-parallel-size spreads the tokens of a sequence, in prefill too, evenly within each block"
+)
 _MACHINES = (
     "engines on several machines run as services of one mesh (docs/use/two-machines.md, docs/operate/kubernetes.md)"
 )
-_BALANCED = "one coordinator places requests on all engines; --engines sets their number on this machine"
 _ORIGINS = "use --cors-origins, which lists the origins of web pages; methods, headers and credentials follow from it"
 _GRAPHS = "the engine uses neither CUDA graphs nor a compiler"
 _TEXT_ONLY = "models read text only; a multimodal request is refused by name"
-_EXPERTS = "every worker has a part of each expert; --tensor-parallel-size says how many workers there are"
+_EXPERTS = "--enable-expert-parallel divides a model's experts among the workers of an engine, evenly and for good"
 _OVERLAP = "the engine does not split a batch to overlap communication"
 _TEMPLATE = "send chat_template_kwargs in the request"
 _CHECKPOINT = "edit the files of the checkpoint"
@@ -21,6 +22,8 @@ _OFFLOAD = "use --kv-offload-path and --kv-offload-bytes, which keep evicted KV 
 REPLACED = {
     "-tp": "use --tensor-parallel-size",
     "-pp": "use --pipeline-parallel-size",
+    "-dcp": "use --decode-context-parallel-size",
+    "-ep": "use --enable-expert-parallel",
     "--uds": "run the gateway by itself, `python -m tokenloom.services.gateway --http-listen unix:/path`",
     "--api-server-count -asc": "use --gateways",
     "--uvicorn-log-level": "use --log-level",
@@ -41,15 +44,14 @@ REPLACED = {
     "--kv-offloading-backend": _OFFLOAD,
     "--kv-events-config": "use --kv-events",
     "--kv-transfer-config": "use --prefill and --decode; --kv-transports says how KV blocks move",
-    "--data-parallel-size -dp": "use --engines",
-    "--data-parallel-size-local -dpl": "use --engines",
+    "-dp": "use --data-parallel-size",
+    "-dpl": "use --data-parallel-size-local",
+    "-dpr": "use --data-parallel-start-rank",
+    "-dph": "use --data-parallel-hybrid-lb",
+    "-dpe": "use --data-parallel-external-lb",
+    "-dpn": "use --data-parallel-start-rank, which numbers the first engine of this machine",
     "--data-parallel-backend -dpb": _MACHINES,
-    "--data-parallel-address -dpa": _MACHINES,
     "--data-parallel-rpc-port -dpp": _MACHINES,
-    "--data-parallel-rank -dpn": _BALANCED,
-    "--data-parallel-start-rank -dpr": _BALANCED,
-    "--data-parallel-hybrid-lb -dph": _BALANCED,
-    "--data-parallel-external-lb -dpe": _BALANCED,
     "--headless": _MACHINES,
     "--nnodes -n": _MACHINES,
     "--node-rank -r": _MACHINES,
@@ -152,11 +154,9 @@ UNNEEDED = {
 """What the flag asks for holds here in any case, or concerns a part that does not exist."""
 
 MISSING = {
-    "--decode-context-parallel-size -dcp": _ONE_CONTEXT,
     "--prefill-context-parallel-size -pcp": _ONE_CONTEXT,
     "--dcp-kv-cache-interleave-size": _ONE_CONTEXT,
     "--cp-kv-cache-interleave-size": _ONE_CONTEXT,
-    "--enable-expert-parallel -ep": _EXPERTS,
     "--enable-eplb": _EXPERTS,
     "--eplb-config": _EXPERTS,
     "--expert-placement-strategy": _EXPERTS,

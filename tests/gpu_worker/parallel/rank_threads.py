@@ -82,5 +82,10 @@ class RankThreads:
         return [pending.result() for pending in self._begin(call)]
 
 
-def parallel(tp: int, pp: int = 1) -> ParallelConfig:
-    return ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp)
+def parallel(tp: int, pp: int = 1, cp: int = 1, *, experts: bool = False) -> ParallelConfig:
+    return ParallelConfig(
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        decode_context_parallel_size=cp,
+        enable_expert_parallel=experts,
+    )

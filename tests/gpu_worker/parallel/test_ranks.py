@@ -32,16 +32,16 @@ assert "ray" not in sys.modules
 """
 
 
-def engine_of(tp: int, pp: int, directory: Path) -> Engine:
+def engine_of(shape: tuple[int, ...], directory: Path) -> Engine:
     def executor(config: EngineConfig) -> Executor:
         return RankThreads(config, directory)
 
-    return Engine(DEMO, num_blocks=40, budget=64, executor=executor, parallel=parallel(tp, pp))
+    return Engine(DEMO, num_blocks=40, budget=64, executor=executor, parallel=parallel(*shape))
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (4, 1), (1, 2), (2, 2)])
-def test_ranks_give_the_tokens_of_one(tp: int, pp: int, tmp_path: Path) -> None:
-    alone, engine = Engine(DEMO, num_blocks=40, budget=64), engine_of(tp, pp, tmp_path)
+@pytest.mark.parametrize("shape", [(2,), (4,), (1, 2), (2, 2), (2, 1, 2), (4, 1, 4)])
+def test_ranks_give_the_tokens_of_one(shape: tuple[int, ...], tmp_path: Path) -> None:
+    alone, engine = Engine(DEMO, num_blocks=40, budget=64), engine_of(shape, tmp_path)
     assert engine.generate(PROMPTS, LIMITS) == alone.generate(PROMPTS, LIMITS)
     drawn = {"temperature": 1.0, "top_p": 0.9}
     assert engine.generate(PROMPTS, LIMITS, **drawn) == alone.generate(PROMPTS, LIMITS, **drawn)
@@ -51,9 +51,16 @@ def test_ranks_give_the_tokens_of_one(tp: int, pp: int, tmp_path: Path) -> None:
 
 
 def test_a_layout_names_the_part_of_every_rank(tmp_path: Path) -> None:
-    engine = engine_of(2, 1, tmp_path)
+    engine = engine_of((2,), tmp_path)
     assert engine.core.ready.kv_layout == "HND/fp32/4x1x64/16+HND/fp32/4x1x64/16"
     assert engine.core.ready.numerics.endswith("/tp-2")
+    engine.core.shutdown()
+
+
+def test_context_parallel_ranks_keep_their_tokens_of_a_block(tmp_path: Path) -> None:
+    engine = engine_of((4, 1, 4), tmp_path)
+    layouts = engine.core.ready.kv_layout.split("+")
+    assert layouts == ["HND/fp32/4x2x64/4"] * 4
     engine.core.shutdown()
 
 

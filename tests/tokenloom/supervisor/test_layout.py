@@ -162,3 +162,17 @@ def test_one_model_needs_no_file(tmp_path: Path) -> None:
     write_meshes(options(), tmp_path)
     assert not list(tmp_path.iterdir())
     assert not any("--meshes" in part.command for part in parts_of(options(), tmp_path, PORTS))
+
+
+def test_the_engines_of_a_data_parallel_group_have_ranks() -> None:
+    engines = [part for part in parts_of(options(data_parallel_size=3), DIRECTORY, PORTS) if part.service == "engine"]
+    assert [flag(part, "--data-parallel-rank") for part in engines] == ["0", "1", "2"]
+    assert {flag(part, "--data-parallel-address") for part in engines} == {"unix:/run/mesh/data-parallel-0.sock"}
+    (engine,) = (
+        part
+        for part in parts_of(
+            options(data_parallel_size=3, data_parallel_start_rank=2, data_parallel_external_lb=True), DIRECTORY, PORTS
+        )
+        if part.service == "engine"
+    )
+    assert flag(engine, "--data-parallel-rank") == "2"

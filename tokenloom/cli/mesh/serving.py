@@ -104,13 +104,22 @@ def _mesh_options(
         raise typer.BadParameter("each needs the other", param_hint="--prefill, --decode")
     if "engines" in values and "prefill" in values:
         raise typer.BadParameter("cannot be combined with --prefill and --decode", param_hint="--engines")
+    if "data_parallel_size" in values and {"engines", "prefill"} & values.keys():
+        raise typer.BadParameter(
+            "cannot be combined with --engines, --prefill and --decode", param_hint="--data-parallel-size"
+        )
     if "batch_dir" in values and int(values.get("gateways", 1)) > 1:
         raise typer.BadParameter("belongs to one gateway; set --gateways 1", param_hint="--batch-dir")
     flags, environment = service_arguments(values)
     if "public_tls_cert" in values:  # the supervisor has no certificate with which to ask for the gateway's health
         flags["gateway"] += ("--health-listen=127.0.0.1:0",)
     flags = {service: (*in_file.get(service, ()), *flags.get(service, ())) for service in {*flags, *in_file}}
-    return built(MeshOptions(model=path, served_model_name=name, flags=flags, environment=environment), values)
+    options = built(MeshOptions(model=path, served_model_name=name, flags=flags, environment=environment), values)
+    try:
+        options.ranks.check()
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--data-parallel-size") from None
+    return options
 
 
 async def _announce_and_wait(mesh: Mesh, names: Sequence[str], scheme: str) -> None:

@@ -46,8 +46,8 @@ class ReportPace:
         self._of_number = report_interval(num_engines, self._of_number)
         if num_engines <= _FEW_ENGINES:
             self._steps_longer = 0
-        elif self._late > _BUSY_SECONDS and self.interval < _STEPS[-1]:
-            self._change(1, now, _LONGER_AFTER)
+        elif self._late > _BUSY_SECONDS:
+            self._change(1 if self.interval < _STEPS[-1] else 0, now, _LONGER_AFTER)
         elif self._late < _CALM_SECONDS:
             self._change(-1, now, _SHORTER_AFTER)
         step = min(_STEPS.index(self._of_number) + self._steps_longer, len(_STEPS) - 1)

@@ -19,7 +19,7 @@ from .speculative_config import SpeculativeConfig as SpeculativeConfig
 Dtype = Literal["auto", "float32", "bfloat16"]
 KVCacheDtype = Literal["auto", "int8"]
 ModelImpl = Literal["auto", "native", "transformers"]
-AttentionBackendName = Literal["auto", "cpu", "torch", "reference"]
+AttentionBackendName = Literal["auto", "cpu", "torch", "triton", "reference"]
 ProcessorLevel = Literal["auto", "x86-64-amx", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3-vnni", "x86-64-v3", "aarch64"]
 Count = Annotated[int, Meta(ge=1)]
 Size = Annotated[int, Meta(ge=0)]
@@ -65,7 +65,9 @@ class WorkerConfig(Struct, frozen=True):
         "use_activation; by default as the checkpoint says.",
     ] = None
     attention_backend: Annotated[
-        AttentionBackendName, "How attention is computed; auto: with C++ kernels if they can be built, otherwise torch."
+        AttentionBackendName,
+        "How attention is computed; auto: on a CPU with C++ kernels if they can be built, on a GPU with those of Triton, "
+        "otherwise torch.",
     ] = "auto"
     processor_level: Annotated[
         ProcessorLevel,
@@ -293,7 +295,9 @@ class ParallelConfig(Struct, frozen=True):
         "heads for all tokens) or --tensor-parallel-size (each keeps the KV of all heads for a part of the tokens).",
     ] = 1
     enable_expert_parallel: Annotated[
-        bool, "Give each worker of a stage whole experts of a model with experts, instead of a part of every expert."
+        bool,
+        "Give each worker of a stage whole experts of a model with experts, instead of a part of every expert; with "
+        "--data-parallel-size and one worker an engine, spread the experts over the engines of the group.",
     ] = False
     distributed_executor_backend: Annotated[
         Literal["auto", "uni", "mp", "ray"],
@@ -330,6 +334,11 @@ class ParallelConfig(Struct, frozen=True):
     def group_id(self) -> str:
         """The name of the data-parallel group; empty: the engine belongs to none."""
         return self.data_parallel_group or ("data-parallel" if self.data_parallel_size > 1 else "")
+
+    @property
+    def spreads_experts_over_engines(self) -> bool:
+        """Whether each engine of the data-parallel group holds a part of the experts of each layer."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1 and self.world_size == 1
 
     @property
     def world_size(self) -> int:

@@ -295,6 +295,10 @@ class ModelWorker:
         self._platform.before_step()
         self._require_runner().dummy_run([1], self._config.cache.block_size)
 
+    def join_experts(self, rendezvous: str) -> None:
+        assert self._ranks.experts is not None, "the experts are not spread over engines"
+        self._ranks.experts.join(rendezvous)
+
     def check_health(self) -> None:
         """Compute a sum on the device. Raises ``RuntimeError`` if the device fails or the sum is wrong."""
         if float(torch.ones(8, device=self._device).sum()) != 8.0:
@@ -383,7 +387,7 @@ class ModelWorker:
 
     def _make_recorded(self) -> RecordedModel | None:
         assert self._backend is not None, "load_model comes first"
-        if self._config.worker.enforce_eager or not self._ranks.place.is_alone:
+        if self._config.worker.enforce_eager or not self._ranks.place.is_whole:
             return None  # what ranks exchange is no call of a kernel
         most_blocks = -(-self._max_model_len // self._config.cache.block_size)
         plan = make_fixed_plan(self._backend, MOST_TOKENS, most_blocks)

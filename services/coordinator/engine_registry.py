@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 _LEADING_BLOCKS = np.array(LEADING_BLOCKS, np.int64)
 JOINS_APART_SECONDS = 0.5
-"""While engines join a new coordinator at shorter intervals, its view is not complete: more of them are on their way."""
+"""While engines join a new coordinator at shorter intervals, its view is not complete: more are on their way."""
 MAX_MORE_SECONDS = 30.0
 """As long as that prolongs ``settle_seconds``, at most."""
 _MAX_POOLS = 64

@@ -8,6 +8,7 @@ import numpy as np
 
 from tokenloom.request.errors import Unavailable
 from tokenloom.request.prefix_schedule import LEADING_BLOCKS
+from tokenloom.services.runtime.placement.data_parallel_rank import has_rank
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.pairing import missing_role
@@ -79,8 +80,8 @@ class Registry:
         self.prefixes = PrefixIndex(prefix_index_bytes)
         self.uses_prefixes = False
         self._placement = Placement(self._columns, self._kinds, policy or Policy())
-        # Serving engines by the fingerprint, role and adapter that requests ask for: nearly all ask for the same.
-        self._pools: dict[tuple[bytes, EngineRole, bytes], Pool] = {}
+        # Serving engines by the fingerprint, role, adapter and rank that requests ask for: nearly all ask for the same.
+        self._pools: dict[tuple[bytes, EngineRole, bytes, int | None], Pool] = {}
         # Picks in the order in which they expire, as many as are made within PICK_SECONDS.
         self._expiring: deque[tuple[float, int, EngineRecord]] = deque()
         self._subsets = EngineSubsets()
@@ -168,7 +169,8 @@ class Registry:
         """Place one leg and count it. Raises what :func:`.check_request` and :meth:`.Placement.choose` raise,
         ``ModelNotFound`` for an adapter that was unloaded, and ``InvalidArgument`` for a subset that cannot be."""
         check_request(request)
-        key = request.fingerprint.SerializeToString(), request.role, request.adapter
+        rank = request.data_parallel_rank if request.HasField("data_parallel_rank") else None
+        key = request.fingerprint.SerializeToString(), request.role, request.adapter, rank
         if (pool := self._pools.get(key)) is None:
             pool = self._pools[key] = self._gather(request)
         excluded = self._rows(request.exclude) if request.exclude else []
@@ -228,8 +230,9 @@ class Registry:
         num_hashes = self.prefixes.num_blocks(path, self._columns.capacity)
         if num_hashes is None:
             return None
-        tokens: IntColumn = np.minimum(_LEADING_BLOCKS[num_hashes] * self._columns.block_size, prompt_tokens)
-        return tokens
+        tokens: IntColumn = _LEADING_BLOCKS.take(num_hashes)
+        tokens *= self._columns.block_size
+        return np.minimum(tokens, np.array(prompt_tokens), out=tokens)
 
     def _rows(self, refs: Sequence[EngineRef]) -> list[int]:
         """Return the rows of those of the engines that are joined."""
@@ -261,6 +264,9 @@ class Registry:
             self._subsets.clear()
         self._warn_of_missing_role()
         rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
+        if request.HasField("data_parallel_rank"):
+            rank = request.data_parallel_rank
+            rows = np.array([row for row in rows if has_rank(self._by_row[row].identity, rank)], np.intp)
         if request.adapter:
             rows = self._having(rows, request.adapter)
         return make_pool(self._columns, self._kinds, rows)

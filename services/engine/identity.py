@@ -45,6 +45,8 @@ class Identity:
         self._addresses = address, kv_address
         cache = settings.engine.cache
         self._publishes_kv_events = cache.kv_events and cache.enable_prefix_caching
+        self._group = settings.engine.parallel
+        self._ready = ready
         self._num_kv_blocks = ready.num_kv_blocks // ready.num_kv_groups
 
     def hello(self) -> types_pb2.Hello:
@@ -64,6 +66,10 @@ class Identity:
             limits=self.limits,
             num_kv_blocks=self._num_kv_blocks,
             publishes_kv_events=self._publishes_kv_events,
+            data_parallel_group=self._group.group_id,
+            data_parallel_rank=self._group.data_parallel_rank,
+            parallel_config_hash=self._ready.parallel_config_hash if self._group.group_id else b"",
+            computes_in_waves=self._ready.has_waves,
         )
 
 

@@ -197,6 +197,16 @@ class KVGrant(_message.Message):
     kv: KVSource
     def __init__(self, slot: _Optional[int] = ..., kv: _Optional[_Union[KVSource, _Mapping]] = ...) -> None: ...
 
+class ReconfigureRequest(_message.Message):
+    __slots__ = ("data_parallel_size",)
+    DATA_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    data_parallel_size: int
+    def __init__(self, data_parallel_size: _Optional[int] = ...) -> None: ...
+
+class ReconfigureResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class LoadLoraRequest(_message.Message):
     __slots__ = ("name", "path", "digest", "in_place")
     NAME_FIELD_NUMBER: _ClassVar[int]

@@ -119,6 +119,10 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
         await self._loras.pin(request.name, pinned=request.pinned)
         return engine_pb2.PinLoraResponse()
 
+    async def Reconfigure(self, request: engine_pb2.ReconfigureRequest, context: Any) -> engine_pb2.ReconfigureResponse:
+        await self._engine.resize_group(request.data_parallel_size)
+        return engine_pb2.ReconfigureResponse()
+
     async def StartProfile(
         self, request: engine_pb2.StartProfileRequest, context: Any
     ) -> engine_pb2.StartProfileResponse:

@@ -1,6 +1,7 @@
 """``serve --config``: who wins, and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,26 @@ def test_names_in_the_file_on_the_command_line_and_behind_the_model(meshes: list
     ):
         result = run(file, "", *arguments)
         assert (result.exit_code, message in result.output) == (2, True), result.output
+
+
+def test_further_models(meshes: list[MeshOptions], tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(DEMO_MODEL, other)
+    file = tmp_path / "mesh.toml"
+    result = run(file, f'also = ["{other}", "third={DEMO_MODEL_NAME}"]')
+    assert result.exit_code == 0, result.output
+    assert [(model.name, model.path) for model in meshes[0].models[1:]] == [("other", other), ("third", DEMO_MODEL)]
+    for arguments, message in (
+        (("--also", DEMO_MODEL_NAME), "is given twice"),
+        (("--also", f"x={other},x={other}"), "is given twice"),
+        (("--also", f"={other}"), "must be MODEL or"),
+        (("--also", "name="), "must be MODEL or"),
+        (("--also", "./nothing"), "nothing does not exist"),
+        (("--also", str(other), "--meshes", "meshes.toml"), "cannot be combined"),
+    ):
+        result = run(file, "", *arguments)
+        assert (result.exit_code in (1, 2), message in result.output) == (True, True), result.output
+    assert len(meshes) == 1
 
 
 def test_a_directory_of_batches_need_not_exist_and_belongs_to_one_gateway(

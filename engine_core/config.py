@@ -19,7 +19,7 @@ from .speculative_config import SpeculativeConfig as SpeculativeConfig
 Dtype = Literal["auto", "float32", "bfloat16"]
 KVCacheDtype = Literal["auto", "int8"]
 ModelImpl = Literal["auto", "native", "transformers"]
-AttentionBackendName = Literal["auto", "cpu", "torch", "reference"]
+AttentionBackendName = Literal["auto", "cpu", "torch", "triton", "reference"]
 ProcessorLevel = Literal["auto", "x86-64-amx", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3-vnni", "x86-64-v3", "aarch64"]
 Count = Annotated[int, Meta(ge=1)]
 Size = Annotated[int, Meta(ge=0)]
@@ -65,7 +65,9 @@ class WorkerConfig(Struct, frozen=True):
         "use_activation; by default as the checkpoint says.",
     ] = None
     attention_backend: Annotated[
-        AttentionBackendName, "How attention is computed; auto: with C++ kernels if they can be built, otherwise torch."
+        AttentionBackendName,
+        "How attention is computed; auto: on a CPU with C++ kernels if they can be built, on a GPU with those of Triton, "
+        "otherwise torch.",
     ] = "auto"
     processor_level: Annotated[
         ProcessorLevel,

@@ -70,7 +70,7 @@ class Checkpoint:
         self.group = group
         self.exchange = exchange
         self.dtype = dtype
-        self._device = device
+        self.device = device
         self._source: WeightSource = GgufSource(path) if is_gguf(path) else DirectorySource(path, scheme)
         self._taken: set[str] = set()
         self._copied = 0  # bytes of the files since memory was dropped last
@@ -93,13 +93,13 @@ class Checkpoint:
         stored = self._read(name, tuple(map(total, shape)))
         if isinstance(stored, Tensor):
             stored = take_part(stored, shape)
-            tensor = stored.to(self._device, self.dtype)
+            tensor = stored.to(self.device, self.dtype)
             if tensor.data_ptr() != stored.data_ptr():
                 self._count_copied(stored.nbytes)
             return tensor
-        if self._device.type == "meta":
+        if self.device.type == "meta":
             return torch.empty(tuple(map(length, shape)), dtype=self.dtype, device="meta")
-        tensor = fill_rows(stored, self.dtype, self._device)
+        tensor = fill_rows(stored, self.dtype, self.device)
         self._count_copied(stored.shape[0] * stored.shape[1] * stored.bits // 8)
         return tensor
 
@@ -107,7 +107,7 @@ class Checkpoint:
         """Return the weight ``name`` [outputs, inputs] as it is packed; None if it is stored as a plain tensor, or must
         not be read because the device holds no content. Raises ``ValueError`` as :meth:`take`."""
         stored = self._read(name, (outputs, inputs))
-        if isinstance(stored, Tensor) or self._device.type == "meta":
+        if isinstance(stored, Tensor) or self.device.type == "meta":
             return None
         self._count_copied(outputs * inputs * stored.bits // 8)
         return stored

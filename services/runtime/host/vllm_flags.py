@@ -217,7 +217,7 @@ MISSING = {
     "--allowed-media-domains": _TEXT_ONLY,
     "--ec-transfer-config": _TEXT_ONLY,
     "--lora-dtype": "the matrices of LoRA adapters have the dtype of the model",
-    "--fully-sharded-loras": "an engine has one device; use --engines for several engines on this machine",
+    "--fully-sharded-loras": "LoRA adapters need one worker; use --engines for several engines on this machine",
     "--default-mm-loras": _TEXT_ONLY,
     "--lora-extra-vocab-size": "LoRA adapters with tokens of their own are refused by name",
     "--enable-layerwise-nvtx-tracing": "--profiler-dir writes PyTorch's profiles instead",

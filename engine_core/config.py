@@ -66,8 +66,8 @@ class WorkerConfig(Struct, frozen=True):
     ] = None
     attention_backend: Annotated[
         AttentionBackendName,
-        "How attention is computed; auto: on a CPU with C++ kernels if they can be built, on a GPU with those of Triton, "
-        "otherwise torch.",
+        "How attention is computed; auto: on a CPU with C++ kernels if they can be built, on a GPU with those of "
+        "Triton, otherwise torch.",
     ] = "auto"
     processor_level: Annotated[
         ProcessorLevel,

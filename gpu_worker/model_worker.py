@@ -43,9 +43,10 @@ from .platform.platform import Platform
 from .platform.profiler import Profiler
 from .pooling.pooler import Pooler, make_pooler
 from .recorded.recorded_model import MOST_TOKENS, RecordedModel
-from .sampler.device_sampler import DeviceSampler
+from .recorded.recorded_steps import RecordedSteps
 from .speculation.drafting import Drafting
 from .warm_up import (
+    DRAWN,
     LargestStep,
     decode_batches,
     free_rows,
@@ -70,6 +71,10 @@ class ModelWorker:
             )
         if config.cache.dtype != "auto" and not platform.pool_is_on_host:
             raise ValueError(f"kv_cache_dtype: {config.cache.dtype} is not supported on {platform.device.type} yet")
+        if config.kv.offload_path and not platform.pool_is_on_host:
+            raise ValueError(f"kv_offload_path: KV on {platform.device.type} is not offloaded to files yet")
+        if config.worker.dtype == "float16" and platform.device.type == "cpu" and platform.pool_is_on_host:
+            raise ValueError("dtype float16 is computed on a GPU only: choose bfloat16 or float32 on a CPU")
         self._config = config
         self._platform = platform
         self._device = platform.device
@@ -116,7 +121,8 @@ class ModelWorker:
         scheme = model_config.scheme.name if model_config.scheme else None
         rounding = input_rounding() if self._device.type == "cpu" and (scheme or quantization) else None
         versions = ("long-rope" if model_config.has_long_rope else None, f"torch-{torch.__version__}", library)
-        numerics = (self._device.type, dtype, scheme, quantization, self._backend.name, rounding, *versions)
+        hardware = (self._device.type, self._platform.hardware)
+        numerics = (*hardware, dtype, scheme, quantization, self._backend.name, rounding, *versions)
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.embedding_size,
@@ -186,6 +192,7 @@ class ModelWorker:
             if self._drafting is not None:
                 self._pool = self._drafting.kv_pool(self._pool, num_blocks, block_size)
         self._runner = self._make_runner(num_blocks, memory)
+        self._runner.record_ahead(num_blocks, block_size)
 
     def _run_largest_step(self, lengths: list[int]) -> LargestStep:
         """Compute prompts of these lengths, in a pool of their own, and measure what that takes.
@@ -202,14 +209,18 @@ class ModelWorker:
             runner = self._make_runner(num_blocks)
             if num_layers is not None:
                 runner.dummy_run([1], block_size)
-            runner.dummy_run(lengths, block_size, num_layers)
+            logits = runner.dummy_run(lengths, block_size, num_layers)
+            if not self._platform.pool_is_on_host:  # drawing takes memory of the device, too
+                runner.dummy_sample(logits, DRAWN)
 
         started = time.perf_counter()
         with one_thread(num_layers is not None and self._is_small(sum(lengths), num_layers)):
             peak = self._platform.peak_of(run)
-        kv_bytes = sum(lengths) * self._pool_layers.written_bytes_per_token(num_layers)
+        # A device holds the whole pool, a host the pages that were written.
+        num_slots = sum(lengths) if self._platform.pool_is_on_host else num_blocks * block_size
+        kv_bytes = num_slots * self._pool_layers.written_bytes_per_token(num_layers)
         if self._drafting is not None:
-            kv_bytes += sum(lengths) * self._drafting.kv_bytes_per_token
+            kv_bytes += num_slots * self._drafting.kv_bytes_per_token
         return LargestStep(sum(lengths), max(0, peak - kv_bytes), time.perf_counter() - started)
 
     def kv_pool(self) -> KVPool:
@@ -335,7 +346,6 @@ class ModelWorker:
         config = self._config
         max_num_seqs, block_size = config.scheduler.max_num_seqs, config.cache.block_size
         batch = InputBatch(max_num_seqs, self._max_model_len, block_size, self._pool_layers.num_groups)
-        sampler = DeviceSampler() if self._platform.draws_on_device else None
         proposer = rejection = None
         if self._drafting is not None:
             records = not config.worker.enforce_eager
@@ -349,7 +359,7 @@ class ModelWorker:
             num_blocks,
             memory,
             self._device,
-            sampler,
+            self._platform.make_sampler(),
             count_nans=config.worker.compute_nans_in_logits,
             logits_metrics_interval=config.worker.logits_metrics_interval,
             proposer=proposer,
@@ -359,11 +369,17 @@ class ModelWorker:
             pooler=self._pooler,
         )
 
-    def _make_recorded(self) -> RecordedModel | None:
+    def _make_recorded(self) -> RecordedSteps | None:
         assert self._backend is not None, "load_model comes first"
         if self._config.worker.enforce_eager:
             return None
         most_blocks = -(-self._max_model_len // self._config.cache.block_size)
+        capture = self._platform.make_capture()
+        if capture is not None:
+            from .cuda.step_graphs import make_step_graphs
+
+            most_rows = self._config.scheduler.max_num_seqs
+            return make_step_graphs(self._backend, most_rows, most_blocks, self._device, capture)
         plan = make_fixed_plan(self._backend, MOST_TOKENS, most_blocks)
         return None if plan is None else RecordedModel(plan)
 

@@ -28,7 +28,7 @@ class CUDAWorker(ModelWorker):
     """Computes on the first GPU of this process. Raises ``ValueError`` if there is none."""
 
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, CUDAPlatform())
+        super().__init__(config, CUDAPlatform(config.cache.gpu_memory_utilization))
 
 
 def make_worker(config: EngineConfig) -> Worker:
@@ -40,7 +40,9 @@ def make_worker(config: EngineConfig) -> Worker:
     if name not in DEVICES:
         raise ValueError(f"device must be one of {', '.join(DEVICES)}, not {name!r}")
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
-        return EncoderWorker(config, CUDAPlatform()) if _is_encoder(config) else CUDAWorker(config)
+        if not _is_encoder(config):
+            return CUDAWorker(config)
+        return EncoderWorker(config, CUDAPlatform(config.cache.gpu_memory_utilization))
     return EncoderWorker(config, CPUPlatform()) if _is_encoder(config) else CPUWorker(config)
 
 

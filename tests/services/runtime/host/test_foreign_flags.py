@@ -31,7 +31,6 @@ def test_answers_name_only_options_that_exist(status: str) -> None:
         ("--tensor-parallel-size", "--engines"),
         ("-tp", "--engines"),
         ("--tensor-parallel-size=2", "--engines"),
-        ("--gpu_memory_utilization", "--kv-cache-memory"),
         ("--no-enable-log-requests", "--log-request-events"),
         ("--lora-dtype", "the dtype of the model"),
         ("--kv-transfer-config", "--prefill and --decode"),

@@ -168,6 +168,7 @@ compat: install ## serve requests with meshes whose parts are of this and of the
 simulate: install ## run 10,000 seeds of the simulated mesh, with faults of every kind, and find the bugs that it must find
 	$(BIN)/python -m tests.simulation --seeds 10000 --jobs 2
 	for bug in no_retry stale_frames ignored_lease; do $(BIN)/python -m tests.simulation --seeds 200 --bug $$bug || exit 1; done
+	$(BIN)/python -m tests.simulation.waves --schedules 20000
 
 soak: install ## run random schedules of faults, random JSON schemas, expensive grammars, malformed requests and tiny models
 	$(BIN)/python -m tests.soak --schedules 1000

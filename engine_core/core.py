@@ -1,5 +1,6 @@
 """The engine's loop without I/O."""
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -10,13 +11,14 @@ from .config import EngineConfig
 from .control.pausing import Pausing
 from .control.sessions import Sessions
 from .control.sleeping import Sleeping
+from .data_parallel.facts import parallel_config_hash, parallel_facts
 from .encoder_config import encoder_config
 from .errors import ExecutorFailedError
 from .executor.executor import Executor, PendingOutput, PoolSpec
 from .executor.step_in_flight import StepInFlight, drain, take_oldest
 from .executor.worker_adapters import WorkerAdapters
 from .kv_cache.kv_cache_config import KVCacheConfig
-from .kv_cache.kv_cache_size import size_kv_cache
+from .kv_cache.kv_cache_size import has_waves, size_kv_cache
 from .kv_transfer.core_kv import CoreKV
 from .kv_transfer.kv_connector import StepTransfers, take_news
 from .process.step_pulse import StepPulse
@@ -78,6 +80,7 @@ class EngineCore:
             lends=bool(config.kv.transports),
             adapters=self.adapters,
             pooling=model.pooling,
+            num_stages=config.parallel.pipeline_parallel_size,
         )
         self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)
@@ -89,14 +92,20 @@ class EngineCore:
         self._pulse.warmed_up(warm_up.seconds)
         self.steps_in_flight: deque[StepInFlight] = deque()
         """Steps that the executor has begun and whose results are not processed yet, oldest first."""
-        self._max_in_flight = executor.max_concurrent_batches
-        assert self._max_in_flight <= 2, "loads planned with a step wait for one step before it, not for several"
+        # Loads planned with a step wait for one step before it, not for several.
+        self._max_in_flight = min(executor.max_concurrent_batches, 2 if self._connector is not None else sys.maxsize)
         self._unsampled: tuple[SchedulerOutput, StepTransfers | None] | None = None
         """A step whose second half has not begun, because its grammars need the tokens of the step before it."""
         self._observability = config.observability
         self._iterations = IterationLog() if config.observability.log_iterations else None
         self._expert_loads: ExpertLoads | None = None
         self.num_steps = 0
+        self.num_begun = 0
+        """Forward passes that were begun."""
+        self.has_waves = has_waves(config, model)
+        """Whether it computes in waves with the other ranks of its data-parallel group."""
+        if self.has_waves and config.scheduler.async_scheduling:
+            raise ValueError("async_scheduling does not work with a data-parallel group of a mixture-of-experts model")
         self.num_requests_added = 0
         """Requests that clients added, refused ones included."""
         self.ready = CoreReady(
@@ -113,7 +122,11 @@ class EngineCore:
             finds_reasoning=config.reasoning.marks is not None,
             loras=self.adapters.answer().adapters if self.adapters is not None else [],
             pooling=model.pooling,
+            has_waves=self.has_waves,
         )
+        self.parallel_facts = parallel_facts(config, self.ready)
+        """What the other ranks of a data-parallel group must share."""
+        self.ready.parallel_config_hash = parallel_config_hash(self.parallel_facts)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request, or an input of a session; it may end at once, with an output in the next step.
@@ -221,6 +234,7 @@ class EngineCore:
             else:
                 masks = self._grammars.start_step(scheduled, requests)
         self._pulse.began(scheduled.total_num_scheduled_tokens)
+        self.num_begun += 1
         try:
             self.executor.execute_model(scheduled)
         finally:
@@ -294,6 +308,10 @@ class EngineCore:
         """Let sessions, and pauses and sleep that wait for running requests, continue."""
         if self.sessions.live:
             self.sessions.take(outputs)
+        self.settle_pause()
+
+    def settle_pause(self) -> None:
+        """Let pauses and sleep continue that wait for running requests."""
         if self.pausing.quiet is not None:
             self.pausing.settle()
         if self.sleeping.is_settling:

@@ -21,6 +21,10 @@ class WorkerLostError(ExecutorFailedError):
     """The process of a worker ended; the executor can start another one."""
 
 
+class GroupLostError(RuntimeError):
+    """Another rank of the data-parallel group is lost, so that this one cannot compute either."""
+
+
 class EnginePausedError(RuntimeError):
     """The engine is paused or asleep, so that a request would wait without end; the message names the call to make."""
 

@@ -127,6 +127,10 @@ class Worker(Protocol):
         Raises ``ValueError`` without a directory, when starting twice, and when stopping without a start.
         """
 
+    def execute_dummy_batch(self) -> None:
+        """Compute a step of one token in block ``NULL_BLOCK``, because other ranks of the data-parallel group compute a
+        step and this one has no request."""
+
     def check_health(self) -> None:
         """Raise an exception if the worker cannot compute."""
 

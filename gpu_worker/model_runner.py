@@ -21,10 +21,12 @@ from .expert_report import expert_loads, routed_experts
 from .lora.slots import LoraSlots
 from .models.expert_routes import routes_of
 from .models.model import Model
+from .parallel.drawn_tokens import DrawnTokens
+from .parallel.group import ONLY_RANK, Ranks
 from .pooling.pooled_rows import Floats
 from .pooling.pooler import Pooler
 from .recorded.recorded_steps import RecordedSteps
-from .sampler.step_sampler import StepSampler
+from .sampler.step_sampler import StepSampler, rows_of
 from .speculation.interface import Proposer
 from .speculation.rejection import RejectionSampler
 from .speculation.speculation import Speculation
@@ -53,6 +55,7 @@ class ModelRunner:
         recorded: RecordedSteps | None = None,
         loras: LoraSlots | None = None,
         pooler: Pooler | None = None,
+        ranks: Ranks = ONLY_RANK,
     ) -> None:
         """``memory`` holds the KV caches; None: torch allocates them. ``device`` is that of model and backend.
 
@@ -62,14 +65,20 @@ class ModelRunner:
         ``rejection`` accepts; without it a draft counts if it equals the token that is drawn.
         ``recorded`` runs the steps of which it can make recordings; None: the model computes every step.
         ``loras`` holds the adapters that requests name; None: they name none. ``pooler`` pools prompts; None: no
-        request asks for it.
+        request asks for it. One of ``ranks`` draws the tokens of all of them.
         """
         self._recorded = recorded
         self.set_model(model, pooler)
         self._backend = backend
         self._batch = batch
+        self._drawn = None if ranks.place.is_alone else DrawnTokens(ranks, batch)
+        self._draws = ranks.place.draws
         self._sampler = StepSampler(
-            batch, device_sampler, count_nans=count_nans, logits_metrics_interval=logits_metrics_interval
+            batch,
+            device_sampler,
+            count_nans=count_nans,
+            logits_metrics_interval=logits_metrics_interval,
+            publish=None if self._drawn is None else self._drawn.publish,
         )
         self._speculation = Speculation(self._sampler, proposer, rejection) if proposer is not None else None
         self._loras = loras
@@ -127,6 +136,8 @@ class ModelRunner:
             raise
 
     def _execute(self, step: SchedulerOutput) -> None:
+        if self._drawn is not None:
+            self._drawn.settle(step)
         self._batch.update(step)
         if self._loras is not None and step.lora_slots is not None:
             self._loras.occupy(step.lora_slots)
@@ -186,7 +197,7 @@ class ModelRunner:
 
     def _logits(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [S, vocab] of the rows that draw a token, on the device."""
-        if not len(inputs.sampled):
+        if not len(inputs.sampled) or not self._draws:
             return torch.empty(0, 0)
         if len(inputs.sampled) == len(hidden):  # every request decodes, without drafts
             return self._model.compute_logits(hidden)
@@ -204,7 +215,7 @@ class ModelRunner:
     def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, Logprobs]:
         """Return the log probabilities of the prompt tokens that this step computed, for the requests that ask."""
         asking = self._batch.prompt_logprobs
-        if not asking:
+        if not asking or not self._draws:
             return {}
         with torch.inference_mode():
             return self._compute_prompt_logprobs(inputs, hidden)
@@ -229,6 +240,8 @@ class ModelRunner:
 
     def _sample(self, executed: "_Executed", grammar: GrammarOutput | None) -> ModelRunnerOutput:
         inputs, logits = executed.inputs, executed.logits
+        if not self._draws:
+            return self._follow(inputs)
         output = ModelRunnerOutput(inputs.req_ids, [], {}, executed.prompt_logprobs, pooled=executed.pooled)
         if self._routes is not None:
             output.routed_experts, output.expert_loads = executed.routed_experts, expert_loads(self._routes)
@@ -244,12 +257,20 @@ class ModelRunner:
             self._speculation.propose(inputs, executed.hidden, output)
         return output
 
+    def _follow(self, inputs: StepInputs) -> ModelRunnerOutput:
+        """End a step whose tokens another rank draws."""
+        assert self._drawn is not None
+        if len(inputs.sampled):
+            self._drawn.expect(inputs.req_ids, rows_of(inputs, inputs.sampled))
+        return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
+
     @torch.inference_mode()
     def dummy_run(self, query_lens: list[int], block_size: int, num_layers: int | None = None) -> torch.Tensor:
         """Compute prompts of these lengths in separate blocks from block 0 on. Returns the logits of the last token of
         each, [n, vocab]. ``num_layers``: compute only the first layers; None: all.
 
-        This is for profiling and warm-up: no request may hold a block.
+        This is for profiling and warm-up: no request may hold a block. One prompt of at most a block is computed in
+        ``NULL_BLOCK`` alone, and changes nothing that a request has where that block is reserved.
         """
         lengths = np.array(query_lens, dtype=np.int64)
         num_blocks = -(-lengths // block_size)

@@ -38,7 +38,11 @@ from .models.expert_routes import routes_of
 from .models.model import Model
 from .models.self_check import CheckedModel, check_model
 from .ops.ops_choice import make_ops
+from .parallel.context import ContextBackend
+from .parallel.group import ONLY_RANK, join_ranks
+from .parallel.local_config import check_options, num_sharing
 from .platform.affinity import bind_to
+from .platform.device_check import check_device
 from .platform.platform import Platform
 from .platform.profiler import Profiler
 from .pooling.pooler import Pooler, make_pooler
@@ -63,20 +67,12 @@ class ModelWorker:
     """Fulfils :class:`tokenloom.engine_core.worker.Worker`."""
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
-        if config.kv.transports and not platform.pool_is_on_host:
-            raise ValueError(f"kv_transports: KV on {platform.device.type} does not move between engines yet")
-        if config.worker.quantization and not platform.pool_is_on_host:
-            raise ValueError(
-                f"quantization: {config.worker.quantization} is not supported on {platform.device.type} yet"
-            )
-        if config.cache.dtype != "auto" and not platform.pool_is_on_host:
-            raise ValueError(f"kv_cache_dtype: {config.cache.dtype} is not supported on {platform.device.type} yet")
-        if config.kv.offload_path and not platform.pool_is_on_host:
-            raise ValueError(f"kv_offload_path: KV on {platform.device.type} is not offloaded to files yet")
-        if config.worker.dtype == "float16" and platform.device.type == "cpu" and platform.pool_is_on_host:
-            raise ValueError("dtype float16 is computed on a GPU only: choose bfloat16 or float32 on a CPU")
+        check_device(config, platform)
+        check_options(config)
         self._config = config
         self._platform = platform
+        self._ranks = ONLY_RANK
+        self._num_sharing = num_sharing(config, is_on_host=platform.pool_is_on_host)
         self._device = platform.device
         self._loras = LoraSlots(config.lora, platform.device) if config.lora.enable else None
         self._slot: ModelSlot | None = None
@@ -96,10 +92,13 @@ class ModelWorker:
         bind_to(config.cpus)
         if config.processor_level != "auto":
             limit_level(config.processor_level)
-        self._platform.start(config.num_threads, self._config.cache.engines_on_host)
+        self._platform.start(config.num_threads, self._num_sharing)
+        self._ranks = join_ranks(self._config.parallel, self._device)
         ops = make_ops(config.attention_backend, self._device)
         longest = self._config.max_model_len
-        loader = ModelLoader(config.dtype, self._device, ops, config.quantization, config.model_impl, longest)
+        loader = ModelLoader(
+            config.dtype, self._device, ops, config.quantization, config.model_impl, longest, ranks=self._ranks
+        )
         self._slot = ModelSlot(Path(config.model), self._adapting(loader))
         model_config = self._kv_config
         if self._loras is not None:
@@ -120,17 +119,19 @@ class ModelWorker:
         dtype, quantization = model_config.dtype_name, model_config.quantization
         scheme = model_config.scheme.name if model_config.scheme else None
         rounding = input_rounding() if self._device.type == "cpu" and (scheme or quantization) else None
-        versions = ("long-rope" if model_config.has_long_rope else None, f"torch-{torch.__version__}", library)
+        place, versions = self._ranks.place, (f"torch-{torch.__version__}", library)
+        long_rope = "long-rope" if model_config.has_long_rope else None
         hardware = (self._device.type, self._platform.hardware)
-        numerics = (*hardware, dtype, scheme, quantization, self._backend.name, rounding, *versions)
+        numerics = (*hardware, dtype, scheme, quantization, self._backend.name, rounding, long_rope, *versions)
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.embedding_size,
-            experts_per_token=0 if routes is None else routes.num_layers * routes.top_k,
+            # A stage knows the choices of its own layers only.
+            experts_per_token=routes.num_layers * routes.top_k if routes and place.num_stages == 1 else 0,
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=self._kv_bytes_per_token,
             kv_layout=self._drafting.kv_layout(layout, block_size) if self._drafting else layout,
-            numerics="/".join(part for part in numerics if part),
+            numerics="/".join(part for part in (*numerics, place.numerics) if part),
             kv_groups=self._layers.groups,
             pooling=self._pooler.info if self._pooler is not None else ModelPooling(),
         )
@@ -139,7 +140,8 @@ class ModelWorker:
         return loader if self._loras is None else replace(loader, adapt=self._loras.adapt)
 
     def _choose_groups(self, config: ModelConfig) -> list[KVGroup]:
-        if self._drafting is not None and self._drafting.kv_bytes_per_token:
+        drafts = self._drafting is not None and self._drafting.kv_bytes_per_token
+        if drafts or self._ranks.place.shares_table:
             return []  # what drafts sees every token
         return model_groups(config.sliding_windows, self._max_model_len, self._config, config.kv_sources)
 
@@ -147,7 +149,7 @@ class ModelWorker:
         """Return what memory remains for KV, next to the weights and a step's largest activations, if the engines of
         this host share it."""
         self._largest = self._run_largest_step(largest_step(self._config.scheduler, self._max_model_len))
-        return self._platform.kv_memory(self._largest.activation_bytes, self._config.cache.engines_on_host)
+        return self._platform.kv_memory(self._largest.activation_bytes, self._num_sharing)
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig, memory: PoolMemory | None = None) -> WarmUp:
         """Allocate the pool and the buffers for the fitted context length, and compute steps of the sizes to come."""
@@ -188,7 +190,8 @@ class ModelWorker:
             pooled = layers.config.kv_bytes_per_token if layers.groups else self._kv_bytes_per_token
             memory = PoolMemory.allocate(num_blocks * block_size * pooled, shared=False)
         if memory is not None:
-            self._pool = make_kv_pool(layers.config, num_blocks, block_size, memory, layers.layout(block_size))
+            own_size = block_size // layers.config.shard.context_size
+            self._pool = make_kv_pool(layers.config, num_blocks, own_size, memory, layers.layout(block_size))
             if self._drafting is not None:
                 self._pool = self._drafting.kv_pool(self._pool, num_blocks, block_size)
         self._runner = self._make_runner(num_blocks, memory)
@@ -289,6 +292,10 @@ class ModelWorker:
         else:
             self._profiler.stop()
 
+    def execute_dummy_batch(self) -> None:
+        self._platform.before_step()
+        self._require_runner().dummy_run([1], self._config.cache.block_size)
+
     def check_health(self) -> None:
         """Compute a sum on the device. Raises ``RuntimeError`` if the device fails or the sum is wrong."""
         if float(torch.ones(8, device=self._device).sum()) != 8.0:
@@ -309,7 +316,9 @@ class ModelWorker:
     @property
     def _kv_config(self) -> ModelConfig:
         """The model's configuration, with the dtype of the KV cache that the engine's options choose."""
-        return replace(self._model.config, kv_cache_dtype=self._config.cache.dtype)
+        config = self._model.config
+        heads = config.shard.num_kv_heads if config.shard.spreads_context else config.num_kv_heads
+        return replace(config, kv_cache_dtype=self._config.cache.dtype, num_kv_heads=heads)
 
     @property
     def _kv_bytes_per_token(self) -> int:
@@ -329,6 +338,8 @@ class ModelWorker:
         self._require_runner().set_model(self._model, self._pooler)
 
     def _make_pooler(self) -> Pooler | None:
+        if not self._ranks.place.is_alone:
+            return None
         config, model = self._config.worker, self._model
         head = model.head if isinstance(model, DecoderModel) else None
         return make_pooler(Path(config.model), config, model.config.hidden_size, head, is_encoder=False)
@@ -367,12 +378,13 @@ class ModelWorker:
             recorded=self._make_recorded(),
             loras=self._loras,
             pooler=self._pooler,
+            ranks=self._ranks,
         )
 
     def _make_recorded(self) -> RecordedSteps | None:
         assert self._backend is not None, "load_model comes first"
-        if self._config.worker.enforce_eager:
-            return None
+        if self._config.worker.enforce_eager or not self._ranks.place.is_alone:
+            return None  # what ranks exchange is no call of a kernel
         most_blocks = -(-self._max_model_len // self._config.cache.block_size)
         capture = self._platform.make_capture()
         if capture is not None:
@@ -385,6 +397,8 @@ class ModelWorker:
 
     def _make_backend(self, model_config: ModelConfig) -> AttentionBackend:
         config = self._config
+        if model_config.shard.spreads_context:
+            return ContextBackend(model_config, config.cache.block_size, self._device, self._ranks.group)
         return make_attention_backend(
             config.worker.attention_backend, model_config, config.cache.block_size, self._device
         )

@@ -27,6 +27,7 @@ FOLDERS = {
 SAMPLING_PARAMS = "tokenloom.request.sampling_params"
 BLOCK_HASH = "tokenloom.request.prompt_block_hash"
 REASONING = "tokenloom.request.reasoning"
+PREFIX_SCHEDULE = "tokenloom.request.prefix_schedule"
 ROUTED_ROWS = "tokenloom.request.routed_rows"
 # The head of a GGUF file, which holds configuration and tokenizer.
 GGUF_FILE = "tokenloom.gguf.gguf_file"
@@ -71,9 +72,11 @@ PLAIN_DATA = {
 
 _MODULE_NAME = re.compile(r"tokenloom(\.[a-z_][a-z0-9_]*)+")
 
-GRAMMAR_LIBRARIES = {
+EXTRA_LIBRARIES = {
     "tokenloom.engine_core.structured_output.llguidance_backend": {"llguidance"},
     "tokenloom.engine_core.structured_output.xgrammar_backend": {"xgrammar"},
+    "tokenloom.engine_core.executor.ray_executor": {"ray"},
+    "tokenloom.engine_core.executor.ray_worker": {"ray"},
 }
 
 
@@ -217,8 +220,8 @@ def test_engine_core(module: Module) -> None:
     names = ("async_core_client", "async_socket")
     asynchronous = tuple(f"tokenloom.engine_core.client.{name}" for name in names)
     never = () if module.name in asynchronous else ("asyncio", "zmq.asyncio")
-    libraries = {"msgspec", "zmq", "numpy"} | GRAMMAR_LIBRARIES.get(module.name, set())
-    allowed = [SAMPLING_PARAMS, BLOCK_HASH, REASONING, ROUTED_ROWS]
+    libraries = {"msgspec", "zmq", "numpy"} | EXTRA_LIBRARIES.get(module.name, set())
+    allowed = [SAMPLING_PARAMS, BLOCK_HASH, PREFIX_SCHEDULE, REASONING, ROUTED_ROWS]
     if module.name == "tokenloom.engine_core.fake_workers.checkpoint_sizes":
         allowed.append(GGUF_FILE)
     if module.name == "tokenloom.engine_core.lora_config":

@@ -1,21 +1,20 @@
 """Measures one coordinator with fake engines and followers: what reports and snapshots cost, and a rejoin."""
 
 import asyncio
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-import psutil
-
 from tokenloom.supervisor.ports import reserved_ports
 
 from .child import Child
+from .coordinator_process import Coordinator
 from .meter import Meter
+from .patient_channels import PatientChannels
+from .pick_load import RATES, StreamResult, measure
 
-ENGINES_PER_PROCESS = 250
+ENGINES_PER_PROCESS = 100
 FOLLOWERS_PER_PROCESS = 50
 REPORTS_PER_ENGINE = 5
 """Reports that each engine of a thousand sends in a second; the coordinator asks for them."""
@@ -40,6 +39,7 @@ class RegistryResult:
     Attributes:
         reports_per_second: Reports that arrived; a machine without enough cores for the fake engines sends fewer.
         cores: Of the coordinator.
+        loop_cores: The part of it in the thread with the event loop, which cannot use more than one.
         microseconds_a_report: Processor time of the coordinator for each report, with all its other work.
         megabytes_per_second: Of snapshots, to all followers and the one that counts.
         follower_share: Cores that one follower uses.
@@ -47,12 +47,14 @@ class RegistryResult:
         dead: How often an engine was shown as dead.
         join_seconds: From SIGKILL of the coordinator until a new one showed every engine.
         refused: Requests that were not placed meanwhile, of all.
+        picks: Without hashes and with them, after the measurement of reports; the memory is that after them.
     """
 
     engines: int
     followers: int
     reports_per_second: float
     cores: float
+    loop_cores: float
     microseconds_a_report: float
     megabytes_per_second: float
     follower_share: float
@@ -62,33 +64,7 @@ class RegistryResult:
     rejoin_cpu_seconds: float
     refused: int
     asked: int
-
-
-class Coordinator:
-    """The process of a coordinator."""
-
-    def __init__(self, address: str) -> None:
-        self._command = (
-            *(sys.executable, "-m", "tokenloom.services.coordinator"),
-            *("--listen", address, "--metrics-listen", "", "--log-level", "error"),
-        )
-        self.start()
-
-    def start(self) -> None:
-        self._process = subprocess.Popen(self._command)
-        self._shown = psutil.Process(self._process.pid)
-
-    def kill(self) -> None:
-        """End it at once, as a lost node does."""
-        self._process.kill()
-        self._process.wait()
-
-    def cpu_seconds(self) -> float:
-        times = self._shown.cpu_times()
-        return float(times.user + times.system)
-
-    def mebibytes(self) -> float:
-        return float(self._shown.memory_info().rss) / 2**20
+    picks: Sequence[StreamResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +83,15 @@ async def run_registry(case: RegistryCase) -> RegistryResult:
     async with _running(case) as mesh:
         await asyncio.sleep(_PAUSE_SECONDS)
         cpu, followers_cpu = mesh.coordinator.cpu_seconds(), _cpu_seconds(mesh.followers)
+        loop = mesh.coordinator.loop_seconds()
         reports, num_bytes, began = await _reports(mesh), mesh.meter.num_bytes, time.monotonic()
         await asyncio.sleep(case.seconds)
         seconds = time.monotonic() - began
-        cpu = mesh.coordinator.cpu_seconds() - cpu
+        cpu, loop = mesh.coordinator.cpu_seconds() - cpu, mesh.coordinator.loop_seconds() - loop
         followers_cpu = _cpu_seconds(mesh.followers) - followers_cpu
         reports = await _reports(mesh) - reports
         num_bytes = (mesh.meter.num_bytes - num_bytes) * (case.followers + 1)
+        picks = [await _ask_for_picks(case, mesh, *rate) for rate in RATES]
         mebibytes, dead = mesh.coordinator.mebibytes(), mesh.meter.num_dead
         join_seconds, rejoin_cpu = await _rejoin(case, mesh)
         asked = await asyncio.to_thread(mesh.asker.counts)
@@ -122,6 +100,7 @@ async def run_registry(case: RegistryCase) -> RegistryResult:
         followers=case.followers,
         reports_per_second=reports / seconds,
         cores=cpu / seconds,
+        loop_cores=loop / seconds,
         microseconds_a_report=cpu / max(reports, 1) * 1e6,
         megabytes_per_second=num_bytes / seconds / 1e6,
         follower_share=followers_cpu / seconds / case.followers,
@@ -131,7 +110,13 @@ async def run_registry(case: RegistryCase) -> RegistryResult:
         rejoin_cpu_seconds=rejoin_cpu,
         refused=int(asked["refused"]),
         asked=int(sum(asked.values())),
+        picks=picks,
     )
+
+
+async def _ask_for_picks(case: RegistryCase, mesh: _Mesh, rate: int, num_hashes: int) -> StreamResult:
+    async with PatientChannels().open(mesh.coordinator.address, "coordinator") as channel:
+        return await measure(channel, mesh.coordinator, rate, num_hashes, case.seconds)
 
 
 @asynccontextmanager

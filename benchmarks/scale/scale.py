@@ -8,6 +8,8 @@ from typing import Any
 from rich.table import Table
 
 from ..report import machine
+from .pick_load import StreamResult
+from .picks import IndexMemory, PickCost, index_memory, pick_cost
 from .registry_case import RegistryCase, RegistryResult, run_registry
 
 ENGINES = (10, 100, 1000)
@@ -25,11 +27,18 @@ class Limit:
 
 
 LIMITS = (
+    Limit("pick_microseconds", 50.0),
+    Limit("hashed_pick_microseconds", 150.0),
+    Limit("index_mebibytes", 512.0),
     Limit("cores_at_full_rate", 1.0),
     Limit("megabytes_per_second", 20.0),
     Limit("follower_share", 0.01),
     Limit("mebibytes", 512.0),
     Limit("dead", 0),
+    Limit("picks_p99", 10.0),
+    Limit("picks_cores_at_full_rate", 1.0),
+    Limit("hashed_picks_p99", 10.0),
+    Limit("hashed_picks_cores_at_full_rate", 1.0),
     Limit("join_seconds", 5.0),
     Limit("refused", 0),
 )
@@ -40,16 +49,35 @@ def run(engines: Sequence[int], seconds: float, done: Callable[[], None]) -> dic
     cases = []
     for count in engines:
         followers = max(2, round(count * FOLLOWERS_PER_ENGINE))
+        cost, memory = pick_cost(count), index_memory(count)
         result = asyncio.run(run_registry(RegistryCase(count, followers, seconds)))
-        figures = figures_of(result)
+        figures = figures_of(result, cost, memory)
         cases.append({**figures, "exceeded": exceeded(figures)})
         done()
     return {"machine": machine.describe(), "cases": cases}
 
 
-def figures_of(result: RegistryResult) -> dict[str, Any]:
+def figures_of(result: RegistryResult, cost: PickCost, memory: IndexMemory) -> dict[str, Any]:
     """Return what is printed of a result."""
-    return {**asdict(result), "cores_at_full_rate": cores_at_full_rate(result)}
+    return {
+        **asdict(result),
+        "cores_at_full_rate": cores_at_full_rate(result),
+        "pick_microseconds": cost.without_hashes,
+        "hashed_pick_microseconds": cost.with_hashes,
+        "index_mebibytes": memory.full,
+        **_figures_of_picks("", result.picks[0]),
+        **_figures_of_picks("hashed_", result.picks[1]),
+    }
+
+
+def _figures_of_picks(kind: str, picks: StreamResult) -> dict[str, float]:
+    return {
+        f"{kind}picks_per_second": picks.answered_per_second,
+        f"{kind}picks_p99": picks.p99_milliseconds,
+        f"{kind}picks_cores": picks.cores,
+        f"{kind}picks_loop_cores": picks.loop_cores,
+        f"{kind}picks_cores_at_full_rate": picks.cores * picks.asked_per_second / max(picks.answered_per_second, 1.0),
+    }
 
 
 def cores_at_full_rate(result: RegistryResult) -> float:
@@ -70,13 +98,27 @@ def exceeded(figures: dict[str, Any]) -> list[str]:
 _ROWS = (
     ("engines", "engines", "{:,.0f}"),
     ("output processors that follow", "followers", "{:,.0f}"),
+    ("a pick in the registry, µs", "pick_microseconds", "{:.0f}"),
+    ("the same with 256 hashes, µs", "hashed_pick_microseconds", "{:.0f}"),
+    ("registry with full caches, MiB", "index_mebibytes", "{:,.0f}"),
     ("reports a second", "reports_per_second", "{:,.0f}"),
     ("coordinator, cores", "cores", "{:.2f}"),
+    ("of these, its event loop", "loop_cores", "{:.2f}"),
     ("coordinator at the full rate of reports, cores", "cores_at_full_rate", "{:.2f}"),
     ("coordinator, MiB", "mebibytes", "{:,.0f}"),
     ("snapshots to all, MB a second", "megabytes_per_second", "{:.1f}"),
     ("one follower, share of a core", "follower_share", "{:.2%}"),
     ("engines shown as dead", "dead", "{:.0f}"),
+    ("picks a second through PickStream, 10,000 asked", "picks_per_second", "{:,.0f}"),
+    ("their latency, p99, ms", "picks_p99", "{:.1f}"),
+    ("coordinator meanwhile, cores", "picks_cores", "{:.2f}"),
+    ("of these, its event loop", "picks_loop_cores", "{:.2f}"),
+    ("coordinator at the full rate of picks, cores", "picks_cores_at_full_rate", "{:.2f}"),
+    ("picks with 256 hashes a second, 5,000 asked", "hashed_picks_per_second", "{:,.0f}"),
+    ("their latency, p99, ms", "hashed_picks_p99", "{:.1f}"),
+    ("coordinator meanwhile, cores", "hashed_picks_cores", "{:.2f}"),
+    ("of these, its event loop", "hashed_picks_loop_cores", "{:.2f}"),
+    ("coordinator at the full rate of these picks, cores", "hashed_picks_cores_at_full_rate", "{:.2f}"),
     ("rejoin after SIGKILL, seconds", "join_seconds", "{:.1f}"),
     ("rejoin, processor seconds", "rejoin_cpu_seconds", "{:.1f}"),
     ("requests refused meanwhile", "refused", "{:.0f}"),

@@ -44,6 +44,9 @@ class AsyncClient(Protocol):
     async def accept_tokens(self, message: AcceptTokens) -> None:
         """Send the tokens of a request that awaits them; unknown ids are ignored. Raises ``EngineDeadError``."""
 
+    async def start_wave(self, wave: int) -> None:
+        """Begin a wave that another rank of the data-parallel group has begun. Raises ``EngineDeadError``."""
+
     async def get_output(self) -> EngineCoreOutputs:
         """Wait for the outputs of the next step. Raises ``EngineDeadError``."""
 
@@ -158,6 +161,9 @@ class AsyncMPClient:
 
     async def accept_tokens(self, message: AcceptTokens) -> None:
         await self._send(RequestType.ACCEPT, message)
+
+    async def start_wave(self, wave: int) -> None:
+        await self._send(RequestType.START_DP_WAVE, wave)
 
     async def get_output(self) -> EngineCoreOutputs:
         while True:

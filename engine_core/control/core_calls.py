@@ -32,7 +32,7 @@ class CoreCalls:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._accepting = True
-        self._utilities = Utilities(methods_of(core))
+        self.utilities = Utilities(methods_of(core))
         self.step = core.step
 
     def refuse_new(self) -> None:
@@ -56,23 +56,24 @@ class CoreCalls:
         self._core.abort_requests(request_ids)
         if self._core.has_work():
             return None
-        return self._stamp(EngineCoreOutputs(scheduler_stats=self._core.stats()))
+        return self.stamp(EngineCoreOutputs(scheduler_stats=self._core.stats()))
 
     def call(self, call: UtilityCall, answer: Callable[[EngineCoreOutputs], None]) -> None:
         """Make a utility call. ``answer`` gets its result or error: at once, or after later steps."""
 
         def send(output: UtilityOutput) -> None:
-            answer(self._stamp(EngineCoreOutputs(utility_output=output)))
+            answer(self.stamp(EngineCoreOutputs(utility_output=output)))
 
-        self._utilities.call(call, send)
+        self.utilities.call(call, send)
 
     def _refuse(self, request: EngineCoreRequest, error: str, kind: ErrorKind) -> EngineCoreOutputs:
         output = EngineCoreOutput(
             request.request_id, [], finish_reason=FinishReason.ERROR, error=error, error_kind=kind
         )
-        return self._stamp(EngineCoreOutputs(outputs=[output]))
+        return self.stamp(EngineCoreOutputs(outputs=[output]))
 
-    def _stamp(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+    def stamp(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+        """Add what every message to the client holds."""
         outputs.step = self._core.num_steps
         outputs.num_requests_added = self._core.num_requests_added
         return outputs
@@ -126,6 +127,10 @@ class Utilities:
 
     def __init__(self, methods: dict[str, Callable[..., object]]) -> None:
         self._methods = methods
+
+    def add(self, name: str, method: Callable[..., object]) -> None:
+        """Let clients call another method."""
+        self._methods[name] = method
 
     def call(self, call: UtilityCall, answer: Callable[[UtilityOutput], None]) -> None:
         """Convert the arguments to the types that the method annotates, and call it.

@@ -1,6 +1,7 @@
 """Pauses an engine: for new weights, for sleep, or for an operator to inspect it."""
 
 import enum
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from ..scheduling.scheduler import Scheduler
@@ -27,6 +28,10 @@ class Pausing:
         self._clear_cache = False
         self.quiet: Future[None] | None = None
         """Done once no request runs. While it is set, :meth:`settle` must be called after each step."""
+        self.is_needed: Callable[[], bool] = lambda: False
+        """Returns whether other ranks of the data-parallel group need steps of this engine: a pause waits for them."""
+        self.on_resume: Callable[[], None] = lambda: None
+        """Called when the engine was resumed."""
 
     @property
     def is_paused(self) -> bool:
@@ -52,7 +57,7 @@ class Pausing:
 
     def settle(self) -> None:
         """Complete the pause if no request runs any more."""
-        if self.quiet is None or self._scheduler.is_advancing:
+        if self.quiet is None or self._scheduler.is_advancing or self.is_needed():
             return
         if self._clear_cache:
             self._clear_cache = False
@@ -68,6 +73,7 @@ class Pausing:
         if self.quiet is not None:
             quiet, self.quiet = self.quiet, None
             quiet.set_exception(ValueError("the engine was resumed before all requests had finished"))
+        self.on_resume()
 
     def end_frozen(self) -> None:
         """End all requests with ``FinishReason.ABORT`` if the engine is paused, before it shuts down."""

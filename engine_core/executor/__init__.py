@@ -20,11 +20,17 @@ def make_executor(
 
     Raises ``ValueError`` for a setting that does not work.
     """
-    backend = config.parallel.distributed_executor_backend
+    backend, world_size = config.parallel.distributed_executor_backend, config.parallel.world_size
+    if backend == "auto":
+        backend = "mp" if world_size > 1 else "uni"
     if backend == "mp":
         return MultiprocExecutor(config, worker_command)
-    if backend != "uni":
-        raise ValueError(f"distributed_executor_backend is {backend!r}; use uni or mp")
+    if backend == "ray":
+        from .ray_executor import RayExecutor  # here, because it is an extra that takes seconds to import
+
+        return RayExecutor(config, make_worker)
+    if backend != "uni" or world_size > 1:
+        raise ValueError(f"distributed_executor_backend is {backend!r}; use uni for one worker, mp or ray for several")
     worker = make_worker(config)
     if isinstance(worker, TimedWorker):
         return TimedExecutor(worker, overlaps=config.scheduler.async_scheduling)

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,10 +20,11 @@ from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerO
 from ..wire.serialization import Decoder, Frame, encode, from_raw, to_raw
 from ..worker import ModelInfo
 from .executor import PendingOutput, PoolSpec
-from .rank_pools import RankPool, RankPools, merged_layout
+from .merged_info import merged_info
+from .rank_config import most_in_flight, rank_config
+from .rank_pools import RankPool, RankPools
 from .worker_launch import WorkerProcess
 from .worker_messages import (
-    OUTPUT_RANK,
     PoolCall,
     SampleCall,
     WorkerCall,
@@ -42,7 +45,9 @@ class RemoteOutput:
         self._executor, self._call_id = executor, call_id
 
     def result(self) -> ModelRunnerOutput:
-        output = self._executor.wait(self._call_id, self._executor.sampling_ranks)[OUTPUT_RANK].output
+        executor = self._executor
+        replies = executor.wait(self._call_id, executor.sampling_ranks)
+        output = replies[executor.sampling_ranks.index(executor.output_rank)].output
         assert output is not None
         return output
 
@@ -51,18 +56,23 @@ class MultiprocExecutor:
     """Implements ``Executor``. Every rank gets every message, in the same order.
 
     Attributes:
-        sampling_ranks: The ranks that answer each step: the first one; where KV moves all of them, because no block may
-            be read or filled by a transfer while any rank still computes with it.
+        output_rank: The rank that draws and reports the tokens.
+        sampling_ranks: The ranks that answer each step: the output rank; where KV moves all of them, because no block
+            may be read or filled by a transfer while any rank still computes with it.
     """
 
-    def __init__(self, config: EngineConfig, command: Sequence[str], *, world_size: int = 1) -> None:
-        """Start the workers with ``command``, to which ``--address ADDRESS`` is appended.
+    def __init__(self, config: EngineConfig, command: Sequence[str], *, world_size: int | None = None) -> None:
+        """Start the workers with ``command``, to which ``--address ADDRESS`` is appended. ``world_size``: how many;
+        None: as many as ``config`` says.
 
         Raises ``ValueError`` for a configuration that does not work, ``ExecutorFailedError`` when a worker does not
         start.
         """
-        self.max_concurrent_batches = 2 if config.scheduler.async_scheduling else 1
-        self._config, self._command, self._world_size = config, command, world_size
+        parallel = config.parallel
+        self.max_concurrent_batches = most_in_flight(config)
+        self._config, self._command = config, command
+        self._world_size = world_size = world_size or parallel.world_size
+        self._rendezvous = ""  # the directory in which the workers find each other
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._decoder = Decoder(WorkerReply)
         self._call_ids = itertools.count(1)
@@ -72,7 +82,8 @@ class MultiprocExecutor:
         moves_kv = bool(config.kv.transports or config.kv.offload_path)
         self._pools = RankPools(world_size) if moves_kv else None
         self._pool: KVPool | None = None
-        self.sampling_ranks = range(world_size if moves_kv else 1)
+        self.output_rank = parallel.output_rank
+        self.sampling_ranks = range(world_size) if moves_kv else range(self.output_rank, self.output_rank + 1)
         self._kv_cache: KVCacheConfig | None = None
         self._is_profiled = False
         self._weights = ""  # the checkpoint that replaced the configured one
@@ -91,14 +102,20 @@ class MultiprocExecutor:
         self._poller.register(self._watch.fd, zmq.POLLIN)
         self._arena = ArrayArena(self._config.parallel.array_arena_bytes, num_readers=self._world_size)
         pool_fd = self._pools.fd if self._pools is not None else None
+        if self._config.parallel.world_size > 1:
+            self._rendezvous = tempfile.mkdtemp(prefix="tl-ranks-")
         self.workers = [
             WorkerProcess(self._context, self._command, rank, self._arena.address, pool_fd)
             for rank in range(self._world_size)
         ]
         for worker in self.workers:
-            worker.shake_hands(self._config, self._world_size)
+            worker.shake_hands(self._config_of(worker.rank))
             self._poller.register(worker.socket, zmq.POLLIN)
         self._watch.begin(self.workers)
+
+    def _config_of(self, rank: int) -> EngineConfig:
+        rendezvous = f"{self._rendezvous}/store" if self._rendezvous else ""
+        return rank_config(self._config, rank, rendezvous, self._world_size)
 
     def replace_workers(self) -> None:
         """End all workers and start others, which load the same weights and have empty KV pools. No step may be in
@@ -123,8 +140,7 @@ class MultiprocExecutor:
 
     def load_model(self) -> ModelInfo:
         models = msgspec.convert(self.collective_rpc("load_model"), list[ModelInfo])
-        layout = merged_layout([model.kv_layout for model in models])
-        return msgspec.structs.replace(models[OUTPUT_RANK], kv_layout=layout)
+        return merged_info(models, self.output_rank)
 
     def determine_available_memory(self) -> int:
         self._is_profiled = True
@@ -197,6 +213,9 @@ class MultiprocExecutor:
         for worker in self.workers:
             worker.stop()
         self._arena.close()
+        if self._rendezvous:
+            shutil.rmtree(self._rendezvous, ignore_errors=True)
+            self._rendezvous = ""
 
     def wait(self, call_id: int, ranks: Sequence[int], timeout: float | None = None) -> list[WorkerReply]:
         """Return the answers of these ranks.

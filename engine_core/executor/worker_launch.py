@@ -57,10 +57,13 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def shake_hands(self, config: EngineConfig, world_size: int) -> None:
-        """Exchange HELLO, INIT and READY. Raises ``ValueError`` for a bad configuration, or ``ExecutorFailedError``."""
+    def shake_hands(self, config: EngineConfig) -> None:
+        """Exchange HELLO, INIT with the ``config`` of this rank, and READY.
+
+        Raises ``ValueError`` for a bad configuration, or ``ExecutorFailedError``.
+        """
         assert isinstance(self._receive(), WorkerHello)
-        self.socket.send_multipart(encode(WorkerInit(config, self.rank, world_size, self._arrays, self._pool_fd)))
+        self.socket.send_multipart(encode(WorkerInit(config, self.rank, self._arrays, self._pool_fd)))
         assert isinstance(self._receive(), WorkerReady)
 
     def wait(self) -> int:

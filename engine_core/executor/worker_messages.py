@@ -1,7 +1,6 @@
 """Messages between an executor and its workers' processes: msgpack over one socket pair for each worker."""
 
 import enum
-from typing import Final
 
 import msgspec
 
@@ -9,9 +8,6 @@ from ..config import EngineConfig
 from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..wire.array_arena import ArenaAddress
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput
-
-OUTPUT_RANK: Final = 0
-"""The rank of the worker that sends the tokens: every rank computes every step, and one answers."""
 
 
 class WorkerHello(msgspec.Struct, tag="HELLO"):
@@ -24,9 +20,8 @@ class WorkerInit(msgspec.Struct, tag="INIT"):
     """Configures a worker."""
 
     config: EngineConfig
+    """That of this rank."""
     rank: int
-    """In [0, world_size)."""
-    world_size: int
     arrays: ArenaAddress | None
     """Shared memory with the large arrays of steps, which each rank reads; None if they come in frames."""
     pool_fd: int | None

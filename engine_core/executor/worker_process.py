@@ -18,7 +18,6 @@ from .executor import call_worker
 from .rank_pools import RankPool
 from .worker_launch import remove_socket
 from .worker_messages import (
-    OUTPUT_RANK,
     PoolCall,
     SampleCall,
     WorkerCall,
@@ -42,6 +41,8 @@ class WorkerProc:
         self._worker = worker
         self._socket = socket
         self._rank = init.rank
+        self._draws = init.rank == init.config.parallel.output_rank
+        self._has_peers = init.config.parallel.world_size > 1
         self._pool_fd = init.pool_fd
         self._failure: Exception | None = None  # of the step executed last
         self._steps = Decoder(SchedulerOutput, arrays)
@@ -78,8 +79,10 @@ class WorkerProc:
         except Exception as error:
             log.exception("the step of worker %d failed", self._rank, exc_info=error)
             self._reply(_failed(call.call_id, error))
+            if self._has_peers:
+                raise SystemExit(1) from None  # the others wait for what this rank has not sent
         else:
-            if self._rank == OUTPUT_RANK:
+            if self._draws:
                 self._reply(WorkerReply(call.call_id, output))
             elif self._pool_fd is not None:
                 self._reply(WorkerReply(call.call_id))
@@ -123,7 +126,7 @@ def run_worker(address: str, make_worker: Callable[[EngineConfig], Worker]) -> i
         _send(socket, WorkerHello(os.getpid()))
         init = Decoder[WorkerInit](WorkerInit).decode(socket.recv_multipart())
         try:
-            worker = make_worker(_config_of_rank(init))
+            worker = make_worker(init.config)
         except Exception as error:
             log.debug("worker %d cannot start", init.rank, exc_info=True)
             _send(socket, WorkerFailed(str(error), is_config=isinstance(error, ValueError)))
@@ -131,13 +134,6 @@ def run_worker(address: str, make_worker: Callable[[EngineConfig], Worker]) -> i
         _send(socket, WorkerReady())
         WorkerProc(worker, socket, init).run()
     raise AssertionError("a worker runs until its process is ended")
-
-
-def _config_of_rank(init: WorkerInit) -> EngineConfig:
-    """Return the configuration in which every rank of the engine counts as a user of the host's memory."""
-    cache = init.config.cache
-    num_users = cache.engines_on_host * init.world_size
-    return msgspec.structs.replace(init.config, cache=msgspec.structs.replace(cache, engines_on_host=num_users))
 
 
 def _send(socket: "zmq.Socket[bytes]", message: object) -> None:

@@ -1,4 +1,4 @@
-"""Reads the two sizes of a checkpoint that a worker without weights needs."""
+"""Reads the sizes of a checkpoint that a worker without weights needs."""
 
 import json
 from pathlib import Path
@@ -13,6 +13,8 @@ class CheckpointSizes(NamedTuple):
     vocab_size: int
     max_model_len: int | None
     """The longest context; None if the checkpoint states none."""
+    experts_per_token: int = 0
+    """As in ``ModelInfo``, if every layer has experts."""
 
 
 def read_sizes(path: Path) -> CheckpointSizes:
@@ -28,4 +30,5 @@ def read_sizes(path: Path) -> CheckpointSizes:
     text = config if "vocab_size" in config else config.get("text_config", {})
     if "vocab_size" not in text:
         raise ValueError(f"{path / 'config.json'} must state vocab_size")
-    return CheckpointSizes(text["vocab_size"], text.get("max_position_embeddings"))
+    experts = text.get("num_experts_per_tok", 0) * text.get("num_hidden_layers", 1)
+    return CheckpointSizes(text["vocab_size"], text.get("max_position_embeddings"), experts)

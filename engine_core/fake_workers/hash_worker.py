@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ..config import EngineConfig
 from ..kv_cache.kv_cache_config import KVCacheConfig
+from ..kv_cache.kv_groups import NULL_BLOCK
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool, KVRegion
 from ..process.process_memory import resident_bytes
@@ -51,8 +52,10 @@ class HashWorker:
         *,
         vocab_size: int = DEFAULT_VOCAB_SIZE,
         max_model_len: int = DEFAULT_MAX_MODEL_LEN,
+        experts_per_token: int = 0,
     ) -> None:
-        """``vocab_size`` and ``max_model_len`` are used only if no model is configured. Raises ``ValueError``."""
+        """``vocab_size``, ``max_model_len`` and ``experts_per_token`` (see ``ModelInfo``) are used only if no model is
+        configured. Raises ``ValueError``."""
         self._loras = HashLoras(config.lora)
         if config.speculative is not None and config.speculative.rejection_sample_method != "strict":
             raise ValueError("rejection_sample_method: the hash worker has no probabilities; use strict")
@@ -60,6 +63,7 @@ class HashWorker:
         self._block_size = config.cache.block_size
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._experts_per_token = experts_per_token
         self._rows: dict[str, HashRow] = {}
         self._embeds: dict[str, list[EmbedsSpan]] = {}
         self._params: dict[str, SamplingParams] = {}  # preempted requests included
@@ -76,6 +80,7 @@ class HashWorker:
             sizes = read_sizes(Path(self._config.model))
             self._vocab_size = sizes.vocab_size
             self._max_model_len = sizes.max_model_len or self._max_model_len
+            self._experts_per_token = sizes.experts_per_token
         return ModelInfo(
             vocab_size=self._vocab_size,
             max_model_len=self._max_model_len,
@@ -83,6 +88,7 @@ class HashWorker:
             kv_layout=self._kv_layout,
             numerics="hash",
             hidden_size=HIDDEN_SIZE,
+            experts_per_token=self._experts_per_token,
             pooling=hash_pooling(generates=self._config.runner != "pooling"),
         )
 
@@ -120,6 +126,11 @@ class HashWorker:
             for req_id, num_tokens in scheduled.items()
             if self._rows[req_id].is_in_prompt(num_tokens) and self._params[req_id].prompt_logprobs is not None
         }
+
+    def execute_dummy_batch(self) -> None:
+        """Write a token to the first place of ``NULL_BLOCK``, as a model's step would."""
+        time.sleep(self._config.step_seconds)
+        self._cache[NULL_BLOCK * self._block_size] = 0
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         allowed = allowed_tokens(grammar, self._vocab_size)

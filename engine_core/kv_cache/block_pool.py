@@ -28,10 +28,12 @@ class BlockPool:
     A registered block is found by the hash of its content until it gets a new holder.
     """
 
-    def __init__(self, num_blocks: int, windows: Sequence[int | None] = (None,)) -> None:
-        """Make a pool of the ids in [0, num_blocks). With several groups, ``NULL_BLOCK`` is never free. ``windows``:
-        the window of each group; None: full attention."""
-        first = 1 if len(windows) > 1 else 0
+    def __init__(
+        self, num_blocks: int, windows: Sequence[int | None] = (None,), *, has_null_block: bool = False
+    ) -> None:
+        """Make a pool of the ids in [0, num_blocks). With several groups, or with ``has_null_block``, ``NULL_BLOCK`` is
+        never free. ``windows``: the window of each group; None: full attention."""
+        first = 1 if len(windows) > 1 or has_null_block else 0
         self.windows = windows
         self.num_groups = len(windows)
         """How many blocks hold the KV of one block of tokens."""

@@ -249,7 +249,7 @@ class GroupedKVCacheManager:
                 if is_new and group == 0 and self._events is not None:
                     start = index * self.block_size
                     token_ids = request.all_token_ids[start : start + self.block_size]
-                    self._events.stored(block_hash, request.block_hashes[index - 1] if index else None, token_ids)
+                    self._events.stored(request.block_hashes, index, token_ids)
         request.num_registered_blocks = num_full_blocks
 
     def _entries(self, request: Request, index: int) -> list[int]:

@@ -13,3 +13,5 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
     """The limit for prompt and output together, in tokens, after it was fitted to the blocks."""
     groups: list[KVGroup] = []
     """The groups of layers, each with a table of its own; empty: all layers share one."""
+    has_null_block: bool = False
+    """Whether block ``NULL_BLOCK`` is kept free of requests although there are no groups: dummy batches write to it."""

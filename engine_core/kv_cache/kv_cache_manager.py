@@ -17,12 +17,15 @@ class KVCacheManager:
     keeps_partial_loads = True
     """Whether the blocks that a load filled before it failed can be used."""
 
-    def __init__(self, num_blocks: int, config: CacheConfig, events: KVEventLog | None = None) -> None:
-        """Make a pool of ``num_blocks`` blocks. ``events`` records which blocks can be hit, if given."""
+    def __init__(
+        self, num_blocks: int, config: CacheConfig, events: KVEventLog | None = None, *, has_null_block: bool = False
+    ) -> None:
+        """Make a pool of ``num_blocks`` blocks. ``events`` records which blocks can be hit, if given.
+        ``has_null_block``: see :class:`.BlockPool`."""
         self.block_size = config.block_size
         self.enable_prefix_caching = config.enable_prefix_caching
-        self.pool = BlockPool(num_blocks)
-        self.num_slots = num_blocks * config.block_size
+        self.pool = BlockPool(num_blocks, has_null_block=has_null_block)
+        self.num_slots = self.pool.num_blocks * config.block_size
         """Tokens that the empty pool has room for."""
         self._hash_seed = config.block_hash_seed
         self._events = events
@@ -134,5 +137,5 @@ class KVCacheManager:
             if self.pool.register(request.block_ids[index], hashes[index]) and self._events is not None:
                 start = index * self.block_size
                 token_ids = request.all_token_ids[start : start + self.block_size]
-                self._events.stored(hashes[index], hashes[index - 1] if index else None, token_ids)
+                self._events.stored(hashes, index, token_ids)
         request.num_registered_blocks = num_full_blocks

@@ -18,13 +18,24 @@ def size_kv_cache(config: EngineConfig, model: ModelInfo, available_memory: Call
     _check_settings(config, model)
     wanted = config.max_model_len or model.max_model_len
     num_blocks = _num_blocks(config, model, wanted, available_memory)
-    capacity = _capacity(config, model, num_blocks) * config.cache.block_size
+    has_null_block = has_waves(config, model) and not model.kv_groups  # groups have one anyway
+    capacity = _capacity(config, model, num_blocks - has_null_block) * config.cache.block_size
     if capacity < (config.max_model_len or 2):
         raise ValueError(
             f"the KV cache holds {capacity} tokens ({num_blocks} blocks of {config.cache.block_size}), fewer than "
             f"max_model_len {wanted}; increase its memory or lower max_model_len"
         )
-    return KVCacheConfig(num_blocks=num_blocks, max_model_len=min(wanted, capacity), groups=model.kv_groups)
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        max_model_len=min(wanted, capacity),
+        groups=model.kv_groups,
+        has_null_block=has_null_block,
+    )
+
+
+def has_waves(config: EngineConfig, model: ModelInfo) -> bool:
+    """Return whether the engine computes in waves with the other ranks of its data-parallel group."""
+    return bool(config.parallel.group_id) and model.experts_per_token > 0
 
 
 def _check_settings(config: EngineConfig, model: ModelInfo) -> None:
@@ -47,6 +58,8 @@ def _num_blocks(config: EngineConfig, model: ModelInfo, max_model_len: int, avai
     # More blocks than this could never be in use.
     num_blocks = -(-max_model_len // cache.block_size)
     num_useful = config.scheduler.max_num_seqs * num_blocks
+    if has_waves(config, model) and not model.kv_groups:
+        num_useful += 1
     if model.kv_groups:
         num_useful = config.scheduler.max_num_seqs * _need(config, model).of_blocks(num_blocks) + 1
     return min(max(0, available_memory()) // block_bytes, num_useful)

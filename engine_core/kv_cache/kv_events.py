@@ -1,8 +1,11 @@
 """Records changes of the prefix cache as events (names and fields as in vLLM's KV events)."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
+
+from tokenloom.request.prefix_schedule import last_named
 
 MEDIUM_POOL: Final = "GPU"
 """The medium of an event names a tier as vLLM does. The pool that attention reads is ``GPU`` on any device, because
@@ -20,6 +23,10 @@ class BlockStored(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
     block_size: int
     medium: str
     """The tier that holds the blocks: ``MEDIUM_POOL``."""
+    num_blocks_before: int = 0
+    """Blocks of the prompt before the first one."""
+    named_block_before: bytes | None = None
+    """The hash of the last of them that placement names (:mod:`tokenloom.request.prefix_schedule`), if one is."""
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False):
@@ -47,14 +54,19 @@ class KVEventLog:
         self.events: list[KVCacheEvent] = []
         """In the order in which they happened."""
 
-    def stored(self, block_hash: bytes, parent: bytes | None, token_ids: list[int]) -> None:
-        """Record a block that can be hit. A block that follows the previous one joins its event."""
-        last = self.events[-1] if self.events else None
+    def stored(self, hashes: Sequence[bytes], index: int, token_ids: list[int]) -> None:
+        """Record that block ``index`` of a prompt can be hit. A block that follows the previous one joins its event.
+
+        ``hashes``: of the prompt's blocks, at least up to this one. ``token_ids``: of this block.
+        """
+        last, parent = self.events[-1] if self.events else None, hashes[index - 1] if index else None
         if isinstance(last, BlockStored) and last.block_hashes[-1] == parent:
-            last.block_hashes.append(block_hash)
+            last.block_hashes.append(hashes[index])
             last.token_ids += token_ids
         else:
-            self.events.append(BlockStored([block_hash], parent, token_ids, self._block_size, MEDIUM_POOL))
+            named = hashes[num_named - 1] if (num_named := last_named(index)) else None
+            stored = BlockStored([hashes[index]], parent, token_ids, self._block_size, MEDIUM_POOL, index, named)
+            self.events.append(stored)
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:
         """Record a block that can no longer be hit."""

@@ -17,7 +17,7 @@ def make_kv_manager(
     """Return the manager of an empty pool. ``events`` records which blocks can be hit, if given. ``lends``: whether
     other engines may read blocks."""
     if not kv_cache.groups:
-        return KVCacheManager(kv_cache.num_blocks, cache, events)
+        return KVCacheManager(kv_cache.num_blocks, cache, events, has_null_block=kv_cache.has_null_block)
     return GroupedKVCacheManager(
         kv_cache.num_blocks, kv_cache.groups, cache, largest_chunk(scheduler), events, lends=lends
     )

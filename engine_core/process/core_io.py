@@ -8,6 +8,7 @@ from typing import Final
 
 import zmq
 
+from ..data_parallel.messages import ToRank
 from ..wire.array_arena import ArenaReader
 from ..wire.frames import FrameSender, receive_frames
 from ..wire.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
@@ -24,7 +25,7 @@ LINGER_MS = 2000
 """How long sending the last messages may take."""
 
 
-InputMessage = EngineCoreRequest | AcceptTokens | UtilityCall | list[str] | None
+InputMessage = EngineCoreRequest | AcceptTokens | UtilityCall | ToRank | list[str] | int | None
 InputItem = tuple[RequestType, InputMessage]
 InputQueue = queue.Queue[InputItem]
 
@@ -47,6 +48,7 @@ class InputThread:
         self._calls = Decoder(UtilityCall)
         self._accepts = Decoder(AcceptTokens)
         self._aborts: Decoder[list[str]] = Decoder(list[str])
+        self._waves: Decoder[int] = Decoder(int)
 
     def start(self) -> None:
         """Start to receive messages."""
@@ -85,6 +87,8 @@ class InputThread:
                 self.input_queue.put((kind, self._accepts.decode(body)))
             case RequestType.UTILITY:
                 self.input_queue.put((kind, self._calls.decode(body)))
+            case RequestType.START_DP_WAVE:
+                self.input_queue.put((kind, self._waves.decode(body)))
             case _:
                 raise AssertionError(f"clients must not send {kind}")
 

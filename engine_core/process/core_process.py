@@ -11,28 +11,36 @@ import logging
 import os
 import queue
 from collections.abc import Callable, Sequence
+from typing import Final, cast
 
 import zmq
 
 from ..config import EngineConfig
 from ..control.core_calls import CoreCalls
 from ..core import EngineCore
-from ..errors import WorkerLostError
+from ..data_parallel.group_link import GroupLink, join_group
+from ..data_parallel.messages import ToRank
+from ..data_parallel.wave_loop import WaveLoop
+from ..errors import GroupLostError, WorkerLostError
 from ..executor.executor import Executor
 from ..kv_transfer.core_kv import CoreKV, make_core_kv
 from ..kv_transfer.kv_thread import KVThread
 from ..kv_transfer.kv_transport import KVTransport
+from ..waves import WaveState
 from ..wire.array_arena import ArenaReader
 from ..wire.handshake import CoreFailed, CoreHello, CoreInit
 from ..wire.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..wire.serialization import Decoder, encode
-from .core_io import InputItem, InputThread, OutputSocket
+from .core_io import InputItem, InputMessage, InputThread, OutputSocket
 from .core_launch import remove_sockets
 from .process_guard import ProcessGuard
 from .step_pulse import StepPulse, inherited_cells
 from .worker_replacement import WorkerReplacement
 
 log = logging.getLogger(__name__)
+
+
+_GROUP_LOST: Final = (RequestType.GROUP, None)
 
 
 class ProcState(enum.Enum):
@@ -57,6 +65,7 @@ class EngineCoreProc:
         self._replacement = WorkerReplacement(core)
         self._num_losses = 0  # of workers, counted by their executor's threads
         self._num_replaced = 0
+        self._group: WaveLoop | None = None
         self.state = ProcState.RUNNING
 
     def start(self) -> None:
@@ -64,6 +73,13 @@ class EngineCoreProc:
         self._core.on_news(self.wake)
         self._core.executor.on_failure(self.executor_failed)
         self._input.start()
+
+    def join_group(self, link: GroupLink, rank: int) -> None:
+        """Compute in waves with the other ranks of a data-parallel group. To be called after :meth:`start`."""
+        self._group = WaveLoop(self._core, rank, link)
+        self._calls.utilities.add("resize_group", self._group.resize)
+        inputs = self._input.input_queue
+        link.start(lambda message: inputs.put((RequestType.GROUP, message)), lambda: inputs.put(_GROUP_LOST))
 
     def request_shutdown(self) -> None:
         """Make :meth:`run` return once the live requests have finished."""
@@ -87,7 +103,11 @@ class EngineCoreProc:
         """Step until a requested shutdown. If the core fails, notify the client and raise the failure."""
         try:
             while self._process_inputs():
-                self._send(self._step())
+                if self._group is None:
+                    self._send(self._step())
+                else:
+                    self._send(self._group.turn(self._step))
+                    self._settle_group(self._group)
         except BaseException:
             self._output.send_dead()
             raise
@@ -108,9 +128,14 @@ class EngineCoreProc:
     def _process_inputs(self) -> bool:
         """Process all messages that have arrived; without work, wait for one. Returns False to shut down."""
         inputs = self._input.input_queue
-        while not self._core.has_work():
-            # What came before the request to shut down is still in the queue: it is served first.
-            if self.state is not ProcState.RUNNING and not self._core.has_requests() and inputs.empty():
+        group = self._group
+        while not (self._core.has_work() if group is None else group.has_work()):
+            if self.state is ProcState.SHUTTING_DOWN:
+                return False
+            # What came before the request to shut down is still in the queue: it is served first. Other ranks of a
+            # group may need steps of this one although it has no requests.
+            is_needed = self._core.has_requests() or (group is not None and not group.waves.is_resting)
+            if self.state is not ProcState.RUNNING and not is_needed and inputs.empty():
                 self.state = ProcState.SHUTTING_DOWN
                 return False
             self._process(inputs.get())
@@ -137,10 +162,38 @@ class EngineCoreProc:
         elif kind is RequestType.EXECUTOR_FAILED:
             if self._num_losses > self._num_replaced:  # otherwise a step has noticed it
                 self._replace_workers(WorkerLostError("a worker process ended unexpectedly"))
+        elif kind in (RequestType.GROUP, RequestType.START_DP_WAVE):
+            self._process_group(message)
         else:
             assert kind is RequestType.WAKEUP, kind
             if self.state is not ProcState.RUNNING:
                 self._calls.refuse_new()
+        if self._group is not None:
+            self._settle_group(self._group)
+
+    def _process_group(self, message: InputMessage) -> None:
+        if message is None:
+            self._group_lost()
+            return
+        if self._group is None:
+            return  # a start for an engine without waves is another's mistake
+        if isinstance(message, int):
+            self._group.waves.start(message)
+        else:
+            self._group.take(cast(ToRank, message))
+
+    def _group_lost(self) -> None:
+        if self._group is not None and self._group.waves.state is WaveState.REMOVED:
+            return  # the group goes on without this rank
+        if self.state is ProcState.RUNNING or self._core.has_requests():
+            raise GroupLostError("the data-parallel group has lost a rank")
+        self.state = ProcState.SHUTTING_DOWN  # as the others do
+
+    def _settle_group(self, group: WaveLoop) -> None:
+        """Let requests, pauses and the group's messages take effect, and pass on what has changed."""
+        group.settle()
+        if (news := group.take_news()) is not None:
+            self._output.send(self._calls.stamp(news))
 
     def _send(self, outputs: EngineCoreOutputs | None) -> None:
         if outputs is not None:
@@ -156,6 +209,7 @@ def run_engine_core(
     guard = ProcessGuard(on_orphaned=lambda: remove_sockets(handshake_address))
     guard.start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    link: GroupLink | None = None
     try:
         with context.socket(zmq.PAIR) as socket:
             socket.connect(handshake_address)
@@ -164,17 +218,22 @@ def run_engine_core(
                 kv = make_core_kv(init.config, make_transports(init.config))
                 pulse = StepPulse(inherited_cells(init.pulse_fd) if init.pulse_fd is not None else None)
                 core = EngineCore(init.config, make_executor(init.config), kv, pulse=pulse)
+                link = join_group(init.config.parallel, core) if core.has_waves else None
             except Exception as error:
                 socket.send_multipart(encode(_failed(error)))
                 return 1
             _freeze_heap()
             proc = EngineCoreProc(core, context, init)
             proc.start()
+            if link is not None:
+                proc.join_group(link, init.config.parallel.data_parallel_rank)
             kv_thread = _start_kv_thread(context, init, kv)
             guard.on_terminate = proc.request_shutdown
             socket.send_multipart(encode(core.ready))
         return _run(proc, core, kv_thread)
     finally:
+        if link is not None:
+            link.close()
         context.term()  # wakes the input thread, which closes its socket; waits until the last messages are sent
 
 
@@ -208,6 +267,9 @@ def _freeze_heap() -> None:
 def _run(proc: EngineCoreProc, core: EngineCore, kv_thread: KVThread | None) -> int:
     try:
         proc.run()
+    except GroupLostError as error:
+        log.error("%s", error)
+        return 1
     except Exception:
         log.exception("the engine core failed")
         return 1

@@ -54,6 +54,7 @@ class Scheduler:
         lends: bool = False,
         adapters: Adapters | None = None,
         pooling: ModelPooling = _GENERATES,
+        num_stages: int = 1,
     ) -> None:
         """Raises ``ValueError`` naming a setting that does not work.
 
@@ -66,6 +67,7 @@ class Scheduler:
             lends: Whether other engines may read blocks.
             adapters: The LoRA adapters that requests may name; without it such requests are refused.
             pooling: What the model pools.
+            num_stages: Parts of the model that compute steps at the same time.
         """
         check_config(config, kv_cache.max_model_len, speculates=speculative is not None)
         self.config = config
@@ -79,13 +81,14 @@ class Scheduler:
         self._remote = RemoteKV(connector, self.kv, kv_policy, clock) if connector is not None else None
         self._grammars = grammars
         self.pause_state = PauseState.UNPAUSED
+        self._is_held = False
         self._is_stalled = False
-        self._in_flight = StepsInFlight() if config.async_scheduling else None
+        self._in_flight = StepsInFlight() if config.async_scheduling or num_stages > 1 else None
         self._clock = clock
         self._recorder = StatsRecorder(clock, cache, config)
         self._adapters = adapters
         self._planner = StepPlanner(
-            config, self.waiting, self._tenants, self.kv, self._remote, self._recorder, clock, adapters
+            config, self.waiting, self._tenants, self.kv, self._remote, self._recorder, clock, adapters, num_stages
         )
         self.running = self._planner.running
         self.ended = EndedRequests(
@@ -183,6 +186,12 @@ class Scheduler:
         self.pause_state = state
         self._wake()
 
+    def hold(self, held: bool) -> None:
+        """Plan no tokens while ``held``, whatever the pause state: the data-parallel group rests."""
+        if held != self._is_held:
+            self._is_held = held
+            self._wake()
+
     @property
     def is_advancing(self) -> bool:
         """Whether a request runs, or was preempted and may run again, in the present pause state."""
@@ -204,7 +213,7 @@ class Scheduler:
         """Plan a step. It is empty only when no request can run: then :meth:`has_work` is False until that changes."""
         if self._grammars is not None and self._grammars.done:
             self._admit_compiled(self._grammars)
-        plan = self._planner.plan(self.pause_state)
+        plan = self._planner.plan(PauseState.PAUSED_ALL if self._is_held else self.pause_state)
         self.ended.outputs += plan.early_outputs
         for request in self._planner.take_expired():
             self.ended.end_at_limit(request, _EXPIRED, ErrorKind.DEADLINE_EXCEEDED)

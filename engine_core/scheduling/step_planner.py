@@ -120,8 +120,11 @@ class StepPlanner:
         recorder: StatsRecorder,
         clock: Callable[[], int],
         adapters: Adapters | None = None,
+        num_stages: int = 1,
     ) -> None:
-        """``clock`` returns nanoseconds. ``adapters``: None if no request may name one."""
+        """``clock`` returns nanoseconds. ``adapters``: None if no request may name one. ``num_stages``: parts of the
+        model that compute steps at the same time."""
+        self._num_stages = num_stages
         self._adapters = adapters
         self.running: list[Request] = []
         """In the order of the policy, like ``waiting``; changed in place only."""
@@ -147,7 +150,7 @@ class StepPlanner:
             taken_back = self._take_back_seat()
             deferred = self._rows_to_defer()
         plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else self._token_budget())
-        self._plan_running(plan, deferred)
+        self._plan_running(plan, deferred if self._num_stages == 1 else deferred | self._rows_of_other_steps())
         has_room = not plan.preempted_req_ids
         if taken_back is not None:
             plan.preempted_req_ids.append(taken_back)
@@ -208,6 +211,14 @@ class StepPlanner:
         rows = frozenset[str]() if head is None else rows_to_defer(self.running, seats, head)
         self._has_deferred = bool(rows)
         return rows
+
+    def _rows_of_other_steps(self) -> frozenset[str]:
+        """Return the ids of running requests that this step leaves to those which other stages compute meanwhile: each
+        request whose next token is still in flight, and of the others all but one stage's share."""
+        in_flight = [request for request in self.running if request.num_output_placeholders]
+        free = [request for request in self.running if not request.num_output_placeholders]
+        share = -(-len(self.running) // self._num_stages)
+        return frozenset(request.request_id for request in in_flight + free[share:])
 
     def _count_seats(self) -> Counter[str]:
         """Return how many requests of each tenant run or load KV."""

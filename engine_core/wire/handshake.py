@@ -78,6 +78,10 @@ class CoreReady(msgspec.Struct, tag="READY"):
     """The LoRA adapters that were loaded at start, by name."""
     pooling: ModelPooling = ModelPooling()
     """As in ``ModelInfo``."""
+    parallel_config_hash: bytes = b""
+    """A digest of what the ranks of a data-parallel group must share."""
+    has_waves: bool = False
+    """Whether the core computes in waves with the other ranks of its data-parallel group."""
 
 
 class CoreFailed(msgspec.Struct, tag="FAILED"):

@@ -61,11 +61,15 @@ class RequestType(enum.Enum):
 
     ADD = b"\x00"
     ABORT = b"\x01"
+    START_DP_WAVE = b"\x02"
+    """Another rank of the data-parallel group has begun the wave of this number."""
     UTILITY = b"\x03"
     EXECUTOR_FAILED = b"\x04"
     WAKEUP = b"\x05"
     ACCEPT = b"\x06"
     """Tokens of the prefill leg, for a request that was added before them (not part of vLLM)."""
+    GROUP = b"\x07"
+    """Within the core: a message of the data-parallel group, or None when it is lost (not part of vLLM)."""
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -317,6 +321,19 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
         return from_raw(self.result)
 
 
+class GroupState(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """Describes where a rank of a data-parallel group stands (see ``waves``)."""
+
+    size: int
+    """Ranks of the group; 0 before this one is a member."""
+    is_member: bool
+    """Whether this rank belongs to the group: not while it waits to be admitted, nor after it was removed."""
+    start_wave: int | None
+    """The wave that this rank has begun, so that the others must begin it too; None at rest."""
+    wave_complete: int | None
+    """The last wave that has ended; None before the first."""
+
+
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """Holds everything that one step produced for one client."""
 
@@ -331,3 +348,5 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """ADDs that the core has received: the statistics cover these requests."""
     expert_loads: ExpertLoads | None = None
     """After the latest step, of a model with experts."""
+    group: GroupState | None = None
+    """When it has changed, in a group that computes in waves."""

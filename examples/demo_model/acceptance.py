@@ -69,7 +69,9 @@ def accepted(core: EngineCore, asked: list[list[int]], temperature: float, ends:
     assert core.scheduler.drafts is not None
     before = core.scheduler.drafts.stats()
     for number, token_ids in enumerate(asked):
-        params = SamplingParams(max_tokens=MAX_TOKENS, seed=number, temperature=temperature, stop_token_ids=ends)
+        params = SamplingParams(
+            max_tokens=MAX_TOKENS, seed=number, temperature=temperature, stop_token_ids=sorted(ends)
+        )
         core.add_request(EngineCoreRequest(f"{temperature}-{number}", token_ids, params))
     run(core)
     after = core.scheduler.drafts.stats()
@@ -152,7 +154,7 @@ class _Answer(NamedTuple):
 
 
 def _answer(core: EngineCore, number: int, token_ids: list[int], ends: frozenset[int]) -> _Answer:
-    params = SamplingParams(max_tokens=MAX_TOKENS, seed=number, temperature=0.0, stop_token_ids=ends)
+    params = SamplingParams(max_tokens=MAX_TOKENS, seed=number, temperature=0.0, stop_token_ids=sorted(ends))
     began = time.process_time()
     core.add_request(EngineCoreRequest(str(number), token_ids, params))
     num_tokens = 0

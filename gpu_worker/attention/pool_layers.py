@@ -34,12 +34,12 @@ class PoolLayers:
         """Return the size of one token's keys and values in all layers that have their own, in bytes."""
         config = self._model_config
         if not self.groups:
-            return config.kv_bytes_per_token
+            return config.kv_bytes_per_token // config.shard.context_size
         return config.kv_bytes_per_token // config.num_layers * sum(len(group.layers) for group in self.groups)
 
     def layout(self, block_size: int) -> str:
         """Name the layout of the pool, as :func:`~.cache.kv_layout` does, with the windows of the groups."""
-        layout = kv_layout(self._model_config, block_size)
+        layout = kv_layout(self._model_config, block_size // self._model_config.shard.context_size)
         return f"{layout}/{describe_groups(self.groups)}" if self.groups else layout
 
     def make_backend(self, make: Callable[[ModelConfig], AttentionBackend], block_size: int) -> AttentionBackend:
@@ -53,4 +53,5 @@ class PoolLayers:
         count = min(num_layers or self._model_config.num_layers, self._model_config.num_layers)
         if self.groups:
             count = max(sum(layer < count for layer in group.layers) for group in self.groups)
-        return self._model_config.kv_bytes_per_token // self._model_config.num_layers * count
+        config = self._model_config
+        return config.kv_bytes_per_token // config.num_layers // config.shard.context_size * count

@@ -19,6 +19,8 @@ class ExpertSwitches:
     """Whether the weights of a token's experts add up to one."""
     layers: tuple[bool, ...]
     """[num_layers]: whether the layer has experts, and not one MLP."""
+    own: range | None = None
+    """The experts that this rank holds whole; None: its part of all of them."""
 
 
 def read_experts(reader: ConfigReader, family: str, num_layers: int, intermediate_size: int) -> ExpertSwitches | None:

@@ -11,6 +11,7 @@ from tokenloom.gguf.gguf_file import is_gguf
 
 from ..attention.int8_cache import SCALE_BYTES
 from ..layers.rotary import LongRopeScaling, RopeConfig
+from ..parallel.sharding import WHOLE, Shard
 from .config_reader import ConfigReader
 from .directory_source import stored_dtype
 from .expert_switches import ExpertSwitches
@@ -82,6 +83,15 @@ class ModelConfig:
     """Whether classes of prompts are computed instead of logits of tokens."""
     scheme: Scheme | None = None
     """How the checkpoint stores quantized matrices, from ``quantization_config``; None: it stores plain tensors."""
+
+    shard: Shard = WHOLE
+    """Which part of each layer this rank computes; the numbers of heads, and the intermediate sizes, are its own."""
+    first_layer: int = 0
+    """The number in the model of this rank's first layer."""
+    is_last_stage: bool = True
+    """Whether the model's last layer is among this rank's."""
+    draws: bool = True
+    """Whether this rank computes logits."""
 
     kv_cache_dtype: KVCacheDtype = "auto"
     """``auto``: the KV cache has ``dtype``; ``int8``: 8 bits, with a scale for each head of each token."""

@@ -11,6 +11,8 @@ from torch import Tensor
 from tokenloom.gguf.gguf_file import is_gguf
 
 from ..layers.interface import Adapt
+from ..parallel.group import ALONE, Group
+from ..parallel.sharding import Dimension, length, take_part, total
 from ..platform.memory import forget_mapped, return_freed
 from .directory_source import DirectorySource
 from .gguf.source import GgufSource
@@ -56,11 +58,14 @@ class Checkpoint:
         device: torch.device,
         scheme: Scheme | None = None,
         adapt: Adapt | None = None,
+        group: Group = ALONE,
     ) -> None:
         """``scheme``: how the configuration says that weights are quantized, or None. ``adapt`` wraps the layers that
-        are loaded from here, so that LoRA adapters can change them; None: none is wrapped."""
+        are loaded from here, so that LoRA adapters can change them; None: none is wrapped. ``group``: the ranks that
+        each hold a part of the layers."""
         self.path = path
         self.adapt = adapt
+        self.group = group
         self.dtype = dtype
         self.device = device
         self._source: WeightSource = GgufSource(path) if is_gguf(path) else DirectorySource(path, scheme)
@@ -77,16 +82,20 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._source.names
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """Return the tensor ``name`` in the model's dtype. Raises ``ValueError`` if absent or of another shape."""
-        stored = self._read(name, shape)
+    def take(self, name: str, *shape: Dimension) -> Tensor:
+        """Return the tensor ``name`` in the model's dtype; of dimensions that are cut only this rank's part is read.
+
+        Raises ``ValueError`` if it is absent or the whole tensor has another shape.
+        """
+        stored = self._read(name, tuple(map(total, shape)))
         if isinstance(stored, Tensor):
+            stored = take_part(stored, shape)
             tensor = stored.to(self.device, self.dtype)
             if tensor.data_ptr() != stored.data_ptr():
                 self._count_copied(stored.nbytes)
             return tensor
         if self.device.type == "meta":
-            return torch.empty(shape, dtype=self.dtype, device="meta")
+            return torch.empty(tuple(map(length, shape)), dtype=self.dtype, device="meta")
         tensor = fill_rows(stored, self.dtype, self.device)
         self._count_copied(stored.shape[0] * stored.shape[1] * stored.bits // 8)
         return tensor

@@ -231,6 +231,15 @@ def load_batch(march: str = "native") -> CDLL:
     return library
 
 
+@load_once
+def load_sums(march: str = "native") -> CDLL:
+    """Load what adds the tensors of ranks on one machine. Raises :class:`KernelsUnavailable`."""
+    library = _load(build("sums", march))
+    library.shared_bytes.argtypes, library.shared_bytes.restype = [_I64], _I64
+    library.sum_ranks.argtypes, library.sum_ranks.restype = [_P, _P, _I64, _I32, _I32, _I32], None
+    return library
+
+
 def loaded_libraries() -> Sequence[CDLL]:
     """Return every library that was loaded so far."""
     return _loaded

@@ -12,6 +12,8 @@ from ..checkpoint.weights import Checkpoint
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.gpu_kernels import uses_triton
 from ..kernels.library import warn_unavailable
+from ..parallel.group import Group
+from ..parallel.sharding import Dimension, length
 from .bfloat16_linear import Bfloat16Linear
 from .int8_linear import Int8Linear
 from .interface import Linear as Linear
@@ -30,6 +32,17 @@ class PlainLinear:
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         result = F.linear(x, self._weight, self._bias)
         return result if dtype is None else result.to(dtype)
+
+
+class SummedLinear:
+    """Adds the products of all ranks, of which each has a part of the inputs."""
+
+    def __init__(self, part: Linear, group: Group) -> None:
+        self._part = part
+        self._group = group
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return self._group.all_reduce(self._part(x, dtype))
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None, quantization: str | None = None) -> Linear:
@@ -74,34 +87,52 @@ def _can_group(weight: Tensor) -> bool:
 def load_linear(
     checkpoint: Checkpoint,
     names: Sequence[str],
-    inputs: int,
-    outputs: Sequence[int],
+    inputs: Dimension,
+    outputs: Sequence[Dimension],
     bias: bool,
     quantization: str | None = None,
+    *,
+    sums: bool = True,
 ) -> Linear:
     """Load the layers ``names``, of ``outputs`` rows each, as one layer, so that one product reads the input once.
+
+    If the ranks of the checkpoint's group have parts of ``inputs``, the layer adds their products; without ``sums`` the
+    caller does.
 
     Weights that the checkpoint stores as integers are computed as such where a kernel fits them, unless
     ``quantization`` names another way or the model computes in float32. The checkpoint says whether adapters can change
     the layer.
     """
+    bias = bias and _has_bias(checkpoint, inputs)
     layer = _load_linear(checkpoint, names, inputs, outputs, bias, quantization)
-    return layer if checkpoint.adapt is None else checkpoint.adapt(layer, names, inputs, outputs, checkpoint.dtype)
+    if checkpoint.adapt is not None:
+        return checkpoint.adapt(layer, names, length(inputs), [length(rows) for rows in outputs], checkpoint.dtype)
+    return _summed(layer, checkpoint, inputs) if sums else layer
+
+
+def _has_bias(checkpoint: Checkpoint, inputs: Dimension) -> bool:
+    """Return whether this rank adds a layer's bias: where products are summed, one rank does."""
+    return isinstance(inputs, int) or checkpoint.group.rank == 0
+
+
+def _summed(layer: Linear, checkpoint: Checkpoint, inputs: Dimension) -> Linear:
+    return layer if isinstance(inputs, int) else SummedLinear(layer, checkpoint.group)
 
 
 def _load_linear(
     checkpoint: Checkpoint,
     names: Sequence[str],
-    inputs: int,
-    outputs: Sequence[int],
+    inputs: Dimension,
+    outputs: Sequence[Dimension],
     bias: bool,
     quantization: str | None,
 ) -> Linear:
     pairs = list(zip(names, outputs, strict=True))
     biases = [checkpoint.take(f"{name}.bias", rows) for name, rows in pairs] if bias else []
     merged_bias = _merge(biases) if biases else None
-    if quantization is None and checkpoint.dtype != torch.float32:
-        packed = [checkpoint.take_packed(f"{name}.weight", rows, inputs) for name, rows in pairs]
+    is_whole = all(isinstance(each, int) for each in (inputs, *outputs))  # ranks read plain tensors only
+    if is_whole and quantization is None and checkpoint.dtype != torch.float32:
+        packed = [checkpoint.take_packed(f"{name}.weight", length(rows), length(inputs)) for name, rows in pairs]
         if (layer := _make_packed([each for each in packed if each is not None], len(pairs), merged_bias)) is not None:
             return layer
     weights = [checkpoint.take(f"{name}.weight", rows, inputs) for name, rows in pairs]
@@ -109,11 +140,12 @@ def _load_linear(
 
 
 def load_conv1d(
-    checkpoint: Checkpoint, name: str, inputs: int, outputs: int, quantization: str | None = None
+    checkpoint: Checkpoint, name: str, inputs: Dimension, outputs: Dimension, quantization: str | None = None
 ) -> Linear:
     """Load GPT-2's linear layer, which is stored as [in, out] and always has a bias."""
     weight = checkpoint.take(f"{name}.weight", inputs, outputs)
-    return make_linear(weight.t().contiguous(), checkpoint.take(f"{name}.bias", outputs), quantization)
+    bias = checkpoint.take(f"{name}.bias", outputs) if _has_bias(checkpoint, inputs) else None
+    return _summed(make_linear(weight.t().contiguous(), bias, quantization), checkpoint, inputs)
 
 
 def _make_packed(packed: list[PackedWeight], count: int, bias: Tensor | None) -> Linear | None:

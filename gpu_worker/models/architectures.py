@@ -24,6 +24,9 @@ from ..kernels.prebuilt import Variant
 from ..layers.interface import Adapt
 from ..ops.ops import Ops
 from ..ops.torch_ops import TorchOps
+from ..parallel.group import ONLY_RANK, Ranks
+from ..parallel.local_config import local_config
+from ..parallel.pipeline import Stage
 from .decoder import DecoderModel
 from .gpt2 import GPT2Model
 from .model import Model
@@ -48,8 +51,9 @@ def load_model(
     model_impl: str = "auto",
     max_model_len: int | None = None,
     adapt: Adapt | None = None,
+    ranks: Ranks = ONLY_RANK,
 ) -> Model:
-    """Load the checkpoint directory ``path``.
+    """Load the checkpoint directory ``path``, or the part of it that this one of ``ranks`` computes.
 
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``device`` is the CPU by default, ``ops``
     are PyTorch's, ``quantization`` is None, ``int8-dynamic`` or ``int4``; ``model_impl`` is that of the engine's
@@ -60,18 +64,23 @@ def load_model(
     if uses_transformers(path, model_impl):
         check_quantization(quantization)
         return _load_transformers(path, read_dtype(path, dtype), device, ops or TorchOps(), quantization)
-    config = load_model_config(path, dtype, quantization, max_model_len)
+    config = local_config(load_model_config(path, dtype, quantization, max_model_len), ranks.place)
+    if config.shard.spreads_context:
+        ops = TorchOps(config.num_kv_heads)  # the kernels write keys and values where they rotate them
+    stage = Stage(ranks, config.hidden_size, config.dtype) if ranks.place.num_stages > 1 else None
     kernels = _kernels(config) if device.type == "cpu" else []
-    with parallel_build(kernels), Checkpoint(path, config.dtype, device, config.scheme, adapt) as checkpoint:
+    opened = Checkpoint(path, config.dtype, device, config.scheme, adapt, ranks.group)
+    with parallel_build(kernels), opened as checkpoint:
         model: Model
         match config.family:
             case "gpt2":
-                model = GPT2Model(checkpoint, config)
+                model = GPT2Model(checkpoint, config, stage)
             case "opt":
-                model = OPTModel(checkpoint, config)
+                model = OPTModel(checkpoint, config, stage)
             case _:
-                model = DecoderModel(checkpoint, config, ops or TorchOps(), device)
-        checkpoint.refuse_rest()
+                model = DecoderModel(checkpoint, config, ops or TorchOps(), device, stage)
+        if ranks.place.is_alone:  # other ranks read the rest, and :meth:`ModelLoader.load` has checked the whole
+            checkpoint.refuse_rest()
     return model
 
 
@@ -153,6 +162,7 @@ class ModelLoader:
     model_impl: str = "auto"
     max_model_len: int | None = None
     adapt: Adapt | None = None
+    ranks: Ranks = ONLY_RANK
 
     def read_config(self, path: Path) -> ModelConfig:
         """Return the configuration of a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
@@ -161,13 +171,31 @@ class ModelLoader:
                 path, read_dtype(path, self.dtype), self.quantization
             )
             return config
-        return load_model_config(path, self.dtype, self.quantization, self.max_model_len)
+        config = load_model_config(path, self.dtype, self.quantization, self.max_model_len)
+        return local_config(config, self.ranks.place)
 
     def load(self, path: Path) -> Model:
         """Load a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
+        if not self.ranks.place.is_alone:
+            self._check_for_ranks(path)
         return load_model(
-            path, self.dtype, self.device, self.ops, self.quantization, self.model_impl, self.max_model_len, self.adapt
+            path,
+            self.dtype,
+            self.device,
+            self.ops,
+            self.quantization,
+            self.model_impl,
+            self.max_model_len,
+            self.adapt,
+            self.ranks,
         )
+
+    def _check_for_ranks(self, path: Path) -> None:
+        if is_gguf(path):
+            raise ValueError(f"{path.name}: several workers read no GGUF file yet; use one worker")
+        if uses_transformers(path, self.model_impl):
+            raise ValueError("model_impl: transformers' modules are not divided among several workers; use one worker")
+        self.check(path)
 
     def check(self, path: Path) -> None:
         """Raise the errors of :meth:`load` without reading the content of the tensors."""
@@ -180,5 +208,5 @@ class ModelLoader:
         """Replace the weights of ``model`` with those of a checkpoint that passed :meth:`check`, layer by layer."""
         config = model.config
         device = self.device or torch.device("cpu")
-        with Checkpoint(path, config.dtype, device, config.scheme, self.adapt) as checkpoint:
+        with Checkpoint(path, config.dtype, device, config.scheme, self.adapt, self.ranks.group) as checkpoint:
             model.load_weights(checkpoint)

@@ -9,6 +9,8 @@ from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.linear import Linear, load_linear
 from ..ops.ops import HeadNorm, Ops, Rotation
+from ..parallel.group import Group
+from ..parallel.sharding import Dimension, joined, length
 from .expert_routes import ExpertRoutes
 from .experts import Experts
 from .mlp import MLP
@@ -37,17 +39,18 @@ class Attention:
         self._rule = ScoreRule(
             config.attention_scales[layer], config.sliding_windows[layer], softcap=config.attention_softcap
         )
-        query_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        query_size = config.shard.part(config.num_heads * config.head_size)
+        kv_size = config.shard.kv_part(config.num_kv_heads, config.head_size)
         sizes = (query_size, kv_size, kv_size)
         parts = ([f"{prefix}.{name}_proj" for name in "qkv"], sizes)
-        names, outputs = ([f"{prefix}.qkv_proj"], (sum(sizes),)) if config.traits.is_fused else parts
+        names, outputs = ([f"{prefix}.qkv_proj"], (joined(sizes),)) if config.traits.is_fused else parts
         hidden, quantization = config.hidden_size, config.quantization
         self._qkv = load_linear(checkpoint, names, hidden, outputs, config.qkv_bias, quantization)
         out_bias = config.attention_output_bias
         self._out = load_linear(checkpoint, [f"{prefix}.o_proj"], query_size, [hidden], out_bias, quantization)
         self._head_norm = _load_head_norm(checkpoint, prefix, config) if config.traits.qk_norm == "head" else None
         if config.traits.qk_norm == "all":
-            self._qkv = NormedProjection(self._qkv, checkpoint, prefix, (query_size, kv_size), config, ops)
+            self._qkv = NormedProjection(self._qkv, checkpoint, prefix, (query_size, kv_size), config)
 
     def __call__(self, x: Tensor, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
@@ -70,23 +73,48 @@ class NormedProjection:
         linear: Linear,
         checkpoint: Checkpoint,
         prefix: str,
-        sizes: tuple[int, int],
+        sizes: tuple[Dimension, Dimension],
         config: ModelConfig,
         ops: Ops,
     ) -> None:
         """``sizes``: of all queries, and of all keys."""
         self._linear = linear
-        query, key = sizes
-        self._norms = (
-            (slice(query), AddNorm(checkpoint, f"{prefix}.q_norm", config, ops, query)),
-            (slice(query, query + key), AddNorm(checkpoint, f"{prefix}.k_norm", config, ops, key)),
-        )
+        query, key = map(length, sizes)
+        parts = ((slice(query), "q", sizes[0]), (slice(query, query + key), "k", sizes[1]))
+        self._norms = [
+            (columns, _load_row_norm(checkpoint, f"{prefix}.{name}_norm", config, ops, size))
+            for columns, name, size in parts
+        ]
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         heads = self._linear(x, dtype)
         for columns, norm in self._norms:
             heads[:, columns] = norm(heads[:, columns].contiguous(), None)
         return heads
+
+
+class SharedNorm:
+    """Applies RMSNorm to rows of which each rank has an equal part; equally many ranks may have the same part."""
+
+    def __init__(self, weight: Tensor, eps: float, group: Group) -> None:
+        self._weight = weight
+        self._eps = eps
+        self._group = group
+
+    def __call__(self, rows: Tensor, delta: None) -> Tensor:
+        x = rows.float()
+        squares = self._group.all_reduce(x.square().sum(-1, keepdim=True))
+        mean = squares / (x.shape[-1] * self._group.size)
+        return (x * torch.rsqrt(mean + self._eps) * self._weight).to(rows.dtype)
+
+
+def _load_row_norm(
+    checkpoint: Checkpoint, name: str, config: ModelConfig, ops: Ops, size: Dimension
+) -> AddNorm | SharedNorm:
+    if isinstance(size, int):
+        return AddNorm(checkpoint, name, config, ops, size)
+    weight = checkpoint.take(f"{name}.weight", size).float() + config.traits.norm_shift
+    return SharedNorm(weight, config.norm_eps, checkpoint.group)
 
 
 class DecoderLayer:

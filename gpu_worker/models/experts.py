@@ -1,5 +1,7 @@
 """Computes MLPs of which each token uses a few, chosen by a router."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from ..checkpoint.weights import Checkpoint
 from ..layers.grouped_rows import GroupedRows, mix_experts
 from ..layers.linear import load_linear
 from ..ops.ops import Ops
+from ..parallel.sharding import WHOLE
 from .expert_routes import LayerRoutes
 from .grouped_experts import GroupedExperts, can_group, load_grouped
 from .mlp import MLP, MLPNames
@@ -34,16 +37,21 @@ class Experts:
         self._switches = experts
         self._routes = routes
         self._router = load_linear(checkpoint, [f"{prefix}.gate"], config.hidden_size, [experts.count], bias=False)
-        self._experts: list[MLP] = []
+        self._group = checkpoint.group
+        own, expert_config = range(experts.count), config
+        if experts.own is not None:
+            own, expert_config = experts.own, replace(config, shard=WHOLE)
+        size = experts.intermediate_size
+        self._experts: dict[int, MLP] = {}
         self._grouped: GroupedExperts | None = None
         """Computes all experts at once, in the place of :attr:`_experts`."""
         if can_group(checkpoint, config):
             self._grouped = load_grouped(checkpoint, prefix, config, experts, names)
         else:
-            self._experts = [
-                MLP(checkpoint, f"{prefix}.experts.{expert}", config, ops, experts.intermediate_size, names)
-                for expert in range(experts.count)
-            ]
+            self._experts = {
+                expert: MLP(checkpoint, f"{prefix}.experts.{expert}", expert_config, ops, size, names, sums=False)
+                for expert in own
+            }
         self._shared = _Shared(checkpoint, prefix, config, ops, experts.shared_size) if experts.shared_size else None
         checkpoint.drop_read()  # a layer's experts are most of its bytes, and were copied by packing them
 
@@ -55,8 +63,8 @@ class Experts:
         else:
             grouped = GroupedRows.sort(chosen)
             self._routes.record(chosen, grouped)
-            out = mix_experts(x, grouped, weights, self._compute)
-        return out if self._shared is None else out + self._shared(x)
+            out = mix_experts(x, grouped, weights, self._compute, self._switches.own)
+        return self._group.all_reduce(out if self._shared is None else out + self._shared(x))
 
     def _compute(self, expert: int, rows: Tensor) -> Tensor:
         return self._experts[expert](rows)
@@ -72,7 +80,7 @@ class _Shared:
     """Computes the expert of every token, times a gate."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, size: int) -> None:
-        self._mlp = MLP(checkpoint, f"{prefix}.shared_expert", config, ops, size)
+        self._mlp = MLP(checkpoint, f"{prefix}.shared_expert", config, ops, size, sums=False)
         self._gate = load_linear(checkpoint, [f"{prefix}.shared_expert_gate"], config.hidden_size, [1], bias=False)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -10,8 +10,10 @@ from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.activation import ACTIVATIONS
 from ..layers.embedding import InputEmbeds, embed, load_embeddings
-from ..layers.linear import load_conv1d, make_output
+from ..layers.linear import Linear, load_conv1d, make_output
 from ..layers.norm import load_layer_norm
+from ..parallel.pipeline import Stage
+from ..parallel.sharding import joined
 
 
 class Attention:
@@ -21,8 +23,9 @@ class Attention:
         self._head_size = config.head_size
         self._rule = ScoreRule(config.attention_scales[layer])
         hidden, quantization = config.hidden_size, config.quantization
-        self._qkv = load_conv1d(checkpoint, f"{prefix}.c_attn", hidden, 3 * hidden, quantization)
-        self._out = load_conv1d(checkpoint, f"{prefix}.c_proj", hidden, hidden, quantization)
+        heads = config.shard.part(config.num_heads * config.head_size)
+        self._qkv = load_conv1d(checkpoint, f"{prefix}.c_attn", hidden, joined((heads,) * 3), quantization)
+        self._out = load_conv1d(checkpoint, f"{prefix}.c_proj", heads, hidden, quantization)
 
     def __call__(self, x: Tensor, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
         query, key, value = self._qkv(x).view(x.shape[0], -1, self._head_size).chunk(3, dim=1)
@@ -34,7 +37,7 @@ class Block:
     """Computes attention and MLP, each after a norm and added to its input."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, layer: int) -> None:
-        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
+        hidden, inner, eps = config.hidden_size, config.shard.part(config.intermediate_size), config.norm_eps
         self._attention_norm = load_layer_norm(checkpoint, f"{prefix}.ln_1", hidden, eps)
         self._attention = Attention(checkpoint, f"{prefix}.attn", config, layer)
         self._mlp_norm = load_layer_norm(checkpoint, f"{prefix}.ln_2", hidden, eps)
@@ -52,8 +55,10 @@ class Block:
 class GPT2Model:
     """Computes the whole model (see :class:`~.model.Model`)."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, stage: Stage | None = None) -> None:
+        """``stage``: as in :class:`~.decoder.DecoderModel`."""
         self.config = config
+        self._stage = stage
         self._blocks: list[Block] = []
         self.load_weights(checkpoint)
 
@@ -63,13 +68,13 @@ class GPT2Model:
         # The first GPT-2 checkpoints hold the tensors without the name of the language model around them.
         prefix = "transformer." if "transformer.wpe.weight" in checkpoint else ""
         self._token_embedding, output = load_embeddings(checkpoint, f"{prefix}wte.weight", config)
-        self._lm_head = make_output(output, config.quantization)
+        self._lm_head: Linear | None = make_output(output, config.quantization) if config.draws else None
         self._position_embedding = checkpoint.take(f"{prefix}wpe.weight", config.max_model_len, config.hidden_size)
         for layer in range(config.num_layers):
             if len(self._blocks) == config.num_layers:
                 del self._blocks[0]
                 checkpoint.return_dropped()
-            self._blocks.append(Block(checkpoint, f"{prefix}h.{layer}", config, layer))
+            self._blocks.append(Block(checkpoint, f"{prefix}h.{config.first_layer + layer}", config, layer))
         self._norm = load_layer_norm(checkpoint, f"{prefix}ln_f", config.hidden_size, config.norm_eps)
 
     def forward(
@@ -80,10 +85,15 @@ class GPT2Model:
         plan: AttentionPlan,
         embeds: InputEmbeds = (),
     ) -> Tensor:
-        x = embed(self._token_embedding, input_ids, embeds) + F.embedding(positions, self._position_embedding)
+        if self._stage is None or self.config.first_layer == 0:
+            x = embed(self._token_embedding, input_ids, embeds) + F.embedding(positions, self._position_embedding)
+        else:
+            x = self._stage.receive(len(input_ids))
         for block, kv_cache in zip(self._blocks, kv_caches, strict=False):
             x = block(x, kv_cache, plan)
-        return self._norm(x)
+        return self._norm(x) if self._stage is None or self.config.is_last_stage else self._stage.send(x)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
+        if self._lm_head is None:  # only warm-up asks for logits where none are drawn
+            return hidden.float()
         return self._lm_head(hidden, torch.float32)

@@ -8,6 +8,7 @@ from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.linear import load_linear
 from ..ops.ops import Ops
+from ..parallel.sharding import joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +31,17 @@ class MLP:
         ops: Ops,
         size: int = 0,
         names: MLPNames = MLPNames(),
+        *,
+        sums: bool = True,
     ) -> None:
-        """``size``: what gate and up lead to; 0: the model's intermediate size."""
-        hidden, inner = config.hidden_size, size or config.intermediate_size
+        """``size``: what gate and up lead to; 0: the model's intermediate size. ``sums``: as in
+        :func:`~..layers.linear.load_linear`."""
+        hidden, inner = config.hidden_size, config.shard.part(size or config.intermediate_size)
         parts = ([f"{prefix}.{names.gate}", f"{prefix}.{names.up}"], (inner, inner))
-        stored, outputs = ([f"{prefix}.gate_up_proj"], (2 * inner,)) if config.traits.is_fused else parts
+        stored, outputs = ([f"{prefix}.gate_up_proj"], (joined((inner, inner)),)) if config.traits.is_fused else parts
         bias, quantization = config.mlp_bias, config.quantization
         self._gate_up = load_linear(checkpoint, stored, hidden, outputs, bias, quantization)
-        self._down = load_linear(checkpoint, [f"{prefix}.{names.down}"], inner, [hidden], bias, quantization)
+        self._down = load_linear(checkpoint, [f"{prefix}.{names.down}"], inner, [hidden], bias, quantization, sums=sums)
         self._activation = config.hidden_act
         self._ops = ops
 

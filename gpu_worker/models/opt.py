@@ -13,6 +13,7 @@ from ..layers.activation import ACTIVATIONS
 from ..layers.embedding import InputEmbeds, embed, load_embeddings
 from ..layers.linear import Linear, load_linear, make_output
 from ..layers.norm import LayerNorm, load_layer_norm
+from ..parallel.pipeline import Stage
 
 _FIRST_POSITION = 2
 """The row of the position table that belongs to position 0."""
@@ -26,8 +27,9 @@ class Attention:
         self._rule = ScoreRule(config.attention_scales[layer])
         hidden, bias, quantization = config.hidden_size, config.qkv_bias, config.quantization
         names = [f"{prefix}.{name}_proj" for name in "qkv"]
-        self._qkv = load_linear(checkpoint, names, hidden, (hidden,) * 3, bias, quantization)
-        self._out = load_linear(checkpoint, [f"{prefix}.out_proj"], hidden, [hidden], bias, quantization)
+        heads = config.shard.part(config.num_heads * config.head_size)
+        self._qkv = load_linear(checkpoint, names, hidden, (heads,) * 3, bias, quantization)
+        self._out = load_linear(checkpoint, [f"{prefix}.out_proj"], heads, [hidden], bias, quantization)
 
     def __call__(self, x: Tensor, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
         query, key, value = self._qkv(x).view(x.shape[0], -1, self._head_size).chunk(3, dim=1)
@@ -41,7 +43,7 @@ class Block:
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, opt: OPTSwitches, layer: int) -> None:
         hidden, inner, bias, quantization = (
             config.hidden_size,
-            config.intermediate_size,
+            config.shard.part(config.intermediate_size),
             config.mlp_bias,
             config.quantization,
         )
@@ -67,9 +69,11 @@ class Block:
 class OPTModel:
     """Computes the whole model (see :class:`~.model.Model`)."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, stage: Stage | None = None) -> None:
+        """``stage``: as in :class:`~.decoder.DecoderModel`."""
         assert config.opt is not None
         self.config = config
+        self._stage = stage
         self._opt = config.opt
         self._blocks: list[Block] = []
         self.load_weights(checkpoint)
@@ -82,7 +86,7 @@ class OPTModel:
         checkpoint.skip([f"{prefix}.version"])
         name, hidden, inner = f"{prefix}.embed_tokens.weight", config.hidden_size, config.embedding_size
         self._token_embedding, output = load_embeddings(checkpoint, name, config, inner)
-        self._lm_head = make_output(output, config.quantization)
+        self._lm_head: Linear | None = make_output(output, config.quantization) if config.draws else None
         rows = config.max_model_len + _FIRST_POSITION
         self._position_embedding = checkpoint.take(f"{prefix}.embed_positions.weight", rows, hidden)[_FIRST_POSITION:]
         self._project_in: Linear | None = None
@@ -94,7 +98,7 @@ class OPTModel:
             if len(self._blocks) == config.num_layers:
                 del self._blocks[0]
                 checkpoint.return_dropped()
-            self._blocks.append(Block(checkpoint, f"{prefix}.layers.{layer}", config, opt, layer))
+            self._blocks.append(Block(checkpoint, f"{prefix}.layers.{config.first_layer + layer}", config, opt, layer))
         self._norm = _load_norm(checkpoint, f"{prefix}.final_layer_norm", config, opt) if opt.final_norm else None
 
     def forward(
@@ -105,15 +109,25 @@ class OPTModel:
         plan: AttentionPlan,
         embeds: InputEmbeds = (),
     ) -> Tensor:
+        if self._stage is None or self.config.first_layer == 0:
+            x = self._embed(input_ids, positions, embeds)
+        else:
+            x = self._stage.receive(len(input_ids))
+        for block, kv_cache in zip(self._blocks, kv_caches, strict=False):
+            x = block(x, kv_cache, plan)
+        if self._stage is not None and not self.config.is_last_stage:
+            return self._stage.send(x)
+        return x if self._norm is None else self._norm(x)
+
+    def _embed(self, input_ids: Tensor, positions: Tensor, embeds: InputEmbeds) -> Tensor:
         x = embed(self._token_embedding, input_ids, embeds)
         if self._project_in is not None:
             x = self._project_in(x)
-        x = x + F.embedding(positions, self._position_embedding)
-        for block, kv_cache in zip(self._blocks, kv_caches, strict=False):
-            x = block(x, kv_cache, plan)
-        return x if self._norm is None else self._norm(x)
+        return x + F.embedding(positions, self._position_embedding)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
+        if self._lm_head is None:  # only warm-up asks for logits where none are drawn
+            return hidden.float()
         if self._project_out is not None:
             hidden = self._project_out(hidden)
         return self._lm_head(hidden, torch.float32)

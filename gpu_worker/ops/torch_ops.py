@@ -13,6 +13,10 @@ from .ops import HeadNorm, Rotation
 class TorchOps:
     """Fulfils :class:`~.ops.Ops` on every device."""
 
+    def __init__(self, num_kv_heads: int = 0) -> None:
+        """``num_kv_heads``: among the heads that are rotated; 0: as many as the KV cache has."""
+        self._num_kv_heads = num_kv_heads
+
     def add_norm(
         self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float = 0.0
     ) -> Tensor:
@@ -38,7 +42,7 @@ class TorchOps:
         kv_cache: KVCache,
         plan: AttentionPlan,
     ) -> Tensor:
-        num_kv_heads = kv_cache.shape[2]
+        num_kv_heads = self._num_kv_heads or kv_cache.shape[2]
         num_heads = heads.shape[1] - 2 * num_kv_heads
         query_key, value = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
         if norm is not None:

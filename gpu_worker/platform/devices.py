@@ -25,10 +25,13 @@ class CPUWorker(ModelWorker):
 
 
 class CUDAWorker(ModelWorker):
-    """Computes on the first GPU of this process. Raises ``ValueError`` if there is none."""
+    """Computes on a GPU of this process: the first one, or of several workers each on its own.
+
+    Raises ``ValueError`` if there is none.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, CUDAPlatform(config.cache.gpu_memory_utilization))
+        super().__init__(config, CUDAPlatform(config.cache.gpu_memory_utilization, _device_of(config.parallel.rank)))
 
 
 def make_worker(config: EngineConfig) -> Worker:
@@ -37,6 +40,8 @@ def make_worker(config: EngineConfig) -> Worker:
     Raises ``ValueError`` for an unknown device, or one that this machine does not have.
     """
     name = config.worker.device
+    if config.parallel.world_size > 1 and _is_encoder(config):
+        raise ValueError("encoders are not supported with several workers; use one worker")
     if name not in DEVICES:
         raise ValueError(f"device must be one of {', '.join(DEVICES)}, not {name!r}")
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
@@ -44,6 +49,11 @@ def make_worker(config: EngineConfig) -> Worker:
             return CUDAWorker(config)
         return EncoderWorker(config, CUDAPlatform(config.cache.gpu_memory_utilization))
     return EncoderWorker(config, CPUPlatform()) if _is_encoder(config) else CPUWorker(config)
+
+
+def _device_of(rank: int) -> torch.device | None:
+    """Return the GPU of a rank; None: the first one."""
+    return torch.device("cuda", rank % torch.cuda.device_count()) if rank and torch.cuda.is_available() else None
 
 
 def _is_encoder(config: EngineConfig) -> bool:

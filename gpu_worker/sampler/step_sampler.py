@@ -1,6 +1,6 @@
 """Draws the tokens of a step from the model's logits: one for each row that it is asked for."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -39,12 +39,16 @@ class StepSampler:
         *,
         count_nans: bool = False,
         logits_metrics_interval: int = 0,
+        publish: Callable[[Ints], None] | None = None,
     ) -> None:
-        """See :class:`~tokenloom.gpu_worker.model_runner.ModelRunner`."""
+        """``publish``: is called with the tokens [S] of each step that draws any. The others are those of
+        :class:`~tokenloom.gpu_worker.model_runner.ModelRunner`.
+        """
         self.batch = batch
         self.draw: Draw = Sampler().sample
         """Draws on the host."""
         self.device_sampler = device_sampler
+        self._publish = publish
         self._count_nans = count_nans
         self._meter = LogitsMeter(logits_metrics_interval) if logits_metrics_interval else None
 
@@ -58,7 +62,10 @@ class StepSampler:
         output.sampled_token_ids = _by_request(tokens, indices, len(inputs.req_ids))
         if NO_TOKEN in tokens:
             tokens = drop_undrawn(output, tokens, indices)
-        self.batch.append(rows_of(inputs, inputs.sampled), np.array(tokens, dtype=np.int64))
+        drawn = np.array(tokens, dtype=np.int64)
+        self.batch.append(rows_of(inputs, inputs.sampled), drawn)
+        if self._publish is not None:
+            self._publish(drawn)
         if kept is not None:
             by_row = kept.logprobs_of(tokens)
             output.logprobs = {inputs.req_ids[indices[row]]: logprobs for row, logprobs in by_row.items()}

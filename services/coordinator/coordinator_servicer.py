@@ -25,16 +25,20 @@ from tokenloom.v1.coordinator_pb2 import (
     PickResponse,
     PickResults,
     Position,
+    ScaleRequest,
+    ScaleResponse,
     SetAdapterRequest,
     SetAdapterResponse,
     WatchRequest,
 )
 from tokenloom.v1.types_pb2 import EngineRole
 
+from .caches.cache_followers import CacheFollowers
 from .engine_registry import Registry
 from .engine_stream import EngineStream, to_duration
 from .enrolments import Enrolments
 from .feed.snapshot_feed import SnapshotFeed
+from .groups import Commands, Groups
 from .pick_slices import PickSlices
 from .report_interval import report_interval
 
@@ -52,10 +56,14 @@ _LEGS = {EngineRole.ENGINE_ROLE_PREFILL: "PREFILL", EngineRole.ENGINE_ROLE_DECOD
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
-    """Serves Join, Pick, PickStream, Watch and Enroll. Methods raise errors, which the edge turns into statuses."""
+    """Serves the RPCs. Methods raise errors, which the edge turns into statuses."""
 
-    def __init__(self, registry: Registry, name: str, epoch: int, picks: Counter) -> None:
+    def __init__(
+        self, registry: Registry, name: str, epoch: int, picks: Counter, caches: CacheFollowers | None = None
+    ) -> None:
+        """``caches``: follows the engines' prefix caches; None: the index knows only what was picked."""
         self._registry = registry
+        self._caches = caches
         self._feed = SnapshotFeed(registry)
         self._interval = report_interval(0)
         self._name = name
@@ -64,6 +72,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._picked = {name: picks.labels(name) for name in ("WHOLE", *_LEGS.values())}
         self._streams: dict[str, EngineStream] = {}  # one for each joined engine
         self._enrolments = Enrolments()
+        self._groups = Groups()
         self._complete = asyncio.Event()
         self._closing = False
         self._slices = PickSlices(self._pick)
@@ -81,7 +90,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             await asyncio.sleep(WATCH_SECONDS)
 
     async def Pick(self, request: PickRequest, context: _Context) -> PickResponse:
-        return self._pick(request)
+        return await self._slices.answer_one(request)
 
     async def PickStream(  # type: ignore[override]  # it writes to the context, because a generator costs more
         self, requests: AsyncIterator[PickBatch], context: _Context
@@ -138,12 +147,27 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._registry.set_adapter(request.adapter, unloaded=request.unloaded)
         return SetAdapterResponse()
 
+    async def Scale(self, request: ScaleRequest, context: _Context) -> ScaleResponse:
+        name, size = request.data_parallel_group, request.data_parallel_size
+        for engine_id, command in self._groups.resize(name, size):
+            self._streams[engine_id].command(command)
+        await self._groups.wait_resized(name, size)
+        return ScaleResponse()
+
     def drain(self, engine_id: str, grace: float) -> None:
         """Ask an engine to finish its requests and leave within ``grace`` seconds. Raises ``NotFound`` if unknown."""
         stream = self._streams.get(engine_id)
         if stream is None:
             raise NotFound(f"No engine {engine_id!r} has joined.")
         stream.command(EngineCommand(drain=Drain(grace=to_duration(grace))))
+
+    def _start_waves(self, commands: Commands) -> None:
+        for engine_id, command in commands:
+            if (stream := self._streams.get(engine_id)) is not None:
+                try:
+                    stream.command(command)
+                except ResourceExhausted:
+                    self._groups.not_asked(stream.record.identity)
 
     def close(self) -> None:
         """Keep the registry as it is. To be called before the streams are cut: output processors place by the last
@@ -162,12 +186,16 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
 
     def _open(self, first: EngineReport) -> EngineStream:
         identity = first.identity
+        self._groups.join(identity)
         if (older := self._streams.get(identity.engine_id)) is not None:
             older.overtake()
         stream = EngineStream(self._registry.join(identity, first))
         self._streams[identity.engine_id] = stream
+        if self._caches is not None:
+            self._caches.join(stream.record)
         if (changes := self._registry.adapters.join(stream.record)) is not None:
             stream.command(EngineCommand(adapters=changes))
+        self._start_waves(self._groups.report(identity, first))
         log.info("engine %s joined: %s", identity.engine_id, identity.address)
         return stream
 
@@ -175,9 +203,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         if self._closing:
             return
         self._registry.leave(stream.record)
+        self._groups.leave(stream.record.identity)
         engine_id = stream.record.identity.engine_id
         if self._streams.get(engine_id) is stream:
             del self._streams[engine_id]
+            if self._caches is not None:
+                self._caches.leave(engine_id)
         log.info("engine %s %s", engine_id, "was overtaken by a newer one" if stream.overtaken else "left")
 
     def _ask_for_adapters(self) -> None:
@@ -194,6 +225,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         if not self._registry.is_complete:
             return
         self._interval = interval = report_interval(len(self._streams), self._interval)
+        if self._caches is not None and self._registry.uses_prefixes:
+            self._caches.follow(interval)
         for stream in self._streams.values():
             with contextlib.suppress(ResourceExhausted):  # the next time
                 stream.pace(interval)
@@ -202,6 +235,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         async for report in requests:
             check_report(report)
             self._registry.report(stream.record, report)
+            if stream.record.identity.data_parallel_group and not stream.overtaken:
+                self._start_waves(self._groups.report(stream.record.identity, report))
 
 
 def add_to_server(servicer: CoordinatorServicer, server: Any) -> None:

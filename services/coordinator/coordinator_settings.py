@@ -4,10 +4,13 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
+from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
 from tokenloom.services.runtime.host.service_settings import OptionalAddress, ServiceSettings
 
 from .defaults import PD_THRESHOLD, PLACEMENT, PREFIX_INDEX_MIB, SETTLE_SECONDS
 
+MAX_CONNECTIONS = 8192
+"""Of each engine two, and one of each output processor, gateway and tokenizer: three times those of a cell."""
 _KINDS = ("file", "kubernetes")
 
 
@@ -48,3 +51,8 @@ class CoordinatorSettings(ServiceSettings, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=1 << 20)],
         "Memory, in MiB, for which prefixes the engines have in their caches; a small mesh needs less and takes less.",
     ] = PREFIX_INDEX_MIB
+
+    @property
+    def grpc_limits(self) -> GrpcLimits:
+        """The limits of the gRPC server. Engines report every second: silence shows there first, without pings."""
+        return GrpcLimits(connections=MAX_CONNECTIONS, is_patient=True)

@@ -10,4 +10,4 @@ PLACEMENT: Final = "score"
 SETTLE_SECONDS = 2.0
 """How long a new coordinator waits for engines to re-join before it calls its view complete."""
 PREFIX_INDEX_MIB = 256
-"""Enough for 9 to 19 million different blocks, wherever they are cached."""
+"""Enough for 7 to 14 million different blocks, wherever they are cached; 4 to 8 million if evictions are followed."""

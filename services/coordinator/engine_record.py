@@ -180,10 +180,13 @@ class EngineRecord:
         columns.free_tokens[row] = self.report.free_kv_blocks * self.identity.fingerprint.block_size - ahead
 
 
+_OF_ENGINE_ALONE = ("computed_tokens_per_second", "prefilling_tokens", "start_wave", "wave_complete")
+
+
 def _shown(report: EngineReport) -> EngineReport:
     """Return the report without what only the coordinator needs."""
     shown = EngineReport()
     shown.CopyFrom(report)
-    for name in ("hello", "identity", "picks_arrived", "step", "computed_tokens_per_second", "prefilling_tokens"):
+    for name in ("hello", "identity", "picks_arrived", "step", *_OF_ENGINE_ALONE):
         shown.ClearField(name)
     return shown

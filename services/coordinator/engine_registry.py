@@ -8,6 +8,7 @@ import numpy as np
 
 from tokenloom.request.errors import Unavailable
 from tokenloom.request.prefix_schedule import LEADING_BLOCKS
+from tokenloom.services.runtime.placement.data_parallel_rank import has_rank
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.pairing import missing_role
@@ -53,6 +54,8 @@ class Registry:
     Attributes:
         adapters: The LoRA adapters that the engines should have.
         changed: The engines that changed since the last look of the feed of snapshots.
+        prefixes: Which blocks the engines have in their caches.
+        uses_prefixes: Whether a pick has named blocks of its prompt.
     """
 
     def __init__(
@@ -74,10 +77,11 @@ class Registry:
         self._kinds = FingerprintKinds()
         self._by_row: dict[int, EngineRecord] = {}
         self._num_joins = 0
-        self._prefixes = PrefixIndex(prefix_index_bytes)
+        self.prefixes = PrefixIndex(prefix_index_bytes)
+        self.uses_prefixes = False
         self._placement = Placement(self._columns, self._kinds, policy or Policy())
-        # Serving engines by the fingerprint, role and adapter that requests ask for: nearly all ask for the same.
-        self._pools: dict[tuple[bytes, EngineRole, bytes], Pool] = {}
+        # Serving engines by the fingerprint, role, adapter and rank that requests ask for: nearly all ask for the same.
+        self._pools: dict[tuple[bytes, EngineRole, bytes, int | None], Pool] = {}
         # Picks in the order in which they expire, as many as are made within PICK_SECONDS.
         self._expiring: deque[tuple[float, int, EngineRecord]] = deque()
         self._subsets = EngineSubsets()
@@ -128,7 +132,7 @@ class Registry:
             record.inherit(older)
             columns.last_turn[row] = last_turn
         else:
-            self._prefixes.open(row, identity.num_kv_blocks)
+            self.prefixes.open(row, identity.num_kv_blocks)
         self._records[identity.engine_id] = self._by_row[row] = record
         self._awaited.discard(identity.engine_id)
         record.update(report, self._epoch, now)
@@ -158,18 +162,19 @@ class Registry:
         if self._by_row.get(record.row) is record:
             del self._records[record.identity.engine_id], self._by_row[record.row]
             self._columns.remove(record.row)
-            self._prefixes.close(record.row)
+            self.prefixes.close(record.row)
             self._regroup(record.identity.engine_id)
 
     def pick(self, request: PickRequest) -> PickResponse:
         """Place one leg and count it. Raises what :func:`.check_request` and :meth:`.Placement.choose` raise,
         ``ModelNotFound`` for an adapter that was unloaded, and ``InvalidArgument`` for a subset that cannot be."""
         check_request(request)
-        key = request.fingerprint.SerializeToString(), request.role, request.adapter
+        rank = request.data_parallel_rank if request.HasField("data_parallel_rank") else None
+        key = request.fingerprint.SerializeToString(), request.role, request.adapter, rank
         if (pool := self._pools.get(key)) is None:
             pool = self._pools[key] = self._gather(request)
         excluded = self._rows(request.exclude) if request.exclude else []
-        path = self._prefixes.find(request.block_hash_prefixes) if request.block_hash_prefixes else None
+        path = self.prefixes.find(request.block_hash_prefixes) if request.block_hash_prefixes else None
         cached = None if path is None else self._cached_tokens(path, request.prompt_tokens)
         if (near := self._near(key, pool, request)) is not None:
             row, whole = self._placement.choose_near(near, pool, request, excluded, cached)
@@ -180,7 +185,8 @@ class Registry:
         uncached_tokens = request.prompt_tokens - (0 if cached is None else int(cached[row]))
         record.count(self._num_picks, request.prompt_tokens, uncached_tokens)
         if path is not None:
-            self._prefixes.add(path, row)
+            self.uses_prefixes = True
+            self.prefixes.add(path, row)
         self._expiring.append((self._clock() + PICK_SECONDS, self._num_picks, record))
         self.revision += 1
         self.changed.load(record.identity.engine_id)
@@ -221,11 +227,12 @@ class Registry:
 
     def _cached_tokens(self, path: Path, prompt_tokens: int) -> IntColumn | None:
         """Return how many tokens of a prompt each engine has cached, by row; None if no engine has any."""
-        num_hashes = self._prefixes.num_blocks(path, self._columns.capacity)
+        num_hashes = self.prefixes.num_blocks(path, self._columns.capacity)
         if num_hashes is None:
             return None
-        tokens: IntColumn = np.minimum(_LEADING_BLOCKS[num_hashes] * self._columns.block_size, prompt_tokens)
-        return tokens
+        tokens: IntColumn = _LEADING_BLOCKS.take(num_hashes)
+        tokens *= self._columns.block_size
+        return np.minimum(tokens, np.array(prompt_tokens), out=tokens)
 
     def _rows(self, refs: Sequence[EngineRef]) -> list[int]:
         """Return the rows of those of the engines that are joined."""
@@ -257,6 +264,9 @@ class Registry:
             self._subsets.clear()
         self._warn_of_missing_role()
         rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
+        if request.HasField("data_parallel_rank"):
+            rank = request.data_parallel_rank
+            rows = np.array([row for row in rows if has_rank(self._by_row[row].identity, rank)], np.intp)
         if request.adapter:
             rows = self._having(rows, request.adapter)
         return make_pool(self._columns, self._kinds, rows)

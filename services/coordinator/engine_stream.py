@@ -13,7 +13,7 @@ from .engine_record import EngineRecord
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-_MAX_COMMANDS = 4  # queued for one engine: to drain, to change its adapters, and to report at another interval
+_MAX_COMMANDS = 8  # queued for one engine: to drain, to change its adapters, its waves, its group, its interval
 
 
 class EngineStream:

@@ -11,10 +11,13 @@ from tokenloom.v1.coordinator_pb2 import PickRequest, PickResponse, PickResults
 
 SLICE_SECONDS = 0.005
 """Picks of all streams together take no longer in one turn of the event loop, except for the last one of a slice."""
+SINGLE_SECONDS = SLICE_SECONDS / 2
+"""As long as picks without a stream take together."""
 
 
 class PickSlices:
-    """Shares the turns of the event loop between the streams of picks, in the order in which they ask.
+    """Shares the turns of the event loop between the streams of picks, in the order in which they ask, and gives a
+    share of each turn to picks that come one by one.
 
     Args:
         pick: Places one leg. Raises ``TokenloomError``.
@@ -28,6 +31,9 @@ class PickSlices:
         self._clock = clock
         self._ends_at: float | None = None  # the slice of this turn of the event loop; None: no pick was made in it
         self._waiting: deque[asyncio.Future[None]] = deque()  # one for each stream at most
+        self._singles_end_at: float | None = None
+        # One for each call at most, of which the server has a limited number.
+        self._singles: deque[tuple[PickRequest, asyncio.Future[PickResponse]]] = deque()
 
     async def answer(self, requests: Sequence[PickRequest]) -> AsyncIterator[PickResults]:
         """Yield the answers to one batch in its order, in one message for each slice; at least one message."""
@@ -47,6 +53,33 @@ class PickSlices:
             if num_done == len(requests):
                 return
             await asyncio.sleep(0)  # streams that have not begun are before this one
+
+    async def answer_one(self, request: PickRequest) -> PickResponse:
+        """Return the answer to a pick that comes without a batch. Raises what ``pick`` raises."""
+        if not self._singles and self._has_time_for_one():
+            return self._pick(request)
+        answer: asyncio.Future[PickResponse] = asyncio.get_running_loop().create_future()
+        self._singles.append((request, answer))
+        return await answer
+
+    def _answer_singles(self) -> None:
+        """Answer those that wait, as far as the time of this turn of the event loop suffices."""
+        self._singles_end_at = None
+        while self._singles and self._has_time_for_one():
+            request, answer = self._singles.popleft()
+            if answer.done():  # its call was cancelled
+                continue
+            try:
+                answer.set_result(self._pick(request))
+            except Exception as error:  # of any kind: the call waits for it
+                answer.set_exception(error)
+
+    def _has_time_for_one(self) -> bool:
+        if self._singles_end_at is None:
+            self._singles_end_at = self._clock() + SINGLE_SECONDS
+            asyncio.get_running_loop().call_soon(self._answer_singles)
+            return True
+        return self._clock() < self._singles_end_at
 
     async def _begin(self) -> float:
         """Wait until picks may be made, and return until when."""

@@ -10,6 +10,7 @@ from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.placement.rules import RULES
 
 from .attentive_clock import AttentiveClock
+from .caches.cache_followers import CacheFollowers
 from .coordinator_servicer import CoordinatorServicer, add_to_server
 from .coordinator_settings import CoordinatorSettings
 from .engine_placement import Policy
@@ -66,7 +67,10 @@ class CoordinatorService:
             ("outcome",),
             registry=host.metrics,
         )
-        self.servicer = CoordinatorServicer(registry, self._settings.instance_id, host.epoch, picks)
+        caches = CacheFollowers(registry.prefixes, host.channels, host.spawn)
+        followed = Gauge("tokenloom_followed_caches", "Engines whose KV events are followed.", registry=host.metrics)
+        followed.set_function(lambda: caches.num_followed)
+        self.servicer = CoordinatorServicer(registry, self._settings.instance_id, host.epoch, picks, caches)
         host.add_servicer(add_to_server, self.servicer)
         host.spawn(clock.run(), name="clock")
         host.spawn(self.servicer.publish(), name="publish")

@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
-from typing import NoReturn, TypeAlias
+from typing import NoReturn, Protocol, TypeAlias
 
 import grpc.aio
 
@@ -27,8 +26,23 @@ MAX_REPORT_SECONDS = 1.0
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 1.0
 
-OnAdapters: TypeAlias = Callable[[coordinator_pb2.AdapterChanges], None]
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[coordinator_pb2.EngineReport, coordinator_pb2.EngineCommand]"
+
+
+class Commands(Protocol):
+    """Obeys what the coordinator asks of an engine. No method waits."""
+
+    def drain(self, grace: float) -> None:
+        """Drain within ``grace`` seconds."""
+
+    def change_adapters(self, changes: coordinator_pb2.AdapterChanges) -> None:
+        """Load and unload LoRA adapters."""
+
+    def start_wave(self, wave: int) -> None:
+        """Begin a wave that another rank of the data-parallel group has begun."""
+
+    def resize_group(self, size: int) -> None:
+        """Agree with the other ranks on a group of ``size`` ranks."""
 
 
 class CoordinatorLink:
@@ -44,7 +58,7 @@ class CoordinatorLink:
         self._role = role
         self._is_outdated = False
         self._interval = MIN_REPORT_SECONDS
-        self._urgent = asyncio.Event()  # set when a report must not wait for the interval
+        self._urgent = load.urgent  # set when a report must not wait for the interval
         self._joined = asyncio.Event()
         self._state = coordinator_pb2.ENGINE_STATE_SERVING
 
@@ -67,11 +81,10 @@ class CoordinatorLink:
         """Wait until the engine has joined for the first time."""
         await self._joined.wait()
 
-    async def run(self, on_drain: Callable[[float], None], on_adapters: OnAdapters) -> None:
+    async def run(self, commands: Commands) -> None:
         """Join, and join again after failures. Returns only if a newer engine of this name has joined.
 
-        ``on_drain`` is called with the seconds of grace when the coordinator asks the engine to drain, ``on_adapters``
-        when it asks for other LoRA adapters.
+        ``commands`` obeys what the coordinator asks for.
         """
         backoff, loop = MIN_BACKOFF_SECONDS, asyncio.get_running_loop()
         async with self._channel as channel:
@@ -79,7 +92,7 @@ class CoordinatorLink:
             while True:
                 joined_at = loop.time()
                 try:
-                    await self._join(stub.Join(), on_drain, on_adapters)
+                    await self._join(stub.Join(), commands)
                 except (TokenloomError, grpc.aio.AioRpcError, TimeoutError) as cause:
                     is_silent = isinstance(cause, TimeoutError)
                     error = Unavailable("the coordinator did not answer") if is_silent else of_exception(cause)
@@ -92,7 +105,7 @@ class CoordinatorLink:
                 await asyncio.sleep(backoff)
                 backoff = min(backoff * 2, MAX_BACKOFF_SECONDS)
 
-    async def _join(self, call: _Call, on_drain: Callable[[float], None], on_adapters: OnAdapters) -> NoReturn:
+    async def _join(self, call: _Call, commands: Commands) -> NoReturn:
         """Keep one stream until it fails."""
         self._is_outdated = False
         try:
@@ -105,7 +118,7 @@ class CoordinatorLink:
             check_hello(answer.hello)
             log.info("joined coordinator %s", answer.hello.peer_id)
             self._joined.set()
-            await first_of(self._write_reports(call), self._read_commands(call, on_drain, on_adapters))
+            await first_of(self._write_reports(call), self._read_commands(call, commands))
         finally:
             call.cancel()  # gRPC does not end a stream that is merely dropped
         raise AssertionError("neither task returns")
@@ -132,14 +145,18 @@ class CoordinatorLink:
         self._load.changed.set()
         self._urgent.set()
 
-    async def _read_commands(self, call: _Call, on_drain: Callable[[float], None], on_adapters: OnAdapters) -> NoReturn:
+    async def _read_commands(self, call: _Call, commands: Commands) -> NoReturn:
         while True:
             command = await _read(call)
             self._take_interval(command)
             if command.HasField("adapters"):
-                on_adapters(command.adapters)
+                commands.change_adapters(command.adapters)
             if command.HasField("drain"):
-                on_drain(command.drain.grace.ToNanoseconds() / 1e9)
+                commands.drain(command.drain.grace.ToNanoseconds() / 1e9)
+            if command.HasField("start_wave"):
+                commands.start_wave(command.start_wave)
+            if command.HasField("data_parallel_size"):
+                commands.resize_group(command.data_parallel_size)
 
     def _take_interval(self, command: coordinator_pb2.EngineCommand) -> None:
         if command.HasField("report_interval"):
@@ -150,7 +167,7 @@ class CoordinatorLink:
         """Return a consistent report: a pick and the request that it placed are in the same one."""
         self._load.changed.clear()
         self._urgent.clear()
-        load = self._load.snapshot()
+        load, group = self._load.snapshot(), self._load.group
         return coordinator_pb2.EngineReport(
             role=self._role,
             state=self._reported_state(),
@@ -170,11 +187,16 @@ class CoordinatorLink:
             step_seconds=_rounded(load.step_seconds),
             step_requests=_rounded(load.step_requests),
             adapters=map(to_adapter, self._load.loras),
+            start_wave=None if group is None else group.start_wave,
+            wave_complete=None if group is None else group.wave_complete,
+            group_size=group.size if group is not None and group.is_member else 0,
         )
 
     def _reported_state(self) -> coordinator_pb2.EngineState:
         if self._state != coordinator_pb2.ENGINE_STATE_SERVING:
             return self._state
+        if (group := self._load.group) is not None and not group.is_member:
+            return coordinator_pb2.ENGINE_STATE_STARTING
         if self._load.is_failing:
             return coordinator_pb2.ENGINE_STATE_DEAD
         return coordinator_pb2.ENGINE_STATE_PAUSED if self._load.is_paused else self._state

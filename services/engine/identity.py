@@ -43,6 +43,10 @@ class Identity:
         self._engine_id = settings.instance_id
         self._epoch = epoch
         self._addresses = address, kv_address
+        cache = settings.engine.cache
+        self._publishes_kv_events = cache.kv_events and cache.enable_prefix_caching
+        self._group = settings.engine.parallel
+        self._ready = ready
         self._num_kv_blocks = ready.num_kv_blocks // ready.num_kv_groups
 
     def hello(self) -> types_pb2.Hello:
@@ -61,6 +65,11 @@ class Identity:
             fingerprint=self.fingerprint,
             limits=self.limits,
             num_kv_blocks=self._num_kv_blocks,
+            publishes_kv_events=self._publishes_kv_events,
+            data_parallel_group=self._group.group_id,
+            data_parallel_rank=self._group.data_parallel_rank,
+            parallel_config_hash=self._ready.parallel_config_hash if self._group.group_id else b"",
+            computes_in_waves=self._ready.has_waves,
         )
 
 
@@ -83,6 +92,7 @@ def make_fingerprint(path: Path, name: str, ready: CoreReady, settings: EngineSe
         model=name,
         weights=checkpoint.weights_fingerprint(path) if settings.engine.worker.worker == "model" else b"",
         tokenizer=checkpoint.tokenizer_fingerprint(path),
+        block_hash_seed=settings.engine.cache.block_hash_seed,
         block_size=ready.block_size,
         kv_layout=ready.kv_layout,
         numerics=ready.numerics,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenloom.engine_core.wire.lora import LoraState
-from tokenloom.engine_core.wire.messages import EngineCoreOutputs, SchedulerStats
+from tokenloom.engine_core.wire.messages import EngineCoreOutputs, GroupState, SchedulerStats
 from tokenloom.request.errors import ResourceExhausted, TryElsewhere
 from tokenloom.v1 import engine_pb2
 
@@ -50,6 +50,8 @@ class LoadTracker:
         stats: The core's latest statistics.
         loras: The LoRA adapters that are loaded, by name.
         step: Steps that the core has executed.
+        group: The state of its data-parallel group; None: it belongs to none.
+        urgent: Set when a change must be reported at once; cleared when it is reported.
     """
 
     def __init__(self, max_num_seqs: int, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,6 +64,8 @@ class LoadTracker:
         self.stats = SchedulerStats()
         self.step = 0
         self.loras: list[LoraState] = []
+        self.group: GroupState | None = None
+        self.urgent = asyncio.Event()
         self._max_live = max_num_seqs + max_waiting
         self._clock = clock
         self._rates = QueueRates(max_num_seqs)
@@ -84,6 +88,13 @@ class LoadTracker:
             (each.name, each.digest, each.pinned) for each in loras
         ]:
             self.changed.set()
+
+    def set_group(self, group: GroupState) -> None:
+        """Note a change of the data-parallel group. Other ranks wait for it."""
+        self.group = group
+        self.urgent.set()
+        self.changed.set()
+        self._wake()
 
     def set_paused(self, is_paused: bool) -> None:
         """Note that a pause began or ended."""
@@ -132,6 +143,8 @@ class LoadTracker:
     def observe(self, outputs: EngineCoreOutputs) -> None:
         """Take the statistics of a step's outputs."""
         self.step = max(self.step, outputs.step)
+        if outputs.group is not None:
+            self.set_group(outputs.group)
         while self._uncovered and self._num_covered < outputs.num_requests_added:
             self._uncovered.popleft()
             self._num_covered += 1

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from tokenloom.engine_core.errors import EngineDeadError
-from tokenloom.request.errors import EngineDied, TryElsewhere, Unavailable
+from tokenloom.request.errors import EngineDied, FailedPrecondition, TryElsewhere, Unavailable
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
+from .control.data_parallel import DataParallel
 from .control.loras import Loras
 from .control.pause import Pause
 from .control.role import NAMES
@@ -36,6 +37,7 @@ class RunningEngine:
     Attributes:
         kv: None if the engine moves no KV.
         coordinator: None if the engine has no coordinator.
+        group: None if the engine belongs to no data-parallel group.
         drain_mode: What happens to live attempts when the engine drains.
     """
 
@@ -49,14 +51,14 @@ class RunningEngine:
     kv: KVFront | None
     coordinator: CoordinatorLink | None
     drain_mode: DrainMode = "finish"
+    group: DataParallel | None = None
 
     def spawn(self) -> "asyncio.Task[NoReturn]":
-        """Start the tasks of all parts. The returned one runs the core's link and fails the host when the core dies."""
+        """Start the tasks of all parts but the coordinator's link. The returned one runs the core's link and fails the
+        host when the core dies."""
         self.host.spawn(self.core.run_aborts(), name="engine-aborts")
         if self.kv is not None:
             self.host.spawn(self.kv.run(), name="engine-kv")
-        if self.coordinator is not None:
-            self.host.spawn(self.coordinator.run(self._on_drain, self._on_adapters), name="engine-coordinator")
         self.host.spawn(HealthCheck(self.core, self.load, self.host.health).run(), name="engine-health")
         return self.host.spawn(self._run_core(), name="engine-core")
 
@@ -71,6 +73,21 @@ class RunningEngine:
         is_paused = self.pause.leave()
         if is_paused or self.drain_mode == "migrate":
             self.streams.fail_live(TryElsewhere(reason))
+        await self.streams.idle()
+        await self.leases_ended()
+
+    async def resize_group(self, size: int) -> None:
+        """Agree with the other ranks on the size of the data-parallel group. Raises as :meth:`DataParallel.resize`, and
+        ``FailedPrecondition`` if the engine belongs to none."""
+        if self.group is None:
+            raise FailedPrecondition("the engine belongs to no data-parallel group; start it with --data-parallel-size")
+        await self.group.resize(size, self._leave_group)
+
+    async def _leave_group(self) -> None:
+        reason = "The engine leaves its data-parallel group; retry the request."
+        self._leave(reason, coordinator_pb2.ENGINE_STATE_DRAINING)
+        self.pause.leave()
+        self.streams.fail_live(TryElsewhere(reason))
         await self.streams.idle()
         await self.leases_ended()
 
@@ -101,8 +118,11 @@ class RunningEngine:
         try:
             await self.core.run()
         except EngineDeadError as error:
-            # A request that was only computed together with others is not blamed.
-            is_alone = self.core.num_requests == 1
+            if self.group is not None and self.group.is_removed:
+                log.info("the engine was removed from its data-parallel group; it waits to be stopped")
+                await asyncio.Event().wait()
+            # A request that was only computed together with others is not blamed, nor is one for a rank that was lost.
+            is_alone = self.core.num_requests == 1 and not self.core.ready.has_waves
             await self.end_streams(EngineDied(CORE_DIED) if is_alone else TryElsewhere(CORE_DIED))
             raise Unavailable(str(error)) from None
 
@@ -110,18 +130,3 @@ class RunningEngine:
         self.load.refuse_new(reason)
         if self.coordinator is not None:
             self.coordinator.set_state(state)
-
-    def _on_drain(self, grace: float) -> None:
-        """Drain at the coordinator's request. The process stays up until it is stopped."""
-        self.host.spawn(self._drain_within(grace), name="engine-drain")
-
-    def _on_adapters(self, changes: coordinator_pb2.AdapterChanges) -> None:
-        """Load and unload LoRA adapters at the coordinator's request."""
-        self.host.spawn(self.loras.apply(changes), name="engine-adapters")
-
-    async def _drain_within(self, grace: float) -> None:
-        try:
-            async with asyncio.timeout(grace):
-                await self.drain()
-        except TimeoutError:
-            await self.end_streams(TryElsewhere(STOPPED))

@@ -11,11 +11,14 @@ from tokenloom.request.errors import TryElsewhere
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import engine_pb2_grpc
 
+from .control.data_parallel import DataParallel
 from .control.engine_admin import EngineAdminServicer
 from .control.loras import Loras
 from .control.pause import Pause
 from .control.role import BY_NAME
+from .coordinator_commands import CoordinatorCommands
 from .coordinator_link import CoordinatorLink
+from .core.core_link import CoreLink
 from .core.core_start import process_client, start_core
 from .core.core_watch import CoreWatch
 from .engine_settings import EngineSettings
@@ -47,6 +50,8 @@ class EngineService:
         if engine.coordinator is not None:
             log.info("waiting for the coordinator")
             await engine.coordinator.wait_joined()
+        if engine.group is not None:
+            await engine.group.wait_member()
         return engine
 
     async def drain(self) -> None:
@@ -76,7 +81,8 @@ async def _start(
     streams = EngineServicer(identity, core, load, kv, host.random, frame_interval=settings.frame_interval)
     coordinator = _link_coordinator(settings, identity, load, host)
     pause, loras = Pause(core, load), Loras(core, load, are_enabled=settings.engine.lora.enable)
-    engine = RunningEngine(host, identity, core, load, streams, pause, loras, kv, coordinator, settings.drain)
+    group = _group(settings, core, load)
+    engine = RunningEngine(host, identity, core, load, streams, pause, loras, kv, coordinator, settings.drain, group)
     undo.push_async_callback(engine.end_streams, TryElsewhere(STOPPED))
     host.add_servicer(engine_pb2_grpc.add_EngineServicer_to_server, engine.streams)
     host.add_servicer(
@@ -84,8 +90,17 @@ async def _start(
     )
     if isinstance(client, AsyncMPClient):
         host.spawn(CoreWatch(client).run(), name="engine-core-watch")
+    if coordinator is not None:
+        host.spawn(coordinator.run(CoordinatorCommands(engine)), name="engine-coordinator")
     undo.callback(engine.spawn().cancel)  # undone first: the end of the core is no failure then
     return engine
+
+
+def _group(settings: EngineSettings, core: CoreLink, load: LoadTracker) -> DataParallel | None:
+    parallel = settings.engine.parallel
+    if not parallel.group_id:
+        return None
+    return DataParallel(core, load, parallel.data_parallel_rank, parallel.data_parallel_size)
 
 
 def _link_coordinator(

@@ -3,6 +3,7 @@
 from tests.k8s.cluster import Object, build, of_kind, workloads
 from tokenloom.bench.scale.capacity import ENGINES_PER_CELL, UTILIZATION, cell, cells
 from tokenloom.bench.scale.scale import LIMITS
+from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.report_interval import MAX_REPORTS_PER_SECOND, report_interval
 
 LARGE = build("overlays/large")
@@ -55,6 +56,11 @@ def test_the_coordinator_has_the_memory_that_the_benchmark_allows_it() -> None:
 
 def test_a_cell_s_engines_send_as_many_reports_as_a_coordinator_reads() -> None:
     assert ENGINES_PER_CELL / report_interval(ENGINES_PER_CELL) <= MAX_REPORTS_PER_SECOND
+
+
+def test_a_coordinator_accepts_the_connections_of_its_cell() -> None:
+    connections = 2 * NEEDED.engines + NEEDED.gateways + NEEDED.output_processors + NEEDED.tokenizers
+    assert connections <= CoordinatorSettings(listen="127.0.0.1:0").grpc_limits.connections / 2, "old and new pods"
 
 
 def test_a_node_drain_does_not_evict_a_thousand_engines_one_by_one() -> None:

@@ -85,7 +85,7 @@ class Mesh:
     Args:
         directory: For the sockets.
         engines, tokenizers, output_processors: How many.
-        engine: Settings of every engine, beside the worker.
+        engine: Settings of every engine, or of the one with a number, beside the worker.
         gateway: Settings of the gateway.
         certificates: Folder that ``make_certificates`` filled; None: everybody talks in plain text.
         common: Settings of every part.
@@ -98,7 +98,7 @@ class Mesh:
         engines: int = 1,
         tokenizers: int = 1,
         output_processors: int = 1,
-        engine: dict[str, Any] | None = None,
+        engine: dict[str, Any] | Callable[[int], dict[str, Any]] | None = None,
         gateway: dict[str, Any] | None = None,
         certificates: Path | None = None,
         common: dict[str, Any] | None = None,
@@ -110,7 +110,8 @@ class Mesh:
         self.coordinator = self._coordinator()
         self.tokenizers = [self._tokenizer(index) for index in range(tokenizers)]
         self.output_processors = [self._output_processor(index) for index in range(output_processors)]
-        self.engines = [self._engine(index, engine or {}) for index in range(engines)]
+        self._engine_settings = engine if callable(engine) else lambda _: engine or {}
+        self.engines = [self.new_engine(index) for index in range(engines)]
         self.gateway = self._gateway(gateway or {})
 
     def address(self, name: str) -> str:
@@ -212,14 +213,15 @@ class Mesh:
         )
         return Part(OutputProcessorService, settings)
 
-    def _engine(self, index: int, extra: dict[str, Any]) -> Part:
+    def new_engine(self, index: int) -> Part:
+        """Returns an engine that is not started yet."""
         values: dict[str, Any] = {
             "worker": "hash",
             "coordinator": self.address("coordinator-0"),
             "max_model_len": MAX_MODEL_LEN,
             "num_kv_blocks": 512,
         }
-        settings = EngineSettings.of(**self._common(f"engine-{index}"), **(values | extra))
+        settings = EngineSettings.of(**self._common(f"engine-{index}"), **(values | self._engine_settings(index)))
         return Part(EngineService, settings)
 
     def _gateway(self, extra: dict[str, Any]) -> Part:

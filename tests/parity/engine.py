@@ -1,7 +1,7 @@
 """An engine core over a model in this process, driven to the end of its requests."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -10,10 +10,12 @@ from tokenloom.engine_core.config import (
     EngineConfig,
     KVCacheDtype,
     LoraConfig,
+    ParallelConfig,
     SchedulerConfig,
     WorkerConfig,
 )
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest, SchedulerStats
@@ -21,6 +23,10 @@ from tokenloom.gpu_worker.platform.devices import make_worker
 from tokenloom.request.adapter_salt import adapter_salt
 
 MAX_MODEL_LEN = 640
+
+
+def uni(config: EngineConfig) -> Executor:
+    return UniProcExecutor(make_worker(config))
 
 
 class Engine:
@@ -45,6 +51,8 @@ class Engine:
         kv_cache_dtype: KVCacheDtype = "auto",
         groups: bool = True,
         lora: LoraConfig | None = None,
+        parallel: ParallelConfig | None = None,
+        executor: Callable[[EngineConfig], Executor] = uni,
     ) -> None:
         worker = WorkerConfig(
             model=str(model),
@@ -67,8 +75,9 @@ class Engine:
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
             max_model_len=max_model_len,
             lora=lora or LoraConfig(),
+            parallel=parallel or ParallelConfig(),
         )
-        self.core = EngineCore(config, UniProcExecutor(make_worker(config)))
+        self.core = EngineCore(config, executor(config))
         self.stop_token_ids = tuple(stop_token_ids)
         self.stats = SchedulerStats()
         self.most_scheduled = 0

@@ -68,6 +68,8 @@ _MORE_CONFIGS: dict[str, dict[str, Any]] = {
         **_OPT_SHAPES,
     },
 }
+SMALL_CONFIGS = _CONFIGS | _MORE_CONFIGS
+"""Entries of the configurations of all models that are built in, for :func:`save_random`."""
 MORE_MODELS = list(_MORE_CONFIGS)
 """Models that take fewer cases: they share all but their layers with the first."""
 _LIBRARY_CONFIGS: dict[str, dict[str, Any]] = {

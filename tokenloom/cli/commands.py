@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
 
-from .command import Command, Group
+from .command import Command, Group, with_default
 from .help_page import help_page
 
 Places = Mapping[str, tuple[str, ...]]
@@ -70,6 +70,9 @@ def lazy_group(package: str, places: Places) -> type[TyperGroup]:
 
         def list_commands(self, ctx: Any) -> list[str]:
             return list(self.commands)
+
+        def get_help_option(self, ctx: Any) -> Any:
+            return with_default(super().get_help_option(ctx))
 
         def format_help(self, ctx: Any, formatter: Any) -> None:
             formatter.write(help_page(self, ctx, self.commands.summaries()))

@@ -1,5 +1,6 @@
 """The command ``tokenloom`` with its subcommands."""
 
+import os
 import sys
 from typing import Annotated
 
@@ -20,11 +21,15 @@ _GROUPS = {
     "Install": ("build_kernels", "completion"),
 }
 
+COMPLETION_VARIABLE = "_TOKENLOOM_COMPLETE"
+"""Set by the scripts of ``tokenloom completion`` when a shell asks; only then typer prepares the answers."""
+
 app = typer.Typer(
     cls=lazy_group(__package__, _GROUPS),
     help="Serve large language models as a mesh of small gRPC services.",
     epilog="Exit status: 0 success, 1 failure, 2 wrong arguments, 130 interrupted.",
     no_args_is_help=True,
+    add_completion=COMPLETION_VARIABLE in os.environ,
     pretty_exceptions_enable=False,
 )
 

@@ -9,6 +9,9 @@ from msgspec import Struct
 
 from tokenloom.services.runtime.host.options import Option, build, exposed, file_flag, flag, options_of
 
+_WIDEST_METAVAR = 40
+"""Characters of the choices that stand beside a flag; more are listed in its description."""
+
 _Settings = TypeVar("_Settings", bound=Struct)
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
@@ -71,8 +74,10 @@ def warn_if_exposed(context: typer.Context, parameter: typer.CallbackParam, valu
 
 def _parameter(option: Option, *, variables: bool) -> inspect.Parameter:
     default = f" [default: {option.default_text}]" if option.default_text else ""
+    choices = "|".join(option.choices)
+    listed = f" One of {', '.join(option.choices)}." if len(choices) > _WIDEST_METAVAR else ""
     arguments: dict[str, Any] = {
-        "help": option.text + default,
+        "help": option.text + listed + default,
         "rich_help_panel": option.group,
         "envvar": option.variable if variables else None,
         "show_envvar": bool(option.extra.get("secret")),
@@ -84,7 +89,7 @@ def _parameter(option: Option, *, variables: bool) -> inspect.Parameter:
     if option.type is bool:
         flags, annotation = [f"{flag(option.name)}/{flag(f'no_{option.name}')}"], bool | None
     else:
-        arguments |= {"parser": _parser(option), "metavar": f"<{'|'.join(option.choices) or option.kind}>"}
+        arguments |= {"parser": _parser(option), "metavar": f"<{'choice' if listed else choices or option.kind}>"}
     info = typer.Option(*flags, **arguments)
     return inspect.Parameter(
         option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, info]

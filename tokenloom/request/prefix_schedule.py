@@ -5,6 +5,7 @@ Hashes are chained: one stands for everything before it. So all of the first blo
 further back fewer and fewer: 256 hashes reach 2,528 blocks, which are 40,448 tokens of 16 to a block.
 """
 
+from bisect import bisect
 from collections.abc import Sequence
 from itertools import accumulate, chain, repeat
 from typing import Final, TypeVar
@@ -24,3 +25,13 @@ T = TypeVar("T")
 def scheduled(hashes: Sequence[T]) -> list[T]:
     """Return the hashes of the blocks that are named. ``hashes``: of all blocks of a prompt, from the first on."""
     return [hashes[blocks - 1] for blocks in LEADING_BLOCKS[1:] if blocks <= len(hashes)]
+
+
+def named_within(num_before: int, num_blocks: int) -> Sequence[int]:
+    """Return how many leading blocks the hashes stand for that name one of the ``num_blocks`` behind ``num_before``."""
+    return LEADING_BLOCKS[bisect(LEADING_BLOCKS, num_before) : bisect(LEADING_BLOCKS, num_before + num_blocks)]
+
+
+def last_named(num_blocks: int) -> int:
+    """Return how many leading blocks the last hash stands for among ``num_blocks``; 0: none is named."""
+    return LEADING_BLOCKS[bisect(LEADING_BLOCKS, num_blocks) - 1]

@@ -1,4 +1,7 @@
-"""Lays out the parts of a local mesh, which find each other by unix sockets in the mesh's private directory."""
+"""Lays out the parts of a local mesh, which find each other by unix sockets in the mesh's private directory.
+
+Each model has parts of its own: those of the first one have the lowest indices. The gateways are those of all models.
+"""
 
 import secrets
 import sys
@@ -7,18 +10,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from msgspec import Meta, Struct, field, structs
+from msgspec import Meta, Struct, field, json, structs
 
 from tokenloom.services.runtime.local_streams.sockets import SUFFIX as STREAMS_SUFFIX
 from tokenloom.services.runtime.peers.addresses import Address
 
 from .cores import divide
+from .local_ranks import LocalRanks
 from .part_spec import PartSpec
 from .ports import GatewayPorts
+
+MESHES = "meshes.json"
+"""Describes the meshes of further models to the gateways."""
 
 _Parts = Annotated[int, Meta(ge=1, le=64)]
 _Engines = Annotated[int, Meta(ge=0, le=64)]
 _Port = Annotated[int, Meta(ge=0, le=65535)]
+
+
+class ServedModel(Struct, frozen=True):
+    """One more model behind the gateways."""
+
+    path: Path
+    """A checkpoint directory."""
+    name: str
+    """The name for clients."""
 
 
 class MeshOptions(Struct, frozen=True):
@@ -30,9 +46,34 @@ class MeshOptions(Struct, frozen=True):
     """The first name for clients, which answers and metrics hold."""
     other_names: tuple[str, ...] = ()
     """Further names that clients may use."""
+    more_models: tuple[ServedModel, ...] = ()
+    also: Annotated[
+        tuple[str, ...],
+        "Further models behind the same gateways, separated by commas: a directory, a GGUF file or a hub id, or "
+        "NAME=MODEL. Each gets parts of its own, as many as the first model, with the same options.",
+    ] = ()
     engines: Annotated[_Parts, "Engines that compute whole requests; the cores are divided among them."] = 1
     prefill: Annotated[_Engines, "Engines that compute prompts; with --decode, instead of --engines."] = 0
     decode: Annotated[_Engines, "Engines that generate tokens from the KV blocks of prefill engines."] = 0
+    data_parallel_size: Annotated[
+        _Parts | None,
+        "Engines of one data-parallel group, instead of --engines; a request may name its engine with the header "
+        "X-data-parallel-rank.",
+    ] = None
+    data_parallel_size_local: Annotated[
+        _Parts | None, "Engines of the group on this machine, with --data-parallel-hybrid-lb; by default all."
+    ] = None
+    data_parallel_start_rank: Annotated[
+        _Engines, "Number of the first engine of the group on this machine, with --data-parallel-hybrid-lb."
+    ] = 0
+    data_parallel_hybrid_lb: Annotated[
+        bool,
+        "Place requests on the engines of this machine only: each machine of the group runs a mesh of its own, and a "
+        "balancer in front chooses among their gateways. Not for mixture-of-experts models.",
+    ] = False
+    data_parallel_external_lb: Annotated[
+        bool, "As --data-parallel-hybrid-lb, with one engine in each mesh: the balancer chooses the rank."
+    ] = False
     tokenizers: Annotated[_Parts, "Tokenizer services."] = 1
     output_processors: Annotated[_Parts, "Output processors."] = 1
     gateways: Annotated[_Parts, "Gateways, on consecutive ports."] = 1
@@ -54,7 +95,20 @@ class MeshOptions(Struct, frozen=True):
     @property
     def engine_roles(self) -> list[str]:
         """The role of each engine, in the order of their indices."""
-        return ["prefill"] * self.prefill + ["decode"] * self.decode or ["both"] * self.engines
+        engines = self.ranks.count or self.engines
+        return ["prefill"] * self.prefill + ["decode"] * self.decode or ["both"] * engines
+
+    @property
+    def ranks(self) -> LocalRanks:
+        """The ranks of the data-parallel group on this machine."""
+        local = 1 if self.data_parallel_external_lb else self.data_parallel_size_local
+        is_split = self.data_parallel_hybrid_lb or self.data_parallel_external_lb
+        return LocalRanks(self.data_parallel_size, local, self.data_parallel_start_rank, is_split)
+
+    @property
+    def models(self) -> list[ServedModel]:
+        """All models, the first one at the head."""
+        return [ServedModel(self.model, self.served_model_name), *self.more_models]
 
 
 def with_names(options: MeshOptions, names: Sequence[str]) -> MeshOptions:
@@ -64,14 +118,20 @@ def with_names(options: MeshOptions, names: Sequence[str]) -> MeshOptions:
 
 def parts_of(options: MeshOptions, directory: Path, ports: Sequence[GatewayPorts]) -> list[PartSpec]:
     """Return every part of the mesh in the order in which they drain: gateways first, the coordinators last."""
-    layout = _Layout(options, directory, ports)
+    layout, models = _Layout(options, directory, ports), len(options.models)
     return [
         *map(layout.gateway, range(options.gateways)),
-        *map(layout.output_processor, range(options.output_processors)),
-        *map(layout.engine, range(len(options.engine_roles))),
-        *map(layout.tokenizer, range(options.tokenizers)),
-        *map(layout.coordinator, range(options.coordinators)),
+        *map(layout.output_processor, range(models * options.output_processors)),
+        *map(layout.engine, range(models * len(options.engine_roles))),
+        *map(layout.tokenizer, range(models * options.tokenizers)),
+        *map(layout.coordinator, range(models * options.coordinators)),
     ]
+
+
+def write_meshes(options: MeshOptions, directory: Path) -> None:
+    """Write the file ``--meshes`` of the gateways, if there are several models."""
+    if options.more_models:
+        (directory / MESHES).write_bytes(json.encode({"mesh": _Layout(options, directory, ()).more_meshes()}))
 
 
 class _Layout:
@@ -81,10 +141,9 @@ class _Layout:
         self._options = options
         self._directory = directory
         self._ports = ports
+        self._models = options.models
         self._roles = options.engine_roles
-        self._shares = divide(len(self._roles))
-        self._model = ("--model", str(options.model), "--served-model-name", options.served_model_name)
-        self._coordinator = ("--coordinator", self._listen("coordinator", 0))
+        self._shares = divide(len(self._models) * len(self._roles))
         # All gateways of the mesh share it, so each finds the prefixes that another one's requests have left.
         self._secrets = {"gateway": {"TOKENLOOM_CACHE_SALT_SECRET": secrets.token_hex(32)}}
 
@@ -97,37 +156,68 @@ class _Layout:
             *("--served-model-name", ",".join((options.served_model_name, *options.other_names))),
             *("--tokenizers", self._all("tokenizer", options.tokenizers)),
             *("--output-processors", self._all("output_processor", options.output_processors)),
-            *self._coordinator,
+            *self._coordinator(0),
+            *(("--meshes", str(self._directory / MESHES)) if options.more_models else ()),
             *(word for flag, number in descriptors.items() for word in (flag, str(number))),
         )
         part = self._part("gateway", index, flags, listen=str(Address(host=options.host, port=ports.grpc)))
         return replace(part, descriptors=tuple(descriptors.values()))
 
+    def more_meshes(self) -> list[dict[str, object]]:
+        """Return the tables of the file ``--meshes``."""
+        options = self._options
+        return [
+            {
+                "served_model_name": [model.name],
+                "tokenizers": self._all("tokenizer", options.tokenizers, number).split(","),
+                "output_processors": self._all("output_processor", options.output_processors, number).split(","),
+                "coordinator": self._coordinator(number)[1],
+            }
+            for number, model in enumerate(self._models)
+            if number
+        ]
+
     def output_processor(self, index: int) -> PartSpec:
-        return self._part("output_processor", index, (*self._model, *self._coordinator))
+        number = index // self._options.output_processors
+        return self._of_model(number, "output_processor", index, self._coordinator(number))
 
     def engine(self, index: int) -> PartSpec:
-        share, role, kv_socket = self._shares[index], self._roles[index], self._socket("engine", index, "-kv")
+        options, (number, place) = self._options, divmod(index, len(self._roles))
+        share, role, kv_socket = self._shares[index], self._roles[place], self._socket("engine", index, "-kv")
         flags: tuple[str, ...] = ("--role", role)
         if role != "both":  # only these exchange KV blocks
             flags += ("--kv-listen", str(Address(path=str(kv_socket))))
-        flags += ("--engines-on-host", str(len(self._roles)), "--num-threads", str(share.threads))
+        flags += ("--engines-on-host", str(len(self._shares)), "--num-threads", str(share.threads))
         if share.cpus:  # of the worker only: the engine's own process answers while the worker computes
             flags += ("--cpus", ",".join(map(str, share.cpus)))
-        part = self._part("engine", index, (*self._model, *self._coordinator, *flags))
+        flags += options.ranks.flags(place, self._directory / f"data-parallel-{number}.sock")
+        part = self._of_model(number, "engine", index, (*self._coordinator(number), *flags))
         return replace(part, role=role, leftovers=(*part.leftovers, kv_socket))
 
     def tokenizer(self, index: int) -> PartSpec:
-        return self._part("tokenizer", index, self._model)
+        return self._of_model(index // self._options.tokenizers, "tokenizer", index)
 
     def coordinator(self, index: int) -> PartSpec:
-        """Several coordinators have one address, at which the active one listens: the one that has locked a file."""
+        """Several coordinators of a model have one address, at which the active one listens: the one that has locked a
+        file."""
+        number = index // self._options.coordinators
+        model = self._models[number].name
         if self._options.coordinators == 1:
-            return self._part("coordinator", index, ())
-        health, lock = self._socket("coordinator", index, "-health"), self._directory / "coordinator.lock"
+            return replace(self._part("coordinator", index, ()), model=model)
+        health, lock = self._socket("coordinator", index, "-health"), self._directory / f"coordinator-{number}.lock"
         flags = ("--lease", f"file:{lock}", "--health-listen", str(Address(path=str(health))))
-        part = self._part("coordinator", index, flags, listen=self._listen("coordinator", 0))
-        return replace(part, leftovers=(health,))  # the other sockets may be those of the active one
+        part = self._part("coordinator", index, flags, listen=self._coordinator(number)[1])
+        return replace(part, leftovers=(health,), model=model)  # the other sockets may be those of the active one
+
+    def _of_model(self, number: int, service: str, index: int, flags: tuple[str, ...] = ()) -> PartSpec:
+        """Return a part that reads the files of a model."""
+        model = self._models[number]
+        named = ("--model", str(model.path), "--served-model-name", model.name)
+        return replace(self._part(service, index, (*named, *flags)), model=model.name)
+
+    def _coordinator(self, number: int) -> tuple[str, str]:
+        """Return the flag that names the coordinator of a model."""
+        return "--coordinator", self._listen("coordinator", number * self._options.coordinators)
 
     def _part(self, service: str, index: int, flags: tuple[str, ...], listen: str | None = None) -> PartSpec:
         name, options = f"{service}-{index}", self._options
@@ -163,5 +253,6 @@ class _Layout:
     def _listen(self, service: str, index: int) -> str:
         return str(Address(path=str(self._socket(service, index))))
 
-    def _all(self, service: str, count: int) -> str:
-        return ",".join(self._listen(service, index) for index in range(count))
+    def _all(self, service: str, count: int, number: int = 0) -> str:
+        """Return the addresses of a service's parts for a model."""
+        return ",".join(self._listen(service, index) for index in range(number * count, (number + 1) * count))

@@ -19,6 +19,8 @@ class PartSpec:
     """File to which the process writes its id and its addresses when it listens."""
     role: str | None = None
     """Role of an engine: ``prefill``, ``decode`` or ``both``."""
+    model: str = ""
+    """The name of the model that it serves; empty for gateways, which serve all."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables in addition to the supervisor's; also for secrets, which lists of processes must not show."""
     withheld: frozenset[str] = frozenset()
@@ -35,4 +37,4 @@ class PartSpec:
 
     @property
     def record(self) -> PartRecord:
-        return PartRecord(self.service, self.index, self.role, str(self.state_file))
+        return PartRecord(self.service, self.index, self.role, str(self.state_file), self.model)

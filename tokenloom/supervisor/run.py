@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .first_processes import fork_first
-from .layout import MeshOptions, parts_of
+from .layout import MeshOptions, parts_of, write_meshes
 from .mesh import Mesh
 from .output import LineCopier
 from .part_spec import PartSpec
@@ -73,6 +73,7 @@ class _Plan:
 def _planned(options: MeshOptions, output: LineCopier) -> Iterator[_Plan]:
     held = held_ports(options.host, options.gateways, options.port, options.grpc_port)
     with held as ports, mesh_directory() as directory, contextlib.closing(output):
+        write_meshes(options, directory)
         yield _Plan(parts_of(options, directory, ports), directory, output, ports[0].http, options.drain_timeout)
 
 

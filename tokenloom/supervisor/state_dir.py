@@ -35,6 +35,8 @@ class PartRecord:
     index: int
     role: str | None
     state_file: str
+    model: str = ""
+    """The name of the model that the part serves; empty for gateways, which serve all."""
 
 
 @dataclass(frozen=True)

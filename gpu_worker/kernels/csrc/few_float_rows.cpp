@@ -1,8 +1,9 @@
-// Products of few rows with a large float32 matrix. Needs AVX-512, whose 32 registers hold the sums of six rows, or AVX2
+// Products of any number of rows with a float32 matrix. Needs AVX-512, whose 32 registers hold the sums of six rows, or AVX2
 // with FMA, whose 16 hold those of three rows and half a panel.
 //
 // The matrix lies as oneDNN packs it: panels of 64 outputs, in a panel the inputs one after the other, of each its 64
-// numbers. Every stretch of it is read once. A sum adds its inputs in their order, whatever the other rows are.
+// numbers. Up to 36 rows read every stretch of it once; as many further ones read it once more, from the cache. A sum adds
+// its inputs in their order, whatever the other rows are.
 #include <algorithm>
 
 #include "parallel.h"
@@ -24,8 +25,8 @@ constexpr bool USABLE = true;
 constexpr bool USABLE = false;
 #endif
 constexpr int WIDTH = 64, VECS = WIDTH / LANES;  // outputs of a panel
-constexpr int MOST_ROWS = 32;
 constexpr int AT_ONCE = LANES == 16 ? 6 : 3;     // rows whose sums registers hold
+constexpr int MOST_ROWS = 36;                    // that read a panel together: their sums stay in the nearest cache
 constexpr int DEPTH = 64;                        // inputs that all rows take before the next: 16 KiB stay in the cache
 constexpr int AHEAD = DEPTH * WIDTH;             // numbers fetched before their use
 
@@ -77,20 +78,23 @@ void add_some_rows(int count, const float* rows, int64_t stride, const float* pa
   }
 }
 
-void multiply_panel(const Product& p, int64_t panel) {
+// Multiplies `num_rows` rows from `first_row` on with a panel.
+void multiply_panel(const Product& p, int64_t panel, int64_t first_row, int64_t num_rows) {
   alignas(64) float sums[MOST_ROWS][WIDTH];
   const float* matrix = p.matrix + panel * WIDTH * p.inputs;
-  for (int64_t r = 0; r < p.num_rows; ++r)
+  const float* rows = p.rows + first_row * p.inputs;
+  float* out = p.out + first_row * p.outputs + panel * WIDTH;
+  for (int64_t r = 0; r < num_rows; ++r)
     for (int i = 0; i < WIDTH; i += LANES) store(sums[r] + i, p.bias ? load(p.bias + panel * WIDTH + i) : Vec{});
-  const int64_t parts = (p.num_rows + AT_ONCE - 1) / AT_ONCE;  // as equal as can be: a lone row wastes registers
+  const int64_t parts = (num_rows + AT_ONCE - 1) / AT_ONCE;  // as equal as can be: a lone row wastes registers
   for (int64_t k = 0; k < p.inputs; k += DEPTH) {
     const int depth = std::min<int64_t>(DEPTH, p.inputs - k);
     for (int64_t part = 0; part < parts; ++part) {
-      const int64_t first = p.num_rows * part / parts, count = p.num_rows * (part + 1) / parts - first;
-      add_some_rows(count, p.rows + first * p.inputs + k, p.inputs, matrix + k * WIDTH, depth, sums[first], part == 0);
+      const int64_t first = num_rows * part / parts, count = num_rows * (part + 1) / parts - first;
+      add_some_rows(count, rows + first * p.inputs + k, p.inputs, matrix + k * WIDTH, depth, sums[first], part == 0);
     }
   }
-  for (int64_t r = 0; r < p.num_rows; ++r) memcpy(p.out + r * p.outputs + panel * WIDTH, sums[r], sizeof sums[r]);
+  for (int64_t r = 0; r < num_rows; ++r) memcpy(out + r * p.outputs, sums[r], sizeof sums[r]);
 }
 
 }  // namespace
@@ -98,11 +102,15 @@ void multiply_panel(const Product& p, int64_t panel) {
 // Whether this processor has registers enough; without them, do not multiply.
 extern "C" int32_t can_multiply() { return USABLE; }
 
-// As in few_rows.cpp, but that everything is float32. 1 to 32 rows; whole 64s of outputs.
+// As in few_rows.cpp, but that everything is float32. Any number of rows; whole 64s of outputs.
 extern "C" void multiply(const float* rows, const float* matrix, const float* bias, float* out, int64_t num_rows,
                          int64_t inputs, int64_t outputs, int32_t /* to_float */, int32_t threads) {
   const Product p = {rows, matrix, bias, out, num_rows, inputs, outputs};
-  for_ranges(outputs / WIDTH, 1, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; ++panel) multiply_panel(p, panel);
+  const int64_t blocks = (num_rows + MOST_ROWS - 1) / MOST_ROWS;  // of rows; a panel's come one after the other
+  for_ranges(outputs / WIDTH * blocks, 1, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end; ++piece) {
+      const int64_t panel = piece / blocks, first = piece % blocks * MOST_ROWS;
+      multiply_panel(p, panel, first, std::min<int64_t>(MOST_ROWS, num_rows - first));
+    }
   });
 }

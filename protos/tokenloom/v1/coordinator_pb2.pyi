@@ -28,7 +28,7 @@ ENGINE_STATE_DEAD: EngineState
 ENGINE_STATE_PAUSED: EngineState
 
 class EngineIdentity(_message.Message):
-    __slots__ = ("engine_id", "epoch", "address", "kv_address", "host", "fingerprint", "limits", "num_kv_blocks")
+    __slots__ = ("engine_id", "epoch", "address", "kv_address", "host", "fingerprint", "limits", "num_kv_blocks", "publishes_kv_events", "data_parallel_rank", "parallel_config_hash", "computes_in_waves", "data_parallel_group")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,11 @@ class EngineIdentity(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHES_KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    DATA_PARALLEL_RANK_FIELD_NUMBER: _ClassVar[int]
+    PARALLEL_CONFIG_HASH_FIELD_NUMBER: _ClassVar[int]
+    COMPUTES_IN_WAVES_FIELD_NUMBER: _ClassVar[int]
+    DATA_PARALLEL_GROUP_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     epoch: int
     address: str
@@ -45,10 +50,15 @@ class EngineIdentity(_message.Message):
     fingerprint: _types_pb2.Fingerprint
     limits: _types_pb2.ModelLimits
     num_kv_blocks: int
-    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., host: _Optional[str] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., limits: _Optional[_Union[_types_pb2.ModelLimits, _Mapping]] = ..., num_kv_blocks: _Optional[int] = ...) -> None: ...
+    publishes_kv_events: bool
+    data_parallel_rank: int
+    parallel_config_hash: bytes
+    computes_in_waves: bool
+    data_parallel_group: str
+    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., host: _Optional[str] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., limits: _Optional[_Union[_types_pb2.ModelLimits, _Mapping]] = ..., num_kv_blocks: _Optional[int] = ..., publishes_kv_events: _Optional[bool] = ..., data_parallel_rank: _Optional[int] = ..., parallel_config_hash: _Optional[bytes] = ..., computes_in_waves: _Optional[bool] = ..., data_parallel_group: _Optional[str] = ...) -> None: ...
 
 class EngineReport(_message.Message):
-    __slots__ = ("hello", "identity", "role", "state", "waiting", "running", "waiting_tokens", "kv_usage", "free_kv_blocks", "picks_arrived", "step", "seats", "prefill_tokens_per_second", "starts_per_second", "adapters", "computed_tokens_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests", "prefilling_tokens")
+    __slots__ = ("hello", "identity", "role", "state", "waiting", "running", "waiting_tokens", "kv_usage", "free_kv_blocks", "picks_arrived", "step", "seats", "prefill_tokens_per_second", "starts_per_second", "adapters", "computed_tokens_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests", "prefilling_tokens", "start_wave", "wave_complete", "group_size")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +79,9 @@ class EngineReport(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STEP_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PREFILLING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    START_WAVE_FIELD_NUMBER: _ClassVar[int]
+    WAVE_COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     identity: EngineIdentity
     role: _types_pb2.EngineRole
@@ -89,19 +102,26 @@ class EngineReport(_message.Message):
     step_seconds: float
     step_requests: float
     prefilling_tokens: int
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_kv_blocks: _Optional[int] = ..., picks_arrived: _Optional[_Iterable[_Union[_engine_pb2.PickId, _Mapping]]] = ..., step: _Optional[int] = ..., seats: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., starts_per_second: _Optional[float] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., computed_tokens_per_second: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., step_requests: _Optional[float] = ..., prefilling_tokens: _Optional[int] = ...) -> None: ...
+    start_wave: int
+    wave_complete: int
+    group_size: int
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_kv_blocks: _Optional[int] = ..., picks_arrived: _Optional[_Iterable[_Union[_engine_pb2.PickId, _Mapping]]] = ..., step: _Optional[int] = ..., seats: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., starts_per_second: _Optional[float] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., computed_tokens_per_second: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., step_requests: _Optional[float] = ..., prefilling_tokens: _Optional[int] = ..., start_wave: _Optional[int] = ..., wave_complete: _Optional[int] = ..., group_size: _Optional[int] = ...) -> None: ...
 
 class EngineCommand(_message.Message):
-    __slots__ = ("hello", "drain", "adapters", "report_interval")
+    __slots__ = ("hello", "drain", "adapters", "start_wave", "data_parallel_size", "report_interval")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    START_WAVE_FIELD_NUMBER: _ClassVar[int]
+    DATA_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     REPORT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     drain: Drain
     adapters: AdapterChanges
+    start_wave: int
+    data_parallel_size: int
     report_interval: _duration_pb2.Duration
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., adapters: _Optional[_Union[AdapterChanges, _Mapping]] = ..., report_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., adapters: _Optional[_Union[AdapterChanges, _Mapping]] = ..., start_wave: _Optional[int] = ..., data_parallel_size: _Optional[int] = ..., report_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("grace",)
@@ -118,7 +138,7 @@ class AdapterChanges(_message.Message):
     def __init__(self, load: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., unload: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PickRequest(_message.Message):
-    __slots__ = ("fingerprint", "role", "prompt_tokens", "max_new_tokens", "block_hash_prefixes", "tenant", "priority", "timeout", "exclude", "adapter", "query_id", "pools", "subset")
+    __slots__ = ("fingerprint", "role", "prompt_tokens", "max_new_tokens", "block_hash_prefixes", "tenant", "priority", "timeout", "exclude", "adapter", "query_id", "pools", "subset", "data_parallel_rank")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +152,7 @@ class PickRequest(_message.Message):
     QUERY_ID_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
     SUBSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_PARALLEL_RANK_FIELD_NUMBER: _ClassVar[int]
     fingerprint: _types_pb2.Fingerprint
     role: _types_pb2.EngineRole
     prompt_tokens: int
@@ -145,7 +166,8 @@ class PickRequest(_message.Message):
     query_id: str
     pools: bool
     subset: Subset
-    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., exclude: _Optional[_Iterable[_Union[EngineRef, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., query_id: _Optional[str] = ..., pools: _Optional[bool] = ..., subset: _Optional[_Union[Subset, _Mapping]] = ...) -> None: ...
+    data_parallel_rank: int
+    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., exclude: _Optional[_Iterable[_Union[EngineRef, _Mapping]]] = ..., adapter: _Optional[bytes] = ..., query_id: _Optional[str] = ..., pools: _Optional[bool] = ..., subset: _Optional[_Union[Subset, _Mapping]] = ..., data_parallel_rank: _Optional[int] = ...) -> None: ...
 
 class EnrollRequest(_message.Message):
     __slots__ = ("service", "instance_id")
@@ -278,6 +300,18 @@ class EngineLoads(_message.Message):
     step_seconds: _containers.RepeatedScalarFieldContainer[float]
     step_requests: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, number: _Optional[_Iterable[int]] = ..., age_milliseconds: _Optional[_Iterable[int]] = ..., score: _Optional[_Iterable[int]] = ..., waiting: _Optional[_Iterable[int]] = ..., waiting_tokens: _Optional[_Iterable[int]] = ..., reported_waiting: _Optional[_Iterable[int]] = ..., running: _Optional[_Iterable[int]] = ..., reported_waiting_tokens: _Optional[_Iterable[int]] = ..., kv_usage: _Optional[_Iterable[float]] = ..., free_kv_blocks: _Optional[_Iterable[int]] = ..., seats: _Optional[_Iterable[int]] = ..., prefill_tokens_per_second: _Optional[_Iterable[float]] = ..., starts_per_second: _Optional[_Iterable[float]] = ..., prompt_tokens_per_second: _Optional[_Iterable[float]] = ..., step_seconds: _Optional[_Iterable[float]] = ..., step_requests: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class ScaleRequest(_message.Message):
+    __slots__ = ("data_parallel_group", "data_parallel_size")
+    DATA_PARALLEL_GROUP_FIELD_NUMBER: _ClassVar[int]
+    DATA_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    data_parallel_group: str
+    data_parallel_size: int
+    def __init__(self, data_parallel_group: _Optional[str] = ..., data_parallel_size: _Optional[int] = ...) -> None: ...
+
+class ScaleResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class SetAdapterRequest(_message.Message):
     __slots__ = ("adapter", "unloaded")

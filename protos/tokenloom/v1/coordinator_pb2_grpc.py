@@ -60,6 +60,11 @@ class CoordinatorStub:
                 request_serializer=tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterResponse.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/tokenloom.v1.Coordinator/Scale',
+                request_serializer=tokenloom_dot_v1_dot_coordinator__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.ScaleResponse.FromString,
+                _registered_method=True)
         self.Enroll = channel.unary_stream(
                 '/tokenloom.v1.Coordinator/Enroll',
                 request_serializer=tokenloom_dot_v1_dot_coordinator__pb2.EnrollRequest.SerializeToString,
@@ -112,6 +117,15 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """Changes the number of ranks of a data-parallel group, and returns when all of them have agreed and the ranks that leave have left. More
+        ranks must have been started before: FAILED_PRECONDITION names those that have not joined. NOT_FOUND if no rank of the group has joined;
+        DEADLINE_EXCEEDED if the ranks do not agree in time, for example because a new one is lost: the group then keeps its size.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Enroll(self, request, context):
         """Counts the caller among the processes of its service for as long as the call lasts, and streams its position among them: once the
         coordinator has been up for long enough that all of them may have called, and at each change. From its position a process computes which
@@ -148,6 +162,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.SetAdapter,
                     request_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterResponse.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.ScaleRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_coordinator__pb2.ScaleResponse.SerializeToString,
             ),
             'Enroll': grpc.unary_stream_rpc_method_handler(
                     servicer.Enroll,
@@ -291,6 +310,33 @@ class Coordinator:
             '/tokenloom.v1.Coordinator/SetAdapter',
             tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterRequest.SerializeToString,
             tokenloom_dot_v1_dot_coordinator__pb2.SetAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.Coordinator/Scale',
+            tokenloom_dot_v1_dot_coordinator__pb2.ScaleRequest.SerializeToString,
+            tokenloom_dot_v1_dot_coordinator__pb2.ScaleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,11 @@ class CoordinatorStub:
     """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
     forgot one, are asked to do the same. A new coordinator takes the adapters that joining engines have. Callers: gateways, for an operator.
     """
+    Scale: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ScaleRequest, _coordinator_pb2.ScaleResponse]
+    """Changes the number of ranks of a data-parallel group, and returns when all of them have agreed and the ranks that leave have left. More
+    ranks must have been started before: FAILED_PRECONDITION names those that have not joined. NOT_FOUND if no rank of the group has joined;
+    DEADLINE_EXCEEDED if the ranks do not agree in time, for example because a new one is lost: the group then keeps its size.
+    """
     Enroll: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.EnrollRequest, _coordinator_pb2.Position]
     """Counts the caller among the processes of its service for as long as the call lasts, and streams its position among them: once the
     coordinator has been up for long enough that all of them may have called, and at each change. From its position a process computes which
@@ -85,6 +90,11 @@ class CoordinatorAsyncStub(CoordinatorStub):
     SetAdapter: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.SetAdapterRequest, _coordinator_pb2.SetAdapterResponse]  # type: ignore[assignment]
     """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
     forgot one, are asked to do the same. A new coordinator takes the adapters that joining engines have. Callers: gateways, for an operator.
+    """
+    Scale: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ScaleRequest, _coordinator_pb2.ScaleResponse]  # type: ignore[assignment]
+    """Changes the number of ranks of a data-parallel group, and returns when all of them have agreed and the ranks that leave have left. More
+    ranks must have been started before: FAILED_PRECONDITION names those that have not joined. NOT_FOUND if no rank of the group has joined;
+    DEADLINE_EXCEEDED if the ranks do not agree in time, for example because a new one is lost: the group then keeps its size.
     """
     Enroll: _aio.UnaryStreamMultiCallable[_coordinator_pb2.EnrollRequest, _coordinator_pb2.Position]  # type: ignore[assignment]
     """Counts the caller among the processes of its service for as long as the call lasts, and streams its position among them: once the
@@ -144,6 +154,17 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_coordinator_pb2.SetAdapterResponse, _abc.Awaitable[_coordinator_pb2.SetAdapterResponse]]:
         """Records which LoRA adapters all engines should have, after an operator loaded or unloaded one everywhere: engines that join later, or that
         forgot one, are asked to do the same. A new coordinator takes the adapters that joining engines have. Callers: gateways, for an operator.
+        """
+
+    @_abc_1.abstractmethod
+    def Scale(
+        self,
+        request: _coordinator_pb2.ScaleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ScaleResponse, _abc.Awaitable[_coordinator_pb2.ScaleResponse]]:
+        """Changes the number of ranks of a data-parallel group, and returns when all of them have agreed and the ranks that leave have left. More
+        ranks must have been started before: FAILED_PRECONDITION names those that have not joined. NOT_FOUND if no rank of the group has joined;
+        DEADLINE_EXCEEDED if the ranks do not agree in time, for example because a new one is lost: the group then keeps its size.
         """
 
     @_abc_1.abstractmethod

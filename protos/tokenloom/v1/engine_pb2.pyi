@@ -197,6 +197,16 @@ class KVGrant(_message.Message):
     kv: KVSource
     def __init__(self, slot: _Optional[int] = ..., kv: _Optional[_Union[KVSource, _Mapping]] = ...) -> None: ...
 
+class ReconfigureRequest(_message.Message):
+    __slots__ = ("data_parallel_size",)
+    DATA_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    data_parallel_size: int
+    def __init__(self, data_parallel_size: _Optional[int] = ...) -> None: ...
+
+class ReconfigureResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class LoadLoraRequest(_message.Message):
     __slots__ = ("name", "path", "digest", "in_place")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -310,22 +320,48 @@ class ResetPrefixCacheResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class WatchKVEventsRequest(_message.Message):
-    __slots__ = ("from_sequence",)
+    __slots__ = ("from_sequence", "prefix_interval")
     FROM_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     from_sequence: int
-    def __init__(self, from_sequence: _Optional[int] = ...) -> None: ...
+    prefix_interval: _duration_pb2.Duration
+    def __init__(self, from_sequence: _Optional[int] = ..., prefix_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class WatchKVEventsResponse(_message.Message):
-    __slots__ = ("sequence", "engine_epoch", "time", "events")
+    __slots__ = ("sequence", "engine_epoch", "time", "events", "prefix_changes")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CHANGES_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     engine_epoch: int
     time: _timestamp_pb2.Timestamp
     events: _containers.RepeatedCompositeFieldContainer[KVCacheEvent]
-    def __init__(self, sequence: _Optional[int] = ..., engine_epoch: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., events: _Optional[_Iterable[_Union[KVCacheEvent, _Mapping]]] = ...) -> None: ...
+    prefix_changes: PrefixChanges
+    def __init__(self, sequence: _Optional[int] = ..., engine_epoch: _Optional[int] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., events: _Optional[_Iterable[_Union[KVCacheEvent, _Mapping]]] = ..., prefix_changes: _Optional[_Union[PrefixChanges, _Mapping]] = ...) -> None: ...
+
+class PrefixChanges(_message.Message):
+    __slots__ = ("first_sequence", "specimen_hash", "all_cleared", "removed", "stored")
+    FIRST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SPECIMEN_HASH_FIELD_NUMBER: _ClassVar[int]
+    ALL_CLEARED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    first_sequence: int
+    specimen_hash: bytes
+    all_cleared: bool
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    stored: _containers.RepeatedCompositeFieldContainer[PrefixChain]
+    def __init__(self, first_sequence: _Optional[int] = ..., specimen_hash: _Optional[bytes] = ..., all_cleared: _Optional[bool] = ..., removed: _Optional[_Iterable[int]] = ..., stored: _Optional[_Iterable[_Union[PrefixChain, _Mapping]]] = ...) -> None: ...
+
+class PrefixChain(_message.Message):
+    __slots__ = ("parent", "blocks")
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    parent: int
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, parent: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KVCacheEvent(_message.Message):
     __slots__ = ("block_stored", "block_removed", "all_blocks_cleared")
@@ -338,18 +374,22 @@ class KVCacheEvent(_message.Message):
     def __init__(self, block_stored: _Optional[_Union[BlockStored, _Mapping]] = ..., block_removed: _Optional[_Union[BlockRemoved, _Mapping]] = ..., all_blocks_cleared: _Optional[_Union[AllBlocksCleared, _Mapping]] = ...) -> None: ...
 
 class BlockStored(_message.Message):
-    __slots__ = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "medium")
+    __slots__ = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "medium", "num_blocks_before", "named_block_before")
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     PARENT_BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    NAMED_BLOCK_BEFORE_FIELD_NUMBER: _ClassVar[int]
     block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     parent_block_hash: bytes
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     block_size: int
     medium: str
-    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., parent_block_hash: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., medium: _Optional[str] = ...) -> None: ...
+    num_blocks_before: int
+    named_block_before: bytes
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., parent_block_hash: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., medium: _Optional[str] = ..., num_blocks_before: _Optional[int] = ..., named_block_before: _Optional[bytes] = ...) -> None: ...
 
 class BlockRemoved(_message.Message):
     __slots__ = ("block_hashes", "medium")

@@ -200,6 +200,11 @@ class EngineAdminStub:
                 request_serializer=tokenloom_dot_v1_dot_engine__pb2.PinLoraRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_engine__pb2.PinLoraResponse.FromString,
                 _registered_method=True)
+        self.Reconfigure = channel.unary_unary(
+                '/tokenloom.v1.EngineAdmin/Reconfigure',
+                request_serializer=tokenloom_dot_v1_dot_engine__pb2.ReconfigureRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_engine__pb2.ReconfigureResponse.FromString,
+                _registered_method=True)
 
 
 class EngineAdminServicer:
@@ -329,6 +334,15 @@ class EngineAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reconfigure(self, request, context):
+        """Asks the engine to agree with the other ranks on another size of its data-parallel group; all ranks must be asked (Coordinator.Scale does).
+        Returns when the group has this size. A rank that leaves ends its requests first, which continue elsewhere. FAILED_PRECONDITION if the
+        engine belongs to no group that computes in waves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -411,6 +425,11 @@ def add_EngineAdminServicer_to_server(servicer, server):
                     servicer.PinLora,
                     request_deserializer=tokenloom_dot_v1_dot_engine__pb2.PinLoraRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_engine__pb2.PinLoraResponse.SerializeToString,
+            ),
+            'Reconfigure': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reconfigure,
+                    request_deserializer=tokenloom_dot_v1_dot_engine__pb2.ReconfigureRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_engine__pb2.ReconfigureResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -846,6 +865,33 @@ class EngineAdmin:
             '/tokenloom.v1.EngineAdmin/PinLora',
             tokenloom_dot_v1_dot_engine__pb2.PinLoraRequest.SerializeToString,
             tokenloom_dot_v1_dot_engine__pb2.PinLoraResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reconfigure(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.EngineAdmin/Reconfigure',
+            tokenloom_dot_v1_dot_engine__pb2.ReconfigureRequest.SerializeToString,
+            tokenloom_dot_v1_dot_engine__pb2.ReconfigureResponse.FromString,
             options,
             channel_credentials,
             insecure,

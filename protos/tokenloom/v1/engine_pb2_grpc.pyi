@@ -144,6 +144,11 @@ class EngineAdminStub:
     """Lists the adapters that are loaded."""
     PinLora: _grpc.UnaryUnaryMultiCallable[_engine_pb2.PinLoraRequest, _engine_pb2.PinLoraResponse]
     """Keeps an adapter in a slot of the device, or ends that. RESOURCE_EXHAUSTED if all slots but one are pinned."""
+    Reconfigure: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ReconfigureRequest, _engine_pb2.ReconfigureResponse]
+    """Asks the engine to agree with the other ranks on another size of its data-parallel group; all ranks must be asked (Coordinator.Scale does).
+    Returns when the group has this size. A rank that leaves ends its requests first, which continue elsewhere. FAILED_PRECONDITION if the
+    engine belongs to no group that computes in waves.
+    """
 
 @_typing.type_check_only
 class EngineAdminAsyncStub(EngineAdminStub):
@@ -200,6 +205,11 @@ class EngineAdminAsyncStub(EngineAdminStub):
     """Lists the adapters that are loaded."""
     PinLora: _aio.UnaryUnaryMultiCallable[_engine_pb2.PinLoraRequest, _engine_pb2.PinLoraResponse]  # type: ignore[assignment]
     """Keeps an adapter in a slot of the device, or ends that. RESOURCE_EXHAUSTED if all slots but one are pinned."""
+    Reconfigure: _aio.UnaryUnaryMultiCallable[_engine_pb2.ReconfigureRequest, _engine_pb2.ReconfigureResponse]  # type: ignore[assignment]
+    """Asks the engine to agree with the other ranks on another size of its data-parallel group; all ranks must be asked (Coordinator.Scale does).
+    Returns when the group has this size. A rank that leaves ends its requests first, which continue elsewhere. FAILED_PRECONDITION if the
+    engine belongs to no group that computes in waves.
+    """
 
 class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
     """Operates one engine. Callers: operators."""
@@ -349,5 +359,16 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.PinLoraResponse, _abc.Awaitable[_engine_pb2.PinLoraResponse]]:
         """Keeps an adapter in a slot of the device, or ends that. RESOURCE_EXHAUSTED if all slots but one are pinned."""
+
+    @_abc_1.abstractmethod
+    def Reconfigure(
+        self,
+        request: _engine_pb2.ReconfigureRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.ReconfigureResponse, _abc.Awaitable[_engine_pb2.ReconfigureResponse]]:
+        """Asks the engine to agree with the other ranks on another size of its data-parallel group; all ranks must be asked (Coordinator.Scale does).
+        Returns when the group has this size. A rank that leaves ends its requests first, which continue elsewhere. FAILED_PRECONDITION if the
+        engine belongs to no group that computes in waves.
+        """
 
 def add_EngineAdminServicer_to_server(servicer: EngineAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

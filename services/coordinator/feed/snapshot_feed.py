@@ -1,10 +1,10 @@
 """Makes what watchers are sent, once for all of them: everything for a new watcher, and then what changes. No I/O."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tokenloom.services.runtime.registry.engine_loads import clear_load, loads_of
-from tokenloom.v1.coordinator_pb2 import EngineEntry, Snapshot, WatchRequest
+from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, Snapshot, WatchRequest
 
 from ..engine_registry import Registry
 from .change_log import ChangeLog
@@ -24,11 +24,13 @@ class _Shown:
     Attributes:
         number: Stands for it in changes.
         rest: Its entry without the load.
+        outline: What watchers without loads are shown, as a part of a serialized ``Snapshot``.
         data: Its entry as a part of a serialized ``Snapshot``; None: not serialized since it changed.
     """
 
     number: int
     rest: EngineEntry
+    outline: bytes
     data: bytes | None = None
 
 
@@ -69,8 +71,9 @@ class SnapshotFeed:
         self._loads: dict[str, None] = {}  # engines of which only the load is to be sent
         self._loads_at = self._states_at = 0.0
         self._body: bytes | None = None  # all engines, serialized
+        self._outlines: bytes | None = None  # the same for watchers without loads
         self._everything = ChangeLog(registry.revision, self._whole)
-        self._without_loads = ChangeLog(registry.revision, self._whole)
+        self._without_loads = ChangeLog(registry.revision, self._whole_outlines)
         self._uncut = ChangeLog(registry.revision, self._whole, max_kept=0)
 
     def log(self, request: WatchRequest) -> ChangeLog:
@@ -87,10 +90,10 @@ class SnapshotFeed:
         self._look(changed.take_others())
         if with_loads:
             self._note_loads(changed.take_loads())
-        if now >= self._states_at and (others := self._others(self._pending_states)):
+        if now >= self._states_at and (others := self._others(self._pending_states, self._outline)):
             self._states_at = now + len(self._shown) / MAX_STATE_MESSAGES_PER_SECOND
             self._add(self._without_loads, others)
-        others = self._others(self._pending)
+        others = self._others(self._pending, self._part)
         if with_loads and self._loads:
             others += Snapshot(loads=loads_of(list(map(self._load, self._loads)))).SerializeToString()
             self._loads.clear()
@@ -99,8 +102,11 @@ class SnapshotFeed:
             self._add(self._everything, others)
             self._add(self._uncut, b"")
 
-    def _others(self, pending: _Pending) -> bytes:
-        """Return what is pending, as a part of a message, and forget it; empty if nothing is."""
+    def _others(self, pending: _Pending, part: Callable[[str, bool], bytes]) -> bytes:
+        """Return what is pending, as a part of a message, and forget it; empty if nothing is.
+
+        ``part``: returns an engine, with its identity or without, as a part of a message.
+        """
         constants = self._constants()
         if not (pending.changed or pending.left or pending.constants != constants):
             return b""
@@ -109,12 +115,12 @@ class SnapshotFeed:
             head.new_adapters = True
             head.adapters.extend(self._registry.adapters)
         changed, pending.changed, pending.left, pending.constants = pending.changed, {}, {}, constants
-        return head.SerializeToString() + b"".join(self._part(name, new) for name, new in changed.items())
+        return head.SerializeToString() + b"".join(part(name, new) for name, new in changed.items())
 
     def _look(self, names: Iterable[str]) -> None:
         """See what has become of these engines."""
         for name in names:
-            self._body = None
+            self._body = self._outlines = None
             before, entry = self._shown.get(name), self._registry.entry(name)
             if entry is not None:
                 self._see(name, before, entry)
@@ -130,11 +136,11 @@ class SnapshotFeed:
         entry.number = before.number if before else self._num_joined
         data = Snapshot(engines=[entry]).SerializeToString()
         clear_load(entry)
-        self._shown[name] = _Shown(entry.number, entry, data)
+        shown = self._shown[name] = _Shown(entry.number, entry, _outline(entry), data)
+        if before is None or shown.outline != before.outline:
+            self._pending_states.change(name, is_new=True)
         if before is None or entry != before.rest:
-            is_new = before is None or entry.identity != before.rest.identity
-            self._pending.change(name, is_new=is_new)
-            self._pending_states.change(name, is_new=is_new)
+            self._pending.change(name, is_new=before is None or entry.identity != before.rest.identity)
             self._loads.pop(name, None)
         elif name not in self._pending.changed:
             self._loads[name] = None
@@ -165,6 +171,10 @@ class SnapshotFeed:
             shown.data = Snapshot(engines=[entry]).SerializeToString()
         return shown.data
 
+    def _outline(self, name: str, with_identity: bool) -> bytes:
+        """Return a part of a message to watchers without loads; what it has of the identity is small."""
+        return self._shown[name].outline
+
     def _add(self, log: ChangeLog, body: bytes) -> None:
         revision = max(self._registry.revision, log.revision + 1)
         log.add(revision, self._head(revision, log.revision) + body)
@@ -172,8 +182,15 @@ class SnapshotFeed:
     def _whole(self, revision: int) -> bytes:
         if self._body is None:
             self._body = b"".join(self._part(name, True) for name in self._shown)
-        adapters = Snapshot(adapters=self._registry.adapters).SerializeToString()
-        return self._head(revision) + adapters + self._body
+        return self._head(revision) + self._adapters() + self._body
+
+    def _whole_outlines(self, revision: int) -> bytes:
+        if self._outlines is None:
+            self._outlines = b"".join(shown.outline for shown in self._shown.values())
+        return self._head(revision) + self._adapters() + self._outlines
+
+    def _adapters(self) -> bytes:
+        return Snapshot(adapters=self._registry.adapters).SerializeToString()
 
     def _head(self, revision: int, base_revision: int = 0) -> bytes:
         return Snapshot(
@@ -187,3 +204,17 @@ class SnapshotFeed:
     def _constants(self) -> tuple[bool, int, int]:
         """Return what seldom changes."""
         return self._registry.is_complete, self._registry.pd_threshold, self._registry.adapters.version
+
+
+def _outline(entry: EngineEntry) -> bytes:
+    """Return which engine it is, what it does, and where its KV is, as a part of a serialized ``Snapshot``: when a
+    thousand engines join, each of them gets a thousand of these."""
+    identity = entry.identity
+    shown = EngineEntry(
+        identity=EngineIdentity(
+            engine_id=identity.engine_id, epoch=identity.epoch, kv_address=identity.kv_address, host=identity.host
+        ),
+        report=EngineReport(role=entry.report.role, state=entry.report.state),
+        number=entry.number,
+    )
+    return Snapshot(engines=[shown]).SerializeToString()

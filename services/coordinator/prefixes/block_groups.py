@@ -27,11 +27,11 @@ class Group:
         self._array = None
 
     def rows(self, owner: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rows of the engines that still hold the blocks."""
+        """Return the rows of the engines that hold the blocks; -1 for those that were made to forget them."""
         if self._array is None:
             self._array = np.fromiter(self.stretches.values(), np.int64, len(self.stretches))
-        rows = owner[self._array]
-        return rows[rows >= 0]
+        rows: NDArray[np.int64] = owner.take(self._array)
+        return rows
 
 
 class Groups:

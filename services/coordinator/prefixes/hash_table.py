@@ -1,136 +1,110 @@
-"""Maps 64-bit hashes to numbers in a fixed number of bytes, hundreds of hashes at a time. No I/O."""
+"""Maps 64-bit words to numbers in a fixed number of bytes, one or thousands at a time. No I/O."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 Words: TypeAlias = NDArray[np.uint64]
-Slots: TypeAlias = NDArray[np.int64]
+"""Hashes whose bits are mixed, shape [n]."""
 Values: TypeAlias = NDArray[np.int64]
+_Tags: TypeAlias = NDArray[np.uint64]
 
-SLOT_BYTES = 8
-"""A word with 32 bits of the hash above and the value below."""
 MAX_VALUE = (1 << 32) - 1
 MAX_LOAD = 0.75
 _WIDTH = 8  # slots of a bucket: a cache line
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # of Fibonacci hashing (Knuth, The Art of Computer Programming, 6.4)
-_HALF, _NOT_EMPTY = np.uint64(32), np.uint64(1 << 32)
+_SLOT_BYTES = 8
+BYTES_PER_ENTRY = _SLOT_BYTES / MAX_LOAD
+# Operands of arrays are arrays: NumPy takes a microsecond longer for a number of Python.
+_MULTIPLIER = np.array(
+    0x9E3779B97F4A7C15, np.uint64
+)  # of Fibonacci hashing (Knuth, The Art of Computer Programming, 6.4)
+_HALF, _NOT_EMPTY = np.array(32, np.uint64), np.array(1 << 32, np.uint64)
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """Holds hashes as the table compares them, shapes [n].
-
-    Attributes:
-        places: 32 bits that choose the bucket.
-        tags: 32 bits that are kept, in the upper half of a word; never 0, which marks an empty slot.
-    """
-
-    places: Words
-    tags: Words
-
-    def __len__(self) -> int:
-        return len(self.tags)
-
-    def part(self, part: "slice | NDArray[np.bool_]") -> "Keys":
-        """Return some of the keys."""
-        return Keys(self.places[part], self.tags[part])
-
-
-def keys_of(hashes: Sequence[int]) -> Keys:
-    """Return the keys of ``hashes``, mixed, because nothing is known of how their bits are distributed."""
-    mixed = np.array(hashes, np.uint64) * _MULTIPLIER
-    places = mixed >> _HALF
-    mixed ^= places
-    mixed <<= _HALF
-    mixed |= _NOT_EMPTY
-    return Keys(places, mixed)
+def words_of(hashes: Sequence[int]) -> Words:
+    """Return ``hashes``, mixed, because nothing is known of how their bits are distributed."""
+    words: Words = np.array(hashes, np.uint64) * _MULTIPLIER
+    return words
 
 
 class HashTable:
-    """Keeps hashes with one value each, and forgets none: its owner begins another one when it is full.
+    """Keeps words with one value each, and forgets none: its owner begins another one when it is full.
 
-    Buckets of eight slots are searched and filled in turn, beginning with the one that the hash chooses. A slot keeps
-    31 bits of the hash, and its bucket stands for 20 more: of 10^8 searches in a full table one finds another hash.
+    Buckets of eight slots are searched and filled in turn, beginning with the one that the upper half of the word
+    chooses. A slot keeps 31 other bits, the tag, above the value, and its bucket stands for 20 more: of 10^8 searches
+    in a full table one finds another word.
 
     Attributes:
-        max_entries: It works well with so many hashes, and is a quarter empty then.
-        num_entries: Hashes that it has.
+        max_entries: It works well with so many words, and is a quarter empty then.
+        num_entries: Words that it has.
     """
 
     def __init__(self, max_entries: int) -> None:
         self._num_buckets = int(max_entries / MAX_LOAD / _WIDTH) + 1
         self.max_entries = max_entries
         self.num_entries = 0
-        self._rows: Words = np.zeros((self._num_buckets, _WIDTH), np.uint64)  # memory is taken where it is written
-        self._words = self._rows.reshape(-1)
+        self._rows: NDArray[np.uint64] = np.zeros((self._num_buckets, _WIDTH), np.uint64)  # takes memory as it fills
+        self._slots = self._rows.reshape(-1)
         self._used = np.zeros(self._num_buckets, np.int8)
 
-    def has(self, keys: Keys, index: int) -> bool:
-        """Return whether one hash is there: faster than :meth:`find` for a few."""
-        bucket = (int(keys.places[index]) * self._num_buckets) >> 32
-        tag = int(keys.tags[index]) >> 32
+    def get(self, word: int) -> int:
+        """Return the value of one word; -1: it is not there."""
+        bucket, tag = self._place(word)
         while True:
-            words = self._rows[bucket].tolist()
-            if tag in [word >> 32 for word in words]:
-                return True
-            if not words[-1]:
-                return False
+            slots = self._rows[bucket].tolist()
+            for slot in slots:
+                if slot >> 32 == tag:
+                    return int(slot & MAX_VALUE)
+            if not slots[-1]:
+                return -1
             bucket = (bucket + 1) % self._num_buckets
 
-    def find(self, keys: Keys) -> tuple[Slots, Values]:
-        """Return the slots of the hashes and their values, shapes [n]; -1 and 0 for those that are not there."""
-        buckets = self._buckets(keys)
-        hits, values, rows = self._look(buckets, keys.tags)
-        if len(hits) == len(buckets):
-            return buckets * _WIDTH + (hits & (_WIDTH - 1)), values
-        slots, all_values = np.full(len(buckets), -1, np.int64), np.zeros(len(buckets), np.int64)
-        pending = np.arange(len(buckets))
-        while True:
-            keys_found = pending[hits // _WIDTH]
-            slots[keys_found] = buckets[keys_found] * _WIDTH + hits % _WIDTH
-            all_values[keys_found] = values
-            pending = pending[(rows[:, -1] != 0) & (slots[pending] < 0)]
-            if not len(pending):
-                return slots, all_values
-            buckets[pending] = (buckets[pending] + 1) % self._num_buckets  # they may be in the next bucket
-            hits, values, rows = self._look(buckets[pending], keys.tags[pending])
+    def add(self, word: int, value: int) -> None:
+        """Add one word that is not there."""
+        bucket, tag = self._place(word)
+        while (used := int(self._used[bucket])) == _WIDTH:
+            bucket = (bucket + 1) % self._num_buckets
+        self._rows[bucket, used] = tag << 32 | value
+        self._used[bucket] = used + 1
+        self.num_entries += 1
 
-    def insert(self, keys: Keys, values: Values) -> None:
-        """Add hashes that are not there."""
-        buckets, words = self._buckets(keys), keys.tags | values.view(np.uint64)
+    def find(self, words: Words) -> Values:
+        """Return the values of words, shape [n]; -1 for those that are not there."""
+        buckets, tags = self._places(words)
+        values, pending = np.full(len(words), -1, np.int64), np.arange(len(words))
+        while len(pending):
+            rows = self._rows[buckets] ^ tags[:, None]
+            nearest = rows.min(axis=1)
+            is_found = nearest <= MAX_VALUE
+            values[pending[is_found]] = nearest[is_found]
+            goes_on = ~is_found & (rows[:, -1] != tags)  # the bucket is full: it may be in the next one
+            pending, tags, buckets = pending[goes_on], tags[goes_on], (buckets[goes_on] + 1) % self._num_buckets
+        return values
+
+    def insert(self, words: Words, values: Values) -> None:
+        """Add words that are not there."""
+        buckets, tags = self._places(words)
+        slots_wanted = tags | values.view(np.uint64)
         self.num_entries += len(words)
-        while len(words):
+        while len(slots_wanted):
             used = self._used[buckets]
             has_room = used < _WIDTH
-            slots = buckets * _WIDTH + used
-            if not has_room[has_room.argmin()]:
-                slots *= has_room
-            self._words[slots[has_room]] = words[has_room]
-            won = has_room & (self._words.take(slots) == words)  # of several that want one slot, the last gets it
-            if won[won.argmin()]:
-                self._used[buckets] = used + 1
-                return
+            slots = (buckets * _WIDTH + used) * has_room
+            self._slots[slots[has_room]] = slots_wanted[has_room]
+            won = has_room & (self._slots[slots] == slots_wanted)  # of several that want one slot, the last gets it
             self._used[buckets[won]] += 1
             buckets = np.where(has_room, buckets, (buckets + 1) % self._num_buckets)[~won]
-            words = words[~won]
+            slots_wanted = slots_wanted[~won]
 
-    def put(self, slots: Slots, value: int) -> None:
-        """Give all of some slots one value."""
-        self._words[slots] = ((self._words[slots] >> _HALF) << _HALF) | np.uint64(value)
+    def _place(self, word: int) -> tuple[int, int]:
+        """Return the first bucket of a word and its tag, 32 bits; never 0, which marks an empty slot."""
+        upper = word >> 32
+        return upper * self._num_buckets >> 32, (word ^ upper) & MAX_VALUE | 1
 
-    def _buckets(self, keys: Keys) -> Slots:
-        buckets = keys.places * np.uint64(self._num_buckets)
-        buckets >>= _HALF
-        return buckets.view(np.int64)
-
-    def _look(self, buckets: Slots, tags: Words) -> tuple[Slots, Values, Words]:
-        """Return where in the buckets the tags are (8 x index + place in the bucket), their values, and the buckets,
-        shape [n, 8]."""
-        rows = self._rows.take(buckets, axis=0)
-        differences = (rows ^ tags[:, None]).reshape(-1)
-        hits = (differences <= MAX_VALUE).nonzero()[0]
-        return hits, differences[hits].view(np.int64), rows
+    def _places(self, words: Words) -> tuple[Values, _Tags]:
+        """Return first buckets and tags, the latter in the upper half of a word, shapes [n]."""
+        upper = words >> _HALF
+        buckets = upper * np.uint64(self._num_buckets) >> _HALF
+        return buckets.view(np.int64), (words ^ upper) << _HALF | _NOT_EMPTY

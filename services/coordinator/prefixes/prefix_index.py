@@ -1,7 +1,7 @@
 """Remembers which prefixes each engine probably has in its KV cache: those of its recent picks. No I/O."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,75 +9,83 @@ from tokenloom.request.prefix_schedule import MAX_HASHES
 from tokenloom.services.runtime.placement.engine_columns import IntColumn
 
 from .block_groups import Groups
-from .hash_table import MAX_LOAD, SLOT_BYTES, HashTable, Keys, Slots, Values, keys_of
+from .block_log import BLOCK_BYTES, SEARCHABLE_BLOCK_BYTES, BlockLog, Piece
+from .hash_table import Values, Words, words_of
 from .stretches import Stretches
 
 MAX_BLOCKS = 1 << 16
 """Blocks remembered of one engine at most."""
 _MIN_ENTRIES = 1 << 12
-_TABLE_SHARE = 0.75  # of the bytes; the rest is for groups
+_LOG_SHARE = 0.75  # of the bytes; the rest is for groups
 _MAX_STRETCHES = 1 << 16  # begun in one generation
 _GROUP = 1 << 31  # values from here on number groups
 _OLD = 1 << 40  # added to values of the old generation
-_NO_SLOTS = np.empty(0, np.int64)
 _SWEPT_GROUPS = 256  # freed at each pick: all at once would take too long
 
 
 class _Generation:
-    """Holds hashes of blocks. Their values: 0: no engine has the block; below ``_GROUP``: the stretch of the only
-    engine that has it; otherwise a group."""
+    """Holds blocks. Their values: 0: no engine has the block; below ``_GROUP``: the stretch of the only engine that has
+    it; otherwise a group."""
 
-    def __init__(self, max_entries: int) -> None:
-        self.table = HashTable(max_entries)
+    def __init__(self, max_blocks: int, *, is_searchable: bool) -> None:
+        self.log = BlockLog(max_blocks, is_searchable=is_searchable)
         self.groups = Groups()
 
-    def leading(self, keys: Keys) -> tuple[Slots, Values]:
-        """Return the slots and values of the blocks at the beginning of a prompt that are known."""
-        if not len(keys) or not self.table.has(keys, 0):
-            return _NO_SLOTS, _NO_SLOTS
-        slots, values = self.table.find(keys)
-        missing = slots < 0
-        end = missing.argmax()
-        return (slots[:end], values[:end]) if missing[end] else (slots, values)
+
+class Run(NamedTuple):
+    """Describes consecutive blocks of a prompt that the same engines have.
+
+    Attributes:
+        begin: The first one.
+        end: The one behind the last.
+        value: Who has them; from ``_OLD`` on: in the old generation, which may not have them either.
+        position: In the log of the young generation; -1: they are not there, nor are those behind them.
+    """
+
+    begin: int
+    end: int
+    value: int
+    position: int
 
 
-@dataclass(frozen=True, slots=True)
-class Path:
+class Path(NamedTuple):
     """Shows the blocks of a prompt as the index has them, until the index changes.
 
     Attributes:
-        keys: All blocks.
-        slots: Of the leading blocks, in the young generation.
-        runs: Begin, end and value of consecutive blocks with the same engines.
+        words: All blocks.
+        num_known: Leading blocks that are in the young generation.
+        runs: Of all blocks.
     """
 
-    keys: Keys
-    slots: Slots
-    runs: list[tuple[int, int, int]]
+    words: Words
+    num_known: int
+    runs: list[Run]
 
 
 class PrefixIndex:
     """Finds all engines that have the beginning of a prompt, whatever their number.
 
-    A block is kept once, however many engines have it, in 8 bytes: its hash and who has it. Consecutive blocks that the
-    same engines have share one group, as in a radix tree. Hashes are chained: a block's stands for all of its prefix,
-    so the blocks of a prompt that an engine has are always the leading ones.
+    A block is kept once, however many engines have it, in 15 bytes: its hash and who has it (:class:`.BlockLog`).
+    Consecutive blocks that the same engines have share one group, as in a radix tree. Hashes are chained: a block's
+    stands for all of its prefix, so the blocks of a prompt that an engine has are always the leading ones.
 
     Two bounds decide what is kept. Of each engine, at most as many blocks as its cache holds, in eighths that are
     forgotten together, the least recently picked first (:class:`.Stretches`). Of all engines, as many blocks as fit
     into ``max_bytes``: a young generation takes every block that is picked, and when it is full, it becomes the old
     one, and the old one is forgotten. Thus between half and all of the capacity holds the most recently picked blocks.
-    256 MiB are 9 to 19 million different blocks of any number of engines. A small fleet has small generations.
+    256 MiB are 7 to 14 million different blocks of any number of engines, and 4 to 8 million once evictions are
+    followed. A small fleet has small generations.
 
     Args:
         max_bytes: Of memory, about.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_entries = int(max_bytes * _TABLE_SHARE / 2 / SLOT_BYTES * MAX_LOAD)
-        self._max_group_bytes = int(max_bytes * (1 - _TABLE_SHARE) / 2)
+        self._max_log_bytes = int(max_bytes * _LOG_SHARE / 2)
+        self._max_group_bytes = int(max_bytes * (1 - _LOG_SHARE) / 2)
         self._stretches = Stretches()
-        self._young, self._old = _Generation(0), _Generation(0)
+        self._is_searchable = False  # what is remembered from the first eviction on
+        self._young, self._old = (_Generation(0, is_searchable=False) for _ in range(2))
         self._swept: list[Groups] = []
 
     def open(self, row: int, num_blocks: int) -> None:
@@ -90,74 +98,100 @@ class PrefixIndex:
 
     def find(self, hashes: Sequence[int]) -> Path:
         """Look a prompt up. ``hashes``: of its blocks, from the first on."""
-        return self._find(keys_of(hashes if len(hashes) <= MAX_HASHES else hashes[:MAX_HASHES]))
+        return self._find(words_of(hashes if len(hashes) <= MAX_HASHES else hashes[:MAX_HASHES]))
 
     def num_blocks(self, path: Path, num_rows: int) -> IntColumn | None:
         """Return how many blocks of a prompt each engine has, by row, shape [num_rows]; None if no engine has any."""
         counts: IntColumn | None = None
         owner = self._stretches.owner
-        for begin, end, value in path.runs:
+        for begin, end, value, _ in path.runs:
             generation, value = (self._old, value - _OLD) if value >= _OLD else (self._young, value)
             if value == 0:
                 break
-            rows = generation.groups[value - _GROUP].rows(owner) if value >= _GROUP else owner[value : value + 1]
-            rows = rows[rows >= 0]
             if counts is None:
-                counts = np.zeros(num_rows, np.int64)
-            rows = rows[counts[rows] == begin]
-            if not len(rows):
-                break
-            counts[rows] = end
-        return counts
+                counts = np.zeros(num_rows + 1, np.int64)  # the last one is for what was forgotten: row -1
+            if value < _GROUP:
+                if counts[owner[value]] != begin:
+                    break
+                counts[owner[value]] = end
+            else:
+                rows = generation.groups[value - _GROUP].rows(owner)
+                if begin:
+                    rows = rows[counts[rows] == begin]
+                counts[rows] = end
+        return None if counts is None else counts[:-1]
 
     def add(self, path: Path, row: int) -> None:
         """Remember that an engine will have the blocks of a prompt, or as many as its cache holds."""
-        num_blocks = min(len(path.keys), self._stretches.limit(row))
+        num_blocks = min(len(path.words), self._stretches.limit(row))
         if not num_blocks:
             return
-        if self._is_full(num_blocks - len(path.slots)):
+        if self._is_full(num_blocks - path.num_known):
             self._rotate()
-            path = self._find(path.keys)
-        num_known = min(len(path.slots), num_blocks)
+            path = self._find(path.words)
+        num_known, log = path.num_known, self._young.log
         newest = self._stretches.newest(row)
-        values = np.empty(num_blocks - num_known, np.int64)  # of the blocks that are new in this generation
-        for begin, end, before in path.runs:
+        appended = log.append(path.words[num_known:num_blocks]) if num_blocks > num_known else 0
+        for begin, end, before, position in path.runs:
             end = min(end, num_blocks)
             if begin >= end:
                 break
             after = self._with(before, row, newest, end - begin)
-            if begin < num_known and after != before:
-                self._young.table.put(path.slots[begin : min(end, num_known)], after)
-            if end > num_known:
-                values[max(begin - num_known, 0) : end - num_known] = after
-        if len(values):
-            self._young.table.insert(path.keys.part(slice(num_known, num_blocks)), values)
+            if position < 0:
+                position = appended + begin - num_known
+            elif after == before:
+                continue
+            log.values[position : position + end - begin] = after
         self._stretches.trim(row)
         if self._swept and not self._swept[-1].take(_SWEPT_GROUPS):
             self._swept.pop()
 
-    def remove(self, hashes: Sequence[int], row: int) -> None:
-        """Forget blocks, in any order, that an engine's cache has evicted."""
-        keys = keys_of(hashes)
-        slots, values = self._young.table.find(keys)
-        self._drop(self._young, slots, values, row)
-        slots, values = self._old.table.find(keys.part(slots < 0))
-        self._drop(self._old, slots, values, row)
+    def store(self, parent: int | None, blocks: Sequence[int], row: int) -> None:
+        """Remember blocks that an engine's cache has stored, each of which follows the one before it.
 
-    def _find(self, keys: Keys) -> Path:
-        slots, values = self._young.leading(keys)
-        num_known, num_blocks = len(slots), len(keys)
-        if num_known < num_blocks:
-            _, old = self._old.leading(keys.part(slice(num_known, None)))
-            unknown = np.zeros(num_blocks - num_known - len(old), np.int64)
-            values = np.concatenate([values, old + _OLD, unknown])
-        if not num_blocks:
-            return Path(keys, slots, [])
-        if values[0] == values[-1]:  # so are those between: fewer and fewer engines have the later blocks
-            return Path(keys, slots, [(0, num_blocks, int(values[0]))])
-        begins = [0, *((values[1:] != values[:-1]).nonzero()[0] + 1).tolist()]
-        ends = [*begins[1:], num_blocks]
-        return Path(keys, slots, list(zip(begins, ends, values[begins].tolist(), strict=True)))
+        They are left out if their engine is not known to have ``parent``, the block before them (None: they begin a
+        prompt), because they would not count; and if ``parent`` is not in the young generation, or would not be after
+        this, because no block is there without those before it.
+        """
+        if parent is None:
+            self.add(self.find(blocks), row)
+            return
+        if not self._is_searchable:
+            self._become_searchable()
+        words = words_of([parent, *blocks])
+        position = int(self._young.log.find(words[:1])[0])
+        if position >= 0 and self._has(self._young, int(self._young.log.values[position]), row):
+            path = self._find(words, position)
+            if path.num_known and not self._is_full(len(words) - path.num_known):
+                self.add(path, row)
+
+    def remove(self, hashes: Sequence[int], row: int) -> None:
+        """Forget blocks, in any order, that an engine's cache has evicted. The first call may not find what was
+        remembered before it."""
+        if not self._is_searchable:
+            self._become_searchable()
+        words = words_of(hashes)
+        for generation in (self._young, self._old):
+            positions = generation.log.find(words)
+            self._drop(generation, positions[positions >= 0], row)
+            words = words[positions < 0]
+
+    def _find(self, words: Words, position: int = -1) -> Path:
+        """Look blocks up that begin a prompt, or whose first one is at ``position`` in the young generation."""
+        runs: list[Run] = []
+        for piece in self._young.log.leading(words, position):
+            runs += _runs(self._young.log, piece, 0)
+        num_known = num_found = runs[-1].end if runs else 0
+        if num_known < len(words):
+            for piece in self._old.log.leading(words):
+                if piece.end > num_known:
+                    skipped = max(num_known - piece.begin, 0)
+                    rest = Piece(piece.begin + skipped, piece.end, piece.position + skipped)
+                    runs += [Run(run.begin, run.end, run.value, -1) for run in _runs(self._old.log, rest, _OLD)]
+                    num_found = piece.end
+            if num_found < len(words):
+                runs.append(Run(num_found, len(words), _OLD, -1))
+        return Path(words, num_known, runs)
 
     def _with(self, value: int, row: int, newest: int, num_blocks: int) -> int:
         """Return the value, in the young generation, of blocks that the engine in ``row`` has too from now on."""
@@ -191,26 +225,37 @@ class PrefixIndex:
         members[row] = newest
         return _GROUP + groups.add(members, num_blocks)
 
-    def _drop(self, generation: _Generation, slots: Slots, values: Values, row: int) -> None:
-        """Remove an engine from the blocks in some slots."""
-        for value in np.unique(values).tolist():
-            of_value = slots[(values == value) & (slots >= 0)]
-            if 0 < value < _GROUP:
-                stretch, after = value, 0
-            elif value and (members := dict(generation.groups[value - _GROUP].stretches)).get(row):
-                stretch = members.pop(row)
-                generation.groups.leave(value - _GROUP, len(of_value))
-                after = _GROUP + generation.groups.add(members, len(of_value))
-            else:
+    def _drop(self, generation: _Generation, positions: Values, row: int) -> None:
+        """Remove an engine from the blocks at some positions."""
+        groups, values = generation.groups, generation.log.values
+        present = values[positions]
+        for value in np.unique(present).tolist():
+            if not self._has(generation, value, row):
                 continue
-            if self._stretches.has(row, stretch):
-                self._stretches.drop(row, len(of_value), stretch)
-                generation.table.put(of_value, after)
+            of_value, stretch, after = positions[present == value], value, 0
+            if value >= _GROUP:
+                others = dict(groups[value - _GROUP].stretches)
+                stretch = others.pop(row)
+                groups.leave(value - _GROUP, len(of_value))
+                after = _GROUP + groups.add(others, len(of_value))
+            self._stretches.drop(row, len(of_value), stretch)
+            values[of_value] = after
+
+    def _has(self, generation: _Generation, value: int, row: int) -> bool:
+        """Return whether an engine has the blocks with this value."""
+        stretch = value if value < _GROUP else generation.groups[value - _GROUP].stretches.get(row, 0)
+        return self._stretches.has(row, stretch)
+
+    def _become_searchable(self) -> None:
+        """Follow evictions from now on: that takes more memory and time, and is not needed without them."""
+        self._is_searchable = True
+        self._old.log.make_searchable()
+        if not self._young.log.make_searchable():
+            self._rotate()
 
     def _is_full(self, num_new: int) -> bool:
-        table = self._young.table
         return (
-            table.num_entries + num_new > table.max_entries
+            not self._young.log.has_room(num_new)
             or self._young.groups.num_bytes > self._max_group_bytes
             or self._stretches.num_new > _MAX_STRETCHES
         )
@@ -218,6 +263,19 @@ class PrefixIndex:
     def _rotate(self) -> None:
         """Forget the old generation and begin a young one, of the size that the engines' caches need."""
         self._swept.append(self._old.groups)
-        max_entries = max(min(self._stretches.num_blocks, self._max_entries), _MIN_ENTRIES)
-        self._old, self._young = self._young, _Generation(max_entries)
+        block_bytes = SEARCHABLE_BLOCK_BYTES if self._is_searchable else BLOCK_BYTES
+        max_blocks = max(min(self._stretches.num_blocks, int(self._max_log_bytes / block_bytes)), _MIN_ENTRIES)
+        self._old, self._young = self._young, _Generation(max_blocks, is_searchable=self._is_searchable)
         self._stretches.recycle()
+
+
+def _runs(log: BlockLog, piece: Piece, offset: int) -> list[Run]:
+    """Return the runs of a piece; ``offset`` is added to the values."""
+    begin, end, position = piece
+    values = log.values[position : position + end - begin]
+    changes = (values[1:] != values[:-1]).nonzero()[0].tolist()
+    if not changes:
+        return [Run(begin, end, int(values[0]) + offset, position)]
+    bounds = [0, *(change + 1 for change in changes), end - begin]
+    runs = zip(bounds[:-1], bounds[1:], values[bounds[:-1]].tolist(), strict=True)
+    return [Run(begin + first, begin + last, value + offset, position + first) for first, last, value in runs]

@@ -3,6 +3,7 @@
 from typing import Any
 
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument
+from tokenloom.request.prompt_block_hash import specimen_hash
 from tokenloom.v1 import engine_pb2, engine_pb2_grpc, types_pb2
 
 from ..running_engine import RunningEngine
@@ -10,6 +11,9 @@ from .loras import to_adapter, to_state
 from .role import Role
 from .sleep import Sleep
 from .weights import Weights
+
+MAX_PREFIX_SECONDS = 60.0
+"""As long as changes of the prefix cache are gathered at most before a reader gets them."""
 
 
 class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
@@ -58,10 +62,19 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
     async def WatchKVEvents(  # type: ignore[override]  # a coroutine that writes to the context, not a generator
         self, request: engine_pb2.WatchKVEventsRequest, context: Any
     ) -> None:
-        if self._core.kv_events is None:
+        if (feed := self._core.kv_events) is None:
             raise FailedPrecondition("KV events are off; start the engine with --kv-events")
         sequence = request.from_sequence if request.HasField("from_sequence") else None
-        async for batch in self._core.kv_events.follow(sequence):
+        if request.HasField("prefix_interval"):
+            prints = self._engine.identity.fingerprint
+            interval = request.prefix_interval.ToTimedelta().total_seconds()
+            if not 0 <= interval <= MAX_PREFIX_SECONDS:
+                raise InvalidArgument(f"prefix_interval must be 0 to {MAX_PREFIX_SECONDS:g} seconds", "prefix_interval")
+            specimen = specimen_hash(prints.block_size, prints.block_hash_seed)
+            batches = feed.follow_prefixes(sequence, interval, specimen)
+        else:
+            batches = feed.follow(sequence)
+        async for batch in batches:
             await context.write(batch)
 
     async def SetRole(self, request: engine_pb2.SetRoleRequest, context: Any) -> engine_pb2.SetRoleResponse:
@@ -105,6 +118,10 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
     async def PinLora(self, request: engine_pb2.PinLoraRequest, context: Any) -> engine_pb2.PinLoraResponse:
         await self._loras.pin(request.name, pinned=request.pinned)
         return engine_pb2.PinLoraResponse()
+
+    async def Reconfigure(self, request: engine_pb2.ReconfigureRequest, context: Any) -> engine_pb2.ReconfigureResponse:
+        await self._engine.resize_group(request.data_parallel_size)
+        return engine_pb2.ReconfigureResponse()
 
     async def StartProfile(
         self, request: engine_pb2.StartProfileRequest, context: Any

@@ -3,13 +3,20 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
+from itertools import islice
+
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from tokenloom.engine_core.kv_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from tokenloom.request.errors import Aborted, InvalidArgument
 from tokenloom.v1 import engine_pb2
 
+from .prefix_changes import merged
+
 REPLAY_BATCHES = 10_000
 """Number of steps whose events are kept, as in vLLM's publisher: minutes, and some megabytes."""
+MERGED_BATCHES = 256
+"""Covered by one response at most, so that merging them takes a few milliseconds."""
 
 
 class KVEventFeed:
@@ -23,11 +30,11 @@ class KVEventFeed:
 
     def publish(self, events: Iterable[KVCacheEvent]) -> None:
         """Append the events of one step as the next batch."""
-        batch = engine_pb2.WatchKVEventsResponse(
-            sequence=self._next, engine_epoch=self._epoch, events=[_to_proto(event) for event in events]
+        self._batches.append(
+            engine_pb2.WatchKVEventsResponse(
+                sequence=self._next, engine_epoch=self._epoch, time=_now(), events=map(_to_proto, events)
+            )
         )
-        batch.time.GetCurrentTime()
-        self._batches.append(batch)
         self._next += 1
         self._news.set()
         self._news = asyncio.Event()
@@ -37,17 +44,56 @@ class KVEventFeed:
 
         Raises ``InvalidArgument`` for a number that is still to come, ``Aborted`` for batches that are no longer kept.
         """
-        if sequence is not None and not 1 <= sequence <= self._next:
-            raise InvalidArgument(f"from_sequence must be 1 to {self._next}, not {sequence}", "from_sequence")
-        wanted = sequence or self._next
+        wanted = self._first(sequence)
         while True:
             while wanted < self._next:
-                oldest = self._next - len(self._batches)
-                if wanted < oldest:
-                    raise Aborted(f"batches {wanted} to {oldest - 1} were dropped; the oldest kept batch is {oldest}")
-                yield self._batches[wanted - oldest]
+                yield self._batches[self._place(wanted)]
                 wanted += 1
             await self._news.wait()
+
+    async def follow_prefixes(
+        self, sequence: int | None, interval: float, specimen_hash: bytes
+    ) -> AsyncIterator[engine_pb2.WatchKVEventsResponse]:
+        """Yield what batches from number ``sequence`` on, or from now on, changed for the placement of prompts: those
+        of ``interval`` seconds in one response. The first response has ``specimen_hash`` and no changes.
+
+        Raises as :meth:`follow`.
+        """
+        wanted = self._first(sequence)
+        first = engine_pb2.PrefixChanges(first_sequence=wanted, specimen_hash=specimen_hash)
+        yield engine_pb2.WatchKVEventsResponse(
+            sequence=wanted - 1, engine_epoch=self._epoch, time=_now(), prefix_changes=first
+        )
+        while True:
+            while wanted < self._next:
+                begin = self._place(wanted)
+                batches = list(islice(self._batches, begin, begin + MERGED_BATCHES))
+                changes = merged(batches)
+                changes.first_sequence, wanted = wanted, wanted + len(batches)
+                yield engine_pb2.WatchKVEventsResponse(
+                    sequence=wanted - 1, engine_epoch=self._epoch, time=batches[-1].time, prefix_changes=changes
+                )
+            await self._news.wait()
+            await asyncio.sleep(interval)
+
+    def _first(self, sequence: int | None) -> int:
+        """Return the first batch that a reader gets. Raises ``InvalidArgument``."""
+        if sequence is not None and not 1 <= sequence <= self._next:
+            raise InvalidArgument(f"from_sequence must be 1 to {self._next}, not {sequence}", "from_sequence")
+        return sequence or self._next
+
+    def _place(self, sequence: int) -> int:
+        """Return where a batch is kept. Raises ``Aborted`` if it no longer is."""
+        oldest = self._next - len(self._batches)
+        if sequence < oldest:
+            raise Aborted(f"batches {sequence} to {oldest - 1} were dropped; the oldest kept batch is {oldest}")
+        return sequence - oldest
+
+
+def _now() -> Timestamp:
+    now = Timestamp()
+    now.GetCurrentTime()
+    return now
 
 
 def _to_proto(event: KVCacheEvent) -> engine_pb2.KVCacheEvent:
@@ -59,6 +105,8 @@ def _to_proto(event: KVCacheEvent) -> engine_pb2.KVCacheEvent:
                 token_ids=event.token_ids,
                 block_size=event.block_size,
                 medium=event.medium,
+                num_blocks_before=event.num_blocks_before,
+                named_block_before=event.named_block_before,
             )
             return engine_pb2.KVCacheEvent(block_stored=stored)
         case BlockRemoved():

@@ -14,7 +14,7 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.services.runtime.registry.registry_watch import watch_registry
-from tokenloom.v1 import coordinator_pb2_grpc, kv_transfer_pb2_grpc
+from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, kv_transfer_pb2_grpc
 
 Stub: TypeAlias = "kv_transfer_pb2_grpc.KVTransferAsyncStub"
 
@@ -43,8 +43,8 @@ class EngineRegistry:
         """``coordinator``: its address; empty without one, and then no engine is ever found."""
         self._coordinator = coordinator
         self._channels = channels
-        self._owners: dict[str, Owner] = {}  # by engine_id
-        self._changed = asyncio.Event()  # a new one for each view
+        self._view = self._complete = RegistryView()  # the newest one, and the newest one that was complete
+        self._changed = asyncio.Event()  # a new one for each message
 
     async def run(self) -> None:
         """Watch and reconnect, without end."""
@@ -55,38 +55,36 @@ class EngineRegistry:
             await watch_registry(stub, self.update, without_loads=True)
 
     def update(self, view: RegistryView) -> None:
-        """Take a view of the registry. An incomplete one, of a coordinator that engines still re-join, removes none."""
-        owners = {
-            entry.identity.engine_id: Owner(
-                entry.identity.engine_id, entry.identity.epoch, entry.identity.kv_address, entry.identity.host
-            )
-            for entry in view.engines
-        }
-        self._owners = owners if view.complete else self._owners | owners
+        """Take a view of the registry after each of its changes. An incomplete one, of a coordinator that engines still
+        re-join, removes none."""
+        self._view = view
+        if view.complete:
+            self._complete = view
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     def has_address(self, kv_address: str) -> bool:
         """Return whether a known engine serves KV at this address."""
-        return any(owner.kv_address == kv_address for owner in self._owners.values())
+        views = (self._view, self._complete)
+        return any(identity.kv_address == kv_address for view in views for identity in view.identities)
 
     async def find(self, engine_id: str, epoch: int) -> Owner:
         """Return this incarnation of an engine. Raises ``KVTransferError`` (``owner_lost``) if it is not known."""
         try:
             async with asyncio.timeout(UNKNOWN_SECONDS):
-                while not self._is(engine_id, epoch):
+                while (identity := self._identity(engine_id)) is None or identity.epoch != epoch:
                     await self._changed.wait()
         except TimeoutError:
             raise KVTransferError(
                 "owner_lost", f"this incarnation of engine {engine_id!r} is not in the registry"
             ) from None
-        owner = self._owners[engine_id]
-        if not owner.kv_address:
+        if not identity.kv_address:
             raise KVTransferError("owner_lost", f"engine {engine_id!r} serves no KV")
-        return owner
+        return Owner(identity.engine_id, identity.epoch, identity.kv_address, identity.host)
 
-    def _is(self, engine_id: str, epoch: int) -> bool:
-        return (owner := self._owners.get(engine_id)) is not None and owner.epoch == epoch
+    def _identity(self, engine_id: str) -> coordinator_pb2.EngineIdentity | None:
+        newest = self._view.identity(engine_id)
+        return self._complete.identity(engine_id) if newest is None else newest
 
 
 @dataclass(slots=True, eq=False)

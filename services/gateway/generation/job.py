@@ -88,6 +88,8 @@ class Job:
     """The client's own salt: cached prefixes are shared only with requests that have it too."""
     adapter: NamedAdapter | None = None
     """The LoRA adapter that generates; None: the model itself."""
+    data_parallel_rank: int | None = None
+    """The rank of a data-parallel group that must run it; None: any."""
 
     @property
     def cache_salt(self) -> bytes:

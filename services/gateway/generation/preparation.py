@@ -190,6 +190,7 @@ def _submit(
         tenant=job.tenant.name,
         priority=priority,
         num_samples=job.num_samples if job.num_samples > 1 else 0,
+        data_parallel_rank=job.data_parallel_rank,
         trace_headers=CURRENT.get(),
     )
     submit.prompt.cache_salt = job.cache_salt

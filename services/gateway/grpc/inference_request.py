@@ -72,6 +72,7 @@ def _job(
         bad_words=request.bad_words,
         truncate_prompt_tokens=_optional(request, "truncate_prompt_tokens"),
         add_special_tokens=_optional(request, "add_special_tokens") is not False,
+        data_parallel_rank=_optional(request, "data_parallel_rank"),
         timeout=timeout,
     )
 

@@ -35,6 +35,9 @@ Asked = tuple[Job, Options, Claim]
 
 VALUES_PER_SLICE = 4096
 """Log probabilities that one request may shape in one turn of the event loop: a few milliseconds."""
+RANK_HEADER = b"x-data-parallel-rank"
+"""Names the engine of a data-parallel group that must serve the request (as in vLLM)."""
+_MAX_RANK_DIGITS = 9
 IGNORED_HEADER = b"x-tokenloom-ignored"
 """Names the fields of the body that had no effect."""
 MAX_IGNORED = 32
@@ -132,6 +135,8 @@ class Endpoint:
                 raise errors.InvalidArgument("streams of this API cannot be resumed", "Last-Event-ID")
             if exchange.internal_tenant is not None:
                 job = replace(job, is_sheddable=True)
+            if (rank := exchange.headers.get(RANK_HEADER)) is not None:
+                job = replace(job, data_parallel_rank=read_rank(rank))
             options, claim = read_claim(exchange, received.data, job, options)
             return job, options, claim
 
@@ -145,6 +150,15 @@ class Endpoint:
         wanted = exchange.headers.get(orca.REQUEST_HEADER)
         load = () if wanted is None else orca.response_headers(wanted, self.generator.mesh_load)
         return (*load, (IGNORED_HEADER, listed(options.ignored))) if options.ignored else load
+
+
+def read_rank(value: bytes) -> int:
+    """Return the number of the data-parallel rank that a client names. Raises ``InvalidArgument``."""
+    if not value.isdigit() or len(value) > _MAX_RANK_DIGITS:
+        raise errors.InvalidArgument(
+            "X-data-parallel-rank must be the number of a rank, from 0 on", "X-data-parallel-rank"
+        )
+    return int(value)
 
 
 def listed(names: Sequence[str]) -> bytes:

@@ -1,6 +1,6 @@
 """``/tokenize`` and ``/detokenize``, in vLLM's form."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -9,8 +9,10 @@ from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.v1 import tokenizer_pb2
 
 from ..adapters.model_names import ModelNames
+from ..generation.job import Chat
 from ..health import MeshHealth
 from ..http.app import Handler
+from ..http.endpoint import IGNORED_HEADER, listed
 from ..http.exchange import Exchange
 from ..http.json_body import BodyParser
 from ..http.sse import encode_json
@@ -22,6 +24,20 @@ from ..openapi.request_schemas import DetokenizeRequest, TokenizeRequest
 from ..tools.tool_request import read_tools
 
 T = TypeVar("T")
+
+_OF_CHATS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+"""Fields that have no effect on a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ToEncode:
+    """A checked body of ``/tokenize``."""
+
+    what: str | Chat
+    add_special_tokens: bool
+    want_token_strings: bool
+    ignored: Sequence[str]
+    """Names of fields that have no effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +57,18 @@ class TokenizeRoutes:
         return {"/tokenize": {"POST": self.tokenize}, "/detokenize": {"POST": self.detokenize}}
 
     async def tokenize(self, exchange: Exchange) -> None:
-        fields = await self._read(exchange, self._tokenize_request)
+        request = await self._read(exchange, self._tokenize_request)
         async with limited(self.timeout):
-            prompt = await self._encode(fields)
+            prompt = await self._encode(request)
         limits = self.health.limits()
         answer = {
             "count": len(prompt.token_ids),
             "max_model_len": limits.max_model_len if limits else None,
             "tokens": list(prompt.token_ids),
-            "token_strs": list(prompt.token_strings) if fields.return_token_strs else None,
+            "token_strs": list(prompt.token_strings) if request.want_token_strings else None,
         }
-        await exchange.respond(200, encode_json(answer))
+        headers = [(IGNORED_HEADER, listed(request.ignored))] if request.ignored else []
+        await exchange.respond(200, encode_json(answer), headers=headers)
 
     async def detokenize(self, exchange: Exchange) -> None:
         token_ids = await self._read(exchange, self._token_ids)
@@ -59,29 +76,15 @@ class TokenizeRoutes:
             text = (await self.tokenizers.decode(token_ids, skip_special_tokens=False)).text
         await exchange.respond(200, encode_json({"prompt": text}))
 
-    async def _encode(self, fields: TokenizeRequest) -> tokenizer_pb2.TokenizedPrompt:
-        if (fields.prompt is None) == (fields.messages is None):
-            raise errors.InvalidArgument("exactly one of prompt and messages must be set", "prompt")
-        strings = bool(fields.return_token_strs)
-        if fields.messages is not None:
-            if fields.add_special_tokens:
-                raise errors.InvalidArgument(
-                    "add_special_tokens is not supported for chats: the template adds its own", "add_special_tokens"
-                )
-            tools = read_tools(fields.tools)
-            chat = read_chat(
-                fields.messages,
-                tools,
-                fields.chat_template_kwargs,
-                fields.add_generation_prompt,
-                continue_final_message=fields.continue_final_message,
-            )
-            return (await self.tokenizers.encode_chat(chat, want_token_strings=strings)).prompt
-        assert fields.prompt is not None
+    async def _encode(self, request: _ToEncode) -> tokenizer_pb2.TokenizedPrompt:
+        if isinstance(request.what, Chat):
+            return (
+                await self.tokenizers.encode_chat(request.what, want_token_strings=request.want_token_strings)
+            ).prompt
         encoded = await self.tokenizers.encode(
-            [fields.prompt],
-            add_special_tokens=fields.add_special_tokens is not False,
-            want_token_strings=strings,
+            [request.what],
+            add_special_tokens=request.add_special_tokens,
+            want_token_strings=request.want_token_strings,
         )
         return encoded.prompts[0]
 
@@ -89,10 +92,39 @@ class TokenizeRoutes:
         with await exchange.read_body(self.max_body_bytes) as received:
             return await self.parser.read(received.data, read)
 
-    def _tokenize_request(self, body: Body) -> TokenizeRequest:
+    def _tokenize_request(self, body: Body) -> _ToEncode:
         self.names.find(body.get("model"))
-        return self.reader.read(body, TokenizeRequest)
+        fields = self.reader.read(body, TokenizeRequest)
+        ignored = self.reader.ignored(body, TokenizeRequest)
+        what, without_effect = _what(fields)
+        return _ToEncode(
+            what,
+            add_special_tokens=fields.add_special_tokens is not False,
+            want_token_strings=bool(fields.return_token_strs),
+            ignored=(*without_effect, *ignored),
+        )
 
     def _token_ids(self, body: Body) -> list[int]:
         self.names.find(body.get("model"))
         return narrow_token_ids("tokens", self.reader.read(body, DetokenizeRequest).tokens)
+
+
+def _what(fields: TokenizeRequest) -> tuple[str | Chat, Sequence[str]]:
+    """Return the text or the conversation to encode, and the fields that have no effect on it."""
+    tools = read_tools(fields.tools)  # wrong ones are refused with a text too
+    if fields.prompt is not None and fields.messages is None:
+        return fields.prompt, [name for name in _OF_CHATS if getattr(fields, name) is not None]
+    if fields.messages is None or fields.prompt is not None:
+        raise errors.InvalidArgument("exactly one of prompt and messages must be set", "prompt")
+    if fields.add_special_tokens:
+        raise errors.InvalidArgument(
+            "add_special_tokens is not supported for chats: the template adds its own", "add_special_tokens"
+        )
+    chat = read_chat(
+        fields.messages,
+        tools,
+        fields.chat_template_kwargs,
+        fields.add_generation_prompt,
+        continue_final_message=fields.continue_final_message,
+    )
+    return chat, ()

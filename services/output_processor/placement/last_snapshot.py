@@ -12,6 +12,7 @@ from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
 from tokenloom.services.runtime.peers.subset import Position
 from tokenloom.services.runtime.placement import pairing
+from tokenloom.services.runtime.placement.data_parallel_rank import has_rank
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.pool import make_pool
@@ -178,6 +179,9 @@ class LastSnapshot:
         rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
         if request.adapter:
             rows = np.array([row for row in rows if _has_adapter(self._entries[row], request.adapter)], np.intp)
+        if request.HasField("data_parallel_rank"):
+            rank = request.data_parallel_rank
+            rows = np.array([row for row in rows if has_rank(self._entries[row].identity, rank)], np.intp)
         excluded = [self._rows[key] for key in exclude if key in self._rows]
         return rows[~np.isin(rows, excluded)] if excluded else rows
 

@@ -261,4 +261,5 @@ def _pick_request(
         pools=pools,
         query_id=submit.pooling_params.late_interaction.query_id if pools else "",
         subset=subset,
+        data_parallel_rank=submit.data_parallel_rank if submit.HasField("data_parallel_rank") else None,
     )

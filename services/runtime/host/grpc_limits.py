@@ -1,7 +1,8 @@
-"""Bounds of a gRPC server: connections, streams of each of them, and calls in all."""
+"""Bounds of a gRPC server: connections, streams of each of them, calls in all, and the silence of clients."""
 
 from dataclasses import dataclass
 
+from ..peers.keepalive import patient_options
 from . import descriptors
 
 HANDSHAKE_SECONDS = 10.0
@@ -17,11 +18,13 @@ class GrpcLimits:
             address.
         streams: Open calls of a connection; clients keep further ones back.
         calls: Open calls of all connections; further ones end in RESOURCE_EXHAUSTED.
+        is_patient: Whether clients may be silent for longer (see :func:`.patient_options`).
     """
 
     connections: int = 1024
     streams: int = 4096
     calls: int = 16384
+    is_patient: bool = False
 
     def options(self) -> list[tuple[str, int]]:
         """Return the options of the server. It also needs ``maximum_concurrent_rpcs=calls``."""
@@ -29,6 +32,7 @@ class GrpcLimits:
             ("grpc.max_allowed_incoming_connections", descriptors.for_clients(self.connections)),
             ("grpc.max_concurrent_streams", self.streams),
             ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_SECONDS * 1000)),
+            *(patient_options() if self.is_patient else ()),
         ]
 
 

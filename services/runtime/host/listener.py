@@ -43,14 +43,15 @@ class Listener:
         self._settings = settings
         self._edge = edge
         self._calls = settings.grpc_limits.calls
-        self._options = [
-            *SERVER_OPTIONS,
-            *settings.grpc_limits.options(),
-            ("grpc.max_receive_message_length", settings.max_message_bytes),
-        ]
-        shared = {"grpc.so_reuseport": 1} if settings.held_listener is not None else {}
-        options = list({**dict(self._options), **shared}.items())  # of two values, gRPC would take the first
-        self._grpc = grpc.aio.server(options=options, maximum_concurrent_rpcs=self._calls)
+        options = {  # of two values, gRPC would take the first
+            **dict(SERVER_OPTIONS),
+            **dict(settings.grpc_limits.options()),
+            "grpc.max_receive_message_length": settings.max_message_bytes,
+        }
+        self._options = list(options.items())
+        if settings.held_listener is not None:
+            options["grpc.so_reuseport"] = 1
+        self._grpc = grpc.aio.server(options=list(options.items()), maximum_concurrent_rpcs=self._calls)
         self._grpc.add_generic_rpc_handlers((edge,))
         self._local: LocalServer | None = None
         self._held: HeldPort | None = None

@@ -1,15 +1,16 @@
 """Lists the flags of ``vllm serve`` without a namesake here: the flag, its short forms, and a clause."""
 
-_ONE_DEVICE = "each engine computes on one device; use --engines for several engines on this machine"
+_ONE_CONTEXT = (
+    "--decode-context-parallel-size spreads the tokens of a sequence, in prefill too, evenly within each block"
+)
 _MACHINES = (
     "engines on several machines run as services of one mesh (docs/use/two-machines.md, docs/operate/kubernetes.md)"
 )
-_BALANCED = "one coordinator places requests on all engines; --engines sets their number on this machine"
 _ORIGINS = "use --cors-origins, which lists the origins of web pages; methods, headers and credentials follow from it"
 _GRAPHS = "the engine uses neither CUDA graphs nor a compiler"
 _TEXT_ONLY = "models read text only; a multimodal request is refused by name"
-_EXPERTS = "experts of a model are computed by one engine; use --engines for several engines on this machine"
-_OVERLAP = "the engine does not split a batch to overlap communication, because an engine has one device"
+_EXPERTS = "--enable-expert-parallel divides a model's experts among the workers of an engine, evenly and for good"
+_OVERLAP = "the engine does not split a batch to overlap communication"
 _TEMPLATE = "send chat_template_kwargs in the request"
 _CHECKPOINT = "edit the files of the checkpoint"
 _PLUGIN = "code of users is not loaded into the parts"
@@ -19,6 +20,10 @@ _SLEEP = "with --admin-api-key the admin routes pause engines and put them to sl
 _OFFLOAD = "use --kv-offload-path and --kv-offload-bytes, which keep evicted KV blocks in a file"
 
 REPLACED = {
+    "-tp": "use --tensor-parallel-size",
+    "-pp": "use --pipeline-parallel-size",
+    "-dcp": "use --decode-context-parallel-size",
+    "-ep": "use --enable-expert-parallel",
     "--uds": "run the gateway by itself, `python -m tokenloom.services.gateway --http-listen unix:/path`",
     "--api-server-count -asc": "use --gateways",
     "--uvicorn-log-level": "use --log-level",
@@ -38,15 +43,14 @@ REPLACED = {
     "--kv-offloading-backend": _OFFLOAD,
     "--kv-events-config": "use --kv-events",
     "--kv-transfer-config": "use --prefill and --decode; --kv-transports says how KV blocks move",
-    "--data-parallel-size -dp": "use --engines",
-    "--data-parallel-size-local -dpl": "use --engines",
+    "-dp": "use --data-parallel-size",
+    "-dpl": "use --data-parallel-size-local",
+    "-dpr": "use --data-parallel-start-rank",
+    "-dph": "use --data-parallel-hybrid-lb",
+    "-dpe": "use --data-parallel-external-lb",
+    "-dpn": "use --data-parallel-start-rank, which numbers the first engine of this machine",
     "--data-parallel-backend -dpb": _MACHINES,
-    "--data-parallel-address -dpa": _MACHINES,
     "--data-parallel-rpc-port -dpp": _MACHINES,
-    "--data-parallel-rank -dpn": _BALANCED,
-    "--data-parallel-start-rank -dpr": _BALANCED,
-    "--data-parallel-hybrid-lb -dph": _BALANCED,
-    "--data-parallel-external-lb -dpe": _BALANCED,
     "--headless": _MACHINES,
     "--nnodes -n": _MACHINES,
     "--node-rank -r": _MACHINES,
@@ -129,7 +133,7 @@ UNNEEDED = {
     "--performance-mode": _GRAPHS,
     "--kernel-config": "the kernels are chosen by the processor; --attention-backend selects another attention",
     "--attention-config": "--attention-backend selects the attention",
-    "--disable-custom-all-reduce": "engines exchange no tensors of a layer",
+    "--disable-custom-all-reduce": "workers add the parts of a layer with gloo or nccl, which is no kernel of its own",
     "--disable-nccl-for-dp-synchronization": "engines need not step together",
     "--max-parallel-loading-workers": "weights are mapped from their files, not copied",
     "--safetensors-load-strategy": "weights are mapped from their files, not copied",
@@ -149,13 +153,9 @@ UNNEEDED = {
 """What the flag asks for holds here in any case, or concerns a part that does not exist."""
 
 MISSING = {
-    "--tensor-parallel-size -tp": _ONE_DEVICE,
-    "--pipeline-parallel-size -pp": _ONE_DEVICE,
-    "--decode-context-parallel-size -dcp": _ONE_DEVICE,
-    "--prefill-context-parallel-size -pcp": _ONE_DEVICE,
-    "--dcp-kv-cache-interleave-size": _ONE_DEVICE,
-    "--cp-kv-cache-interleave-size": _ONE_DEVICE,
-    "--enable-expert-parallel -ep": _EXPERTS,
+    "--prefill-context-parallel-size -pcp": _ONE_CONTEXT,
+    "--dcp-kv-cache-interleave-size": _ONE_CONTEXT,
+    "--cp-kv-cache-interleave-size": _ONE_CONTEXT,
     "--enable-eplb": _EXPERTS,
     "--eplb-config": _EXPERTS,
     "--expert-placement-strategy": _EXPERTS,
@@ -165,7 +165,7 @@ MISSING = {
     "--ubatch-size": _OVERLAP,
     "--dbo-decode-token-threshold": _OVERLAP,
     "--dbo-prefill-token-threshold": _OVERLAP,
-    "--ray-workers-use-nsight": "Ray is not used; --distributed-executor-backend offers uni and mp",
+    "--ray-workers-use-nsight": "--profiler-dir records what a worker computes, wherever it runs",
     "--worker-cls": _PLUGIN,
     "--worker-extension-cls": _PLUGIN,
     "--scheduler-cls": f"{_PLUGIN}; --scheduling-policy offers fcfs and priority",

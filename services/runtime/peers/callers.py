@@ -20,6 +20,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     f"{_V1}OutputProcessor/": frozenset({"gateway"}),
     f"{_V1}Engine/": frozenset({"output_processor"}),
     f"{_V1}EngineAdmin/": frozenset({OPERATOR}),
+    f"{_V1}EngineAdmin/WatchKVEvents": frozenset({"coordinator", OPERATOR}),
     f"{_V1}KVTransfer/": frozenset({"engine"}),
     f"{_V1}Coordinator/Join": frozenset({"engine"}),
     f"{_V1}Coordinator/Pick": frozenset({"output_processor"}),

@@ -16,6 +16,12 @@ _HALF_LIFE_SECONDS = 30.0
 """What made a process wait is likely to come back: its patience shrinks by half in this time."""
 
 
+def patient_options() -> list[tuple[str, int]]:
+    """Return gRPC's options for a server with thousands of clients whose messages show that they are there: a client
+    that is starved for seconds is not cut off, and pings take little time."""
+    return _options(LONGEST_SECONDS, LONGEST_SECONDS)
+
+
 class Keepalive:
     """Follows how late this process's event loop gets its turns: its gRPC threads share the starved processor.
 
@@ -29,15 +35,7 @@ class Keepalive:
     def options(self, num_links: int) -> list[tuple[str, int]]:
         """Return gRPC's options for one more channel. ``num_links``: channels that are open."""
         interval = min(max(1.0, num_links / LINKS_PER_SECOND), LONGEST_SECONDS)
-        extra = min(_LATE_TURNS * self._late_seconds, LONGEST_SECONDS)
-        return [
-            ("grpc.keepalive_time_ms", round(1000 * interval)),
-            ("grpc.keepalive_timeout_ms", round(1000 * (1.0 + extra))),
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.max_pings_without_data", 0),
-            # Keepalive alone does not notice a stopped process; this does, within 2.6 s.
-            ("grpc.http2.ping_timeout_ms", round(1000 * (_ANSWER_SECONDS + extra))),
-        ]
+        return _options(interval, min(_LATE_TURNS * self._late_seconds, LONGEST_SECONDS))
 
     def was_late(self, seconds: float) -> None:
         """Note by how much a turn came later than it was due. To be called every :data:`_LOOK_SECONDS`."""
@@ -51,3 +49,15 @@ class Keepalive:
             due = loop.time() + _LOOK_SECONDS
             await asyncio.sleep(_LOOK_SECONDS)
             self.was_late(loop.time() - due)
+
+
+def _options(interval: float, extra: float) -> list[tuple[str, int]]:
+    """Return gRPC's options for a ping every ``interval`` seconds; an answer may come ``extra`` seconds late."""
+    return [
+        ("grpc.keepalive_time_ms", round(1000 * interval)),
+        ("grpc.keepalive_timeout_ms", round(1000 * (1.0 + extra))),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # Keepalive alone does not notice a stopped process; this does, within 2.6 s.
+        ("grpc.http2.ping_timeout_ms", round(1000 * (_ANSWER_SECONDS + extra))),
+    ]

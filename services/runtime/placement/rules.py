@@ -27,6 +27,8 @@ UNKNOWN_STEP_SECONDS = 0.02
 """Duration of a step of an engine that has not measured it."""
 
 _DECODE = EngineRole.ENGINE_ROLE_DECODE
+# Operands of arrays are arrays: NumPy takes a microsecond longer for each number of Python.
+_WAITING_WEIGHT, _NONE = np.array(WAITING_WEIGHT), np.array(0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,15 @@ def score(engines: EngineColumns, rows: Rows, ask: Ask) -> IntColumn | FloatColu
     A prefill that is cached in full saves what a waiting request weighs, and no engine becomes better than an idle one.
     A decode leg saves no prefill, only a copy: its cached prefix decides between equals.
     """
-    scores = engines.waiting.take(rows) * WAITING_WEIGHT + engines.running.take(rows)
+    scores: IntColumn = engines.waiting * _WAITING_WEIGHT  # all rows: faster than to take some of each
+    scores += engines.running
     if ask.cached_tokens is None or ask.role == _DECODE:
-        return scores
-    saved = np.rint(WAITING_WEIGHT * ask.cached_tokens[rows] / ask.prompt_tokens)
-    reduced: FloatColumn = np.maximum(scores - saved, 0)
-    return reduced
+        return scores.take(rows)
+    reduced: FloatColumn = ask.cached_tokens / np.array(ask.prompt_tokens / WAITING_WEIGHT)
+    np.rint(reduced, out=reduced)
+    np.subtract(scores, reduced, out=reduced)
+    np.maximum(reduced, _NONE, out=reduced)
+    return reduced.take(rows)
 
 
 def cost(engines: EngineColumns, rows: Rows, ask: Ask) -> FloatColumn:

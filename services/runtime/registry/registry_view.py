@@ -1,8 +1,8 @@
 """Keeps a whole view of the coordinator's registry from the changes that it streams. No I/O."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineLoads, Snapshot
+from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineLoads, Snapshot
 from tokenloom.v1.types_pb2 import Adapter
 
 from .engine_loads import set_loads
@@ -47,6 +47,16 @@ class RegistryView:
         if self._engines is None:
             self._engines = list(self._entries.values())
         return self._engines
+
+    def identity(self, name: str) -> EngineIdentity | None:
+        """Return what is known of an engine; None if it is not shown."""
+        entry = self._entries.get(name)
+        return None if entry is None else entry.identity
+
+    @property
+    def identities(self) -> Iterator[EngineIdentity]:
+        """Those of all engines."""
+        return (entry.identity for entry in self._entries.values())
 
     def update_loads(self) -> None:
         """Give the entries of :attr:`engines` the loads that have arrived since they were read last."""

@@ -2,16 +2,16 @@
 
 import pytest
 
-from tokenloom.bench.scale import picks
+from tokenloom.bench.scale import pick_load, picks
 
 
 def test_prompts_share_beginnings_and_end_in_blocks_of_their_own() -> None:
-    asked = picks.requests(3000, 8)
+    asked = pick_load.requests(3000, 8)
     hashes = [tuple(each.block_hash_prefixes) for each in asked]
     assert {len(each) for each in hashes} == {8}
     assert len({each[0] for each in hashes}) < 2000
     assert len({each[-1] for each in hashes}) > 2400
-    assert not picks.requests(1, 0)[0].block_hash_prefixes
+    assert not pick_load.requests(1, 0)[0].block_hash_prefixes
 
 
 def test_costs_and_memory_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.scale import registry_case
+from benchmarks.scale import pick_load, registry_case
+from benchmarks.scale.pick_load import StreamResult
+from benchmarks.scale.picks import IndexMemory, PickCost
 from benchmarks.scale.registry_case import RegistryCase, RegistryResult, run_registry
 from benchmarks.scale.scale import cores_at_full_rate, exceeded, figures_of, table
 
@@ -13,6 +15,7 @@ RESULT = RegistryResult(
     followers=200,
     reports_per_second=2500.0,
     cores=0.4,
+    loop_cores=0.3,
     microseconds_a_report=160.0,
     megabytes_per_second=14.0,
     follower_share=0.004,
@@ -22,14 +25,23 @@ RESULT = RegistryResult(
     rejoin_cpu_seconds=2.0,
     refused=0,
     asked=900,
+    picks=(
+        StreamResult(0, 10_000, 8000.0, 2.0, 9.0, cores=0.6, loop_cores=0.4, microseconds_a_pick=75.0),
+        StreamResult(256, 5000, 5000.0, 2.0, 9.5, cores=0.9, loop_cores=0.7, microseconds_a_pick=180.0),
+    ),
 )
+COST, MEMORY = PickCost(1000, 40.0, 140.0), IndexMemory(1000, 60.0, 300.0)
 
 
 async def test_fake_engines_join_report_and_rejoin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_case, "_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(registry_case, "RATES", ((200, 0), (100, 256)))
+    monkeypatch.setattr(pick_load, "_WARM_UP_SECONDS", 0.1)
     result = await run_registry(RegistryCase(engines=3, followers=2, seconds=0.5))
     assert result.reports_per_second > 3  # more often than idle engines
     assert result.asked > 0
+    assert [picks.hashes for picks in result.picks] == [0, 256]
+    assert all(picks.answered_per_second > 0 for picks in result.picks)
     assert (result.dead, result.refused) == (0, 0)
 
 
@@ -41,10 +53,17 @@ def test_cores_are_given_for_the_full_rate_of_reports() -> None:
 
 
 def test_limits_that_do_not_hold_are_named() -> None:
-    assert exceeded(figures_of(RESULT)) == []
-    assert exceeded(figures_of(replace(RESULT, cores=0.6, refused=1))) == ["cores_at_full_rate", "refused"]
+    assert exceeded(figures_of(RESULT, COST, MEMORY)) == []
+    worse = figures_of(replace(RESULT, cores=0.6, refused=1), replace(COST, with_hashes=151.0), MEMORY)
+    assert exceeded(worse) == ["hashed_pick_microseconds", "cores_at_full_rate", "refused"]
+
+
+def test_the_cores_of_picks_are_given_for_all_that_were_asked() -> None:
+    figures = figures_of(RESULT, COST, MEMORY)
+    assert figures["picks_cores_at_full_rate"] == pytest.approx(0.75)
+    assert figures["hashed_picks_cores_at_full_rate"] == pytest.approx(0.9)
 
 
 def test_the_table_has_a_column_for_each_mesh() -> None:
-    report = {"cases": [figures_of(RESULT), figures_of(replace(RESULT, engines=10))]}
+    report = {"cases": [figures_of(replace(RESULT, engines=count), COST, MEMORY) for count in (10, 1000)]}
     assert len(table(report).columns) == 4

@@ -16,6 +16,6 @@ def test_only_async_scheduling_needs_a_thread() -> None:
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
-    parallel = ParallelConfig(distributed_executor_backend="ray")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="distributed_executor_backend is 'ray'; use uni or mp"):
+    parallel = ParallelConfig(distributed_executor_backend="uni", tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="distributed_executor_backend is 'uni'; use uni for one worker, mp or ray"):
         make_executor(msgspec.structs.replace(make_config(), parallel=parallel), make_worker)

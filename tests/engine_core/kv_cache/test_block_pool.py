@@ -138,3 +138,9 @@ def test_the_null_block_of_groups_is_never_free() -> None:
     pool.release([NULL_BLOCK, NULL_BLOCK, 1, 1])
     assert pool.num_free == 1
     assert pool.allocate(1) == [1]
+
+
+def test_a_null_block_for_dummy_batches_is_never_free() -> None:
+    pool = BlockPool(4, has_null_block=True)
+    assert (pool.num_blocks, pool.num_free, pool.num_groups) == (3, 3, 1)
+    assert sorted(pool.allocate(3)) == [1, 2, 3]

@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.kv_cache.kv_cache_size import size_kv_cache
 from tokenloom.engine_core.kv_cache.kv_groups import KVGroup
@@ -73,3 +73,11 @@ def test_groups_of_layers_need_fewer_bytes() -> None:
     assert size == KVCacheConfig(num_blocks=4 * (63 + 2 * 4) + 1, max_model_len=1000, groups=groups)
     assert size_kv_cache(config, model, lambda: 1600 * 72).max_model_len == 1000
     assert size_kv_cache(config, model, lambda: 1600 * 71).max_model_len == 62 * 16
+
+
+def test_a_rank_of_a_data_parallel_group_with_experts_reserves_the_null_block() -> None:
+    parallel = ParallelConfig(data_parallel_size=2)
+    config = EngineConfig(cache=CacheConfig(block_size=4, num_blocks=5), parallel=parallel)
+    experts = msgspec.structs.replace(MODEL, experts_per_token=8)
+    assert size_kv_cache(config, experts, lambda: 0) == KVCacheConfig(5, 16, has_null_block=True)
+    assert size_kv_cache(config, MODEL, lambda: 0) == KVCacheConfig(5, 20), "a dense model computes no dummy batches"

@@ -65,9 +65,9 @@ def test_a_reset_is_an_event_without_a_request() -> None:
 
 def test_a_reset_drops_earlier_events() -> None:
     log = KVEventLog(2)
-    log.stored(b"a", None, [1, 2])
+    log.stored([b"a"], 0, [1, 2])
     log.forgot_all()
-    log.stored(b"b", None, [3, 4])
+    log.stored([b"b"], 0, [3, 4])
     log.evicted(0, b"b")
     assert log.take() == [AllBlocksCleared(), BlockStored([b"b"], None, [3, 4], 2, "GPU"), BlockRemoved([b"b"], "GPU")]
     assert not log.take()
@@ -86,3 +86,17 @@ def test_there_are_no_events_by_default() -> None:
     assert core.scheduler.kv_events is None
     assert not events_of(core)
     assert not finish(core)
+
+
+def test_an_event_says_where_in_a_prompt_it_begins_and_which_named_block_is_before() -> None:
+    log = KVEventLog(1)
+    hashes = [bytes([index]) for index in range(200)]
+    log.stored(hashes, 128, [1])
+    log.stored(hashes, 129, [2])
+    log.stored(hashes, 133, [3])
+    near, far = log.take()
+    assert isinstance(near, BlockStored)
+    assert isinstance(far, BlockStored)
+    assert (near.num_blocks_before, near.named_block_before) == (128, hashes[127])
+    assert (near.block_hashes, near.token_ids) == (hashes[128:130], [1, 2])
+    assert (far.num_blocks_before, far.named_block_before) == (133, hashes[131])  # of 133 blocks the 132nd is the last

@@ -52,7 +52,7 @@ def test_equals_onednn(rows, outputs, inputs, bias, threads, set_threads):
 
 
 @needs_registers
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 32])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 36, 37, 64])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 16), (320, 208), (512, 1024)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("threads", [1, 2])
@@ -68,7 +68,7 @@ def test_float32_is_as_exact_as_onednn(rows, outputs, inputs, bias, threads, set
 
 @needs_registers
 def test_more_float32_rows_are_onednn_s():
-    packed, x = PackedLinear(random(64, 32).float()), random(33, 32).float()
+    packed, x = PackedLinear(random(64, 32).float()), random(65, 32).float()
     assert torch.equal(packed(x), packed._multiply(x, packed._weight, None, "none", [], ""))
 
 

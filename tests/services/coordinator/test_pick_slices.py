@@ -113,6 +113,28 @@ async def test_an_error_is_of_one_pick(time: Time) -> None:
     assert [each.WhichOneof("outcome") for each in results.result] == ["response", "error", "response"]
 
 
+async def test_single_picks_share_a_part_of_each_turn(time: Time) -> None:
+    picker = Picker(time)
+    slices = PickSlices(picker, time)
+    calls = [asyncio.create_task(slices.answer_one(PickRequest(tenant="a"))) for _ in range(10)]
+    stream = asyncio.create_task(answers(slices, batch("b", 10)))
+    calls[7].cancel()
+    most, before = 0, 0
+    while not all(call.done() for call in calls):
+        await asyncio.sleep(0)
+        most, before = max(most, len(picker.tenants) - before), len(picker.tenants)
+    assert 3 <= most <= 5 + 3, "a slice of the stream, and 2.5 picks or the one that exceeds it"
+    assert sum(await stream) == 10
+    assert picker.tenants.count("a") == 9
+
+
+async def test_the_error_of_a_single_pick_is_its_own(time: Time) -> None:
+    slices = PickSlices(Picker(time), time)
+    singles = [slices.answer_one(PickRequest(tenant=tenant)) for tenant in ("a", "a", "a", "", "", "b")]
+    outcomes = await asyncio.gather(*singles, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [PickResponse] * 3 + [Unavailable] * 2 + [PickResponse]
+
+
 class Context:
     """Takes what the coordinator writes to a stream."""
 

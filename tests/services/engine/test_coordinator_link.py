@@ -37,6 +37,9 @@ from tokenloom.v1.engine_pb2 import GetEngineInfoRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH, ENGINE_ROLE_DECODE, Fingerprint, Hello
 
+NO_COMMANDS: Any = None
+"""For links whose coordinator asks for nothing but an interval."""
+
 
 @asynccontextmanager
 async def running_coordinator(directory: Path) -> AsyncIterator[tuple[CoordinatorStub, CoordinatorService]]:
@@ -223,7 +226,7 @@ async def test_a_report_to_an_ended_stream_is_no_failure(monkeypatch: pytest.Mon
         ENGINE_ROLE_BOTH,  # type: ignore[arg-type]
     )
     with pytest.raises(Aborted):
-        await link._join(call, lambda grace: None, lambda changes: None)  # type: ignore[arg-type]
+        await link._join(call, NO_COMMANDS)  # type: ignore[arg-type]
     assert call.num_writes > 1
 
 
@@ -253,7 +256,7 @@ async def test_the_coordinator_decides_how_often_it_reports() -> None:
     identity: Any = FakeIdentity()
     link = coordinator_link.CoordinatorLink(open_channel("unix:/nowhere"), identity, load, ENGINE_ROLE_BOTH)
     call: Any = OpenCall(EngineCommand(report_interval=to_duration(0.2)))
-    joining = asyncio.create_task(link._join(call, lambda grace: None, lambda changes: None))
+    joining = asyncio.create_task(link._join(call, NO_COMMANDS))
     await settle()
     load.accepted()
     await settle()
@@ -271,7 +274,7 @@ async def test_the_coordinator_decides_how_often_it_reports() -> None:
     assert (call.reports[-1].waiting, call.reports[-1].role) == (3, ENGINE_ROLE_DECODE)
     joining.cancel()
     again: Any = OpenCall()
-    joining = asyncio.create_task(link._join(again, lambda grace: None, lambda changes: None))
+    joining = asyncio.create_task(link._join(again, NO_COMMANDS))
     await settle()
     load.accepted()
     await settle()

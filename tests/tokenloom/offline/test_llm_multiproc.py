@@ -97,8 +97,8 @@ def test_a_killed_worker_ends_the_call_in_an_error():
 
 
 def test_what_does_not_work_is_a_value_error():
-    with pytest.raises(ValueError, match="distributed_executor_backend: must be one of uni, mp, not 'ray'"):
-        make_llm("ray")
+    with pytest.raises(ValueError, match="must be one of auto, uni, mp, ray, not 'slurm'"):
+        make_llm("slurm")
 
 
 def test_a_profile_of_what_the_worker_computes(tmp_path):

@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+from msgspec import json
 
-from tokenloom.supervisor.layout import MeshOptions, parts_of
+from tokenloom.services.gateway.gateway_settings import GatewaySettings
+from tokenloom.services.gateway.mesh_spec import mesh_specs
+from tokenloom.supervisor.layout import MESHES, MeshOptions, ServedModel, parts_of, write_meshes
 from tokenloom.supervisor.part_spec import PartSpec
 from tokenloom.supervisor.ports import GatewayPorts
 
@@ -115,3 +118,61 @@ def test_only_the_gateway_knows_the_further_names() -> None:
     names = {part.service: flag(part, "--served-model-name") for part in parts if part.service != "coordinator"}
     assert names.pop("gateway") == "demo,b,c"
     assert set(names.values()) == {"demo"}
+
+
+FIRST = {"served_model_name": "demo", "tokenizers": "unix:/t", "output_processors": "unix:/o", "coordinator": "unix:/c"}
+MORE = (ServedModel(Path("/models/small"), "small"), ServedModel(Path("/models/tiny"), "tiny"))
+
+
+def test_each_model_has_parts_of_its_own_behind_the_same_gateways() -> None:
+    parts = parts_of(options(more_models=MORE, prefill=1, decode=1, tokenizers=2), DIRECTORY, PORTS)
+    names = [part.name for part in parts]
+    assert [name for name in names if "engine" in name] == [f"engine-{index}" for index in range(6)]
+    assert (names.count("gateway-0"), len(set(names))) == (1, len(names))
+    models = {"": "", "demo": "/models/demo", "small": "/models/small", "tiny": "/models/tiny"}
+    for part in parts:
+        assert "--model" not in part.command or flag(part, "--model") == models[part.model]
+        if part.service in ("engine", "output_processor"):
+            number = list(models).index(part.model) - 1
+            assert flag(part, "--coordinator") == f"unix:/run/mesh/coordinator-{number}.sock"
+    engines = [part for part in parts if part.service == "engine"]
+    assert [part.model for part in engines] == ["demo", "demo", "small", "small", "tiny", "tiny"]
+    assert [part.role for part in engines] == ["prefill", "decode"] * 3
+    assert {flag(part, "--engines-on-host") for part in engines} == {"6"}
+    tokenizers = [part.model for part in parts if part.service == "tokenizer"]
+    assert tokenizers == ["demo", "demo", "small", "small", "tiny", "tiny"]
+
+
+def test_the_gateways_learn_of_further_models_from_a_file(tmp_path: Path) -> None:
+    chosen = options(more_models=MORE, tokenizers=2, coordinators=2)
+    gateway = parts_of(chosen, tmp_path, PORTS)[0]
+    assert flag(gateway, "--tokenizers") == f"unix:{tmp_path}/tokenizer-0.sock,unix:{tmp_path}/tokenizer-1.sock"
+    assert flag(gateway, "--meshes") == str(tmp_path / MESHES)
+    write_meshes(chosen, tmp_path)
+    tables = json.decode((tmp_path / MESHES).read_bytes())["mesh"]
+    assert [table["served_model_name"] for table in tables] == [["small"], ["tiny"]]
+    assert tables[1]["tokenizers"] == [f"unix:{tmp_path}/tokenizer-{index}.sock" for index in (4, 5)]
+    assert tables[1]["output_processors"] == [f"unix:{tmp_path}/output_processor-2.sock"]
+    assert tables[1]["coordinator"] == f"unix:{tmp_path}/coordinator-4.sock"
+    specs = mesh_specs(GatewaySettings.of(**FIRST, meshes=tmp_path / MESHES))
+    assert [spec.names for spec in specs] == [("demo",), ("small",), ("tiny",)]
+
+
+def test_one_model_needs_no_file(tmp_path: Path) -> None:
+    write_meshes(options(), tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert not any("--meshes" in part.command for part in parts_of(options(), tmp_path, PORTS))
+
+
+def test_the_engines_of_a_data_parallel_group_have_ranks() -> None:
+    engines = [part for part in parts_of(options(data_parallel_size=3), DIRECTORY, PORTS) if part.service == "engine"]
+    assert [flag(part, "--data-parallel-rank") for part in engines] == ["0", "1", "2"]
+    assert {flag(part, "--data-parallel-address") for part in engines} == {"unix:/run/mesh/data-parallel-0.sock"}
+    (engine,) = (
+        part
+        for part in parts_of(
+            options(data_parallel_size=3, data_parallel_start_rank=2, data_parallel_external_lb=True), DIRECTORY, PORTS
+        )
+        if part.service == "engine"
+    )
+    assert flag(engine, "--data-parallel-rank") == "2"

@@ -11,13 +11,17 @@ from tokenloom.request.errors import TokenloomError
 from ..failures import reported
 
 
-def model_directory(model: str, served_name: str | None) -> tuple[Path, str]:
-    """Return the checkpoint's path and the name it is served as; exits with a usage error if it is not found."""
+def model_directory(model: str, served_name: str | None, hint: str = "MODEL") -> tuple[Path, str]:
+    """Return the checkpoint's path and the name it is served as; exits with a usage error if it is not found.
+
+    Args:
+        hint: What the error names: the argument or the option that holds the model.
+    """
     if model != model_path.DEMO_MODEL_NAME:
         with reported():
             check_place(model, Path(model).expanduser())
     try:
         path = model_path.resolve(model)
     except TokenloomError as error:
-        raise typer.BadParameter(error.message, param_hint="MODEL") from None
+        raise typer.BadParameter(error.message, param_hint=hint) from None
     return path, served_name or model_path.served_name(path, model)

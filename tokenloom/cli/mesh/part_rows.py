@@ -19,6 +19,8 @@ class Row:
     address: str | None
     metrics: str | None
     health: str
+    model: str
+    """Empty for gateways, which serve all models of the mesh."""
 
 
 def find_rows(mesh: MeshRecord) -> list[Row]:
@@ -34,6 +36,7 @@ async def rows_of(mesh: MeshRecord) -> list[Row]:
 async def _row(part: PartRecord) -> Row:
     state = read_part_state(Path(part.state_file))
     if state is None:
-        return Row(part.service, part.index, part.role, None, None, None, "NOT_SERVING")
+        return Row(part.service, part.index, part.role, None, None, None, "NOT_SERVING", part.model)
     health = "SERVING" if await is_serving(state.health) else "NOT_SERVING"
-    return Row(part.service, part.index, state.role or part.role, state.pid, state.address, state.metrics, health)
+    role = state.role or part.role
+    return Row(part.service, part.index, role, state.pid, state.address, state.metrics, health, part.model)

@@ -40,11 +40,14 @@ def ps(
 
 
 def _table(rows: "list[Row]") -> Table:
+    """Return the rows; models are named if there are several."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("SERVICE", "INDEX", "ROLE", "PID", "ADDRESS", "METRICS", "HEALTH"):
+    several = len({row.model for row in rows if row.model}) > 1
+    for title in ("SERVICE", "INDEX", *(("MODEL",) if several else ()), "ROLE", "PID", "ADDRESS", "METRICS", "HEALTH"):
         table.add_column(title, no_wrap=True, justify="right" if title in ("INDEX", "PID") else "left")
     for row in rows:
         colour = "green" if row.health == "SERVING" else "red"
-        cells = (row.service, row.index, row.role or "-", row.pid or "-", row.address or "-", row.metrics or "-")
-        table.add_row(*map(str, cells), f"[{colour}]{row.health}[/]")
+        model = (row.model or "-",) if several else ()
+        cells = (row.role or "-", row.pid or "-", row.address or "-", row.metrics or "-")
+        table.add_row(row.service, str(row.index), *model, *map(str, cells), f"[{colour}]{row.health}[/]")
     return table

@@ -10,15 +10,30 @@ from tokenloom.services.runtime.host.options import options_of
 from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
 from tokenloom.supervisor.layout import MeshOptions
 
+from ..command import WRITTEN
 from ..options import given, offers
 from .serve_config import as_defaults
 from .serve_options import OFFERS
 
 
+def _check_place(context: typer.Context, model: str) -> str:
+    """Return the model; refuse a word that may be one more name, as in ``serve --served-model-name A B``."""
+    words = context.meta.get(WRITTEN, [])
+    after_names = any(words[at : at + 3 : 2] == ["--served-model-name", model] for at in range(len(words)))
+    if after_names and model != DEMO_MODEL_NAME and not Path(model).expanduser().exists():
+        raise typer.BadParameter(
+            f"{model!r} stands behind the names and is no directory or file here; write the model first: "
+            f"tokenloom serve MODEL --served-model-name NAME {model}"
+        )
+    return model
+
+
 @offers((offer.option for offer in OFFERS.values() if offer.services), variables=True)
 @offers(options_of(MeshOptions).values())
 def serve(
-    model: Annotated[str, typer.Argument(help="Checkpoint directory, GGUF file or hub id.")] = DEMO_MODEL_NAME,
+    model: Annotated[
+        str, typer.Argument(help="Checkpoint directory, GGUF file or hub id.", callback=_check_place)
+    ] = DEMO_MODEL_NAME,
     more_names: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     served_model_name: Annotated[
         list[str] | None,

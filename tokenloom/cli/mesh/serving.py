@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from msgspec import structs
 
 from tokenloom.request.chat_template import read_chat_template
 from tokenloom.supervisor.context_length import context_length
-from tokenloom.supervisor.layout import MeshOptions, with_names
+from tokenloom.supervisor.layout import MeshOptions, ServedModel, with_names
 from tokenloom.supervisor.mesh import Mesh
 from tokenloom.supervisor.output import LineCopier, bare, prefixed
 from tokenloom.supervisor.run import run_mesh
@@ -35,10 +36,11 @@ def serve_model(
     """
     _check_template(values.get("chat_template"))
     path, name = model_directory(model, None)
-    with reported():
-        check_model(path, values)
     options = _mesh_options(path, name, values, service_flags(config))
-    options = with_names(options, _names(names, more_names))
+    options = _with_more_models(with_names(options, _names(names, more_names)))
+    with reported():
+        for each in options.models:
+            check_model(each.path, values)
     write_line = bare(sys.stderr) if values.get("log_format") == "json" else prefixed(sys.stderr)
     scheme = "https" if "public_tls_cert" in values else "http"
     with reported():
@@ -46,7 +48,7 @@ def serve_model(
         outcome = run_mesh(
             options,
             LineCopier(write_line),
-            lambda mesh: _announce_and_wait(mesh, options.served_model_name, scheme),
+            lambda mesh: _announce_and_wait(mesh, [model.name for model in options.models], scheme),
         )
     raise typer.Exit(0 if outcome.clean else 1)
 
@@ -60,6 +62,26 @@ def _names(given: Sequence[str], more: Sequence[str]) -> list[str]:
     if "" in names:
         raise typer.BadParameter("a name is empty", param_hint="--served-model-name")
     return list(dict.fromkeys(names))
+
+
+def _with_more_models(options: MeshOptions) -> MeshOptions:
+    """Return the options with the models of ``--also``. Exits with a usage error for one that is not found, or a name
+    that two of them have."""
+    if options.also and any(word.startswith("--meshes=") for word in options.flags.get("gateway", ())):
+        raise typer.BadParameter("cannot be combined with --meshes: list these models there too", param_hint="--also")
+    more = [_further_model(word.strip()) for word in options.also]
+    names = [options.served_model_name, *options.other_names, *(model.name for model in more)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise typer.BadParameter(f"the model name {twice[0]!r} is given twice; use NAME=MODEL", param_hint="--also")
+    return structs.replace(options, more_models=tuple(more))
+
+
+def _further_model(word: str) -> ServedModel:
+    """Return the model of a word such as ``./model`` or ``name=./model``."""
+    name, _, model = word.rpartition("=") if not Path(word).exists() else ("", "", word)
+    if not model or (not name and word.startswith("=")):
+        raise typer.BadParameter(f"{word!r} must be MODEL or NAME=MODEL", param_hint="--also")
+    return ServedModel(*model_directory(model, name or None, "--also"))
 
 
 def _check_template(given: str | None) -> None:
@@ -82,23 +104,37 @@ def _mesh_options(
         raise typer.BadParameter("each needs the other", param_hint="--prefill, --decode")
     if "engines" in values and "prefill" in values:
         raise typer.BadParameter("cannot be combined with --prefill and --decode", param_hint="--engines")
+    if "data_parallel_size" in values and {"engines", "prefill"} & values.keys():
+        raise typer.BadParameter(
+            "cannot be combined with --engines, --prefill and --decode", param_hint="--data-parallel-size"
+        )
     if "batch_dir" in values and int(values.get("gateways", 1)) > 1:
         raise typer.BadParameter("belongs to one gateway; set --gateways 1", param_hint="--batch-dir")
     flags, environment = service_arguments(values)
     if "public_tls_cert" in values:  # the supervisor has no certificate with which to ask for the gateway's health
         flags["gateway"] += ("--health-listen=127.0.0.1:0",)
     flags = {service: (*in_file.get(service, ()), *flags.get(service, ())) for service in {*flags, *in_file}}
-    return built(MeshOptions(model=path, served_model_name=name, flags=flags, environment=environment), values)
+    options = built(MeshOptions(model=path, served_model_name=name, flags=flags, environment=environment), values)
+    try:
+        options.ranks.check()
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--data-parallel-size") from None
+    return options
 
 
-async def _announce_and_wait(mesh: Mesh, name: str, scheme: str) -> None:
+async def _announce_and_wait(mesh: Mesh, names: Sequence[str], scheme: str) -> None:
     await mesh.wait_serving()
-    length = await context_length([engine.address for engine in mesh.states("engine")])
-    context = f", context: {length} tokens" if length else ""
+    engines = [engine.address for engine in mesh.states("engine")]
+    each = len(engines) // len(names)
+    lengths = [await context_length(engines[start : start + each]) for start in range(0, len(engines), each)]
+    context = f", context: {' and '.join(map(str, lengths))} tokens" if all(lengths) else ""
     await mesh.output_settled()  # so that the lines below are the last ones
+    verb = "is" if len(names) == 1 else "are"
     for gateway in mesh.gateways:
         url = f"{scheme}://{gateway.http}"
         print(
-            f"{name} is served at {url} (page: {url}/, gRPC: {gateway.address}{context}). Ctrl-C stops it.", flush=True
+            f"{' and '.join(names)} {verb} served at {url} (page: {url}/, gRPC: {gateway.address}{context}). "
+            "Ctrl-C stops it.",
+            flush=True,
         )
     await mesh.wait_failed()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tokenloom.request.prefix_schedule import MAX_HASHES
-from tokenloom.services.coordinator.prefixes.hash_table import HashTable, keys_of
+from tokenloom.services.coordinator.prefixes.hash_table import HashTable, words_of
 from tokenloom.services.coordinator.prefixes.prefix_index import PrefixIndex
 
 MIB = 1 << 20
@@ -115,6 +115,51 @@ def test_what_an_engine_evicted_attracts_no_more() -> None:
     assert [match(index, [1, 2, 3, 4], row) for row in range(2)] == [2, 4]
 
 
+def test_what_an_engine_stored_attracts_if_the_block_before_it_is_known() -> None:
+    index = opened(100, rows=2)
+    index.store(None, [1, 2], 0)
+    index.store(2, [3], 0)
+    index.store(2, [3], 1)  # it does not have what comes before
+    index.store(7, [8], 1)
+    assert [match(index, [1, 2, 3, 4], row) for row in range(2)] == [3, 0]
+    assert match(index, [7, 8], 1) == 0
+
+
+def test_blocks_that_continue_a_forgotten_one_are_left_out() -> None:
+    index = opened(100)
+    add(index, [1, 2])
+    index._rotate()
+    index.store(2, [3, 4], 0)
+    add(index, [1, 2, 3, 4, 5])  # each block is in the table once
+    index.store(5, [6], 0)
+    assert match(index, [1, 2, 3, 4, 5, 6], 0) == 6
+
+
+def test_a_gap_between_blocks_of_one_engine_ends_what_counts() -> None:
+    index = opened(100, rows=2)
+    for row in range(2):
+        add(index, [1, 2, 3], row)
+    index.remove([2], 0)
+    assert [match(index, [1, 2, 3], row) for row in range(2)] == [1, 3]
+    index.remove([2], 1)
+    assert [match(index, [1, 2, 3], row) for row in range(2)] == [1, 1]
+    add(index, [1, 2, 3], 1)
+    assert [match(index, [1, 2, 3], row) for row in range(2)] == [1, 3]
+
+
+def test_what_was_forgotten_and_is_evicted_later_leaves_the_others_alone() -> None:
+    index = opened(8, rows=2)
+    add(index, [1, 2], 0)
+    add(index, [1, 2], 1)
+    for block in range(10, 30):
+        add(index, [block], 0)  # its cache has no room for the first prompt any more
+    index.remove([1, 2], 0)
+    index.remove([2, 1], 0)
+    assert [match(index, [1, 2], row) for row in range(2)] == [0, 2]
+    add(index, [1, 2], 0)
+    assert [match(index, [1, 2], row) for row in range(2)] == [2, 2]
+
+
 def test_hashes_that_no_engine_sends_do_no_harm() -> None:
     index = opened(100)
     add(index, [5, 5, 5, 0, (1 << 64) - 1])
@@ -130,16 +175,24 @@ def test_a_table_finds_what_was_inserted_however_full_it_is(count: int) -> None:
     table = HashTable(count)
     for begin in range(0, count, 256):
         part = hashes[begin : begin + 256]
-        table.insert(keys_of(part), np.arange(begin, begin + len(part)))
-    slots, values = table.find(keys_of(hashes))
-    assert values.tolist() == list(range(count))
-    assert len(set(slots.tolist())) == count == table.num_entries
-    others = keys_of([generator.getrandbits(64) for _ in range(500)])
-    assert (table.find(others)[0] == -1).all()
-    table.put(slots[:2], 7)
-    assert table.find(keys_of(hashes[:3]))[1].tolist() == [7, 7, 2][:count]
-    assert table.has(keys_of(hashes), count - 1)
-    assert not table.has(others, 0)
+        table.insert(words_of(part), np.arange(begin, begin + len(part)))
+    assert table.num_entries == count
+    assert table.find(words_of(hashes)).tolist() == list(range(count))
+    others = words_of([generator.getrandbits(64) for _ in range(500)])
+    assert (table.find(others) == -1).all()
+    assert [table.get(int(word)) for word in words_of(hashes[-20:])] == list(range(count))[-20:]
+    assert table.get(int(others[0])) == -1
+
+
+def test_a_table_finds_what_was_added_one_by_one() -> None:
+    generator = random.Random(1)
+    words = words_of([generator.getrandbits(64) for _ in range(2000)])
+    table = HashTable(2000)
+    for value, word in enumerate(words[:1500].tolist()):
+        table.add(word, value)
+    table.insert(words[1500:], np.arange(1500, 2000))
+    assert table.find(words).tolist() == list(range(2000))
+    assert [table.get(word) for word in words.tolist()] == list(range(2000))
 
 
 class PrefixIndexMachine(RuleBasedStateMachine):
@@ -165,6 +218,15 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         self.asked.add(hashes)
         add(self.index, hashes, row)
         self.held[row].update(hashes)
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), row=rows)
+    def store(self, data: st.DataObject, row: int) -> None:
+        hashes = data.draw(st.sampled_from(sorted(self.asked)))
+        first = data.draw(st.integers(0, len(hashes) - 1))
+        self.index.store(hashes[first - 1] if first else None, hashes[first:], row)
+        if self.count(hashes[:first], row) == first:
+            self.held[row].update(hashes)
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data(), row=rows)

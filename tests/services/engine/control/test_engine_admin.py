@@ -3,9 +3,11 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_service, make_settings, running_engine
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
+from tokenloom.request.prompt_block_hash import block_hashes, specimen_hash
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.peers.channels import open_channel
@@ -147,6 +149,25 @@ async def test_who_watches_sees_the_prefix_cache_grow_and_vanish(socket_dir: Pat
         assert (cleared.sequence, cleared.engine_epoch) == (2, host.epoch)
         assert [event.WhichOneof("event") for event in cleared.events] == ["all_blocks_cleared"]
         watch.cancel()
+
+
+async def test_a_coordinator_that_watches_gets_the_hashes_by_which_prompts_are_placed(socket_dir: Path) -> None:
+    async with (
+        running_engine(make_settings(socket_dir, kv_events=True)) as host,
+        open_channel(host.address) as channel,
+        Peer(host.address) as peer,
+    ):
+        await peer.send(make_add(1, [1] * 9, 1))
+        await peer.read_until_finished([1])
+        request = WatchKVEventsRequest(from_sequence=1, prefix_interval=Duration(nanos=1_000_000))
+        watch = EngineAdminStub(channel).WatchKVEvents(request)
+        first, stored = await watch.read(), await watch.read()
+        assert first.prefix_changes.specimen_hash == specimen_hash(4)
+        named = [int.from_bytes(each[:8], "little") for each in block_hashes([1] * 8, 4)]
+        assert [list(chain.blocks) for chain in stored.prefix_changes.stored] == [named]
+        watch.cancel()
+        negative = WatchKVEventsRequest(prefix_interval=Duration(seconds=-1))
+        assert await EngineAdminStub(channel).WatchKVEvents(negative).code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_an_engine_that_tells_no_events_says_so(admin: EngineAdminStub) -> None:

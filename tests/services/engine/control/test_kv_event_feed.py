@@ -5,7 +5,7 @@ import pytest
 
 from tokenloom.engine_core.kv_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from tokenloom.request.errors import Aborted, InvalidArgument
-from tokenloom.services.engine.control.kv_event_feed import KVEventFeed
+from tokenloom.services.engine.control.kv_event_feed import MERGED_BATCHES, KVEventFeed
 from tokenloom.v1.engine_pb2 import WatchKVEventsResponse
 
 
@@ -58,3 +58,26 @@ async def test_who_reads_too_slowly_is_told_what_is_gone() -> None:
         feed.publish([AllBlocksCleared()])
     with pytest.raises(Aborted, match="batches 2 to 3 were dropped; the oldest kept batch is 4"):
         await anext(batches)
+
+
+async def test_a_reader_of_prefixes_gets_several_steps_at_once_and_sees_which() -> None:
+    feed = KVEventFeed(7)
+    feed.publish([AllBlocksCleared()])
+    responses = feed.follow_prefixes(None, 0.0, b"specimen")
+    first = await anext(responses)
+    assert (first.sequence, first.engine_epoch, first.prefix_changes.first_sequence) == (1, 7, 2)
+    assert first.prefix_changes.specimen_hash == b"specimen"
+    feed.publish([BlockRemoved([b"12345678 and more"], "GPU")])
+    feed.publish([BlockRemoved([b"abcdefgh and more"], "GPU")])
+    async with asyncio.timeout(30):
+        second = await anext(responses)
+    assert (second.sequence, second.prefix_changes.first_sequence) == (3, 2)
+    assert [block.to_bytes(8, "little") for block in second.prefix_changes.removed] == [b"12345678", b"abcdefgh"]
+    assert not second.events
+
+
+async def test_a_long_replay_is_read_in_parts() -> None:
+    feed = KVEventFeed(7)
+    for _ in range(MERGED_BATCHES + 1):
+        feed.publish([AllBlocksCleared()])
+    assert await take(feed.follow_prefixes(1, 0.0, b""), 3) == [0, MERGED_BATCHES, MERGED_BATCHES + 1]

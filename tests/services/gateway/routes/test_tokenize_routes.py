@@ -34,6 +34,17 @@ async def test_a_conversation_with_tools(mesh: FakeMesh, http: httpx.AsyncClient
     assert not chat.add_generation_prompt
 
 
+async def test_fields_without_effect_are_named(http: httpx.AsyncClient) -> None:
+    of_chats = {"tools": [TOOL], "chat_template_kwargs": {"a": 1}, "add_generation_prompt": True}
+    response = await http.post("/tokenize", json={"prompt": "hi", "user": "me", **of_chats})
+    assert response.json()["tokens"] == [104, 105]
+    assert set(response.headers["x-tokenloom-ignored"].split(", ")) == {*of_chats, "user"}
+    plain = await http.post("/tokenize", json={"prompt": "hi", "tools": None, "add_special_tokens": True})
+    assert "x-tokenloom-ignored" not in plain.headers
+    chat = await http.post("/tokenize", json={"messages": [USER], **of_chats})
+    assert "x-tokenloom-ignored" not in chat.headers
+
+
 async def test_back_to_text(http: httpx.AsyncClient) -> None:
     response = await http.post("/detokenize", json={"tokens": [104, 105]})
     assert response.json() == {"prompt": "hi"}
@@ -48,6 +59,9 @@ async def test_back_to_text(http: httpx.AsyncClient) -> None:
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": [USER], "add_special_tokens": True}, "add_special_tokens"),
         ("/tokenize", {"messages": [USER], "tools": [{}]}, "tools[0]"),
+        ("/tokenize", {"prompt": "a", "tools": [{}]}, "tools[0]"),
+        ("/tokenize", {"prompt": "a", "tools": "f"}, "tools"),
+        ("/tokenize", {"prompt": "a", "continue_final_message": 5}, "continue_final_message"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, "tokens"),

@@ -28,9 +28,9 @@ def test_answers_name_only_options_that_exist(status: str) -> None:
 @pytest.mark.parametrize(
     ("written", "wanted"),
     [
-        ("--tensor-parallel-size", "--engines"),
-        ("-tp", "--engines"),
-        ("--tensor-parallel-size=2", "--engines"),
+        ("--prefill-context-parallel-size", "--decode-context-parallel-size"),
+        ("-tp", "--tensor-parallel-size"),
+        ("-tp=2", "--tensor-parallel-size"),
         ("--no-enable-log-requests", "--log-request-events"),
         ("--lora-dtype", "the dtype of the model"),
         ("--kv-transfer-config", "--prefill and --decode"),

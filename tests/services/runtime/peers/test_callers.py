@@ -1,5 +1,6 @@
 """Which names in a certificate identify a caller."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from cryptography import x509
 
 from tests.services.runtime.peers.issuing import authority, issue, write
+from tokenloom.request.errors import PermissionDenied
 from tokenloom.services.runtime.host.servicer_edge import Edge
 from tokenloom.services.runtime.peers.callers import check_caller
 from tokenloom.services.runtime.peers.channels import Channels
@@ -17,6 +19,8 @@ from tokenloom.v1 import tokenizer_pb2 as pb
 from tokenloom.v1 import tokenizer_pb2_grpc
 
 GATEWAY = "gateway.tokenloom.internal"
+
+_ADMIN = "/tokenloom.v1.EngineAdmin/"
 
 
 class Tokenizer(tokenizer_pb2_grpc.TokenizerServicer):
@@ -54,3 +58,14 @@ async def test_only_dns_names_identify_a_caller(
             assert await stub.GetTokenizerInfo(pb.GetTokenizerInfoRequest(), timeout=20).code() is code
     finally:
         await server.stop(0)
+
+
+@pytest.mark.parametrize(("method", "refused"), [("WatchKVEvents", False), ("SetRole", True), ("Pause", True)])
+def test_a_coordinator_reads_the_events_of_engines_and_changes_nothing(method: str, refused: bool) -> None:
+    class Context:
+        def auth_context(self) -> dict[str, list[bytes]]:
+            return {"peer_dns": [b"coordinator.tokenloom.internal"]}
+
+    context: Any = Context()
+    with pytest.raises(PermissionDenied) if refused else contextlib.nullcontext():
+        check_caller(_ADMIN + method, context)

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from tests.loop_clock import pass_time
+from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
 from tokenloom.services.runtime.peers.channels import KEEPALIVE_OPTIONS, Channels
 from tokenloom.services.runtime.peers.keepalive import LONGEST_SECONDS, Keepalive
 
@@ -59,3 +60,11 @@ async def test_channels_count_those_that_are_open() -> None:
     while opened:
         await opened.pop().close()
     assert len(channels._open) == 0
+
+
+def test_a_server_of_thousands_waits_for_starved_clients_and_asks_them_seldom() -> None:
+    options, usual = dict(GrpcLimits(is_patient=True).options()), dict(KEEPALIVE_OPTIONS)
+    assert options.keys() >= usual.keys()
+    assert options[ANSWER] >= usual[ANSWER] + 1000 * LONGEST_SECONDS
+    assert options[INTERVAL] == 1000 * LONGEST_SECONDS
+    assert dict(GrpcLimits().options()).keys().isdisjoint(usual), "other servers ask as all processes do"

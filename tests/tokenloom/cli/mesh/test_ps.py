@@ -72,7 +72,18 @@ def test_the_port_chooses_the_mesh() -> None:
                 "address": None,
                 "metrics": None,
                 "health": "NOT_SERVING",
+                "model": "",
             }
         ]
         assert CliRunner().invoke(app, ["ps", "--port", "3"]).exit_code == 1
         assert "engine" in CliRunner().invoke(app, ["ps"]).stdout
+
+
+def test_models_are_named_if_there_are_several() -> None:
+    with state_dir.mesh_directory() as directory:
+        file = str(directory / "e.json")
+        for models, named in ((["large"], False), (["large", "small"], True)):
+            parts = [PartRecord("engine", index, "both", file, model) for index, model in enumerate(models)]
+            state_dir.write_record(directory, MeshRecord(7, 1, [*parts, PartRecord("gateway", 0, None, file)]))
+            printed = CliRunner().invoke(app, ["ps"]).stdout
+            assert ("MODEL" in printed, "small" in printed) == (named, named)

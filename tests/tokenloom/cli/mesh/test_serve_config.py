@@ -1,6 +1,7 @@
 """``serve --config``: who wins, and what is refused."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from typer.testing import CliRunner, Result
 from tokenloom.cli.main import app
 from tokenloom.cli.mesh import serving
 from tokenloom.cli.mesh.serve_options import DECIDED, OFFERS, SETTINGS
-from tokenloom.model_path import DEMO_MODEL_NAME
+from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
@@ -140,6 +141,7 @@ def test_names_in_the_file_on_the_command_line_and_behind_the_model(meshes: list
         ('served_model_name = ["a", "b"]', (), ("a", "b")),
         ('served_model_name = "a"', ("--served-model-name", "b", "--served-model-name", "c,b"), ("b", "c")),
         ("", (DEMO_MODEL_NAME, "--served-model-name", "a", "b", "c"), ("a", "b", "c")),
+        ("", ("--served-model-name", "a", str(DEMO_MODEL)), ("a",)),
         ("", (), (DEMO_MODEL_NAME,)),
     ):
         result = run(file, text, *arguments)
@@ -148,9 +150,31 @@ def test_names_in_the_file_on_the_command_line_and_behind_the_model(meshes: list
     for arguments, message in (
         ((DEMO_MODEL_NAME, "more"), "unexpected extra argument"),
         (("--served-model-name", "a,"), "a name is empty"),
+        (("--served-model-name", "a", "b"), "'b' stands behind the names"),
+        (("--served-model-name", "a", "b", "c"), "'b' stands behind the names"),
     ):
         result = run(file, "", *arguments)
         assert (result.exit_code, message in result.output) == (2, True), result.output
+
+
+def test_further_models(meshes: list[MeshOptions], tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(DEMO_MODEL, other)
+    file = tmp_path / "mesh.toml"
+    result = run(file, f'also = ["{other}", "third={DEMO_MODEL_NAME}"]')
+    assert result.exit_code == 0, result.output
+    assert [(model.name, model.path) for model in meshes[0].models[1:]] == [("other", other), ("third", DEMO_MODEL)]
+    for arguments, message in (
+        (("--also", DEMO_MODEL_NAME), "is given twice"),
+        (("--also", f"x={other},x={other}"), "is given twice"),
+        (("--also", f"={other}"), "must be MODEL or"),
+        (("--also", "name="), "must be MODEL or"),
+        (("--also", "./nothing"), "nothing does not exist"),
+        (("--also", str(other), "--meshes", "meshes.toml"), "cannot be combined"),
+    ):
+        result = run(file, "", *arguments)
+        assert (result.exit_code in (1, 2), message in result.output) == (True, True), result.output
+    assert len(meshes) == 1
 
 
 def test_a_directory_of_batches_need_not_exist_and_belongs_to_one_gateway(

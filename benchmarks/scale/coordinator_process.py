@@ -1,0 +1,43 @@
+"""Runs a real coordinator in a process of its own, and reads what it uses."""
+
+import subprocess
+import sys
+
+import psutil
+
+
+class Coordinator:
+    """The process of a coordinator.
+
+    Attributes:
+        address: Where it listens.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._command = (
+            *(sys.executable, "-m", "tokenloom.services.coordinator"),
+            *("--listen", address, "--metrics-listen", "", "--log-level", "error"),
+        )
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command)
+        self._shown = psutil.Process(self._process.pid)
+
+    def kill(self) -> None:
+        """End it at once, as a lost node does."""
+        self._process.kill()
+        self._process.wait()
+
+    def cpu_seconds(self) -> float:
+        times = self._shown.cpu_times()
+        return float(times.user + times.system)
+
+    def loop_seconds(self) -> float:
+        """Return the processor time of the thread with the event loop: the others, of gRPC, run beside it."""
+        (main,) = (each for each in self._shown.threads() if each.id == self._process.pid)
+        return float(main.user_time + main.system_time)
+
+    def mebibytes(self) -> float:
+        return float(self._shown.memory_info().rss) / 2**20

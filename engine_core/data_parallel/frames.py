@@ -1,0 +1,57 @@
+"""Sends and receives messages over a stream socket: four bytes of length, then msgpack."""
+
+import contextlib
+import socket
+import struct
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+_LENGTH = struct.Struct("<I")
+_MAX_BYTES = 1 << 20
+
+
+class Frames(Generic[T]):
+    """The messages of one connection. One thread reads; the owner makes sure that one thread writes at a time."""
+
+    def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> None:
+        self._connection = connection
+        self._decoder = decoder
+
+    def send(self, message: object) -> None:
+        """Send a message. Raises ``OSError`` if the connection has ended, or if the peer reads nothing."""
+        body = msgspec.msgpack.encode(message)
+        self._connection.sendall(_LENGTH.pack(len(body)) + body)
+
+    def receive(self) -> T:
+        """Wait for a message. Raises ``OSError`` if the connection ends, or if the peer speaks another language."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        if length > _MAX_BYTES:
+            raise ConnectionError(f"a message of {length} bytes; it may have {_MAX_BYTES}")
+        try:
+            return self._decoder.decode(self._read(length))
+        except msgspec.MsgspecError as error:
+            raise ConnectionError(f"a message that is none of a data-parallel group: {error}") from None
+
+    def close(self) -> None:
+        """End the connection; a thread that waits for a message gets an error. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _read(self, count: int) -> bytes:
+        parts: list[bytes] = []
+        while count:
+            part = self._connection.recv(count)
+            if not part:
+                raise ConnectionError("the connection was closed")
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+
+def decoder_of(messages: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Return a decoder of a union of messages."""
+    return msgspec.msgpack.Decoder(messages)

@@ -1,0 +1,120 @@
+"""The hub of a data-parallel group: threads beside rank 0 that pass on votes and notice ranks that are lost."""
+
+import contextlib
+import logging
+import socket
+import threading
+
+from .frames import Frames, decoder_of
+from .group_address import listen
+from .messages import GroupHello, Refused, ToHub, Vote
+from .rounds import Letters, Rounds
+
+log = logging.getLogger(__name__)
+
+_SEND_SECONDS = 5
+"""How long a rank may take to read: its link has a thread that does nothing else."""
+
+
+class GroupHub:
+    """Serves one group until :meth:`close`. When a member is lost, all connections end: the other ranks notice at
+    once, because none of them can compute without it."""
+
+    def __init__(self, address: str, hello: GroupHello, size: int) -> None:
+        """``hello``: that of rank 0, whose group and facts the other ranks must share. Raises ``OSError``."""
+        self._hello = hello
+        self._rounds = Rounds(size)
+        self._lock = threading.Lock()  # of the rounds, and of writing to the ranks
+        self._ranks: dict[int, Frames[ToHub]] = {}
+        self._is_closed = False
+        self._listener = listen(address)
+        self._decoder = decoder_of(ToHub)
+        threading.Thread(target=self._accept, name="group-hub", daemon=True).start()
+
+    def close(self) -> None:
+        """End all connections. Idempotent."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for frames in self._ranks.values():
+            frames.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            seconds = _SEND_SECONDS.to_bytes(8, "little") + bytes(8)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+            # One thread for each rank, as long as the rank lives: a group has tens of ranks at most.
+            threading.Thread(target=self._serve, args=(connection,), name="group-rank", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        frames: Frames[ToHub] = Frames(connection, self._decoder)
+        rank = -1
+        try:
+            hello = frames.receive()
+            if (refused := self._refusal(hello)) is not None:
+                frames.send(refused)
+                return
+            assert isinstance(hello, GroupHello)
+            if not self._join(hello.rank, frames):
+                return
+            rank = hello.rank
+            while True:
+                self._take(rank, frames.receive())
+        except OSError as error:
+            if rank >= 0:
+                self._leave(rank, error)
+        finally:
+            frames.close()
+
+    def _refusal(self, hello: ToHub) -> Refused | None:
+        own = self._hello
+        if not isinstance(hello, GroupHello):
+            return Refused("a rank must say hello first", permanent=True)
+        if hello.group_id != own.group_id:
+            return Refused(f"the group here is {own.group_id!r}, not {hello.group_id!r}", permanent=True)
+        for name in sorted({*own.facts, *hello.facts}):
+            here, there = own.facts.get(name, "not set"), hello.facts.get(name, "not set")
+            if here != there:
+                reason = f"{name} is {there!r} on rank {hello.rank} and {here!r} on rank 0 of group {own.group_id!r}"
+                return Refused(reason, permanent=True)
+        return None
+
+    def _join(self, rank: int, frames: Frames[ToHub]) -> bool:
+        with self._lock:
+            if self._is_closed:
+                return False
+            letters = self._rounds.join(rank)
+            if letters and isinstance(refused := letters[0][1], Refused):
+                frames.send(refused)
+                return False
+            self._ranks[rank] = frames
+            self._send(letters)
+            return True
+
+    def _take(self, rank: int, message: ToHub) -> None:
+        if not isinstance(message, Vote):
+            raise ConnectionError("only votes may follow the hello")
+        with self._lock:
+            self._send(self._rounds.vote(rank, message))
+
+    def _send(self, letters: Letters) -> None:
+        for rank, message in letters:
+            # A rank that cannot be written to is lost: the thread that reads from it says so.
+            with contextlib.suppress(OSError):
+                self._ranks[rank].send(message)
+
+    def _leave(self, rank: int, error: OSError) -> None:
+        with self._lock:
+            del self._ranks[rank]
+            if self._rounds.leave(rank) and not self._is_closed:
+                log.info("rank %d of group %s has left (%s)", rank, self._hello.group_id, error)
+                self._close()

@@ -1,0 +1,105 @@
+"""Messages between the ranks of a data-parallel group and its hub, which runs beside rank 0."""
+
+import enum
+
+import msgspec
+
+
+class Want(enum.IntEnum):
+    """What a rank wants of the wave when it votes."""
+
+    IDLE = 0
+    """It has no request that may advance."""
+    RUN = 1
+    """It has requests that may advance."""
+    PAUSED = 2
+    """It is paused, and none of its requests may advance. It takes part in a wave that runs, but begins none: it may
+    sleep, without weights."""
+
+
+class Verdict(enum.IntEnum):
+    """What the ranks agreed on."""
+
+    RUN = 0
+    """All of them compute steps until the next vote."""
+    REST = 1
+    """The wave is complete: no rank wants to run."""
+    HELD = 2
+    """The wave does not begin, because a rank is paused. That rank calls for the next one when it resumes."""
+
+
+class GroupHello(msgspec.Struct, tag="HELLO"):
+    """Rank to hub: the first message of a connection."""
+
+    group_id: str
+    rank: int
+    facts: dict[str, str]
+    """Settings and properties of the model that must be equal on all ranks, by name."""
+
+
+class Refused(msgspec.Struct, tag="REFUSED"):
+    """Hub to rank: the rank cannot be part of this group.
+
+    Attributes:
+        permanent: Whether another attempt would end in the same way.
+    """
+
+    reason: str
+    permanent: bool
+
+
+class Accepted(msgspec.Struct, tag="ACCEPTED"):
+    """Hub to rank: the rank may become a member; a welcome follows."""
+
+
+class Welcome(msgspec.Struct, tag="WELCOME"):
+    """Hub to rank: the rank is a member from now on.
+
+    Attributes:
+        wave: The number of the wave that runs, or of the next one.
+        step: Steps of that wave that the other ranks have computed.
+        runs: Whether the wave runs.
+        size: Ranks of the group.
+    """
+
+    wave: int
+    step: int
+    runs: bool
+    size: int
+
+
+class Vote(msgspec.Struct, tag="VOTE"):
+    """Rank to hub: what the rank wants, after so many steps of this wave.
+
+    Attributes:
+        target: Ranks that the group should have; the group changes when all members name the same number.
+    """
+
+    wave: int
+    step: int
+    want: Want
+    target: int
+
+
+class Outcome(msgspec.Struct, tag="OUTCOME"):
+    """Hub to rank: the result of the vote with this wave and step.
+
+    Attributes:
+        size: Ranks of the group from now on; members of higher ranks are removed.
+    """
+
+    wave: int
+    step: int
+    verdict: Verdict
+    size: int
+
+
+class Newcomers(msgspec.Struct, tag="NEWCOMERS"):
+    """Hub to rank: these ranks have loaded their weights and wait to become members (vLLM's notification
+    NEW_CORE_ENGINES_WEIGHTS_INIT_READY)."""
+
+    ranks: list[int]
+
+
+ToHub = GroupHello | Vote
+ToRank = Accepted | Refused | Welcome | Outcome | Newcomers

@@ -1,0 +1,89 @@
+// Adds the tensors of ranks on one machine, through memory that their processes share.
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <climits>
+
+#include "vec.h"
+
+namespace {
+
+constexpr int64_t PART_BYTES = 1 << 18;  // of a tensor that a rank shows to the others at once
+constexpr int SPINS = 2000;              // about 0.1 ms; a rank that waits longer sleeps, because others need the core
+
+// What a rank has shown so far, in a cache line of its own.
+struct Line {
+  std::atomic<uint32_t> shown;     // parts, modulo 2^32
+  std::atomic<uint32_t> sleepers;  // ranks that wait for the next one
+  char padding[56];
+};
+
+static_assert(sizeof(Line) == 64, "a line of the cache");
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+long futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
+  return syscall(SYS_futex, &word, operation, value, nullptr, nullptr, 0);
+}
+
+void show(Line& own, uint32_t number) {
+  own.shown.store(number);
+  if (own.sleepers.load()) futex(own.shown, FUTEX_WAKE, INT_MAX);
+}
+
+void wait_until_shown(Line& line, uint32_t number) {
+  for (int i = 0; i < SPINS; ++i) {
+    if ((int32_t)(line.shown.load(std::memory_order_acquire) - number) >= 0) return;
+    pause();
+  }
+  line.sleepers.fetch_add(1);
+  for (uint32_t seen = line.shown.load(); (int32_t)(seen - number) < 0; seen = line.shown.load())
+    futex(line.shown, FUTEX_WAIT, seen);
+  line.sleepers.fetch_sub(1);
+}
+
+// In order of the ranks, so that every rank gets the same bits.
+template <class T>
+void add_parts(T* to, const char* parts, int64_t n, int size) {
+  for (int64_t i = 0; i < n; i += LANES) {
+    Vec sum = load((const T*)parts + i, n - i);
+    for (int rank = 1; rank < size; ++rank) sum += load((const T*)(parts + rank * PART_BYTES) + i, n - i);
+    store(to + i, sum, n - i);
+  }
+}
+
+template <class T>
+void sum(char* shared, T* x, int64_t n, int rank, int size) {
+  Line* lines = (Line*)shared;
+  char* memory = shared + size * sizeof(Line);
+  constexpr int64_t most = PART_BYTES / sizeof(T);
+  for (int64_t begin = 0; begin < n; begin += most) {
+    int64_t count = std::min(most, n - begin);
+    uint32_t number = lines[rank].shown.load(std::memory_order_relaxed) + 1;
+    // A rank that writes to this half again has seen the part behind this one of every rank, so all have read this one.
+    char* parts = memory + (number & 1) * size * PART_BYTES;
+    memcpy(parts + rank * PART_BYTES, x + begin, count * sizeof(T));
+    show(lines[rank], number);
+    for (int other = 0; other < size; ++other) wait_until_shown(lines[other], number);
+    add_parts(x + begin, parts, count, size);
+  }
+}
+
+}  // namespace
+
+// Bytes of the zeroed memory that `size` ranks share.
+extern "C" int64_t shared_bytes(int64_t size) { return size * (sizeof(Line) + 2 * PART_BYTES); }
+
+// Replaces x by the sum of what all ranks give. Each makes the same calls, with tensors of one length.
+extern "C" void sum_ranks(void* shared, void* x, int64_t n, int32_t rank, int32_t size, int32_t is_bf16) {
+  is_bf16 ? sum((char*)shared, (BF16*)x, n, rank, size) : sum((char*)shared, (float*)x, n, rank, size);
+}

@@ -1,0 +1,103 @@
+"""Lets the ranks of an engine exchange tensors. A rank that is alone exchanges none, and makes no call."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from tokenloom.engine_core.config import ParallelConfig
+
+from .sharding import ONLY_PLACE, Place
+
+
+class Group(Protocol):
+    """Joins ranks that make the same calls in the same order."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Add the tensors of all ranks. Returns the sum, of the same bits on every rank; may overwrite ``x``."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Return the tensors of all ranks in the order of their ranks, [size, ...]; all have the shape of ``x``."""
+
+
+class Peers(Protocol):
+    """Sends tensors from one rank of the engine to another, in order."""
+
+    def send(self, x: Tensor, rank: int) -> None:
+        """Send a tensor, which nothing may change any more. Returns at once."""
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Tensor:
+        """Wait for the next tensor of this shape and dtype from ``rank``."""
+
+
+class Alone:
+    """Fulfils :class:`Group` for a rank that computes every layer by itself."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x[None]
+
+
+ALONE: Final[Group] = Alone()
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Holds the place of this rank, and its ways to the others."""
+
+    place: Place = ONLY_PLACE
+    group: Group = ALONE
+    """The ranks that compute the same layers."""
+    tensors: Peers | None = None
+    """Carries tensors of the device between stages; None: there is one stage."""
+    tokens: Peers | None = None
+    """Carries drawn tokens, on the CPU; None: this rank is alone."""
+
+    @property
+    def others(self) -> list[int]:
+        """Return the ranks of the engine without the one that draws."""
+        place = self.place
+        return [rank for rank in range(place.tensor_size * place.num_stages) if rank != place.output_rank]
+
+
+ONLY_RANK: Final = Ranks()
+
+
+def place_of(parallel: ParallelConfig) -> Place:
+    """Return the place of the rank that ``parallel`` is for."""
+    stage, tensor_rank = divmod(parallel.rank, parallel.tensor_parallel_size)
+    return Place(
+        tensor_rank,
+        parallel.tensor_parallel_size,
+        stage,
+        parallel.pipeline_parallel_size,
+        spreads_context=parallel.decode_context_parallel_size > 1,
+        spreads_experts=parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1,
+    )
+
+
+def join_ranks(parallel: ParallelConfig, device: torch.device) -> Ranks:
+    """Join the other ranks of the engine, and wait for them; a rank that is alone does nothing.
+
+    Raises ``ValueError`` if the configuration names several workers and none of their places.
+    """
+    place = place_of(parallel)
+    if place.is_alone:
+        return ONLY_RANK
+    if not parallel.rendezvous:
+        raise ValueError(
+            f"distributed_executor_backend: uni runs one worker, but the engine has {parallel.world_size}; use mp"
+        )
+    from .torch_group import join  # here, so that a rank that is alone pays nothing for it
+
+    return join(parallel, place, device)

@@ -1,0 +1,100 @@
+"""Derives the configuration of the part of a model that one rank computes."""
+
+from dataclasses import replace
+
+from tokenloom.engine_core.config import EngineConfig
+
+from ..checkpoint.expert_switches import ExpertSwitches
+from ..checkpoint.model_config import ModelConfig
+from .sharding import Place, Shard
+
+
+def local_config(config: ModelConfig, place: Place) -> ModelConfig:
+    """Return the configuration of the rank at ``place``: its heads, its part of the MLPs, its layers.
+
+    Raises ``ValueError`` naming what cannot be divided among the ranks, or is not supported with several.
+    """
+    if place.is_alone:
+        return config
+    _check(config, place)
+    size, layers = place.tensor_size, place.layers(config.num_layers)
+    mine = slice(layers.start, layers.stop)
+    return replace(
+        config,
+        num_layers=len(layers),
+        num_heads=config.num_heads // size,
+        num_kv_heads=max(1, config.num_kv_heads // size),
+        intermediate_size=config.intermediate_size // size,
+        ropes=config.ropes[mine],
+        attention_scales=config.attention_scales[mine],
+        sliding_windows=config.sliding_windows[mine],
+        experts=None if config.experts is None else _local_experts(config.experts, place, mine),
+        shard=Shard(place.tensor_rank, size, config.num_kv_heads, place.spreads_context),
+        first_layer=layers.start,
+        is_last_stage=place.stage == place.num_stages - 1,
+        draws=place.draws,
+    )
+
+
+def check_options(config: EngineConfig) -> None:
+    """Raise ``ValueError`` naming an option that is not supported with several workers."""
+    parallel = config.parallel
+    if (context := parallel.decode_context_parallel_size) not in (1, parallel.tensor_parallel_size):
+        raise ValueError(
+            f"decode_context_parallel_size: must be 1 or tensor_parallel_size, {parallel.tensor_parallel_size}, "
+            f"not {context}"
+        )
+    if config.cache.block_size % context:
+        raise ValueError(f"block_size: {config.cache.block_size} tokens cannot be spread evenly over {context} workers")
+    if parallel.world_size == 1:
+        return
+    asked = {
+        "speculative_config": config.speculative is not None,
+        "enable_lora": config.lora.enable,
+        "quantization": config.worker.quantization is not None,
+        "runner pooling": config.worker.runner == "pooling",
+        "pooler_config": config.worker.pooler_config is not None,
+        "kv_transports with decode_context_parallel_size": context > 1 and bool(config.kv.transports),
+        "kv_offload_path with decode_context_parallel_size": context > 1 and bool(config.kv.offload_path),
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise ValueError(f"{name}: is not supported with {config.parallel.world_size} workers yet; use one worker")
+
+
+def num_sharing(config: EngineConfig, *, is_on_host: bool) -> int:
+    """Return how many workers share the memory of a device; ranks of an engine that are on GPUs have one each."""
+    count = config.cache.engines_on_host
+    return count if is_on_host else max(1, count // config.parallel.world_size)
+
+
+def _local_experts(experts: ExpertSwitches, place: Place, layers: slice) -> ExpertSwitches:
+    own, size = place.experts(experts.count), place.tensor_size
+    return replace(
+        experts,
+        intermediate_size=experts.intermediate_size // (size if own is None else 1),
+        shared_size=experts.shared_size // size,
+        layers=experts.layers[layers],
+        own=own,
+    )
+
+
+def _check(config: ModelConfig, place: Place) -> None:
+    size, kv_heads = place.tensor_size, config.num_kv_heads
+    counts = {"attention heads": config.num_heads, "rows of an MLP": config.intermediate_size}
+    if config.experts is not None:
+        if not place.spreads_experts:
+            counts |= {"rows of an expert": config.experts.intermediate_size}
+        counts |= {"rows of the shared expert": config.experts.shared_size}
+    for what, count in counts.items():
+        if count % size:
+            raise ValueError(f"tensor_parallel_size: {size} does not divide the model's {count} {what}")
+    if kv_heads % size and size % kv_heads:
+        raise ValueError(f"tensor_parallel_size: {size} neither divides the model's {kv_heads} KV heads nor is divided")
+    if place.num_stages > config.num_layers:
+        raise ValueError(f"pipeline_parallel_size: {place.num_stages} stages for {config.num_layers} layers")
+    if config.scheme is not None or config.quantization is not None:
+        method = config.quantization or (config.scheme.name if config.scheme else "")
+        raise ValueError(f"quantization: {method} is not supported with several workers yet; use one worker")
+    if config.has_class_head:
+        raise ValueError("models with a class head are not supported with several workers yet; use one worker")

@@ -1,0 +1,148 @@
+"""Decides which part of a model's tensors a rank holds, as Megatron-LM does (Shoeybi et al., 2019).
+
+Queries, keys, values and the inner side of an MLP are cut by output, and the products that follow them by input, so a
+layer takes two sums over the ranks. Embeddings are whole on every rank; the output layer is whole on the rank that
+draws the tokens, so that no logit crosses a network.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Holds which entries a rank has along one dimension of a tensor."""
+
+    total: int
+    """Entries of the whole tensor."""
+    ranges: tuple[tuple[int, int], ...]
+    """(first, end) of each run of entries, in the order in which the rank holds them."""
+
+
+Dimension: TypeAlias = int | Cut
+"""The length of a dimension that every rank holds whole, or the part of one that is cut."""
+
+
+def length(dimension: Dimension) -> int:
+    """Return how many entries this rank holds."""
+    return dimension if isinstance(dimension, int) else sum(end - first for first, end in dimension.ranges)
+
+
+def total(dimension: Dimension) -> int:
+    """Return how many entries the checkpoint holds."""
+    return dimension if isinstance(dimension, int) else dimension.total
+
+
+def joined(dimensions: Sequence[Dimension]) -> Dimension:
+    """Return the dimension in which these follow one another."""
+    if all(isinstance(each, int) for each in dimensions):
+        return sum(map(length, dimensions))
+    ranges: list[tuple[int, int]] = []
+    start = 0
+    for each in dimensions:
+        parts = ((0, each),) if isinstance(each, int) else each.ranges
+        ranges += [(start + first, start + end) for first, end in parts]
+        start += total(each)
+    return Cut(start, tuple(ranges))
+
+
+def take_part(whole: Tensor, shape: Sequence[Dimension]) -> Tensor:
+    """Return this rank's part of a tensor of a checkpoint: a view of whole rows, otherwise a contiguous copy."""
+    part = whole
+    for number, dimension in enumerate(shape):
+        if not isinstance(dimension, int):
+            runs = [part.narrow(number, first, end - first) for first, end in dimension.ranges]
+            part = (runs[0] if len(runs) == 1 else torch.cat(runs, number)).contiguous()
+    return part
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Holds the place of a rank among those that compute every layer together."""
+
+    rank: int = 0
+    size: int = 1
+    num_kv_heads: int = 0
+    """KV heads of the whole model; not read if there is one rank."""
+    spreads_context: bool = False
+    """Whether each rank keeps all KV heads of some tokens, and not some heads of all tokens."""
+
+    @property
+    def context_size(self) -> int:
+        """Return over how many ranks the tokens of a sequence are spread."""
+        return self.size if self.spreads_context else 1
+
+    def part(self, count: int) -> Dimension:
+        """Return this rank's part of a dimension of which each rank has ``count`` entries."""
+        if self.size == 1:
+            return count
+        return Cut(count * self.size, ((self.rank * count, (self.rank + 1) * count),))
+
+    def kv_part(self, num_heads: int, head_size: int) -> Dimension:
+        """Return this rank's part of keys or values, of which each rank has ``num_heads``: the heads that its queries
+        read, which several ranks hold if there are fewer KV heads than ranks."""
+        if self.size == 1:
+            return num_heads * head_size
+        first = self.rank * self.num_kv_heads // self.size
+        return Cut(self.num_kv_heads * head_size, ((first * head_size, (first + num_heads) * head_size),))
+
+
+WHOLE: Final = Shard()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Holds the place of a rank in an engine: which part of which layers it computes."""
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    stage: int = 0
+    num_stages: int = 1
+    spreads_context: bool = False
+    """As in :class:`Shard`."""
+    spreads_experts: bool = False
+    """Whether each rank holds whole experts, and not a part of every expert."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether this rank computes the whole model."""
+        return self.tensor_size == self.num_stages == 1
+
+    @property
+    def output_rank(self) -> int:
+        """Return the rank in the engine that computes logits and draws tokens: the first one of the last stage."""
+        return self.tensor_size * (self.num_stages - 1)
+
+    @property
+    def draws(self) -> bool:
+        """Return whether this rank is the output rank."""
+        return self.tensor_rank == 0 and self.stage == self.num_stages - 1
+
+    @property
+    def shares_table(self) -> bool:
+        """Return whether one block table must serve layers or tokens that this rank does not have."""
+        return self.num_stages > 1 or self.spreads_context
+
+    @property
+    def numerics(self) -> str | None:
+        """Return what tells results from those of one rank: the order in which sums are added; None: nothing."""
+        return None if self.tensor_size == 1 else f"tp-{self.tensor_size}"
+
+    def experts(self, count: int) -> range | None:
+        """Return which of ``count`` experts this rank holds whole; None: it holds a part of each."""
+        if not self.spreads_experts:
+            return None
+        return range(count * self.tensor_rank // self.tensor_size, count * (self.tensor_rank + 1) // self.tensor_size)
+
+    def layers(self, num_layers: int) -> range:
+        """Return the layers of this rank's stage; earlier stages have one more if they are not equally many."""
+        each, more = divmod(num_layers, self.num_stages)
+        first = self.stage * each + min(self.stage, more)
+        return range(first, first + each + (self.stage < more))
+
+
+ONLY_PLACE: Final = Place()

@@ -1,0 +1,116 @@
+"""Exchanges tensors with torch.distributed: over gloo between processors, over nccl between GPUs.
+
+The process groups are objects of this engine, not the one default group of a process, so that several engines can be
+in one process, as in tests.
+"""
+
+import socket
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenloom.engine_core.config import ParallelConfig
+
+from .group import ALONE, Group, Ranks
+from .sharding import Place
+from .shared_group import shared_if_possible
+
+_TIMEOUT = timedelta(minutes=30)
+"""A stage waits so long for a step, and an idle engine has none; the executor notices a rank that ends at once."""
+_LOOPBACK = "127.0.0.1"
+_MOST_SENT = 64
+"""Tensors whose transfer may not have ended: more than the steps in flight can send."""
+
+
+class TorchGroup:
+    """Fulfils :class:`.group.Group`."""
+
+    def __init__(self, backend: Any, rank: int, size: int) -> None:
+        """``backend``: a process group of torch.distributed."""
+        self.rank = rank
+        self.size = size
+        self._backend = backend
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._backend.allreduce([x]).wait()
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        gathered = x.new_empty((self.size, *x.shape))
+        self._backend.allgather([list(gathered)], [x.contiguous()]).wait()
+        return gathered
+
+
+class TorchPeers:
+    """Fulfils :class:`.group.Peers`."""
+
+    def __init__(self, backend: Any, device: torch.device) -> None:
+        self._backend = backend
+        self._device = device
+        self._sent: deque[tuple[Any, Tensor]] = deque()  # bounded by _MOST_SENT
+
+    def send(self, x: Tensor, rank: int) -> None:
+        while self._sent and (len(self._sent) == _MOST_SENT or self._sent[0][0].is_completed()):
+            self._sent.popleft()[0].wait()
+        x = x.contiguous()
+        self._sent.append((self._backend.send([x], rank, 0), x))
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, rank: int) -> Tensor:
+        x = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        self._backend.recv([x], rank, 0).wait()
+        return x
+
+
+def join(parallel: ParallelConfig, place: Place, device: torch.device) -> Ranks:
+    """Join the other ranks of the engine where ``parallel`` says, and wait for them."""
+    store, host = _store(parallel)
+    rank, size = parallel.rank, parallel.world_size
+    host_peers = TorchPeers(_gloo(dist.PrefixStore("host", store), rank, size, host), torch.device("cpu"))
+    make = _nccl if device.type == "cuda" else _gloo
+    tensors = None
+    if place.num_stages > 1:
+        tensors = TorchPeers(make(dist.PrefixStore("stages", store), rank, size, host), device)
+    group: Group = ALONE
+    if (tensor_size := place.tensor_size) > 1:
+        prefix = dist.PrefixStore(f"stage-{place.stage}", store)
+        group = TorchGroup(make(prefix, place.tensor_rank, tensor_size, host), place.tensor_rank, tensor_size)
+        if device.type == "cpu" and host == _LOOPBACK:
+            group = shared_if_possible(group, store, f"sums-{place.stage}")
+    return Ranks(place, group, tensors, host_peers)
+
+
+def _store(parallel: ParallelConfig) -> tuple[Any, str]:
+    """Return where the ranks find each other, and the address at which this one can be reached."""
+    address, size = parallel.rendezvous, parallel.world_size
+    if address.startswith("/"):
+        return dist.FileStore(address, size), _LOOPBACK
+    host, _, port = address.rpartition(":")
+    store = dist.TCPStore(host, int(port), size, is_master=parallel.rank == 0, timeout=_TIMEOUT)
+    return store, _address_towards(host, int(port))
+
+
+def _address_towards(host: str, port: int) -> str:
+    """Return the address of the interface that reaches ``host``; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+def _gloo(store: Any, rank: int, size: int, host: str) -> Any:
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    options._devices = [kind.create_device(hostname=host, lazy_init=False)]
+    options._timeout = _TIMEOUT
+    return kind(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int, host: str) -> Any:
+    kind: Any = dist.ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout = _TIMEOUT
+    return kind(store, rank, size, options)

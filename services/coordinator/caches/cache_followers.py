@@ -1,0 +1,116 @@
+"""Follows the prefix caches of the engines that publish their events."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tokenloom.services.runtime.peers.channels import Channels
+from tokenloom.v1.coordinator_pb2 import EngineIdentity
+from tokenloom.v1.engine_pb2 import WatchKVEventsRequest
+from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
+
+from ..engine_record import EngineRecord
+from ..engine_stream import to_duration
+from ..prefixes.prefix_index import PrefixIndex
+from .engine_cache import EngineCache
+
+log = logging.getLogger(__name__)
+
+RENEW_SECONDS = 60.0
+"""A call ends after so long, and the next one asks for the interval that suits the number of engines then."""
+RETRY_SECONDS = 1.0
+INTERVALS = 5
+"""An engine sends changes of its cache at every fifth report at most: 1,000 messages a second from all engines."""
+_MISSED = {grpc.StatusCode.ABORTED, grpc.StatusCode.INVALID_ARGUMENT}
+"""Batches that are wanted are no longer kept, or belong to another incarnation."""
+
+
+class CacheFollowers:
+    """Owns a task for each engine that is followed. One message of each is in memory at a time.
+
+    Args:
+        spawn: Starts a task and owns it: :meth:`.Host.spawn`.
+    """
+
+    def __init__(self, prefixes: PrefixIndex, channels: Channels, spawn: Callable[..., "asyncio.Task[Any]"]) -> None:
+        self._prefixes = prefixes
+        self._channels = channels
+        self._spawn = spawn
+        self._interval = 0.0
+        self._joined: dict[str, EngineRecord] = {}
+        self._tasks: dict[str, tuple[int, asyncio.Task[Any]]] = {}  # with the engine's incarnation
+
+    @property
+    def num_followed(self) -> int:
+        return sum(not task.done() for _, task in self._tasks.values())
+
+    def join(self, record: EngineRecord) -> None:
+        """Follow an engine that joined, if it publishes events, once :meth:`follow` was called."""
+        identity = record.identity
+        if self._tasks.get(identity.engine_id, (identity.epoch,))[0] != identity.epoch:
+            self.leave(identity.engine_id)
+        if identity.publishes_kv_events:
+            self._joined[identity.engine_id] = record
+            if self._interval:
+                self._start(record)
+
+    def leave(self, engine_id: str) -> None:
+        """Follow an engine no more."""
+        self._joined.pop(engine_id, None)
+        if (running := self._tasks.pop(engine_id, None)) is not None:
+            running[1].cancel()
+
+    def follow(self, report_interval: float) -> None:
+        """Begin to follow, because prompts are placed by prefixes. ``report_interval``: see :mod:`.report_interval`."""
+        is_first, self._interval = not self._interval, report_interval * INTERVALS
+        if is_first:
+            for record in self._joined.values():
+                self._start(record)
+
+    def _start(self, record: EngineRecord) -> None:
+        identity = record.identity
+        if identity.engine_id not in self._tasks:
+            follow = self._follow(identity, EngineCache(self._prefixes, identity, record.row))
+            task = self._spawn(follow, name=f"cache of {identity.engine_id}")
+            self._tasks[identity.engine_id] = identity.epoch, task
+
+    async def _follow(self, identity: EngineIdentity, cache: EngineCache) -> None:
+        """Follow an engine until cancelled, or until it turns out that its events are of no use."""
+        async with self._channels.open(identity.address, "engine") as channel:
+            stub = EngineAdminStub(channel)
+            while True:
+                try:
+                    async with asyncio.timeout(RENEW_SECONDS):
+                        await self._read(stub, cache)
+                except TimeoutError:
+                    continue
+                except grpc.aio.AioRpcError as error:
+                    if error.code() in _MISSED:
+                        cache.forget()
+                    log.debug("cache of %s: %s %s", identity.engine_id, error.code().name, error.details())
+                except _OfNoUse as reason:
+                    log.warning("the KV events of engine %s are not followed: %s", identity.engine_id, reason)
+                    return
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _read(self, stub: Any, cache: EngineCache) -> None:
+        """Apply one call's responses."""
+        request = WatchKVEventsRequest(from_sequence=cache.wanted, prefix_interval=to_duration(self._interval))
+        call, is_first = stub.WatchKVEvents(request), True
+        try:
+            async for response in call:
+                if is_first and (reason := cache.objection(response)):
+                    raise _OfNoUse(reason)
+                is_first = False
+                for _ in cache.take(response):
+                    await asyncio.sleep(0)
+        finally:
+            call.cancel()
+
+
+class _OfNoUse(Exception):
+    """The engine's events say nothing about the prompts that are placed there."""

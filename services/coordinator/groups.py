@@ -1,0 +1,130 @@
+"""Keeps the data-parallel groups: which ranks have joined, which of them must begin a wave, and changes of size.
+
+No I/O: commands are returned, by the name of the engine.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from tokenloom.request.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
+from tokenloom.v1.coordinator_pb2 import EngineCommand, EngineIdentity, EngineReport
+
+from .wave_starts import WaveStarts
+
+Commands = list[tuple[str, EngineCommand]]
+"""Commands and the engines that get them."""
+
+SCALE_SECONDS = 60.0
+"""How long the ranks of a group may take to agree on another size."""
+
+
+@dataclass(slots=True)
+class _Member:
+    identity: EngineIdentity
+    size: int = 0
+    """Ranks of the group, as this one knows it; 0: it is no member."""
+
+
+@dataclass(slots=True)
+class _Group:
+    members: dict[str, _Member] = field(default_factory=dict)
+    starts: WaveStarts = field(default_factory=WaveStarts)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Groups:
+    """Holds the groups of the engines that have joined."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, _Group] = {}
+
+    def join(self, identity: EngineIdentity) -> None:
+        """Take an engine; one outside of groups is ignored. Raises ``InvalidArgument``, naming the other engine, if it
+        cannot be a rank of its group."""
+        if not (name := identity.data_parallel_group):
+            return
+        group = self._groups.setdefault(name, _Group())
+        for other in (member.identity for member in group.members.values()):
+            if other.engine_id == identity.engine_id:
+                continue
+            here = f"of data-parallel group {name!r}, which engine {other.engine_id!r} has joined"
+            if other.data_parallel_rank == identity.data_parallel_rank:
+                raise InvalidArgument(
+                    f"rank {identity.data_parallel_rank} {here}, is taken", "identity.data_parallel_rank"
+                )
+            if other.parallel_config_hash != identity.parallel_config_hash:
+                raise InvalidArgument(
+                    f"the configuration of rank {identity.data_parallel_rank} differs from that {here} as rank "
+                    f"{other.data_parallel_rank}; start all ranks with equal options and the same model",
+                    "identity.parallel_config_hash",
+                )
+        group.members[identity.engine_id] = _Member(identity)
+        group.starts.leave(identity.engine_id)  # what it was asked on an earlier stream may be lost
+
+    def report(self, identity: EngineIdentity, report: EngineReport) -> Commands:
+        """Take a report. Returns which ranks must begin a wave."""
+        group = self._groups.get(identity.data_parallel_group)
+        if group is None or (member := group.members.get(identity.engine_id)) is None:
+            return []
+        if member.size != report.group_size:
+            member.size = report.group_size
+            group.changed.set()
+        if not identity.computes_in_waves or not report.group_size:
+            return []
+        started = report.start_wave if report.HasField("start_wave") else None
+        completed = report.wave_complete if report.HasField("wave_complete") else None
+        group.starts.report(identity.engine_id, started, completed)
+        return [(name, EngineCommand(start_wave=wave)) for name, wave in group.starts.due()]
+
+    def not_asked(self, identity: EngineIdentity) -> None:
+        """Note that a rank could not be asked to begin a wave; the next report of its group tries again."""
+        if (group := self._groups.get(identity.data_parallel_group)) is not None:
+            group.starts.ranks[identity.engine_id].asked = -1
+
+    def leave(self, identity: EngineIdentity) -> None:
+        """Forget an engine that left."""
+        if (group := self._groups.get(identity.data_parallel_group)) is None:
+            return
+        member = group.members.get(identity.engine_id)
+        if member is not None and member.identity is identity:  # otherwise a newer stream has its name
+            del group.members[identity.engine_id]
+            group.starts.leave(identity.engine_id)
+            group.changed.set()
+        if not group.members:
+            del self._groups[identity.data_parallel_group]
+
+    def resize(self, name: str, size: int) -> Commands:
+        """Return the commands that change the size of a group. Raises ``InvalidArgument`` for a size of 0, ``NotFound``
+        for an unknown group, ``FailedPrecondition`` naming the ranks that must be started first."""
+        if size < 1:
+            raise InvalidArgument("data_parallel_size must be at least 1", "data_parallel_size")
+        group = self._find(name)
+        ranks = {member.identity.data_parallel_rank for member in group.members.values()}
+        if missing := ", ".join(map(str, sorted(set(range(size)) - ranks))):
+            raise FailedPrecondition(
+                f"ranks {missing} of data-parallel group {name!r} have not joined; start them first"
+            )
+        return [(engine, EngineCommand(data_parallel_size=size)) for engine in group.members]
+
+    async def wait_resized(self, name: str, size: int) -> None:
+        """Wait until all ranks of a group have a size, and those beyond it have left. Raises ``DeadlineExceeded``, and
+        ``NotFound`` if the whole group is lost."""
+        try:
+            async with asyncio.timeout(SCALE_SECONDS):
+                while True:
+                    group = self._find(name)
+                    group.changed.clear()
+                    ranks = {member.identity.data_parallel_rank: member.size for member in group.members.values()}
+                    if all(known == (size if rank < size else 0) for rank, known in ranks.items()):
+                        return
+                    await group.changed.wait()
+        except TimeoutError:
+            known = ", ".join(f"rank {rank}: {size}" for rank, size in sorted(ranks.items()))
+            raise DeadlineExceeded(
+                f"data-parallel group {name!r} has not agreed on {size} ranks within {SCALE_SECONDS:g} s ({known})"
+            ) from None
+
+    def _find(self, name: str) -> _Group:
+        if (group := self._groups.get(name)) is None:
+            raise NotFound(f"No rank of data-parallel group {name!r} has joined.")
+        return group

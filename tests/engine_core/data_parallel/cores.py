@@ -1,0 +1,126 @@
+"""Cores of a data-parallel group in processes of their own, over the hash worker with experts."""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from tests.engine_core.client.blocking import SyncMPClient
+from tests.engine_core.helpers import make_config
+from tokenloom.engine_core.config import EngineConfig, ParallelConfig
+from tokenloom.engine_core.wire.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    GroupState,
+    RequestType,
+    UtilityCall,
+)
+from tokenloom.engine_core.wire.serialization import to_raw
+from tokenloom.services.coordinator.wave_starts import WaveStarts
+
+CORE = """
+import argparse, os
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+from tokenloom.engine_core.process.core_process import run_engine_core
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--handshake")
+address = parser.parse_known_args()[0].handshake
+os._exit(run_engine_core(address, lambda config: UniProcExecutor(HashWorker(config, experts_per_token=8))))
+"""
+
+
+def rank_config(directory: Path, rank: int, size: int = 2, **settings: object) -> EngineConfig:
+    """Return the configuration of one rank; ``settings`` are those of ``make_config``."""
+    parallel = ParallelConfig(
+        data_parallel_size=size,
+        data_parallel_rank=rank,
+        data_parallel_address=f"unix:{directory}/group",
+        data_parallel_timeout=30.0,
+    )
+    return msgspec.structs.replace(make_config(**settings), parallel=parallel)  # type: ignore[arg-type]
+
+
+def start_rank(directory: Path, rank: int, size: int = 2, **settings: object) -> SyncMPClient:
+    """Start one rank; it takes requests, and computes once its group is complete."""
+    script = directory / "core.py"
+    script.write_text(CORE)
+    return SyncMPClient(rank_config(directory, rank, size, **settings), command=[sys.executable, str(script)])
+
+
+class Group:
+    """A group whose coordinator is this object: it passes on starts of waves, and collects what the ranks answer."""
+
+    def __init__(self, directory: Path, size: int = 2, **settings: object) -> None:
+        self._directory, self._settings = directory, settings
+        self.ranks: list[SyncMPClient] = []
+        self.states: list[GroupState | None] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: dict[str, FinishReason] = {}
+        self.num_waves = 0
+        self.num_unanswered = 0
+        self._starts = WaveStarts()
+        for rank in range(size):
+            self.start_rank(rank, size)
+
+    def start_rank(self, rank: int, size: int) -> None:
+        """Start another rank, as its number."""
+        self.ranks.append(start_rank(self._directory, rank, size, **self._settings))
+        self.states.append(None)
+
+    def add(self, rank: int, request: EngineCoreRequest) -> None:
+        self.tokens[request.request_id] = []
+        self.ranks[rank].add_request(request)
+
+    def call(self, rank: int, method: str, *args: object) -> None:
+        """Call a utility; :meth:`pump` reads its answer."""
+        self.num_unanswered += 1
+        call = UtilityCall(1000 + self.num_unanswered, method, [to_raw(arg) for arg in args])
+        self.ranks[rank]._send(RequestType.UTILITY, call)
+
+    def pump(self, until: Callable[[], bool], seconds: float = 60.0) -> None:
+        """Read outputs until a condition holds. Raises ``EngineDeadError`` if a rank ends."""
+        deadline = time.monotonic() + seconds
+        poller = zmq.Poller()
+        for client in self.ranks:
+            poller.register(client._output, zmq.POLLIN)
+        while not until():
+            assert time.monotonic() < deadline, f"{self.states}, {len(self.ended)} of {len(self.tokens)} requests ended"
+            ready = dict(poller.poll(100))
+            for rank, client in enumerate(self.ranks):
+                if client._output in ready:
+                    self._take(rank, client._receive())
+                elif not ready:
+                    client._check_alive()
+
+    def finish(self) -> None:
+        """Read until all requests have ended."""
+        self.pump(lambda: self.ended.keys() == self.tokens.keys())
+
+    def is_resting(self) -> bool:
+        """Return whether all ranks are members, and no wave runs."""
+        return all(state is not None and state.is_member and state.start_wave is None for state in self.states)
+
+    def close(self) -> None:
+        for client in self.ranks:
+            client.close()
+
+    def _take(self, rank: int, outputs: EngineCoreOutputs) -> None:
+        for output in outputs.outputs:
+            self.tokens[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                self.ended[output.request_id] = output.finish_reason
+        if outputs.utility_output is not None:
+            outputs.utility_output.value()
+            self.num_unanswered -= 1
+        if (state := outputs.group) is not None:
+            self.states[rank] = state
+            self.num_waves = max(self.num_waves, 1 + (-1 if state.wave_complete is None else state.wave_complete))
+            self._starts.report(str(rank), state.start_wave, state.wave_complete)
+            for name, wave in self._starts.due():
+                self.ranks[int(name)]._send(RequestType.START_DP_WAVE, wave)

@@ -1,0 +1,63 @@
+"""Tests sums over shared memory, and over gloo, between ranks that are threads."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from tests.gpu_worker.parallel.rank_threads import parallel
+from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
+from tokenloom.gpu_worker.parallel import shared_group
+from tokenloom.gpu_worker.parallel.group import Group, join_ranks
+from tokenloom.gpu_worker.parallel.shared_group import SharedGroup
+from tokenloom.gpu_worker.parallel.torch_group import TorchGroup
+
+CPU = torch.device("cpu")
+SIZES = [1, 7, 64, 1000, (1 << 16) + 3, 3 << 16]
+"""Elements; the shared memory holds 65,536 floats at once."""
+
+
+def run_ranks(size: int, directory: Path, run: Callable[[Group], object]) -> list[object]:
+    def rank(number: int) -> object:
+        config = replace(parallel(size), rank=number, rendezvous=str(directory / "store"))
+        return run(join_ranks(config, CPU).group)
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(rank, range(size)))
+
+
+def tensors(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(size, generator=generator).to(dtype) for size in SIZES * 8]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_rank_gets_the_same_sum(size: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    def add(group: Group) -> list[torch.Tensor]:
+        assert isinstance(group, SharedGroup)
+        return [group.all_reduce(x) for x in tensors(group.rank, dtype)]
+
+    first, *others = run_ranks(size, tmp_path, add)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    of_ranks = [tensors(rank, dtype) for rank in range(size)]
+    expected = [torch.stack(parts).float().sum(0).to(dtype) for parts in zip(*of_ranks, strict=True)]
+    for found, wanted in zip(first, expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_gloo_replaces_the_memory_where_no_kernel_can_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable() -> None:
+        raise KernelsUnavailable("no compiler")
+
+    monkeypatch.setattr(shared_group, "load_sums", unavailable)
+
+    def add(group: Group) -> tuple[list[float], list[list[float]]]:
+        assert isinstance(group, TorchGroup)
+        x = torch.tensor([1.0, 10.0]) * (group.rank + 1)
+        return group.all_reduce(x.clone()).tolist(), group.all_gather(x).tolist()
+
+    assert run_ranks(2, tmp_path, add) == [([3.0, 30.0], [[1.0, 10.0], [2.0, 20.0]])] * 2

@@ -1,0 +1,155 @@
+"""A data-parallel group in a mesh: requests that name their rank, waves, another size under load, a lost rank."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from tests.engine_core.processes import has_ended, wait_until
+from tests.mesh.asking import ask
+from tests.mesh.harness import MODEL, SOON, Mesh, Part
+from tokenloom.model_path import DEMO_MODEL
+from tokenloom.services.runtime.peers.channels import open_channel
+from tokenloom.v1.coordinator_pb2 import ScaleRequest
+from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
+from tokenloom.v1.engine_pb2 import ReconfigureRequest
+from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
+
+GROUP = "data-parallel"
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> Path:
+    """The demo model's tokenizer, with a configuration that says that its layers have experts."""
+    directory = tmp_path / MODEL
+    directory.mkdir()
+    for file in DEMO_MODEL.iterdir():
+        if file.name != "config.json":
+            (directory / file.name).symlink_to(file)
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 2}))
+    return directory
+
+
+def ranks(directory: Path, model: Path | str, size: int) -> Callable[[int], dict[str, Any]]:
+    """Return the settings of the ranks of one group; later ones join a group that has more."""
+
+    def settings(index: int) -> dict[str, Any]:
+        return {
+            "model": str(model),
+            "served_model_name": MODEL,
+            "data_parallel_size": max(size, index + 1),
+            "data_parallel_rank": index,
+            "data_parallel_address": f"unix:{directory}/data-parallel",
+            "max_num_seqs": 4,
+            "hash_step_seconds": 0.001,
+        }
+
+    return settings
+
+
+async def test_a_request_names_its_rank(socket_dir: Path, experts: Path) -> None:
+    async with Mesh(socket_dir, engines=2, engine=ranks(socket_dir, experts, 2)).running() as mesh:
+        for rank in ("1", "0", "1", "1"):
+            async with mesh.http(headers={"X-data-parallel-rank": rank}) as http:
+                answer = await ask(http, [int(rank), 2, 3], 40)
+            assert answer.token_ids == mesh.expected([int(rank), 2, 3], 40)
+            assert answer.timeline["decode_engine"] == f"engine-{rank}"
+        async with mesh.http(headers={"X-data-parallel-rank": "two"}) as http:
+            error = (await ask(http, [1], 1)).error
+            assert error is not None
+            assert error["message"] == "X-data-parallel-rank must be the number of a rank, from 0 on"
+
+
+@pytest.mark.parametrize("has_experts", [True, False])
+async def test_no_request_is_lost_while_a_group_grows_and_shrinks(
+    socket_dir: Path, experts: Path, has_experts: bool
+) -> None:
+    settings = ranks(socket_dir, experts if has_experts else DEMO_MODEL, 2)
+    async with Mesh(socket_dir, engines=2, engine=settings).running() as mesh, mesh.http() as http:
+        engines: set[str] = set()
+
+        async def client(number: int) -> None:
+            for turn in range(1000):
+                if is_done.is_set():
+                    return
+                prompt = [number, turn % 90, 3]
+                answer = await ask(http, prompt, 30)
+                assert answer.error is None
+                assert answer.token_ids == mesh.expected(prompt, 30)
+                engines.add(answer.timeline["decode_engine"])
+
+        is_done = asyncio.Event()
+        async with asyncio.timeout(2 * SOON), asyncio.TaskGroup() as clients:
+            for number in range(12):
+                clients.create_task(client(number))
+            new = [mesh.new_engine(index) for index in (2, 3)]
+            starting = [asyncio.create_task(part.start()) for part in new]
+            await _scale(mesh, 4)
+            await asyncio.gather(*starting)
+            while engines != {"engine-0", "engine-1", "engine-2", "engine-3"}:
+                await asyncio.sleep(0)
+                await ask(http, [1], 1)
+            await _scale(mesh, 2)
+            engines.clear()
+            await asyncio.gather(*(ask(http, [7, number], 3) for number in range(30)))
+            is_done.set()
+        assert engines <= {"engine-0", "engine-1"}
+        await asyncio.gather(*(part.stop() for part in new))
+
+
+async def _scale(mesh: Mesh, size: int) -> None:
+    """Scale, as soon as the new ranks have joined."""
+    async with open_channel(mesh.address("coordinator-0")) as channel:
+        stub = CoordinatorStub(channel)
+        while True:
+            try:
+                await stub.Scale(ScaleRequest(data_parallel_group=GROUP, data_parallel_size=size))
+                return
+            except grpc.aio.AioRpcError as error:
+                if "have not joined; start them first" not in str(error.details()):
+                    raise
+
+
+async def test_a_lost_rank_ends_its_group_and_requests_go_on_elsewhere(socket_dir: Path, experts: Path) -> None:
+    group = ranks(socket_dir, experts, 2)
+
+    def settings(index: int) -> dict[str, Any]:
+        return group(index) if index < 2 else {"hash_step_seconds": 0.001, "served_model_name": MODEL}
+
+    async with Mesh(socket_dir, engines=3, engine=settings).running() as mesh, mesh.http() as http:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(SOON):
+            asked = [asyncio.create_task(ask(http, [number, 5], 200)) for number in range(12)]
+            await mesh.until_running(6)
+            other, killed_at = _core_pid(mesh.engines[0]), loop.time()
+            os.kill(_core_pid(mesh.engines[1]), signal.SIGKILL)
+            assert await asyncio.to_thread(wait_until, lambda: has_ended(other), SOON)
+            assert loop.time() - killed_at < 3.0
+            for number, answer in enumerate(await asyncio.gather(*asked)):
+                assert answer.error is None
+                assert answer.token_ids == mesh.expected([number, 5], 200)
+        for part in mesh.engines[:2]:
+            await part.kill()
+
+
+async def test_what_has_no_group_is_refused(socket_dir: Path) -> None:
+    async with Mesh(socket_dir).running() as mesh, open_channel(mesh.engines[0].settings.listen) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="belongs to no data-parallel group"):
+            await EngineAdminStub(channel).Reconfigure(ReconfigureRequest(data_parallel_size=2))
+        async with open_channel(mesh.address("coordinator-0")) as coordinator:
+            with pytest.raises(grpc.aio.AioRpcError, match="No rank of data-parallel group 'data-parallel' has joined"):
+                await CoordinatorStub(coordinator).Scale(ScaleRequest(data_parallel_group=GROUP, data_parallel_size=2))
+
+
+def _core_pid(part: Part) -> int:
+    """Return the process of an engine's core, which is a child of this process."""
+    (core,) = (child for child in psutil.Process().children() if part.settings.instance_id in child.cmdline())
+    return core.pid

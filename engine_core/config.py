@@ -301,7 +301,9 @@ class ParallelConfig(Struct, frozen=True):
         "heads for all tokens) or --tensor-parallel-size (each keeps the KV of all heads for a part of the tokens).",
     ] = 1
     enable_expert_parallel: Annotated[
-        bool, "Give each worker of a stage whole experts of a model with experts, instead of a part of every expert."
+        bool,
+        "Give each worker of a stage whole experts of a model with experts, instead of a part of every expert; with "
+        "--data-parallel-size and one worker an engine, spread the experts over the engines of the group.",
     ] = False
     distributed_executor_backend: Annotated[
         Literal["auto", "uni", "mp", "ray"],
@@ -338,6 +340,11 @@ class ParallelConfig(Struct, frozen=True):
     def group_id(self) -> str:
         """The name of the data-parallel group; empty: the engine belongs to none."""
         return self.data_parallel_group or ("data-parallel" if self.data_parallel_size > 1 else "")
+
+    @property
+    def spreads_experts_over_engines(self) -> bool:
+        """Whether each engine of the data-parallel group holds a part of the experts of each layer."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1 and self.world_size == 1
 
     @property
     def world_size(self) -> int:

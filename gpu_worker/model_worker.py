@@ -23,7 +23,6 @@ from tokenloom.engine_core.worker import FreedMemory, ModelInfo
 from .attention.attention_backend import AttentionBackend
 from .attention.attention_backends import make_attention_backend
 from .attention.cache import make_kv_pool
-from .attention.fixed_plan import make_fixed_plan
 from .attention.pool_layers import PoolLayers
 from .batch.input_batch import InputBatch
 from .checkpoint.model_config import ModelConfig
@@ -46,8 +45,8 @@ from .platform.device_check import check_device
 from .platform.platform import Platform
 from .platform.profiler import Profiler
 from .pooling.pooler import Pooler, make_pooler
-from .recorded.recorded_model import MOST_TOKENS, RecordedModel
 from .recorded.recorded_steps import RecordedSteps
+from .recorded.recordings import make_recorded_steps
 from .speculation.drafting import Drafting
 from .warm_up import (
     DRAWN,
@@ -296,6 +295,10 @@ class ModelWorker:
         self._platform.before_step()
         self._require_runner().dummy_run([1], self._config.cache.block_size)
 
+    def join_experts(self, rendezvous: str) -> None:
+        assert self._ranks.experts is not None, "the experts are not spread over engines"
+        self._ranks.experts.join(rendezvous)
+
     def check_health(self) -> None:
         """Compute a sum on the device. Raises ``RuntimeError`` if the device fails or the sum is wrong."""
         if float(torch.ones(8, device=self._device).sum()) != 8.0:
@@ -383,17 +386,10 @@ class ModelWorker:
 
     def _make_recorded(self) -> RecordedSteps | None:
         assert self._backend is not None, "load_model comes first"
-        if self._config.worker.enforce_eager or not self._ranks.place.is_alone:
+        if self._config.worker.enforce_eager or not self._ranks.place.is_whole:
             return None  # what ranks exchange is no call of a kernel
         most_blocks = -(-self._max_model_len // self._config.cache.block_size)
-        capture = self._platform.make_capture()
-        if capture is not None:
-            from .cuda.step_graphs import make_step_graphs
-
-            most_rows = self._config.scheduler.max_num_seqs
-            return make_step_graphs(self._backend, most_rows, most_blocks, self._device, capture)
-        plan = make_fixed_plan(self._backend, MOST_TOKENS, most_blocks)
-        return None if plan is None else RecordedModel(plan)
+        return make_recorded_steps(self._backend, self._platform, self._config.scheduler.max_num_seqs, most_blocks)
 
     def _make_backend(self, model_config: ModelConfig) -> AttentionBackend:
         config = self._config

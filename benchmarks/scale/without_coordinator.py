@@ -24,6 +24,7 @@ from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 
 BLOCK_SIZE = 16
 MAX_BLOCKS = 256
+SEATS = 128
 REPORT_SECONDS = 0.2
 SNAPSHOT_SECONDS = 0.1
 _BOTH, _SERVING = EngineRole.ENGINE_ROLE_BOTH, EngineState.ENGINE_STATE_SERVING
@@ -111,6 +112,7 @@ class Engine:
             num_kv_blocks=trace.num_blocks,
             limits=ModelLimits(max_model_len=1 << 20),
         )
+        self._trace = trace
         self.cache = Cache(trace.num_blocks)
         self.waiting: deque[Request] = deque()
         self.running = 0
@@ -127,6 +129,9 @@ class Engine:
             waiting_tokens=sum(request.prompt_tokens for request in self.waiting),
             free_kv_blocks=self.identity.num_kv_blocks,
             picks_arrived=picks,
+            seats=SEATS,
+            computed_tokens_per_second=self._trace.prefill_rate,
+            step_seconds=self._trace.step_seconds,
         )
 
 

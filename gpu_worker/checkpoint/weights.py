@@ -11,6 +11,7 @@ from torch import Tensor
 from tokenloom.gguf.gguf_file import is_gguf
 
 from ..layers.interface import Adapt
+from ..parallel.expert_exchange import ExpertExchange
 from ..parallel.group import ALONE, Group
 from ..parallel.sharding import Dimension, length, take_part, total
 from ..platform.memory import forget_mapped, return_freed
@@ -59,13 +60,15 @@ class Checkpoint:
         scheme: Scheme | None = None,
         adapt: Adapt | None = None,
         group: Group = ALONE,
+        exchange: ExpertExchange | None = None,
     ) -> None:
         """``scheme``: how the configuration says that weights are quantized, or None. ``adapt`` wraps the layers that
         are loaded from here, so that LoRA adapters can change them; None: none is wrapped. ``group``: the ranks that
-        each hold a part of the layers."""
+        each hold a part of the layers. ``exchange`` reaches the experts of other engines; None: this one has all."""
         self.path = path
         self.adapt = adapt
         self.group = group
+        self.exchange = exchange
         self.dtype = dtype
         self.device = device
         self._source: WeightSource = GgufSource(path) if is_gguf(path) else DirectorySource(path, scheme)

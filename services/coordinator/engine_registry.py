@@ -94,6 +94,8 @@ class Registry:
             self.adapters.inherit(predecessor.adapters, predecessor.unloaded)
         self._has_predecessor = bool(self._awaited)
         self.changed = ChangedEngines()
+        self.num_reports = 0
+        """Reports that engines have sent after their joins."""
         self.revision = 1
         """Grows with every change."""
 
@@ -143,6 +145,7 @@ class Registry:
         """Take a later report of that engine, unless a newer join has its name."""
         if self._by_row.get(record.row) is not record:
             return
+        self.num_reports += 1
         before = record.state, record.report.role, record.adapters
         if report.adapters != record.report.adapters:  # for example one was pinned
             self.changed.other([record.identity.engine_id])

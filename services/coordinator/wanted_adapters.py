@@ -1,7 +1,7 @@
 """Keeps which LoRA adapters all engines should have, and what to ask of engines that differ. No I/O."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from tokenloom.request.errors import InvalidArgument, ModelNotFound, ResourceExhausted, TokenloomError, Unavailable
 from tokenloom.v1.coordinator_pb2 import AdapterChanges
@@ -40,12 +40,18 @@ class WantedAdapters:
         """Yield the adapters in the order of their names."""
         return iter([self._wanted[name] for name in sorted(self._wanted)])
 
+    @property
+    def unloaded(self) -> Collection[str]:
+        """Names of adapters that were unloaded, the latest last."""
+        return self._unloaded.keys()
+
     def set(self, adapter: Adapter, *, unloaded: bool) -> None:
         """Record what an operator did on all engines. Raises ``InvalidArgument`` and ``ResourceExhausted``."""
         if not adapter.name or not (adapter.digest or unloaded):
             raise InvalidArgument("adapter.name or adapter.digest is empty", "adapter")
         if unloaded:
             self._wanted.pop(adapter.name, None)
+            self._unloaded.pop(adapter.name, None)
             self._unloaded[adapter.name] = None
             while len(self._unloaded) > MAX_UNLOADED:
                 self._unloaded.popitem(last=False)

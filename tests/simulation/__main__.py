@@ -28,7 +28,7 @@ def main() -> int:
     outcomes: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     violated: list[int] = []
-    for seed, result in zip(seeds, _results(seeds, arguments.faults, arguments.jobs), strict=True):
+    for seed, result in zip(seeds, _results(seeds, arguments), strict=True):
         outcomes += result.outcomes
         faults.update(fault.kind for fault in result.happened)
         if result.violations:
@@ -50,6 +50,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes to run them in (1)")
     parser.add_argument("--faults", nargs="+", choices=KINDS, default=KINDS, help="faults that may happen (all)")
     parser.add_argument("--bug", choices=BUGS, help="put a bug back, and run until a seed finds it")
+    parser.add_argument("--standby", action="store_true", help="run two coordinators, and kill them at any time")
     parser.add_argument("--verbose", action="store_true", help="print a line for each seed")
     return parser.parse_args()
 
@@ -58,7 +59,7 @@ def _hunt(arguments: argparse.Namespace) -> int:
     """Run seeds with a bug until one of them finds it."""
     for number, seed in enumerate(range(arguments.first, arguments.first + arguments.seeds), 1):
         with reintroduced(arguments.bug):
-            result = run_seed(seed)
+            result = run_seed(seed, has_standby=arguments.standby)
         if result.violations:
             _show(result)
             print(f"{arguments.bug} was found by seed {seed}, the {number}. one")
@@ -67,8 +68,8 @@ def _hunt(arguments: argparse.Namespace) -> int:
     return 1
 
 
-def _results(seeds: Sequence[int], kinds: Sequence[str], jobs: int) -> Iterator[Result]:
-    run = partial(run_seed, kinds=tuple(kinds))
+def _results(seeds: Sequence[int], arguments: argparse.Namespace) -> Iterator[Result]:
+    run, jobs = partial(run_seed, kinds=tuple(arguments.faults), has_standby=arguments.standby), arguments.jobs
     if jobs == 1:
         yield from map(run, seeds)
         return

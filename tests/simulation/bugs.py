@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from tokenloom.request.errors import Unavailable
+from tokenloom.services.coordinator.lease.kubernetes_lease import KubernetesLease
 from tokenloom.services.engine.kv.kv_reading import Reading, Verdict
 from tokenloom.services.gateway.mesh.output_link import ProcessStream
 from tokenloom.services.gateway.mesh.output_pool import OutputPool
@@ -41,9 +42,16 @@ async def _always_valid(reading: Reading) -> Verdict:
     return Verdict(valid=True)
 
 
+async def _never_lost(lease: KubernetesLease) -> NoReturn:
+    """Go on as the active coordinator, whatever happens to the lease."""
+    await asyncio.Event().wait()
+    raise AssertionError("the event is never set")
+
+
 _BUGS: dict[str, dict[tuple[type[Any], str], Any]] = {
     "no_retry": {(OutputPool, "on_lost"): _no_retry},
     "stale_frames": {(EngineLink, "_end"): _stale_frames(EngineLink._end)},
+    "kept_lease": {(KubernetesLease, "keep"): _never_lost},
     "ignored_lease": {(Reading, "keep"): _never_renewed, (Reading, "release"): _always_valid},
 }
 BUGS = tuple(_BUGS)

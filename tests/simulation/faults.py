@@ -9,6 +9,8 @@ from .plan import Fault
 
 SLOW_SECONDS = 0.15
 """How much longer every write from and to a slow part takes."""
+LOSS_SECONDS = 1.0
+"""Within so many seconds a coordinator ends that has lost its lease."""
 _SPARED = ("engine", "output_processor")
 
 
@@ -47,9 +49,16 @@ async def _drain(part: Part, lasts: float) -> None:
 
 
 async def _freeze(part: Part, lasts: float) -> None:
+    """The part is stopped for a while. A coordinator may lose its lease, and ends because of that."""
+    part.expects_failure = part.may_stand_by
     part.freeze()
     await asyncio.sleep(lasts)
     part.thaw()
+    if part.may_stand_by:
+        await asyncio.sleep(LOSS_SECONDS)
+        if part.process is None:
+            await part.start()
+        part.expects_failure = False
 
 
 async def _core_crash(part: Part, lasts: float) -> None:

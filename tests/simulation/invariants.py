@@ -68,6 +68,14 @@ async def check_idle_mesh(mesh: Mesh) -> list[str]:
 
 
 def _held(mesh: Mesh) -> Iterator[str]:
+    active = mesh.active_coordinators()
+    if len(active) != 1:
+        yield f"{len(active)} coordinators serve"
+        return
+    epoch = active[0].service.servicer._epoch
+    for part in mesh.of_kind("output_processor"):
+        if part.process is not None and (followed := part.service.requests._placer._snapshot._epoch) != epoch:
+            yield f"{part.name} follows coordinator {followed:x}, not {epoch:x}"
     for part in mesh.parts.values():
         if part.process is None:
             yield f"{part.name} is down"
@@ -95,7 +103,7 @@ def _counts(kind: str, service: object) -> Iterator[tuple[str, int]]:
         yield "slots", sum(len(stream._slots) for stream in streams)
         yield "waiting requests", len(pool._waiting)
         yield "bytes of prompts", KEPT_BYTES - pool._kept._left
-    elif kind == "coordinator":
+    elif kind == "coordinator" and service.servicer is not None:  # type: ignore[attr-defined]
         records = service.servicer._registry._records.values()  # type: ignore[attr-defined]
         yield "picks", sum(len(record._counted) for record in records)
         yield "reported requests", sum(record.report.running + record.report.waiting for record in records)

@@ -7,9 +7,11 @@ from typing import Any
 
 import msgspec
 
+from tests.services.coordinator.lease.lease_server import LeaseServer
 from tokenloom.checkpoint import tokenizer_fingerprint
 from tokenloom.model_path import DEMO_MODEL
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
+from tokenloom.services.coordinator.lease.kubernetes_lease import KubernetesLease
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.engine.running_engine import RunningEngine
@@ -116,7 +118,10 @@ class Mesh:
         self.plan = plan
         self.pools = Pools(network)
         self.parts: dict[str, Part] = {}
-        self._add(CoordinatorSettings(**_common("coordinator-0"), settle_seconds=0.5, pd_threshold=24), _coordinator)
+        self.leases = LeaseServer()
+        for name in plan.coordinators:
+            common = _common(name) | {"listen": address("coordinator-0")}
+            self._add(CoordinatorSettings(**common, settle_seconds=0.5, pd_threshold=24), self._coordinator)
         self._add(TokenizerSettings(**_common("tokenizer-0")), _tokenizer)
         for name in plan.output_processors:
             self._add(
@@ -135,13 +140,26 @@ class Mesh:
         """Start every part; return when a request would be answered."""
         await asyncio.gather(*(part.start() for part in self.parts.values()))
 
+    def active_coordinators(self) -> list[Part]:
+        """Return the coordinators that serve."""
+        return [part for part in self.of_kind("coordinator") if part.is_ready and part.process is not None]
+
     def of_kind(self, kind: str) -> list[Part]:
         """Return the parts of one service."""
         return [part for part in self.parts.values() if part.kind == kind]
 
     def _add(self, settings: Any, make: Any) -> None:
         bound: Make = functools.partial(make, settings)
-        self.parts[settings.instance_id] = Part(self.network, self.plan.seed, settings, bound)
+        may_stand_by = settings.service == "coordinator" and self.plan.num_coordinators > 1
+        self.parts[settings.instance_id] = Part(
+            self.network, self.plan.seed, settings, bound, may_stand_by=may_stand_by
+        )
+
+    def _coordinator(self, settings: CoordinatorSettings, process: Process, world: Surroundings) -> CoordinatorService:
+        if self.plan.num_coordinators == 1:
+            return CoordinatorService(settings)
+        identity = f"{settings.instance_id}_{world.random.getrandbits(64):016x}"
+        return CoordinatorService(settings, KubernetesLease(self.leases, "coordinator", identity))
 
     def _engine(self, settings: EngineSettings, process: Process, world: Surroundings) -> SimulatedEngine:
         transports = [MemoryTransport(self.pools, process)] if settings.kv_transports else []
@@ -200,10 +218,6 @@ def _gateway_settings(name: str, processors: tuple[str, ...]) -> GatewaySettings
         coordinator=address("coordinator-0"),
         max_kept_prompt_bytes=KEPT_BYTES,
     )
-
-
-def _coordinator(settings: CoordinatorSettings, process: Process, world: Surroundings) -> CoordinatorService:
-    return CoordinatorService(settings)
 
 
 def _tokenizer(settings: TokenizerSettings, process: Process, world: Surroundings) -> TokenizerStub:

@@ -33,10 +33,14 @@ class Part:
         is_ready: The present process has started.
         is_faulty: A fault has it now.
         expects_failure: A fault makes its next process fail.
+        may_stand_by: Its processes may wait for another part's end before they serve.
     """
 
-    def __init__(self, network: Network, seed: int, settings: ServiceSettings, make: Make) -> None:
+    def __init__(
+        self, network: Network, seed: int, settings: ServiceSettings, make: Make, *, may_stand_by: bool = False
+    ) -> None:
         self.settings = settings
+        self.may_stand_by = may_stand_by
         self.process: Process | None = None
         self.service: Any = None
         self.host: Host | None = None
@@ -66,7 +70,7 @@ class Part:
         return self.process is not None and self.is_ready and not self._stop.is_set()
 
     async def start(self) -> None:
-        """Start a process and return when it serves."""
+        """Start a process and return when it serves, or at once if it may stand by."""
         assert self.process is None, f"{self.name} runs already"
         self.expects_failure = False
         self._num_starts += 1
@@ -76,12 +80,15 @@ class Part:
         started: asyncio.Future[None] = self._loop.create_future()
         run = self._run(process, self._stop, started)
         self._loop.create_task(run, name=self.name, context=process.context)
+        if self.may_stand_by:
+            return
         async with asyncio.timeout(START_SECONDS):
             await started
-        self.is_ready = True
 
     async def drain(self) -> None:
-        """Send SIGTERM and return when the process has ended."""
+        """Send SIGTERM and return when the process has ended. One that stands by has nothing to finish."""
+        if self.may_stand_by and not self.is_ready:
+            self.kill()
         self._stop.set()
         await self.ended()
 
@@ -118,10 +125,11 @@ class Part:
         try:
             self.service = self._make(process, world)
             async with running(self.service, self.settings, world) as self.host:
+                self.is_ready = True
                 started.set_result(None)
                 await first_of(stop.wait(), self.host.failure.wait())
         except Exception as error:
-            if not started.done():
+            if not started.done() and not self.may_stand_by:
                 started.set_exception(error)
             if not self.expects_failure:
                 self.failures.append(f"{self.name} failed: {error!r}")

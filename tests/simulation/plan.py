@@ -68,6 +68,7 @@ class Plan:
         copy_seconds: How long a batch of KV blocks takes to copy.
         num_blocks: KV blocks of each engine.
         spares: No fault takes away the last engine or output processor.
+        num_coordinators: One holds the lease, the others stand by.
     """
 
     seed: int
@@ -79,6 +80,7 @@ class Plan:
     copy_seconds: float
     num_blocks: int
     spares: bool
+    num_coordinators: int = 1
     asks: list[Ask] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -93,6 +95,10 @@ class Plan:
     @property
     def output_processors(self) -> list[str]:
         return [f"output_processor-{index}" for index in range(self.num_output_processors)]
+
+    @property
+    def coordinators(self) -> list[str]:
+        return [f"coordinator-{index}" for index in range(self.num_coordinators)]
 
     @property
     def is_split(self) -> bool:
@@ -135,6 +141,25 @@ def make_plan(seed: int, kinds: Sequence[str]) -> Plan:
     plan.faults.extend(_draw_fault(random, plan, kinds) for _ in range(random.randrange(1, 4)))
     plan.faults.sort(key=lambda fault: fault.at)
     return plan
+
+
+def with_standby(plan: Plan) -> Plan:
+    """Return the plan with a second coordinator. Faults of coordinators come to either of them, and one or two more
+    at any time."""
+    random = Random(f"standby {plan.seed}")
+    pair = replace(plan, num_coordinators=2)
+
+    def drawn(fault: Fault) -> Fault:
+        if not fault.target.startswith("coordinator"):
+            return fault
+        return replace(fault, target=random.choice(pair.coordinators))
+
+    def more() -> Fault:
+        kind, lasts = random.choice(("crash", "crash", "drain", "freeze")), random.uniform(0.1, 5.0)
+        return Fault(kind, random.uniform(0.0, SECONDS), lasts, random.choice(pair.coordinators))
+
+    faults = [*map(drawn, plan.faults), *(more() for _ in range(random.randrange(1, 3)))]
+    return replace(pair, faults=sorted(faults, key=lambda fault: fault.at))
 
 
 def _draw_ids(random: Random, count: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from .invariants import check_answers, check_idle_mesh
 from .load import Answer, Client
 from .mesh import Mesh
 from .network import Network
-from .plan import Ask, Fault, Plan, make_plan
+from .plan import Ask, Fault, Plan, make_plan, with_standby
 from .virtual_loop import VirtualLoop
 
 
@@ -42,9 +42,10 @@ class Result:
     seconds: float = 0.0
 
 
-def run_seed(seed: int, kinds: tuple[str, ...] = KINDS) -> Result:
-    """Run the plan of a seed. ``kinds``: the faults that may happen."""
-    return run_plan(make_plan(seed, kinds))
+def run_seed(seed: int, kinds: tuple[str, ...] = KINDS, *, has_standby: bool = False) -> Result:
+    """Run the plan of a seed. ``kinds``: the faults that may happen. ``has_standby``: with a second coordinator."""
+    plan = make_plan(seed, kinds)
+    return run_plan(with_standby(plan) if has_standby else plan)
 
 
 def run_plan(plan: Plan, on_idle: Callable[[], object] = lambda: None) -> Result:

@@ -15,6 +15,7 @@ from tests.simulation.plan import make_plan
 from tests.simulation.runner import run_plan, run_seed
 
 SEEDS = 40
+STANDBY_SEEDS = 12
 TRACED = 3
 PROGRAM = "from tests.simulation.runner import run_seed; print(*(run_seed(seed).trace for seed in range({})))"
 
@@ -22,6 +23,11 @@ PROGRAM = "from tests.simulation.runner import run_seed; print(*(run_seed(seed).
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_nothing_is_violated(seed: int) -> None:
     assert not run_seed(seed).violations
+
+
+@pytest.mark.parametrize("seed", range(STANDBY_SEEDS))
+def test_a_standby_takes_over(seed: int) -> None:
+    assert not run_seed(seed, has_standby=True).violations
 
 
 def test_requests_leave_no_reference_cycles() -> None:
@@ -62,3 +68,8 @@ def _traces_elsewhere(hash_seed: str) -> list[str]:
 def test_a_bug_that_is_put_back_is_found(bug: str, faults: tuple[str, ...]) -> None:
     with reintroduced(bug):
         assert any(run_seed(seed, faults).violations for seed in range(200))
+
+
+def test_a_lease_that_is_kept_too_long_is_found() -> None:
+    with reintroduced("kept_lease"):
+        assert any(run_seed(seed, ("freeze",), has_standby=True).violations for seed in range(200))

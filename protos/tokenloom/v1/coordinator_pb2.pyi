@@ -242,7 +242,7 @@ class WatchRequest(_message.Message):
     def __init__(self, changes: _Optional[bool] = ..., without_loads: _Optional[bool] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("coordinator_epoch", "revision", "complete", "engines", "pd_threshold", "adapters", "base_revision", "left", "loads", "new_adapters")
+    __slots__ = ("coordinator_epoch", "revision", "complete", "engines", "pd_threshold", "adapters", "base_revision", "left", "loads", "new_adapters", "unloaded_adapters")
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
@@ -253,6 +253,7 @@ class Snapshot(_message.Message):
     LEFT_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
     NEW_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    UNLOADED_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     coordinator_epoch: int
     revision: int
     complete: bool
@@ -263,7 +264,8 @@ class Snapshot(_message.Message):
     left: _containers.RepeatedScalarFieldContainer[str]
     loads: EngineLoads
     new_adapters: bool
-    def __init__(self, coordinator_epoch: _Optional[int] = ..., revision: _Optional[int] = ..., complete: _Optional[bool] = ..., engines: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ..., pd_threshold: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., base_revision: _Optional[int] = ..., left: _Optional[_Iterable[str]] = ..., loads: _Optional[_Union[EngineLoads, _Mapping]] = ..., new_adapters: _Optional[bool] = ...) -> None: ...
+    unloaded_adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, coordinator_epoch: _Optional[int] = ..., revision: _Optional[int] = ..., complete: _Optional[bool] = ..., engines: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ..., pd_threshold: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., base_revision: _Optional[int] = ..., left: _Optional[_Iterable[str]] = ..., loads: _Optional[_Union[EngineLoads, _Mapping]] = ..., new_adapters: _Optional[bool] = ..., unloaded_adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EngineLoads(_message.Message):
     __slots__ = ("number", "age_milliseconds", "score", "waiting", "waiting_tokens", "reported_waiting", "running", "reported_waiting_tokens", "kv_usage", "free_kv_blocks", "seats", "prefill_tokens_per_second", "starts_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests")

@@ -114,6 +114,7 @@ class SnapshotFeed:
         if pending.constants[-1] != constants[-1]:
             head.new_adapters = True
             head.adapters.extend(self._registry.adapters)
+            head.unloaded_adapters.extend(self._registry.adapters.unloaded)
         changed, pending.changed, pending.left, pending.constants = pending.changed, {}, {}, constants
         return head.SerializeToString() + b"".join(part(name, new) for name, new in changed.items())
 
@@ -190,7 +191,8 @@ class SnapshotFeed:
         return self._head(revision) + self._adapters() + self._outlines
 
     def _adapters(self) -> bytes:
-        return Snapshot(adapters=self._registry.adapters).SerializeToString()
+        wanted = self._registry.adapters
+        return Snapshot(adapters=wanted, unloaded_adapters=wanted.unloaded).SerializeToString()
 
     def _head(self, revision: int, base_revision: int = 0) -> bytes:
         return Snapshot(

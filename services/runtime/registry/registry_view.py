@@ -23,6 +23,7 @@ class RegistryView:
         complete: False while a new coordinator waits for engines to join again.
         pd_threshold: Uncached prompt tokens below which an engine does the whole request.
         adapters: The LoRA adapters that all engines should have, by name.
+        unloaded_adapters: Names of adapters that were unloaded, the latest last.
         version: Grows when anything but loads changes.
     """
 
@@ -32,6 +33,7 @@ class RegistryView:
         self.complete = False
         self.pd_threshold = 0
         self.adapters: Sequence[Adapter] = ()
+        self.unloaded_adapters: Sequence[str] = ()
         self.version = 0
         self._entries: dict[str, EngineEntry] = {}
         self._names: dict[int, str] = {}
@@ -85,7 +87,7 @@ class RegistryView:
         self._names.clear()
         self._pending.clear()
         self._num_pending = 0
-        self.adapters = list(message.adapters)
+        self._take_adapters(message)
         for entry in message.engines:
             self._put(entry)
         self._engines = None
@@ -104,12 +106,16 @@ class RegistryView:
             return False
         self._keep_loads(message.loads)
         if message.new_adapters:
-            self.adapters = list(message.adapters)
+            self._take_adapters(message)
         self._take_header(message)
         if message.left or message.engines or message.new_adapters or header != (self.complete, self.pd_threshold):
             self._engines = None
             self.version += 1
         return True
+
+    def _take_adapters(self, message: Snapshot) -> None:
+        self.adapters = list(message.adapters)
+        self.unloaded_adapters = list(message.unloaded_adapters)
 
     def _take_header(self, message: Snapshot) -> None:
         self.coordinator_epoch = message.coordinator_epoch

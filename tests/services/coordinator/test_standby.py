@@ -144,6 +144,7 @@ async def test_a_standby_follows_the_active_coordinator(socket_dir: Path) -> Non
     async with running(CoordinatorService(settings, held), settings), open_channel(active) as channel:
         stub = CoordinatorStub(channel)
         engine = await join(stub, "a")
+        await stub.SetAdapter(SetAdapterRequest(adapter=Adapter(name="older"), unloaded=True))  # before anyone follows
         taking = asyncio.create_task(take_over(permission, Channels(), active, predecessor))
         old, kept = (Adapter(name=name, digest=name.encode()) for name in ("old", "kept"))
         for adapter, unloaded, shown in ((old, False, [old]), (kept, False, [kept, old]), (old, True, [kept])):
@@ -151,7 +152,7 @@ async def test_a_standby_follows_the_active_coordinator(socket_dir: Path) -> Non
             async with asyncio.timeout(SECONDS):
                 while list(predecessor.adapters) != shown:  # noqa: ASYNC110 - it has no event
                     await asyncio.sleep(0)
-        assert (list(predecessor.engine_ids), predecessor.unloaded, taking.done()) == (["a"], ["old"], False)
+        assert (list(predecessor.engine_ids), predecessor.unloaded, taking.done()) == (["a"], ["older", "old"], False)
         permission.granted.set()
         await taking
         engine.cancel()
@@ -169,7 +170,7 @@ def test_a_view_is_complete_once_the_engines_of_the_predecessor_are_back() -> No
     known = [EngineEntry(identity=identity(name)) for name in "ab"]
     old, kept = (Adapter(name=name, digest=name.encode()) for name in ("old", "kept"))
     predecessor.take(view(complete=True, engines=known, adapters=[old, kept]))
-    predecessor.take(view(complete=True, engines=known, adapters=[kept]))
+    predecessor.take(view(complete=True, engines=known, adapters=[kept], unloaded_adapters=["old"]))
     predecessor.take(view(complete=False))
     registry = Registry(2, clock, predecessor=predecessor)
     for name in "ab":

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tokenloom.services.gateway.http.connections import Connections
+from tokenloom.services.gateway.http.server.connections import Connections
 
 
 class FakeConnection:

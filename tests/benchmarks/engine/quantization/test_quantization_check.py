@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from tokenloom.bench.engine import quantization_check
-from tokenloom.bench.engine.quantization_check import Score, compare
+from tokenloom.bench.engine.quantization import quantization_check
+from tokenloom.bench.engine.quantization.quantization_check import Score, compare
 
 
 def test_figures():

@@ -1,8 +1,8 @@
 """Measures linear layers of 4 and 8 bits next to those in the model's dtype, by number of rows.
 
-``python -m tokenloom.bench.engine.quantized_linear`` runs the linear layers of qwen3-0.6b's blocks, more than a cache
-holds, in turns: each dtype, int8 by output (``--quantization int8-dynamic``), and groups of 32 in 8 and 4 bits
-(``--quantization int4``). With ``OMP_NUM_THREADS=1`` it measures CPU time, which other processes hardly change.
+``python -m tokenloom.bench.engine.quantization.quantized_linear`` runs the linear layers of qwen3-0.6b's blocks, more
+than a cache holds, in turns: each dtype, int8 by output (``--quantization int8-dynamic``), and groups of 32 in 8 and 4
+bits (``--quantization int4``). With ``OMP_NUM_THREADS=1`` it measures CPU time, which other processes hardly change.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from tokenloom.gpu_worker.layers.int8_linear import Int8Linear
 from tokenloom.gpu_worker.layers.linear import make_linear, make_quantized
 from tokenloom.gpu_worker.layers.quantized_weight import round_to_4_bits, round_to_8_bits
 
-from .bandwidth import read_bandwidth
+from ..bandwidth import read_bandwidth
 
 SHAPES = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
 """[inputs, outputs]: queries, keys and values; attention's output; gate and up; down."""

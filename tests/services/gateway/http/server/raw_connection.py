@@ -7,11 +7,11 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from tokenloom.services.gateway.http.byte_budget import ByteBudget
-from tokenloom.services.gateway.http.connections import Connections
 from tokenloom.services.gateway.http.exchange import Exchange
-from tokenloom.services.gateway.http.http_server import KEEP_ALIVE_SECONDS
+from tokenloom.services.gateway.http.server.connections import Connections
+from tokenloom.services.gateway.http.server.http_server import KEEP_ALIVE_SECONDS
+from tokenloom.services.gateway.http.server.uvicorn_protocol import GatewayProtocol
 from tokenloom.services.gateway.http.turn_share import TurnShare
-from tokenloom.services.gateway.http.uvicorn_protocol import GatewayProtocol
 
 MIB = 1 << 20
 READ_BYTES = 256 * 1024

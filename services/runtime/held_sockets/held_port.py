@@ -16,7 +16,7 @@ from typing import cast
 import grpc
 import grpc.aio
 
-from .servicer_edge import Edge
+from ..host.servicer_edge import Edge
 
 log = logging.getLogger(__name__)
 

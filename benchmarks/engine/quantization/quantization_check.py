@@ -1,7 +1,7 @@
 """Measures what rounding costs a model: both versions score the greedy answers of the unrounded one.
 
-    python -m tokenloom.bench.engine.quantization_check MODEL --quantization int8-dynamic
-    python -m tokenloom.bench.engine.quantization_check MODEL --kv-cache-dtype int8
+    python -m tokenloom.bench.engine.quantization.quantization_check MODEL --quantization int8-dynamic
+    python -m tokenloom.bench.engine.quantization.quantization_check MODEL --kv-cache-dtype int8
 
 It prints the mean and largest change of a token's log probability over the answers' tokens, and how often both
 versions agree on whether the token is the likeliest.
@@ -18,7 +18,7 @@ from typing import Any
 from tokenloom import LLM, SamplingParams
 from tokenloom.offline.prompts import TokensPrompt
 
-from ..mesh.accuracy_check import make_prompts
+from ...mesh.accuracy_check import make_prompts
 
 
 @dataclass(frozen=True)

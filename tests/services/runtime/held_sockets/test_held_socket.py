@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.runtime.host.held_socket import adopt
+from tokenloom.services.runtime.held_sockets.held_socket import adopt
 from tokenloom.services.runtime.peers.addresses import Address
 
 

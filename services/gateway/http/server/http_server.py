@@ -11,15 +11,15 @@ from typing import cast
 import uvicorn
 
 from tokenloom.request import errors
-from tokenloom.services.runtime.host.held_socket import adopt
+from tokenloom.services.runtime.held_sockets.held_socket import adopt
 from tokenloom.services.runtime.peers import addresses
 from tokenloom.services.runtime.peers.tls import PublicTLS
 
-from .app import App
-from .byte_budget import ByteBudget
+from ..app import App
+from ..byte_budget import ByteBudget
+from ..turn_share import REQUESTS_PER_TURN, TurnShare
 from .connections import MIN_IDLE_SECONDS, Connections
 from .tls_front import TlsFronts
-from .turn_share import REQUESTS_PER_TURN, TurnShare
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that no connection is closed while a request is sent on it."""

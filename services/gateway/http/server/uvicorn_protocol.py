@@ -16,11 +16,11 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from .byte_budget import ByteBudget
+from ..byte_budget import ByteBudget
+from ..exchange import DIRECT_WRITER, REQUEST_BODY, DirectWriter, Watchers
+from ..request_body import RequestBody
+from ..turn_share import TurnShare
 from .connections import CONNECTION_LIMIT, NO_RESPONSE, Connections
-from .exchange import DIRECT_WRITER, REQUEST_BODY, DirectWriter, Watchers
-from .request_body import RequestBody
-from .turn_share import TurnShare
 
 MAX_HEAD_BYTES = 64 * 1024
 """Limit on the request line and headers of a request, and on its trailers; the parser itself has none."""

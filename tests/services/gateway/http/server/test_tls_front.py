@@ -13,7 +13,7 @@ import pytest
 from tests.loop_clock import settle
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
 from tokenloom.certificates import make_certificates
-from tokenloom.services.gateway.http import tls_front
+from tokenloom.services.gateway.http.server import tls_front
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ async def hold(address: str, sent: bytes = b"") -> bytes:
 async def test_silent_connections_do_not_keep_clients_out(
     socket_dir: Path, settings: dict[str, Any], context: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenloom.services.gateway.http.connections.MIN_IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("tokenloom.services.gateway.http.server.connections.MIN_IDLE_SECONDS", 0.0)
     mesh = FakeMesh(socket_dir)
     async with asyncio.timeout(SOON), mesh.gateway(max_connections=4, **settings):
         url = f"https://{mesh.http_address}"

@@ -11,11 +11,11 @@ import pytest
 
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
 from tokenloom.request import errors
-from tokenloom.services.gateway import http as http_package
-from tokenloom.services.gateway.http import uvicorn_protocol
+from tokenloom.services.gateway.http import server as server_package
 from tokenloom.services.gateway.http.byte_budget import ByteBudget
-from tokenloom.services.gateway.http.connections import Connections
-from tokenloom.services.gateway.http.http_server import HttpServer
+from tokenloom.services.gateway.http.server import uvicorn_protocol
+from tokenloom.services.gateway.http.server.connections import Connections
+from tokenloom.services.gateway.http.server.http_server import HttpServer
 
 
 async def nothing(*_: object) -> None:
@@ -123,7 +123,7 @@ def test_an_unexpected_uvicorn_is_refused(monkeypatch: pytest.MonkeyPatch, lacks
     if lacks == "a name":
         monkeypatch.setitem(uvicorn_protocol.EXPECTED_NAMES, uvicorn_protocol.FlowControl.__init__, "renamed")
     else:
-        monkeypatch.delattr(http_package, "uvicorn_protocol")
+        monkeypatch.delattr(server_package, "uvicorn_protocol")
         monkeypatch.setitem(sys.modules, uvicorn_protocol.__name__, None)
     missing = "FlowControl.__init__: renamed" if lacks == "a name" else "uvicorn_protocol"
     with pytest.raises(errors.FailedPrecondition, match=missing):

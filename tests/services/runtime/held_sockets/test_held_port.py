@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from tokenloom.certificates import make_certificates
-from tokenloom.services.runtime.host.held_port import HeldPort
+from tokenloom.services.runtime.held_sockets.held_port import HeldPort
 from tokenloom.services.runtime.peers.service_names import dns_name
 
 LIMIT = 30.0

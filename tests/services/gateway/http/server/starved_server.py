@@ -8,8 +8,8 @@ from typing import Any
 import uvloop
 
 from tokenloom.services.gateway.http.byte_budget import ByteBudget
-from tokenloom.services.gateway.http.connections import Connections
-from tokenloom.services.gateway.http.http_server import HttpServer
+from tokenloom.services.gateway.http.server.connections import Connections
+from tokenloom.services.gateway.http.server.http_server import HttpServer
 
 DESCRIPTORS = 64
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from tokenloom.bench.engine.quantized_linear import KINDS, SHAPES, describe, main, make_layers, run
+from tokenloom.bench.engine.quantization.quantized_linear import KINDS, SHAPES, describe, main, make_layers, run
 
 
 def test_every_kind_has_its_turn() -> None:

@@ -2,7 +2,7 @@
 
 import re
 
-from .errors import InvalidArgument
+from ..errors import InvalidArgument
 
 MAX_NAME = 128
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._/-]*[A-Za-z0-9])?")

@@ -10,10 +10,10 @@ import pytest
 
 from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import HEADERS, MODEL, SOON, FakeMesh
-from tests.services.gateway.http.raw_connection import MIB, READ_BYTES, Connection
-from tokenloom.services.gateway.http import uvicorn_protocol
+from tests.services.gateway.http.server.raw_connection import MIB, READ_BYTES, Connection
 from tokenloom.services.gateway.http.exchange import DIRECT_WRITER, Exchange
-from tokenloom.services.gateway.http.uvicorn_protocol import (
+from tokenloom.services.gateway.http.server import uvicorn_protocol
+from tokenloom.services.gateway.http.server.uvicorn_protocol import (
     HEAD_SECONDS,
     LINGER_BYTES_REFUSED,
     LINGER_SECONDS,

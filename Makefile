@@ -177,6 +177,8 @@ soak: install ## run random schedules of faults, random JSON schemas, expensive 
 	$(BIN)/python -m tests.soak --schedules 50 --executor mp
 	$(BIN)/python -m tests.soak --schedules 50 --executor mp --async-scheduling
 	$(BIN)/python -m tests.soak.schemas --schemas 300
+	$(BIN)/python -m tests.soak.waves
+	$(BIN)/python -m tests.soak.waves --experts
 	$(BIN)/python -m tests.soak.adapters
 	$(BIN)/python -m tests.soak.bombs
 	$(BIN)/python -m tests.soak.fuzz --requests 20000

@@ -16,10 +16,10 @@ from .lora_config import LoraConfig as LoraConfig
 from .pooler_config import PoolerConfig as PoolerConfig
 from .speculative_config import SpeculativeConfig as SpeculativeConfig
 
-Dtype = Literal["auto", "float32", "bfloat16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "int8"]
 ModelImpl = Literal["auto", "native", "transformers"]
-AttentionBackendName = Literal["auto", "cpu", "torch", "reference"]
+AttentionBackendName = Literal["auto", "cpu", "torch", "triton", "reference"]
 ProcessorLevel = Literal["auto", "x86-64-amx", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3-vnni", "x86-64-v3", "aarch64"]
 Count = Annotated[int, Meta(ge=1)]
 Size = Annotated[int, Meta(ge=0)]
@@ -41,7 +41,9 @@ class WorkerConfig(Struct, frozen=True):
         Literal["auto", "cpu", "cuda"], "Where the model computes; auto: on a GPU if one is available."
     ] = "auto"
     dtype: Annotated[
-        Dtype, "Number format of weights and activations; auto: the checkpoint's, and bfloat16 for float16."
+        Dtype,
+        "Number format of weights and activations, float16 on a GPU only; auto: the checkpoint's, and bfloat16 for "
+        "float16.",
     ] = "auto"
     quantization: Annotated[
         Literal["int8-dynamic", "int4"] | None,
@@ -65,7 +67,9 @@ class WorkerConfig(Struct, frozen=True):
         "use_activation; by default as the checkpoint says.",
     ] = None
     attention_backend: Annotated[
-        AttentionBackendName, "How attention is computed; auto: with C++ kernels if they can be built, otherwise torch."
+        AttentionBackendName,
+        "How attention is computed; auto: on a CPU with C++ kernels if they can be built, on a GPU with Triton's "
+        "kernels, otherwise torch.",
     ] = "auto"
     processor_level: Annotated[
         ProcessorLevel,
@@ -131,6 +135,10 @@ class CacheConfig(Struct, frozen=True):
         "Bytes of the KV cache; by default from the memory free after a profile run.",
         Meta(extra={"name": "kv_cache_memory", "aliases": ("kv_cache_memory_bytes",)}),
     ] = None
+    gpu_memory_utilization: Annotated[
+        Annotated[float, Meta(gt=0, le=1)],
+        "Share of a GPU's memory for the weights, activations and KV of all engines on it; of no effect on a CPU.",
+    ] = 0.9
     engines_on_host: Annotated[
         Count, "Engines that share the memory of this host or GPU; by default each plans KV blocks for its part."
     ] = 1
@@ -293,7 +301,9 @@ class ParallelConfig(Struct, frozen=True):
         "heads for all tokens) or --tensor-parallel-size (each keeps the KV of all heads for a part of the tokens).",
     ] = 1
     enable_expert_parallel: Annotated[
-        bool, "Give each worker of a stage whole experts of a model with experts, instead of a part of every expert."
+        bool,
+        "Give each worker of a stage whole experts of a model with experts, instead of a part of every expert; with "
+        "--data-parallel-size and one worker an engine, spread the experts over the engines of the group.",
     ] = False
     distributed_executor_backend: Annotated[
         Literal["auto", "uni", "mp", "ray"],
@@ -330,6 +340,11 @@ class ParallelConfig(Struct, frozen=True):
     def group_id(self) -> str:
         """The name of the data-parallel group; empty: the engine belongs to none."""
         return self.data_parallel_group or ("data-parallel" if self.data_parallel_size > 1 else "")
+
+    @property
+    def spreads_experts_over_engines(self) -> bool:
+        """Whether each engine of the data-parallel group holds a part of the experts of each layer."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1 and self.world_size == 1
 
     @property
     def world_size(self) -> int:

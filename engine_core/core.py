@@ -104,8 +104,11 @@ class EngineCore:
         """Forward passes that were begun."""
         self.has_waves = has_waves(config, model)
         """Whether it computes in waves with the other ranks of its data-parallel group."""
-        if self.has_waves and config.scheduler.async_scheduling:
-            raise ValueError("async_scheduling does not work with a data-parallel group of a mixture-of-experts model")
+        if self.has_waves and executor.max_concurrent_batches > 1:
+            raise ValueError(
+                "a data-parallel group of a mixture-of-experts model computes one step at a time: leave out "
+                "async_scheduling and pipeline_parallel_size"
+            )
         self.num_requests_added = 0
         """Requests that clients added, refused ones included."""
         self.ready = CoreReady(
@@ -124,9 +127,11 @@ class EngineCore:
             pooling=model.pooling,
             has_waves=self.has_waves,
         )
-        self.parallel_facts = parallel_facts(config, self.ready)
-        """What the other ranks of a data-parallel group must share."""
-        self.ready.parallel_config_hash = parallel_config_hash(self.parallel_facts)
+        self.parallel_facts: dict[str, str] = {}
+        """What the other ranks of the data-parallel group must share; empty: there is no group."""
+        if config.parallel.group_id:
+            self.parallel_facts = parallel_facts(config, self.ready)
+            self.ready.parallel_config_hash = parallel_config_hash(self.parallel_facts)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Queue a request, or an input of a session; it may end at once, with an output in the next step.

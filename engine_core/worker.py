@@ -131,6 +131,10 @@ class Worker(Protocol):
         """Compute a step of one token in block ``NULL_BLOCK``, because other ranks of the data-parallel group compute a
         step and this one has no request."""
 
+    def join_experts(self, rendezvous: str) -> None:
+        """Join the workers of the data-parallel group over which the experts are spread, at a file of this host, and
+        wait for them. From then on all of them compute their steps together."""
+
     def check_health(self) -> None:
         """Raise an exception if the worker cannot compute."""
 

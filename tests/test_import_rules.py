@@ -225,7 +225,7 @@ def test_engine_core(module: Module) -> None:
     if module.name == "tokenloom.engine_core.fake_workers.checkpoint_sizes":
         allowed.append(GGUF_FILE)
     if module.name == "tokenloom.engine_core.lora_config":
-        allowed += ["tokenloom.request.adapter_name", "tokenloom.request.errors"]
+        allowed += ["tokenloom.request.adapters.adapter_name", "tokenloom.request.errors"]
     assert not violations("tokenloom.engine_core", allowed, third_party=libraries, never=never, modules=[module])
 
 

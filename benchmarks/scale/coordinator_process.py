@@ -2,8 +2,12 @@
 
 import subprocess
 import sys
+import urllib.request
 
 import psutil
+
+_METRICS_SECONDS = 30.0
+"""A process that is starved answers late."""
 
 
 class Coordinator:
@@ -13,11 +17,13 @@ class Coordinator:
         address: Where it listens.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, metrics: str) -> None:
+        """``metrics``: where it shows its metrics, ``host:port``."""
         self.address = address
+        self._metrics = metrics
         self._command = (
             *(sys.executable, "-m", "tokenloom.services.coordinator"),
-            *("--listen", address, "--metrics-listen", "", "--log-level", "error"),
+            *("--listen", address, "--metrics-listen", metrics, "--log-level", "error"),
         )
         self.start()
 
@@ -38,6 +44,13 @@ class Coordinator:
         """Return the processor time of the thread with the event loop: the others, of gRPC, run beside it."""
         (main,) = (each for each in self._shown.threads() if each.id == self._process.pid)
         return float(main.user_time + main.system_time)
+
+    def reports(self) -> int:
+        """Return how many reports it has read. Raises ``OSError`` if it does not answer."""
+        with urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=_METRICS_SECONDS) as page:
+            lines = page.read().decode().splitlines()
+        (value,) = (line.split()[1] for line in lines if line.startswith("tokenloom_reports_read "))
+        return int(float(value))
 
     def mebibytes(self) -> float:
         return float(self._shown.memory_info().rss) / 2**20

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.supervisor.ports import reserved_ports
 
 from .child import Child
@@ -37,7 +38,7 @@ class RegistryResult:
     """Holds what was measured. Processor time is that of the process, in cores: seconds in a second.
 
     Attributes:
-        reports_per_second: Reports that arrived; a machine without enough cores for the fake engines sends fewer.
+        reports_per_second: Reports that the coordinator has read.
         cores: Of the coordinator.
         loop_cores: The part of it in the thread with the event loop, which cannot use more than one.
         microseconds_a_report: Processor time of the coordinator for each report, with all its other work.
@@ -123,7 +124,7 @@ async def _ask_for_picks(case: RegistryCase, mesh: _Mesh, rate: int, num_hashes:
 async def _running(case: RegistryCase) -> AsyncIterator[_Mesh]:
     with reserved_ports("127.0.0.1", 1, 0, 0) as ports, ExitStack() as stack:
         address = f"127.0.0.1:{ports[0].grpc}"
-        coordinator = Coordinator(address)
+        coordinator = Coordinator(address, f"127.0.0.1:{ports[0].http}")
         stack.callback(coordinator.kill)
         meter = Meter(address)
         watching = asyncio.create_task(meter.run())
@@ -148,25 +149,30 @@ def _children(stack: ExitStack, module: str, address: str, count: int, most: int
 
 async def _rejoin(case: RegistryCase, mesh: _Mesh) -> tuple[float, float]:
     """Kill the coordinator, start it again, and return the seconds and its processor time until all are back."""
-    began = time.monotonic()
+    began, epoch = time.monotonic(), mesh.meter.view.coordinator_epoch
     mesh.coordinator.kill()
     mesh.coordinator.start()
-    await mesh.meter.until(lambda view: not view.engines)
-    await _until_joined(case, mesh.meter)
+    await _until_joined(case, mesh.meter, other_than=epoch)
     seconds, cpu = time.monotonic() - began, mesh.coordinator.cpu_seconds()
     await asyncio.sleep(_PAUSE_SECONDS)  # requests go on
     return seconds, cpu
 
 
-async def _until_joined(case: RegistryCase, meter: Meter) -> None:
+async def _until_joined(case: RegistryCase, meter: Meter, other_than: int = 0) -> None:
+    """Wait until a coordinator shows all engines. ``other_than``: the epoch of the one before it."""
+
+    def holds(view: RegistryView) -> bool:
+        return view.coordinator_epoch != other_than and len(view.engines) == case.engines
+
     async with asyncio.timeout(START_SECONDS):
-        await meter.until(lambda view: len(view.engines) == case.engines)
+        await meter.until(holds)
 
 
 def _cpu_seconds(children: Sequence[Child]) -> float:
     return sum(child.cpu_seconds() for child in children)
 
 
-async def _reports(mesh: _Mesh) -> float:
-    """Return how many reports the fake engines have sent."""
-    return sum([(await asyncio.to_thread(child.counts))["reports"] for child in mesh.engines])
+async def _reports(mesh: _Mesh) -> int:
+    """Return how many reports the coordinator has read: on a machine with few cores, fewer than the engines have
+    sent."""
+    return await asyncio.to_thread(mesh.coordinator.reports)

@@ -17,7 +17,9 @@ def parallel_facts(config: EngineConfig, ready: CoreReady) -> dict[str, str]:
         "max_model_len": ready.max_model_len,
         "speculative_config": config.speculative,
         "enable_lora": config.lora.enable,
-        "distributed_executor_backend": config.parallel.distributed_executor_backend,
+        "tensor_parallel_size": config.parallel.tensor_parallel_size,
+        "decode_context_parallel_size": config.parallel.decode_context_parallel_size,
+        "enable_expert_parallel": config.parallel.enable_expert_parallel,
     }
     return {name: str(value) for name, value in named.items()}
 

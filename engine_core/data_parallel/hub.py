@@ -2,8 +2,12 @@
 
 import contextlib
 import logging
+import os
+import secrets
 import socket
+import tempfile
 import threading
+from pathlib import Path
 
 from .frames import Frames, decoder_of
 from .group_address import listen
@@ -23,7 +27,9 @@ class GroupHub:
     def __init__(self, address: str, hello: GroupHello, size: int) -> None:
         """``hello``: that of rank 0, whose group and facts the other ranks must share. Raises ``OSError``."""
         self._hello = hello
-        self._rounds = Rounds(size)
+        self._rounds = Rounds(
+            size, str(Path(tempfile.gettempdir()) / f"tl-experts-{os.getpid()}-{secrets.token_hex(8)}")
+        )
         self._lock = threading.Lock()  # of the rounds, and of writing to the ranks
         self._ranks: dict[int, Frames[ToHub]] = {}
         self._is_closed = False

@@ -60,12 +60,14 @@ class Welcome(msgspec.Struct, tag="WELCOME"):
         step: Steps of that wave that the other ranks have computed.
         runs: Whether the wave runs.
         size: Ranks of the group.
+        rendezvous: The path of a file, which does not exist yet, where the workers of the ranks may find each other.
     """
 
     wave: int
     step: int
     runs: bool
     size: int
+    rendezvous: str = ""
 
 
 class Vote(msgspec.Struct, tag="VOTE"):

@@ -14,8 +14,10 @@ class Rounds:
         members: The ranks that vote; none before the first ``size`` ranks have come.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, rendezvous: str = "") -> None:
+        """``rendezvous``: as in :class:`.Welcome`, for the first members."""
         self.size = size
+        self._rendezvous = rendezvous
         self.members: set[int] = set()
         self._waiting: set[int] = set()  # connected, and not members
         self._votes: dict[int, Vote] = {}
@@ -28,7 +30,7 @@ class Rounds:
         letters: Letters = [(rank, Accepted())]
         if self.members:
             return letters + [(member, Newcomers(sorted(self._waiting))) for member in sorted(self.members)]
-        return letters + self._admit(self.size, Welcome(0, 0, runs=False, size=self.size))
+        return letters + self._admit(self.size, Welcome(0, 0, runs=False, size=self.size, rendezvous=self._rendezvous))
 
     def leave(self, rank: int) -> bool:
         """Note that a connection has ended. Returns whether the group is lost: a member cannot be missed."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from ..config import ParallelConfig
 from ..core import EngineCore
 from ..errors import GroupLostError
 from ..waves import Waves, WaveState
@@ -20,9 +21,10 @@ class Ballot(Protocol):
 class WaveLoop:
     """Runs the turns of one core. Belongs to the thread that steps it."""
 
-    def __init__(self, core: EngineCore, rank: int, ballot: Ballot) -> None:
+    def __init__(self, core: EngineCore, config: ParallelConfig, ballot: Ballot) -> None:
         self._core = core
-        self.waves = Waves(rank, self._want, ballot.cast)
+        self._spreads_experts = config.spreads_experts_over_engines
+        self.waves = Waves(config.data_parallel_rank, self._want, ballot.cast)
         self._reported: GroupState | None = None
         core.scheduler.hold(True)
         core.pausing.is_needed = lambda: not self.waves.is_resting
@@ -48,6 +50,8 @@ class WaveLoop:
         """Take a message of the hub."""
         match message:
             case Welcome():
+                if self._spreads_experts:
+                    self._core.executor.collective_rpc("join_experts", message.rendezvous)
                 self.waves.welcome(message)
             case Outcome():
                 self.waves.decided(message)
@@ -59,7 +63,9 @@ class WaveLoop:
         self.settle()
 
     def resize(self, target: int) -> None:
-        """Ask for a group of ``target`` ranks, as all ranks must."""
+        """Ask for a group of ``target`` ranks, as all ranks must. Raises ``ValueError`` if that is not supported."""
+        if self._spreads_experts and target != self.waves.size:
+            raise ValueError("the experts are spread over the ranks; start the group again with another size")
         self.waves.resize(target)
         self.settle()
 

@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -33,7 +34,8 @@ class RayWorker:
         """Return the id of the actor's node, and ``HOST:PORT`` with a port of this node that is free now."""
         import ray
 
-        host = ray.util.get_node_ip_address()
+        util: Any = ray.util  # without types
+        host = util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
             port = probe.getsockname()[1]

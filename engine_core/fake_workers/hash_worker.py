@@ -132,6 +132,9 @@ class HashWorker:
         time.sleep(self._config.step_seconds)
         self._cache[NULL_BLOCK * self._block_size] = 0
 
+    def join_experts(self, rendezvous: str) -> None:
+        """Do nothing: a hash needs nothing of other ranks."""
+
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         allowed = allowed_tokens(grammar, self._vocab_size)
         tokens = [

@@ -15,7 +15,7 @@ from typing import Final, cast
 
 import zmq
 
-from ..config import EngineConfig
+from ..config import EngineConfig, ParallelConfig
 from ..control.core_calls import CoreCalls
 from ..core import EngineCore
 from ..data_parallel.group_link import GroupLink, join_group
@@ -74,9 +74,9 @@ class EngineCoreProc:
         self._core.executor.on_failure(self.executor_failed)
         self._input.start()
 
-    def join_group(self, link: GroupLink, rank: int) -> None:
+    def join_group(self, link: GroupLink, config: ParallelConfig) -> None:
         """Compute in waves with the other ranks of a data-parallel group. To be called after :meth:`start`."""
-        self._group = WaveLoop(self._core, rank, link)
+        self._group = WaveLoop(self._core, config, link)
         self._calls.utilities.add("resize_group", self._group.resize)
         inputs = self._input.input_queue
         link.start(lambda message: inputs.put((RequestType.GROUP, message)), lambda: inputs.put(_GROUP_LOST))
@@ -226,7 +226,7 @@ def run_engine_core(
             proc = EngineCoreProc(core, context, init)
             proc.start()
             if link is not None:
-                proc.join_group(link, init.config.parallel.data_parallel_rank)
+                proc.join_group(link, init.config.parallel)
             kv_thread = _start_kv_thread(context, init, kv)
             guard.on_terminate = proc.request_shutdown
             socket.send_multipart(encode(core.ready))

@@ -79,7 +79,7 @@ class CoreReady(msgspec.Struct, tag="READY"):
     pooling: ModelPooling = ModelPooling()
     """As in ``ModelInfo``."""
     parallel_config_hash: bytes = b""
-    """A digest of what the ranks of a data-parallel group must share."""
+    """A digest of what the ranks of the data-parallel group must share; empty: there is no group."""
     has_waves: bool = False
     """Whether the core computes in waves with the other ranks of its data-parallel group."""
 

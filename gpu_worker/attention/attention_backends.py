@@ -4,22 +4,34 @@ import torch
 
 from ..checkpoint.model_config import ModelConfig
 from ..kernels.compiler import KernelsUnavailable
+from ..kernels.gpu_kernels import uses_triton
 from ..kernels.library import warn_unavailable
 from .attention_backend import AttentionBackend
 from .cpu_backend import CPUBackend
 from .reference import ReferenceBackend
 from .torch_backend import TorchBackend
 
-NAMES = ("auto", "cpu", "torch", "reference")
+NAMES = ("auto", "cpu", "torch", "triton", "reference")
 
 
 def make_attention_backend(name: str, config: ModelConfig, block_size: int, device: torch.device) -> AttentionBackend:
     """Return the backend ``name`` for a model.
 
-    ``auto`` means ``cpu`` on a CPU and ``torch`` on other devices. If the kernels of ``cpu`` cannot be built,
-    ``torch`` replaces it. Raises ``ValueError`` for an unknown name.
+    ``auto`` means ``cpu`` on a CPU, ``triton`` on a GPU and ``torch`` on other devices. If the kernels of ``cpu`` or
+    ``triton`` cannot be had or do not know the model's shapes, ``torch`` replaces them. Raises ``ValueError`` for an
+    unknown name, and for a backend of another device.
     """
     match name:
+        case "triton" | "auto" if uses_triton(device):
+            from .triton_backend import TritonBackend
+
+            try:
+                return TritonBackend(config, block_size, device)
+            except KernelsUnavailable as error:
+                warn_unavailable(str(error))
+                return TorchBackend(config, block_size, device)
+        case "triton":
+            raise ValueError(f"attention_backend triton runs on a GPU where triton is installed, not on {device.type}")
         case "cpu" | "auto" if device.type == "cpu":
             try:
                 return CPUBackend(config, block_size, device)

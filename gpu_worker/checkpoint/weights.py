@@ -11,6 +11,7 @@ from torch import Tensor
 from tokenloom.gguf.gguf_file import is_gguf
 
 from ..layers.interface import Adapt
+from ..parallel.expert_exchange import ExpertExchange
 from ..parallel.group import ALONE, Group
 from ..parallel.sharding import Dimension, length, take_part, total
 from ..platform.memory import forget_mapped, return_freed
@@ -59,15 +60,17 @@ class Checkpoint:
         scheme: Scheme | None = None,
         adapt: Adapt | None = None,
         group: Group = ALONE,
+        exchange: ExpertExchange | None = None,
     ) -> None:
         """``scheme``: how the configuration says that weights are quantized, or None. ``adapt`` wraps the layers that
         are loaded from here, so that LoRA adapters can change them; None: none is wrapped. ``group``: the ranks that
-        each hold a part of the layers."""
+        each hold a part of the layers. ``exchange`` reaches the experts of other engines; None: this one has all."""
         self.path = path
         self.adapt = adapt
         self.group = group
+        self.exchange = exchange
         self.dtype = dtype
-        self._device = device
+        self.device = device
         self._source: WeightSource = GgufSource(path) if is_gguf(path) else DirectorySource(path, scheme)
         self._taken: set[str] = set()
         self._copied = 0  # bytes of the files since memory was dropped last
@@ -90,13 +93,13 @@ class Checkpoint:
         stored = self._read(name, tuple(map(total, shape)))
         if isinstance(stored, Tensor):
             stored = take_part(stored, shape)
-            tensor = stored.to(self._device, self.dtype)
+            tensor = stored.to(self.device, self.dtype)
             if tensor.data_ptr() != stored.data_ptr():
                 self._count_copied(stored.nbytes)
             return tensor
-        if self._device.type == "meta":
+        if self.device.type == "meta":
             return torch.empty(tuple(map(length, shape)), dtype=self.dtype, device="meta")
-        tensor = fill_rows(stored, self.dtype, self._device)
+        tensor = fill_rows(stored, self.dtype, self.device)
         self._count_copied(stored.shape[0] * stored.shape[1] * stored.bits // 8)
         return tensor
 
@@ -104,7 +107,7 @@ class Checkpoint:
         """Return the weight ``name`` [outputs, inputs] as it is packed; None if it is stored as a plain tensor, or must
         not be read because the device holds no content. Raises ``ValueError`` as :meth:`take`."""
         stored = self._read(name, (outputs, inputs))
-        if isinstance(stored, Tensor) or self._device.type == "meta":
+        if isinstance(stored, Tensor) or self.device.type == "meta":
             return None
         self._count_copied(outputs * inputs * stored.bits // 8)
         return stored

@@ -164,6 +164,9 @@ class EncoderWorker:
     def execute_dummy_batch(self) -> None:
         raise AssertionError("an encoder has no experts, so it computes in no waves")
 
+    def join_experts(self, rendezvous: str) -> None:
+        raise AssertionError("an encoder has no experts")
+
     def check_health(self) -> None:
         """Compute a sum on the device. Raises ``RuntimeError`` if the device fails or the sum is wrong."""
         if float(torch.ones(8, device=self._platform.device).sum()) != 8.0:

@@ -34,6 +34,14 @@ class GroupedRows:
         return GroupedRows(self.order[first : first + sum(counts)], self.experts[begin:end], counts)
 
 
+def mix_rows(x: Tensor, grouped: GroupedRows, weights: Tensor, computed: Tensor) -> Tensor:
+    """Return [T, hidden_size]: for each row of ``x`` the sum of its rows of ``computed``, which are in the order of
+    ``grouped``, times ``weights`` [T, k]."""
+    results = x.new_empty(weights.numel(), x.shape[1])
+    results[grouped.order] = computed
+    return (results.view(*weights.shape, -1) * weights[..., None]).sum(1).to(x.dtype)
+
+
 def mix_experts(
     x: Tensor,
     grouped: GroupedRows,

@@ -10,6 +10,7 @@ from ..checkpoint.model_config import INT4, INT8_DYNAMIC
 from ..checkpoint.packed_weight import PackedWeight
 from ..checkpoint.weights import Checkpoint
 from ..kernels.compiler import KernelsUnavailable
+from ..kernels.gpu_kernels import uses_triton
 from ..kernels.library import warn_unavailable
 from ..parallel.group import Group
 from ..parallel.sharding import Dimension, length
@@ -50,6 +51,10 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, quantization: str | 
         return Int8Linear(weight, bias)
     if quantization == INT4 and _can_group(weight):
         return make_quantized(round_to_4_bits(weight), bias, weight.dtype)
+    if uses_triton(weight.device):
+        from .triton_linear import TritonLinear
+
+        return TritonLinear(weight, bias)
     if can_pack(weight.device, weight.dtype):
         return PackedLinear(weight, bias)
     try:

@@ -69,7 +69,7 @@ def load_model(
         ops = TorchOps(config.num_kv_heads)  # the kernels write keys and values where they rotate them
     stage = Stage(ranks, config.hidden_size, config.dtype) if ranks.place.num_stages > 1 else None
     kernels = _kernels(config) if device.type == "cpu" else []
-    opened = Checkpoint(path, config.dtype, device, config.scheme, adapt, ranks.group)
+    opened = Checkpoint(path, config.dtype, device, config.scheme, adapt, ranks.group, ranks.experts)
     with parallel_build(kernels), opened as checkpoint:
         model: Model
         match config.family:
@@ -79,7 +79,7 @@ def load_model(
                 model = OPTModel(checkpoint, config, stage)
             case _:
                 model = DecoderModel(checkpoint, config, ops or TorchOps(), device, stage)
-        if ranks.place.is_alone:  # other ranks read the rest, and :meth:`ModelLoader.load` has checked the whole
+        if ranks.place.is_whole:  # other ranks read the rest, and :meth:`ModelLoader.load` has checked the whole
             checkpoint.refuse_rest()
     return model
 
@@ -176,7 +176,7 @@ class ModelLoader:
 
     def load(self, path: Path) -> Model:
         """Load a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
-        if not self.ranks.place.is_alone:
+        if not self.ranks.place.is_whole:
             self._check_for_ranks(path)
         return load_model(
             path,
@@ -208,5 +208,7 @@ class ModelLoader:
         """Replace the weights of ``model`` with those of a checkpoint that passed :meth:`check`, layer by layer."""
         config = model.config
         device = self.device or torch.device("cpu")
-        with Checkpoint(path, config.dtype, device, config.scheme, self.adapt, self.ranks.group) as checkpoint:
+        with Checkpoint(
+            path, config.dtype, device, config.scheme, self.adapt, self.ranks.group, self.ranks.experts
+        ) as checkpoint:
             model.load_weights(checkpoint)

@@ -50,7 +50,7 @@ class Attention:
         self._out = load_linear(checkpoint, [f"{prefix}.o_proj"], query_size, [hidden], out_bias, quantization)
         self._head_norm = _load_head_norm(checkpoint, prefix, config) if config.traits.qk_norm == "head" else None
         if config.traits.qk_norm == "all":
-            self._qkv = NormedProjection(self._qkv, checkpoint, prefix, (query_size, kv_size), config)
+            self._qkv = NormedProjection(self._qkv, checkpoint, prefix, (query_size, kv_size), config, ops)
 
     def __call__(self, x: Tensor, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)

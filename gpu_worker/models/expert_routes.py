@@ -20,17 +20,29 @@ class LayerRoutes:
         self._routes = routes
         # The last place counts a number above those of the experts, which some routers use for no expert.
         self._counts: Ints = np.zeros(num_experts + 1, dtype=np.int64)
+        self._on_device: Tensor | None = None  # as _counts, of passes whose choices never came to the host
         self.chosen: Tensor | None = None
 
     @property
     def num_tokens(self) -> Ints:
-        """Return the tokens that each expert computed in recorded passes, [num_experts]."""
-        return self._counts[:-1]
+        """Return the tokens that each expert computed in recorded passes, [num_experts]. Waits for the device."""
+        counted = self._counts[:-1]
+        return counted if self._on_device is None else counted + self._on_device[:-1].cpu().numpy()
 
     def record(self, chosen: Tensor, grouped: GroupedRows) -> None:
         """Note the experts of a forward pass, ``chosen`` [T, top_k], if the pass is recorded."""
         if self._routes.is_recording:
             self._counts[grouped.experts] += grouped.counts
+            if self._routes.keeps_choices:
+                self.chosen = chosen
+
+    def record_on_device(self, chosen: Tensor) -> None:
+        """Do what :meth:`record` does without waiting for the choices."""
+        if self._routes.is_recording:
+            if self._on_device is None:
+                self._on_device = torch.zeros(len(self._counts), dtype=torch.int64, device=chosen.device)
+            flat = chosen.flatten()
+            self._on_device.scatter_add_(0, flat, torch.ones_like(flat))
             if self._routes.keeps_choices:
                 self.chosen = chosen
 

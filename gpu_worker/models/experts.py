@@ -8,11 +8,12 @@ from torch import Tensor
 from ..checkpoint.expert_switches import ExpertSwitches
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
-from ..layers.grouped_rows import GroupedRows, mix_experts
+from ..layers.grouped_rows import GroupedRows, mix_experts, mix_rows
 from ..layers.linear import load_linear
 from ..ops.ops import Ops
 from ..parallel.sharding import WHOLE
 from .expert_routes import LayerRoutes
+from .grouped_experts import GroupedExperts, can_group, load_grouped
 from .mlp import MLP, MLPNames
 
 _MIXTRAL = MLPNames(gate="w1", up="w3", down="w2")
@@ -36,24 +37,41 @@ class Experts:
         self._switches = experts
         self._routes = routes
         self._router = load_linear(checkpoint, [f"{prefix}.gate"], config.hidden_size, [experts.count], bias=False)
-        self._group = checkpoint.group
-        own, expert_config = range(experts.count), config
-        if experts.own is not None:
-            own, expert_config = experts.own, replace(config, shard=WHOLE)
-        size = experts.intermediate_size
-        self._experts = {
-            expert: MLP(checkpoint, f"{prefix}.experts.{expert}", expert_config, ops, size, names, sums=False)
-            for expert in own
-        }
+        self._group, self._exchange = checkpoint.group, checkpoint.exchange
+        self._experts: dict[int, MLP] = {}
+        self._grouped: GroupedExperts | None = None
+        """Computes all experts at once, in the place of :attr:`_experts`."""
+        if experts.own is None and self._group.size == 1 and can_group(checkpoint, config):
+            self._grouped = load_grouped(checkpoint, prefix, config, experts, names)
+        else:
+            own, expert_config = range(experts.count), config
+            if experts.own is not None:
+                own, expert_config = experts.own, replace(config, shard=WHOLE)
+            size = experts.intermediate_size
+            self._experts = {
+                expert: MLP(checkpoint, f"{prefix}.experts.{expert}", expert_config, ops, size, names, sums=False)
+                for expert in own
+            }
         self._shared = _Shared(checkpoint, prefix, config, ops, experts.shared_size) if experts.shared_size else None
         checkpoint.drop_read()  # a layer's experts are most of its bytes, and were copied by packing them
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, chosen = self._route(x)
+        out = self._routed(x, weights, chosen)
+        return self._group.all_reduce(out if self._shared is None else out + self._shared(x))
+
+    def _routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return the weighted sum of each token's chosen experts, those of this rank's part."""
+        if self._grouped is not None:
+            self._routes.record_on_device(chosen)
+            return self._grouped(x, weights, chosen)
         grouped = GroupedRows.sort(chosen)
         self._routes.record(chosen, grouped)
-        out = mix_experts(x, grouped, weights, self._compute, self._switches.own)
-        return self._group.all_reduce(out if self._shared is None else out + self._shared(x))
+        if self._exchange is None:
+            return mix_experts(x, grouped, weights, self._compute, self._switches.own)
+        rows = x[grouped.order // weights.shape[1]]
+        computed = self._exchange.compute(rows, grouped, self._switches.count, self._compute)
+        return mix_rows(x, grouped, weights, computed)
 
     def _compute(self, expert: int, rows: Tensor) -> Tensor:
         return self._experts[expert](rows)

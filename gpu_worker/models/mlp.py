@@ -46,4 +46,4 @@ class MLP:
         self._ops = ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._ops.gate(self._gate_up(x), self._activation))
+        return self._down(self._ops.gated(self._gate_up, x, self._activation))

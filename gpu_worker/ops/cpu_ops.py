@@ -10,6 +10,7 @@ from ..attention.cache import pointers
 from ..attention.int8_cache import SCALE_BYTES
 from ..kernels.library import HeadsArgs, load_fused
 from ..kernels.threads import kernel_threads
+from ..layers.interface import Linear
 from .ops import HeadNorm, Rotation
 from .torch_ops import TorchOps
 
@@ -54,6 +55,9 @@ class CPUOps:
         kernel = self._gates[activation]
         kernel(_is_bf16(gate_up), gate_up.data_ptr(), out.data_ptr(), rows, size, threads)
         return out
+
+    def gated(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
+        return self.gate(linear(x), activation)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         positions = positions.contiguous()

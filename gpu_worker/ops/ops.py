@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
+from ..layers.interface import Linear
 
 Rotation = tuple[Tensor, Tensor]
 """The cosines and sines of a step, each [T, 1, head_size / 2] float32."""
@@ -33,6 +34,9 @@ class Ops(Protocol):
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         """Return activation(gate) · up, [T, size], of [T, 2 * size] concatenated gates and ups."""
+
+    def gated(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
+        """Return :meth:`gate` of what ``linear``, whose outputs are gates and ups, computes of x [T, in]."""
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         """Return the cosines and sines, times ``factor``, of the angles that ``frequencies`` [head_size / 2] float32

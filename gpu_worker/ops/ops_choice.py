@@ -3,6 +3,7 @@
 import torch
 
 from ..kernels.compiler import KernelsUnavailable
+from ..kernels.gpu_kernels import uses_triton
 from ..kernels.library import warn_unavailable
 from .cpu_ops import CPUOps
 from .ops import Ops
@@ -10,7 +11,12 @@ from .torch_ops import TorchOps
 
 
 def make_ops(attention_backend: str, device: torch.device) -> Ops:
-    """C++ kernels with ``auto`` and ``cpu`` on a CPU where they can be had, else PyTorch's operations."""
+    """C++ kernels with ``auto`` and ``cpu`` on a CPU where they can be had, Triton's with ``auto`` and ``triton`` on a
+    GPU, else PyTorch's operations."""
+    if attention_backend in ("auto", "triton") and uses_triton(device):
+        from .triton_ops import TritonOps
+
+        return TritonOps()
     if attention_backend in ("auto", "cpu") and device.type == "cpu":
         try:
             return CPUOps()

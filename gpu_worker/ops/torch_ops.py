@@ -4,6 +4,7 @@ from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..layers.activation import ACTIVATIONS
+from ..layers.interface import Linear
 from ..layers.norm import rms_norm
 from ..layers.rotary import rotate, rotation
 from .ops import HeadNorm, Rotation
@@ -26,6 +27,9 @@ class TorchOps:
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate) * up
+
+    def gated(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
+        return self.gate(linear(x), activation)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, factor: float) -> Rotation:
         return rotation(positions, frequencies, factor)

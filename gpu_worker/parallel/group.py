@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tokenloom.engine_core.config import ParallelConfig
 
+from .expert_exchange import ExpertExchange
 from .sharding import ONLY_PLACE, Place
 
 
@@ -62,6 +63,13 @@ class Ranks:
     """Carries tensors of the device between stages; None: there is one stage."""
     tokens: Peers | None = None
     """Carries drawn tokens, on the CPU; None: this rank is alone."""
+    experts: ExpertExchange | None = None
+    """Carries rows between the engines of a data-parallel group; None: this engine has all experts."""
+
+    def join_experts(self, rendezvous: str) -> None:
+        """Join the engines over which the experts are spread, as :meth:`ExpertExchange.join`."""
+        assert self.experts is not None, "the experts are not spread over engines"
+        self.experts.join(rendezvous)
 
     @property
     def others(self) -> list[int]:
@@ -83,17 +91,27 @@ def place_of(parallel: ParallelConfig) -> Place:
         parallel.pipeline_parallel_size,
         spreads_context=parallel.decode_context_parallel_size > 1,
         spreads_experts=parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1,
+        data_rank=parallel.data_parallel_rank if parallel.spreads_experts_over_engines else 0,
+        data_size=parallel.data_parallel_size if parallel.spreads_experts_over_engines else 1,
     )
 
 
 def join_ranks(parallel: ParallelConfig, device: torch.device) -> Ranks:
     """Join the other ranks of the engine, and wait for them; a rank that is alone does nothing.
 
-    Raises ``ValueError`` if the configuration names several workers and none of their places.
+    Raises ``ValueError`` if the configuration names several workers and none of their places, or experts that are
+    spread over engines with GPUs.
     """
     place = place_of(parallel)
-    if place.is_alone:
+    if place.is_whole:
         return ONLY_RANK
+    if place.is_alone:
+        if device.type != "cpu":
+            raise ValueError(
+                "enable_expert_parallel: experts are spread over engines on CPUs only so far; use "
+                "--tensor-parallel-size to spread them over the workers of an engine"
+            )
+        return Ranks(place, experts=ExpertExchange(place.data_rank, place.data_size))
     if not parallel.rendezvous:
         raise ValueError(
             f"distributed_executor_backend: uni runs one worker, but the engine has {parallel.world_size}; use mp"

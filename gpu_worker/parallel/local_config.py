@@ -14,7 +14,7 @@ def local_config(config: ModelConfig, place: Place) -> ModelConfig:
 
     Raises ``ValueError`` naming what cannot be divided among the ranks, or is not supported with several.
     """
-    if place.is_alone:
+    if place.is_whole:
         return config
     _check(config, place)
     size, layers = place.tensor_size, place.layers(config.num_layers)
@@ -46,7 +46,7 @@ def check_options(config: EngineConfig) -> None:
         )
     if config.cache.block_size % context:
         raise ValueError(f"block_size: {config.cache.block_size} tokens cannot be spread evenly over {context} workers")
-    if parallel.world_size == 1:
+    if parallel.world_size == 1 and not parallel.spreads_experts_over_engines:
         return
     asked = {
         "speculative_config": config.speculative is not None,
@@ -57,9 +57,12 @@ def check_options(config: EngineConfig) -> None:
         "kv_transports with decode_context_parallel_size": context > 1 and bool(config.kv.transports),
         "kv_offload_path with decode_context_parallel_size": context > 1 and bool(config.kv.offload_path),
     }
+    several = f"{parallel.world_size} workers yet; use one worker"
+    if parallel.spreads_experts_over_engines:
+        several = "experts that are spread over engines yet; leave out enable_expert_parallel"
     for name, is_asked in asked.items():
         if is_asked:
-            raise ValueError(f"{name}: is not supported with {config.parallel.world_size} workers yet; use one worker")
+            raise ValueError(f"{name}: is not supported with {several}")
 
 
 def num_sharing(config: EngineConfig, *, is_on_host: bool) -> int:

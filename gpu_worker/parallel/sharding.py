@@ -106,11 +106,20 @@ class Place:
     """As in :class:`Shard`."""
     spreads_experts: bool = False
     """Whether each rank holds whole experts, and not a part of every expert."""
+    data_rank: int = 0
+    """The number of the engine in its data-parallel group, over which the experts are spread."""
+    data_size: int = 1
+    """Engines of that group; 1: the experts are not spread over engines."""
 
     @property
     def is_alone(self) -> bool:
-        """Return whether this rank computes the whole model."""
+        """Return whether this rank is the only one of its engine."""
         return self.tensor_size == self.num_stages == 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether this rank computes the whole model."""
+        return self.is_alone and self.data_size == 1
 
     @property
     def output_rank(self) -> int:
@@ -130,10 +139,14 @@ class Place:
     @property
     def numerics(self) -> str | None:
         """Return what tells results from those of one rank: the order in which sums are added; None: nothing."""
+        if self.data_size > 1:
+            return f"ep-{self.data_size}"
         return None if self.tensor_size == 1 else f"tp-{self.tensor_size}"
 
     def experts(self, count: int) -> range | None:
         """Return which of ``count`` experts this rank holds whole; None: it holds a part of each."""
+        if self.data_size > 1:
+            return range(count * self.data_rank // self.data_size, count * (self.data_rank + 1) // self.data_size)
         if not self.spreads_experts:
             return None
         return range(count * self.tensor_rank // self.tensor_size, count * (self.tensor_rank + 1) // self.tensor_size)

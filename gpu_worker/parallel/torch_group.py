@@ -20,6 +20,7 @@ from .group import ALONE, Group, Ranks
 from .sharding import Place
 from .shared_group import shared_if_possible
 
+_c10d: Any = dist  # its types do not export the classes that process groups are made of
 _TIMEOUT = timedelta(minutes=30)
 """A stage waits so long for a step, and an idle engine has none; the executor notices a rank that ends at once."""
 _LOOPBACK = "127.0.0.1"
@@ -70,14 +71,14 @@ def join(parallel: ParallelConfig, place: Place, device: torch.device) -> Ranks:
     """Join the other ranks of the engine where ``parallel`` says, and wait for them."""
     store, host = _store(parallel)
     rank, size = parallel.rank, parallel.world_size
-    host_peers = TorchPeers(_gloo(dist.PrefixStore("host", store), rank, size, host), torch.device("cpu"))
+    host_peers = TorchPeers(_gloo(_c10d.PrefixStore("host", store), rank, size, host), torch.device("cpu"))
     make = _nccl if device.type == "cuda" else _gloo
     tensors = None
     if place.num_stages > 1:
-        tensors = TorchPeers(make(dist.PrefixStore("stages", store), rank, size, host), device)
+        tensors = TorchPeers(make(_c10d.PrefixStore("stages", store), rank, size, host), device)
     group: Group = ALONE
     if (tensor_size := place.tensor_size) > 1:
-        prefix = dist.PrefixStore(f"stage-{place.stage}", store)
+        prefix = _c10d.PrefixStore(f"stage-{place.stage}", store)
         group = TorchGroup(make(prefix, place.tensor_rank, tensor_size, host), place.tensor_rank, tensor_size)
         if device.type == "cpu" and host == _LOOPBACK:
             group = shared_if_possible(group, store, f"sums-{place.stage}")
@@ -88,9 +89,9 @@ def _store(parallel: ParallelConfig) -> tuple[Any, str]:
     """Return where the ranks find each other, and the address at which this one can be reached."""
     address, size = parallel.rendezvous, parallel.world_size
     if address.startswith("/"):
-        return dist.FileStore(address, size), _LOOPBACK
+        return _c10d.FileStore(address, size), _LOOPBACK
     host, _, port = address.rpartition(":")
-    store = dist.TCPStore(host, int(port), size, is_master=parallel.rank == 0, timeout=_TIMEOUT)
+    store = _c10d.TCPStore(host, int(port), size, is_master=parallel.rank == 0, timeout=_TIMEOUT)
     return store, _address_towards(host, int(port))
 
 
@@ -102,7 +103,7 @@ def _address_towards(host: str, port: int) -> str:
 
 
 def _gloo(store: Any, rank: int, size: int, host: str) -> Any:
-    kind: Any = dist.ProcessGroupGloo
+    kind = _c10d.ProcessGroupGloo
     options = kind._Options()
     options._devices = [kind.create_device(hostname=host, lazy_init=False)]
     options._timeout = _TIMEOUT
@@ -110,7 +111,7 @@ def _gloo(store: Any, rank: int, size: int, host: str) -> Any:
 
 
 def _nccl(store: Any, rank: int, size: int, host: str) -> Any:
-    kind: Any = dist.ProcessGroupNCCL
+    kind = _c10d.ProcessGroupNCCL
     options = kind.Options()
     options._timeout = _TIMEOUT
     return kind(store, rank, size, options)

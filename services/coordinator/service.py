@@ -61,6 +61,8 @@ class CoordinatorService:
         )
         engines = Gauge("tokenloom_engines", "Engines that are joined.", registry=host.metrics)
         engines.set_function(lambda: len(registry))
+        reports = Gauge("tokenloom_reports_read", "Reports of engines since the start.", registry=host.metrics)
+        reports.set_function(lambda: registry.num_reports)
         picks = Counter(
             "tokenloom_picks",
             "Picks: WHOLE, PREFILL, DECODE or an error's reason.",

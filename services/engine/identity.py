@@ -68,7 +68,7 @@ class Identity:
             publishes_kv_events=self._publishes_kv_events,
             data_parallel_group=self._group.group_id,
             data_parallel_rank=self._group.data_parallel_rank,
-            parallel_config_hash=self._ready.parallel_config_hash if self._group.group_id else b"",
+            parallel_config_hash=self._ready.parallel_config_hash,
             computes_in_waves=self._ready.has_waves,
         )
 

@@ -15,11 +15,11 @@ from .edges import open_edges
 from .gateway_settings import NUM_EDGES, GatewaySettings
 from .generation.resumable import UnattendedMetrics
 from .http.byte_budget import ByteBudget
-from .http.connections import Connections
-from .http.http_server import HttpServer
 from .http.internal_call import InternalCalls
 from .http.json_body import BodyParser
 from .http.response_counts import OTHER, ResponseCounts
+from .http.server.connections import Connections
+from .http.server.http_server import HttpServer
 from .mesh_spec import MeshSpec, mesh_specs
 from .metrics import count_moved
 from .model_metrics import ModelRegistries

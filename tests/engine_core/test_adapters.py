@@ -17,7 +17,7 @@ from tokenloom.engine_core.scheduling.adapter_slots import MAX_PASSES
 from tokenloom.engine_core.scheduling.request import Request
 from tokenloom.engine_core.wire.lora import LoraErrorKind, LoraInfo
 from tokenloom.engine_core.wire.messages import EngineCoreRequest, ErrorKind
-from tokenloom.request.adapter_salt import adapter_salt
+from tokenloom.request.adapters.adapter_salt import adapter_salt
 
 
 class Store:

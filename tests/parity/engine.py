@@ -20,7 +20,7 @@ from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest, SchedulerStats
 from tokenloom.gpu_worker.platform.devices import make_worker
-from tokenloom.request.adapter_salt import adapter_salt
+from tokenloom.request.adapters.adapter_salt import adapter_salt
 
 MAX_MODEL_LEN = 640
 

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+from tests.engine_core.data_parallel.cores import Group
 from tests.soak.waves import soak
 
 
 def test_one_rank_is_busy_while_the_other_is_idle(socket_dir: Path) -> None:
-    group = soak(socket_dir, 300)
+    group = Group(socket_dir, num_blocks=1024)
+    soak(group, 300)
     assert len(group.ended) == 300
     assert group.num_waves >= 2

@@ -13,10 +13,14 @@ import socket
 import subprocess
 import sys
 import urllib.request
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
+
+from tokenloom.gpu_worker.kernels.levels import LEVELS
+from tokenloom.gpu_worker.kernels.prebuilt import library_name, variants
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "wheel-check"
@@ -26,6 +30,8 @@ SECOND_START = 5.0
 REFUSAL = 2.0
 HELP = 0.3
 """Seconds of CPU that a first start, a second one, a refused start and ``--help`` may take."""
+NEEDED_LEVELS = ("x86-64-amx", "x86-64-v4", "x86-64-v3", "aarch64")
+"""Levels of processors for which a wheel must hold kernels."""
 ATTEMPTS = 3
 """How often what can be repeated is measured while it is above its limit: other programs only ever add to CPU time."""
 
@@ -35,7 +41,7 @@ def main() -> int:
     shutil.rmtree(BUILD, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(BUILD / "venv")], check=True)
     _install(str(wheel))
-    taken = [_refused("serve, without torch", "tokenloom[engine]", "serve")]
+    taken = [_report_levels(wheel), _refused("serve, without torch", "tokenloom[engine]", "serve")]
     _install(f"{wheel}[engine]")
     taken.append(_report("first answer", _seconds_to_answer(), FIRST_ANSWER))
     taken.append(_report("second start", _least(_seconds_to_answer, SECOND_START), SECOND_START))
@@ -57,6 +63,13 @@ def newest_wheel(folder: Path) -> Path:
     if not wheels:
         raise SystemExit(f"{folder} holds no wheel: run `make wheel` first")
     return wheels[-1]
+
+
+def held_levels(wheel: Path) -> list[str]:
+    """Return the levels of processors for which a wheel holds every kernel, built from the present sources."""
+    with zipfile.ZipFile(wheel) as archive:
+        files = {Path(name).name for name in archive.namelist()}
+    return [level.name for level in LEVELS if all(library_name(*each, level) in files for each in variants())]
 
 
 def family_cpu_seconds(pid: int) -> float:
@@ -158,6 +171,13 @@ def _run(*arguments: str) -> tuple[int, str, float]:
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     return process.returncode, output, usage.ru_utime + usage.ru_stime
+
+
+def _report_levels(wheel: Path) -> bool:
+    held = held_levels(wheel)
+    missing = [name for name in NEEDED_LEVELS if name not in held]
+    print(f"{wheel.name} holds kernels for {', '.join(held)}" + "".join(f"; {name} IS MISSING" for name in missing))
+    return not missing
 
 
 def _report(name: str, seconds: float, limit: float) -> bool:

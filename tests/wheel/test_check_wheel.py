@@ -4,11 +4,14 @@ import os
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.wheel.check_wheel import family_cpu_seconds, newest_wheel
+from tests.wheel.check_wheel import family_cpu_seconds, held_levels, newest_wheel
+from tokenloom.gpu_worker.kernels.levels import LEVELS
+from tokenloom.gpu_worker.kernels.prebuilt import library_name, variants
 
 SPIN = "import time\nwhile time.process_time() < {seconds}: pass\n"
 PARENT = f"""
@@ -35,3 +38,13 @@ def test_the_newest_wheel_is_taken(tmp_path: Path) -> None:
         wheel.touch()
         os.utime(wheel, (time.time() - age,) * 2)
     assert newest_wheel(tmp_path).name == "tokenloom-0.1.0-py3-none-any.whl"
+
+
+def test_a_level_is_held_only_with_every_kernel_of_the_present_sources(tmp_path: Path) -> None:
+    wheel, best, other = tmp_path / "w.whl", LEVELS[0], LEVELS[-1]
+    whole = [f"{best.name}/{library_name(*each, best)}" for each in variants()]
+    parts = [f"{other.name}/{library_name(*each, other)}" for each in variants()]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in (*whole, *parts[1:], f"{other.name}/fused-0123456789abcdef.so"):
+            archive.writestr(f"tokenloom/gpu_worker/kernels/prebuilt/{name}", b"")
+    assert held_levels(wheel) == [best.name]

@@ -22,6 +22,8 @@ def engine_config(keywords: Mapping[str, Any]) -> EngineConfig:
         config = build(DEFAULTS, values, strict=True)
     except UnknownOption as error:
         raise TypeError(f"LLM() has no keyword argument {error}") from None
+    if config.parallel.group_id:
+        raise ValueError("data_parallel_size: LLM runs one engine; serve a group with `tokenloom serve`")
     if "max_num_seqs" in values:
         return config
     limits = config.scheduler

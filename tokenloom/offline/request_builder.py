@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenloom.checkpoint import CheckpointInfo
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.request import bad_words, validation
-from tokenloom.request.adapter_salt import adapter_salt
+from tokenloom.request.adapters.adapter_salt import adapter_salt
 from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.request.reasoning import Reasoning, ReasoningMarks
 from tokenloom.request.sample_seed import sample_seed

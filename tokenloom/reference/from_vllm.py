@@ -21,7 +21,7 @@ that Tokenloom lacks, the error says what to use instead. A request field withou
 | | vLLM | Tokenloom |
 |---|---|---|
 | start a server | `vllm serve MODEL --port 8000` | `tokenloom serve MODEL --port 8000` |
-| several engines | `--data-parallel-size 4` | `--engines 4` |
+| several engines | `--data-parallel-size 4` | `--data-parallel-size 4`, or `--engines 4` |
 | prefill and decode on two engines | two servers with `--kv-transfer-config`, and a proxy | `--prefill 1 --decode 1` |
 | chat on the command line | `vllm chat` | `tokenloom chat` |
 | a batch file | `vllm run-batch -i IN -o OUT --model MODEL` | `tokenloom run-batch -i IN -o OUT --model MODEL` |

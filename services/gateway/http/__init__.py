@@ -1,1 +1,1 @@
-"""The HTTP edge: server, bodies, keys, endpoints and server-sent events."""
+"""The HTTP edge: bodies, keys, endpoints and server-sent events; the server is a folder of its own."""

@@ -10,14 +10,14 @@ import grpc.aio
 
 from tokenloom.request.errors import Unavailable
 
+from ..held_sockets.held_port import HeldPort
+from ..held_sockets.held_socket import adopt
 from ..local_streams import sockets
 from ..local_streams.server import LocalServer
 from ..peers import addresses
 from ..peers.channels import KEEPALIVE_OPTIONS
 from ..peers.message_limit import MAX_MESSAGE_BYTES
 from ..peers.tls import MeshTLS, PublicTLS
-from .held_port import HeldPort
-from .held_socket import adopt
 from .service_settings import ServiceSettings
 from .servicer_edge import Edge
 

@@ -9,7 +9,7 @@ _MACHINES = (
 _ORIGINS = "use --cors-origins, which lists the origins of web pages; methods, headers and credentials follow from it"
 _GRAPHS = "the engine uses neither CUDA graphs nor a compiler"
 _TEXT_ONLY = "models read text only; a multimodal request is refused by name"
-_EXPERTS = "--enable-expert-parallel divides a model's experts among the workers of an engine, evenly and for good"
+_EXPERTS = "--enable-expert-parallel divides a model's experts among workers or engines, evenly and for good"
 _OVERLAP = "the engine does not split a batch to overlap communication"
 _TEMPLATE = "send chat_template_kwargs in the request"
 _CHECKPOINT = "edit the files of the checkpoint"
@@ -38,7 +38,6 @@ REPLACED = {
     "--ssl-cert-reqs": "clients identify themselves by keys; use --api-key-file",
     "--h11-max-incomplete-event-size": "heads are limited to 64 KiB, and bodies by --max-body-bytes",
     "--h11-max-header-count": "heads are limited to 100 fields, and connections by --max-connections",
-    "--gpu-memory-utilization": "use --kv-cache-memory, which takes bytes; the default is measured at start",
     "--swap-space": _OFFLOAD,
     "--kv-offloading-size": _OFFLOAD,
     "--kv-offloading-backend": _OFFLOAD,
@@ -217,7 +216,7 @@ MISSING = {
     "--allowed-media-domains": _TEXT_ONLY,
     "--ec-transfer-config": _TEXT_ONLY,
     "--lora-dtype": "the matrices of LoRA adapters have the dtype of the model",
-    "--fully-sharded-loras": "an engine has one device; use --engines for several engines on this machine",
+    "--fully-sharded-loras": "LoRA adapters need one worker; use --engines for several engines on this machine",
     "--default-mm-loras": _TEXT_ONLY,
     "--lora-extra-vocab-size": "LoRA adapters with tokens of their own are refused by name",
     "--enable-layerwise-nvtx-tracing": "--profiler-dir writes PyTorch's profiles instead",

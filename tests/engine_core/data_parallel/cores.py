@@ -10,7 +10,7 @@ import zmq
 
 from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.helpers import make_config
-from tokenloom.engine_core.config import EngineConfig, ParallelConfig
+from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.wire.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -35,29 +35,35 @@ os._exit(run_engine_core(address, lambda config: UniProcExecutor(HashWorker(conf
 """
 
 
-def rank_config(directory: Path, rank: int, size: int = 2, **settings: object) -> EngineConfig:
-    """Return the configuration of one rank; ``settings`` are those of ``make_config``."""
-    parallel = ParallelConfig(
+def rank_config(config: EngineConfig, directory: Path, rank: int, size: int = 2) -> EngineConfig:
+    """Return the configuration of one rank."""
+    parallel = msgspec.structs.replace(
+        config.parallel,
         data_parallel_size=size,
         data_parallel_rank=rank,
         data_parallel_address=f"unix:{directory}/group",
         data_parallel_timeout=30.0,
     )
-    return msgspec.structs.replace(make_config(**settings), parallel=parallel)  # type: ignore[arg-type]
+    return msgspec.structs.replace(config, parallel=parallel)
 
 
 def start_rank(directory: Path, rank: int, size: int = 2, **settings: object) -> SyncMPClient:
-    """Start one rank; it takes requests, and computes once its group is complete."""
+    """Start one rank over the hash worker; ``settings`` are those of ``make_config``. It takes requests, and computes
+    once its group is complete."""
     script = directory / "core.py"
     script.write_text(CORE)
-    return SyncMPClient(rank_config(directory, rank, size, **settings), command=[sys.executable, str(script)])
+    config = make_config(**settings)  # type: ignore[arg-type]
+    return SyncMPClient(rank_config(config, directory, rank, size), command=[sys.executable, str(script)])
 
 
 class Group:
     """A group whose coordinator is this object: it passes on starts of waves, and collects what the ranks answer."""
 
-    def __init__(self, directory: Path, size: int = 2, **settings: object) -> None:
-        self._directory, self._settings = directory, settings
+    def __init__(
+        self, directory: Path, size: int = 2, *, config: EngineConfig | None = None, **settings: object
+    ) -> None:
+        """``config``: of ranks that compute a model; without it they run the hash worker with ``settings``."""
+        self._directory, self._settings, self._config = directory, settings, config
         self.ranks: list[SyncMPClient] = []
         self.states: list[GroupState | None] = []
         self.tokens: dict[str, list[int]] = {}
@@ -70,7 +76,11 @@ class Group:
 
     def start_rank(self, rank: int, size: int) -> None:
         """Start another rank, as its number."""
-        self.ranks.append(start_rank(self._directory, rank, size, **self._settings))
+        if self._config is None:
+            client = start_rank(self._directory, rank, size, **self._settings)
+        else:
+            client = SyncMPClient(rank_config(self._config, self._directory, rank, size))
+        self.ranks.append(client)
         self.states.append(None)
 
     def add(self, rank: int, request: EngineCoreRequest) -> None:

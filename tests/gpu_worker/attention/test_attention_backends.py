@@ -30,6 +30,8 @@ def test_by_name(name: str, found: str) -> None:
 
 def test_auto_beside_a_cpu() -> None:
     assert make_attention_backend("auto", shape(2), 16, torch.device("meta")).name == "torch"
+    with pytest.raises(ValueError, match="triton runs on a GPU where triton is installed, not on meta"):
+        make_attention_backend("triton", shape(2), 16, torch.device("meta"))
     with pytest.raises(ValueError, match="cpu does not run on meta"):
         make_attention_backend("cpu", shape(2), 16, torch.device("meta"))
 
@@ -51,5 +53,5 @@ def test_torch_takes_the_place_of_missing_kernels_with_one_warning(
 
 
 def test_unknown() -> None:
-    with pytest.raises(ValueError, match="must be one of auto, cpu, torch, reference, not 'flash'"):
+    with pytest.raises(ValueError, match="must be one of auto, cpu, torch, triton, reference, not 'flash'"):
         make_attention_backend("flash", shape(2), 16, CPU)

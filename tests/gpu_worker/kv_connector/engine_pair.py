@@ -28,7 +28,7 @@ from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.gpu_worker.kv_connector.kv_transports import make_transports
 from tokenloom.gpu_worker.kv_connector.tcp_socket import SocketTransport
-from tokenloom.request.adapter_salt import adapter_salt
+from tokenloom.request.adapters.adapter_salt import adapter_salt
 from tokenloom.services.engine.core.workers import WORKER_COMMAND, make_worker
 
 MODEL = str(Path(demo_model.__file__).parent)

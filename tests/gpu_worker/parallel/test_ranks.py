@@ -23,7 +23,7 @@ before = {name for name in sys.modules if name.startswith("torch.distributed")}
 from pathlib import Path
 from tests.parity.engine import Engine
 from tokenloom import demo_model
-engine = Engine(Path(demo_model.__file__).parent, num_blocks=20, max_num_seqs=2, budget=32)
+engine = Engine(Path(demo_model.__file__).parent, num_blocks=40, max_num_seqs=2, budget=32)
 assert len(engine.generate([[5, 6, 7]], [4])[0]) == 4
 after = {name for name in sys.modules if name.startswith("torch.distributed")}
 assert after == before, after - before
@@ -39,7 +39,7 @@ def engine_of(shape: tuple[int, ...], directory: Path) -> Engine:
     return Engine(DEMO, num_blocks=40, budget=64, executor=executor, parallel=parallel(*shape))
 
 
-@pytest.mark.parametrize("shape", [(2,), (4,), (1, 2), (2, 2), (2, 1, 2), (4, 1, 4)])
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (2, 1, 2)])
 def test_ranks_give_the_tokens_of_one(shape: tuple[int, ...], tmp_path: Path) -> None:
     alone, engine = Engine(DEMO, num_blocks=40, budget=64), engine_of(shape, tmp_path)
     assert engine.generate(PROMPTS, LIMITS) == alone.generate(PROMPTS, LIMITS)

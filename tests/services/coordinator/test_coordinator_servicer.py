@@ -237,6 +237,7 @@ async def test_metrics(coordinator: Coordinator) -> None:
         await coordinator.stub.Pick(PickRequest())
     value = coordinator.host.metrics.get_sample_value
     assert value("tokenloom_engines") == 1
+    assert value("tokenloom_reports_read") == 0
     assert value("tokenloom_picks_total", {"outcome": "WHOLE"}) == 1
     assert value("tokenloom_picks_total", {"outcome": "INVALID_ARGUMENT"}) == 1
 

@@ -12,7 +12,7 @@ from tests.services.gateway.adapters.fake_engines import ADMIN, KEYS, FakeEngine
 from tests.services.gateway.fakes import MODEL, FakeMesh
 from tests.services.gateway.test_several_meshes import until
 from tokenloom.request import errors
-from tokenloom.request.adapter_name import MAX_NAME
+from tokenloom.request.adapters.adapter_name import MAX_NAME
 
 PIRATE = {"lora_name": "pirate", "lora_path": "/adapters/pirate"}
 

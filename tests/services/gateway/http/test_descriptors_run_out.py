@@ -10,7 +10,7 @@ from socket import create_connection, socket
 
 import psutil
 
-from tests.services.gateway.http.starved_server import DESCRIPTORS
+from tests.services.gateway.http.server.starved_server import DESCRIPTORS
 
 ROOT = Path(__file__).parents[4]
 WATCHED_SECONDS = 1.5
@@ -40,7 +40,7 @@ def ask_until_answered(url: str, seconds: float = 30.0) -> bytes:
 
 
 def test_it_waits_and_serves_again() -> None:
-    command = (sys.executable, "-m", "tests.services.gateway.http.starved_server")
+    command = (sys.executable, "-m", "tests.services.gateway.http.server.starved_server")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stdout is not None
         address = server.stdout.readline().strip()

@@ -22,8 +22,9 @@ from tests.services.gateway.http.test_response_counts import CHAT, counted
 from tests.services.gateway.openai.test_chat import post
 from tokenloom.certificates import make_certificates
 from tokenloom.request import errors
-from tokenloom.services.gateway.http import connections, request_body, uvicorn_protocol
+from tokenloom.services.gateway.http import request_body
 from tokenloom.services.gateway.http.response_counts import OTHER
+from tokenloom.services.gateway.http.server import connections, uvicorn_protocol
 from tokenloom.services.gateway.openai.chat import ChatApi
 
 HTTP = Path(uvicorn_protocol.__file__).parent

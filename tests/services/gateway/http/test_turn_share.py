@@ -4,7 +4,7 @@ import asyncio
 import itertools
 
 from tests.loop_clock import settle
-from tests.services.gateway.http.raw_connection import Connection
+from tests.services.gateway.http.server.raw_connection import Connection
 from tokenloom.services.gateway.http.turn_share import TurnShare
 
 REQUEST = b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"

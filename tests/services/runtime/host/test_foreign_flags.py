@@ -31,7 +31,6 @@ def test_answers_name_only_options_that_exist(status: str) -> None:
         ("--prefill-context-parallel-size", "--decode-context-parallel-size"),
         ("-tp", "--tensor-parallel-size"),
         ("-tp=2", "--tensor-parallel-size"),
-        ("--gpu_memory_utilization", "--kv-cache-memory"),
         ("--no-enable-log-requests", "--log-request-events"),
         ("--lora-dtype", "the dtype of the model"),
         ("--kv-transfer-config", "--prefill and --decode"),
@@ -47,6 +46,6 @@ def test_an_unknown_flag_is_answered_with_what_to_use(written: str, wanted: str)
 
 def test_a_service_names_the_command_whose_options_it_means(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
-        EngineSettings.load(["--data-parallel-size", "2"])
+        EngineSettings.load(["--api-server-count", "2"])
     assert exited.value.code == 2
-    assert "use --engines, with `tokenloom serve`" in capsys.readouterr().err
+    assert "use --gateways, with `tokenloom serve`" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""What quantized checkpoints cost in accuracy, and gain in their products."""

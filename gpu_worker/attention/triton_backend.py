@@ -1,0 +1,176 @@
+"""Computes attention with the Triton kernel: one launch a layer, and one more where keys are split."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
+
+from ..checkpoint.model_config import ModelConfig
+from ..cuda.packed_copy import copy_packed
+from ..kernels.compiler import KernelsUnavailable
+from ..kernels.triton.launch import launch, power_of_2
+from ..kernels.triton.paged_attention import attend, merge_splits
+from ..kernels.triton.write_kv import write_kv
+from .attention_backend import IntArray, KVCache
+from .attention_work import ProgramShape, num_splits, program_shape, work_entries
+from .cache import allocate_kv_caches
+from .score_rule import ScoreRule
+
+_LARGEST_HEAD = 256
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class TritonBackend:
+    """Makes plans of arrays on the device. Raises :class:`KernelsUnavailable` for shapes that the kernel lacks."""
+
+    name = "triton"
+    reads_tails = False
+
+    def __init__(self, config: ModelConfig, block_size: int, device: torch.device) -> None:
+        if config.cache_head_size > _LARGEST_HEAD:
+            raise KernelsUnavailable(f"heads of {config.head_size} are larger than {_LARGEST_HEAD}")
+        if config.kv_dtype != config.dtype or config.dtype not in _DTYPES:
+            raise KernelsUnavailable(f"{config.kv_dtype} in the KV cache of a {config.dtype} model")
+        self._config = config
+        self.block_size = block_size
+        self.device = device
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a KV head."""
+        return self._config.num_heads // self._config.num_kv_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self._config.num_kv_heads
+
+    def shape(self, most_queries: int) -> ProgramShape:
+        """Return the shape of the programs of a step whose requests have at most so many queries each."""
+        return program_shape(most_queries, self.group, power_of_2(self._config.cache_head_size, 16), self._config.dtype)
+
+    def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
+        return allocate_kv_caches(self._config, num_blocks, self.block_size, self.device, memory)
+
+    def plan(
+        self,
+        cu_query_lens: IntArray,
+        seq_lens: IntArray,
+        block_tables: IntArray,
+        slot_mapping: IntArray,
+        foreign_tails: IntArray | None = None,
+    ) -> "TritonPlan":
+        """Prepare a step as :class:`~.attention_backend.AttentionBackend` says, with one copy to the device."""
+        query_lens = np.diff(cu_query_lens)
+        shape = self.shape(int(query_lens.max(initial=1)))
+        work = work_entries(query_lens, shape.rows // self.group)
+        longest = int(seq_lens.max(initial=1))
+        splits = num_splits(int(cu_query_lens[-1]), len(work), self.num_kv_heads, longest, shape.tile)
+        slots, *others = copy_packed(
+            [slot_mapping.astype(np.int64), *(_int32(each) for each in (work, cu_query_lens, seq_lens, block_tables))],
+            self.device,
+        )
+        return TritonPlan(self, PlanTensors(slots, *others), shape, splits)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTensors:
+    """Holds the arrays of a step on the device; see ``kernels.triton.paged_attention.attend``."""
+
+    slots: Tensor
+    """[T] int64."""
+    work: Tensor
+    query_starts: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """Fulfils :class:`~.attention_backend.AttentionPlan`."""
+
+    backend: TritonBackend
+    tensors: PlanTensors
+    shape: ProgramShape
+    splits: int
+
+    def slots_of(self, kv_cache: KVCache) -> Tensor:
+        return self.tensors.slots
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
+        key, value = _rows(key), _rows(value)
+        num_tokens, num_kv_heads, head = key.shape
+        launch(
+            write_kv,
+            (num_tokens, num_kv_heads),
+            key,
+            value,
+            self.tensors.slots,
+            *kv_cache.unbind(),
+            key.stride(0),
+            value.stride(0),
+            HEAD=head,
+            CACHE_HEAD=kv_cache.shape[4],
+            PADDED_HEAD=power_of_2(head, 16),
+            BLOCK=self.backend.block_size,
+            num_warps=1,
+        )
+
+    def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
+        query = _rows(query)
+        num_tokens, num_heads, head = query.shape
+        padded_head, splits, tensors = power_of_2(kv_cache.shape[4], 16), self.splits, self.tensors
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        partial = sums = out
+        if splits > 1:
+            partial = torch.empty((num_tokens, num_heads, splits, padded_head), device=query.device)
+            sums = torch.empty((num_tokens, num_heads, splits, 2), device=query.device)
+        launch(
+            attend,
+            (len(tensors.work), kv_cache.shape[2], splits),
+            query,
+            *kv_cache.unbind(),
+            out,
+            partial,
+            sums,
+            tensors.work,
+            tensors.query_starts,
+            tensors.seq_lens,
+            tensors.block_tables,
+            query if rule.sinks is None else rule.sinks,
+            rule.scale,
+            rule.softcap or 0.0,
+            rule.sliding_window or 0,
+            query.stride(0),
+            tensors.block_tables.stride(0),
+            kv_cache.shape[2],
+            GROUP=num_heads // kv_cache.shape[2],
+            HEAD=head,
+            CACHE_HEAD=kv_cache.shape[4],
+            PADDED_HEAD=padded_head,
+            BLOCK=self.backend.block_size,
+            ROWS=self.shape.rows,
+            TILE=self.shape.tile,
+            SPLITS=splits,
+            HAS_WINDOW=rule.sliding_window is not None,
+            HAS_SOFTCAP=rule.softcap is not None,
+            HAS_SINKS=rule.sinks is not None,
+            num_warps=self.shape.warps,
+            num_stages=self.shape.stages,
+        )
+        if splits > 1:
+            constants = {"HEAD": head, "PADDED_HEAD": padded_head, "SPLITS": splits}
+            launch(merge_splits, (num_tokens * num_heads,), partial, sums, out, **constants, num_warps=2)
+        return out
+
+
+def _rows(heads: Tensor) -> Tensor:
+    """Return [T, heads, size] in which the heads of a token are contiguous; tokens may be strided."""
+    size = heads.shape[2]
+    return heads if heads.stride(2) == 1 and heads.stride(1) == size else heads.contiguous()
+
+
+def _int32(values: IntArray) -> IntArray:
+    return np.ascontiguousarray(values, dtype=np.int32)

@@ -1,0 +1,22 @@
+"""Launches kernels: every launch of the package goes through :func:`launch`."""
+
+from typing import Any
+
+from torch import Tensor
+
+Grid = tuple[int, ...]
+
+
+def launch(kernel: Any, grid: Grid, *arguments: Tensor | float | None, **constants: Any) -> None:
+    """Run ``kernel`` over ``grid`` on the current stream of the tensors' device.
+
+    ``constants`` are the kernel's ``constexpr`` parameters and Triton's options, such as ``num_warps``. A grid without
+    programs launches nothing.
+    """
+    if all(grid):
+        kernel[grid](*arguments, **constants)
+
+
+def power_of_2(size: int, least: int = 1) -> int:
+    """Return the least power of two that is at least ``size`` and ``least``."""
+    return max(least, 1 << max(0, size - 1).bit_length())

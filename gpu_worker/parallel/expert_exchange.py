@@ -1,0 +1,106 @@
+"""Sends each token's rows to the ranks that hold its experts, and what they compute back.
+
+The ranks are those of a data-parallel group, which compute their steps together (``engine_core/waves.py``): each calls
+:meth:`ExpertExchange.compute` once in every layer with experts, with rows of its own or with none.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layers.grouped_rows import GroupedRows
+
+_TIMEOUT = timedelta(minutes=30)
+"""A rank waits so long for the slowest step of another; the end of a rank ends the exchange at once."""
+_JOIN_TIMEOUT = timedelta(minutes=1)
+"""The ranks join when they become members of their group, all at the same time."""
+_LOOPBACK = "127.0.0.1"
+
+
+class ExpertExchange:
+    """Exchanges the rows of one rank. Before :meth:`join` it computes only rows for this rank's own experts: profile
+    runs and warm-up are not made together."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._backend: Any = None
+
+    def experts(self, rank: int, count: int) -> range:
+        """Return which of ``count`` experts a rank holds."""
+        return range(count * rank // self.size, count * (rank + 1) // self.size)
+
+    def join(self, rendezvous: str) -> None:
+        """Join the other ranks at a file of this host, and wait for them."""
+        import torch.distributed as dist
+
+        store = dist.FileStore(rendezvous, self.size)
+        store.set_timeout(_JOIN_TIMEOUT)
+        kind: Any = dist.ProcessGroupGloo
+        options = kind._Options()
+        options._devices = [kind.create_device(hostname=_LOOPBACK, lazy_init=False)]
+        options._timeout = _TIMEOUT
+        self._backend = kind(dist.PrefixStore("experts", store), self.rank, self.size, options)
+        self._backend.barrier().wait()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(rendezvous)
+
+    def compute(self, rows: Tensor, grouped: GroupedRows, count: int, run: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """Return what the experts compute of ``rows`` [n, hidden_size], in the same order.
+
+        Args:
+            rows: Sorted by expert, as ``grouped`` says.
+            count: Experts of the layer.
+            run: Computes rows of one of this rank's experts.
+        """
+        if self._backend is None:
+            return self._compute_alone(rows, grouped, count, run)
+        sent = torch.zeros(count, dtype=torch.int64)
+        sent[grouped.experts] = torch.tensor(grouped.counts, dtype=torch.int64)
+        widths = [len(self.experts(rank, count)) for rank in range(self.size)]
+        own = self.experts(self.rank, count)
+        received = self._exchange(sent, widths, [len(own)] * self.size).view(self.size, len(own))
+        from_here = [int(part.sum()) for part in sent.split_with_sizes(widths)]
+        to_here = received.sum(1).tolist()
+        arrived = self._exchange(rows, from_here, to_here)
+        numbers = torch.arange(own.start, own.stop).repeat(self.size).repeat_interleave(received.flatten())
+        return self._exchange(_run_grouped(arrived, GroupedRows.sort(numbers), run), to_here, from_here)
+
+    def _compute_alone(
+        self, rows: Tensor, grouped: GroupedRows, count: int, run: Callable[[int, Tensor], Tensor]
+    ) -> Tensor:
+        own, results = self.experts(self.rank, count), torch.zeros_like(rows)
+        for expert, part, result in zip(
+            grouped.experts,
+            rows.split_with_sizes(grouped.counts),
+            results.split_with_sizes(grouped.counts),
+            strict=True,
+        ):
+            if expert in own:
+                result.copy_(run(expert, part))
+        return results
+
+    def _exchange(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send ``sent[r]`` entries of ``x`` to each rank r, in order; return ``received[r]`` entries of each."""
+        result = x.new_empty((sum(received), *x.shape[1:]))
+        width = x[:1].numel() * x.element_size() if len(x) else result[:1].numel() * x.element_size()
+        # As bytes: the library exchanges no bfloat16.
+        flat_in, flat_out = x.contiguous().view(torch.uint8).flatten(), result.view(torch.uint8).flatten()
+        splits_in, splits_out = [n * width for n in sent], [n * width for n in received]
+        self._backend.alltoall_base(flat_out, flat_in, splits_out, splits_in).wait()
+        return result
+
+
+def _run_grouped(rows: Tensor, grouped: GroupedRows, run: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Return what the experts compute of rows that are not sorted."""
+    results = torch.empty_like(rows)
+    if grouped.experts:
+        parts = rows[grouped.order].split_with_sizes(grouped.counts)
+        computed = [run(expert, part) for expert, part in zip(grouped.experts, parts, strict=True)]
+        results[grouped.order] = torch.cat(computed).to(rows.dtype)
+    return results

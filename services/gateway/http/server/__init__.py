@@ -1,0 +1,1 @@
+"""The HTTP server: sockets, TLS, connections and the protocol of each."""

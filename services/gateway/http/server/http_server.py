@@ -1,0 +1,225 @@
+"""Runs uvicorn inside the service's own event loop."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from typing import cast
+
+import uvicorn
+
+from tokenloom.request import errors
+from tokenloom.services.runtime.held_sockets.held_socket import adopt
+from tokenloom.services.runtime.peers import addresses
+from tokenloom.services.runtime.peers.tls import PublicTLS
+
+from ..app import App
+from ..byte_budget import ByteBudget
+from ..turn_share import REQUESTS_PER_TURN, TurnShare
+from .connections import MIN_IDLE_SECONDS, Connections
+from .tls_front import TlsFronts
+
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep idle connections, so that no connection is closed while a request is sent on it."""
+BACKLOG = 4096
+"""Connections that may wait to be accepted. A client whose connection finds no place tries again after a second."""
+_DRAIN_POLL_SECONDS = 0.05
+_DATE_SECONDS = 1.0
+"""How often the ``Date`` of the answers is renewed."""
+
+
+class HttpServer:
+    """Serves an application on one address."""
+
+    def __init__(
+        self,
+        app: App,
+        listen: str,
+        *,
+        budget: ByteBudget,
+        connections: Connections,
+        insecure: bool,
+        tls: PublicTLS | None = None,
+        descriptor: int | None = None,
+    ) -> None:
+        """Bind the address, or adopt the inherited socket that listens there.
+
+        Raises :class:`errors.Unavailable` when binding fails, ``InvalidArgument`` for a descriptor that does not fit,
+        and what :func:`_protocol` raises.
+
+        Args:
+            budget: Limits the bytes of all request bodies.
+            connections: Limits the connections.
+            insecure: Whether other machines may connect in plain text.
+            tls: The certificate for clients; None: plain text.
+            descriptor: Of the inherited socket. Its unaccepted connections outlive this process.
+        """
+        address = addresses.parse(listen, field="http_listen")
+        is_closed = insecure or tls is not None
+        remedy = "give --public-tls-cert or an API key"
+        addresses.check_closed(address, insecure=is_closed, field="http_listen", remedy=remedy)
+        self._drain = asyncio.Event()
+        server = _Server(_config(app, _protocol(budget, connections, self._drain)), connections)
+        self._tls = tls
+        self._connections = connections
+        self._is_held = descriptor is not None
+        self._path = "" if self._is_held else address.path
+        self._socket = _bind(address) if descriptor is None else adopt(descriptor, address, field="http_listen_fd")
+        port = 0 if address.path else self._socket.getsockname()[1]
+        self.address = str(address) if address.path else str(addresses.Address(host=address.host, port=port))
+        self._server = server
+        self._served = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Serve until :meth:`drain` or :meth:`stop`."""
+        config = self._server.config
+        config.load()  # now, because it sets `ssl`
+        config.ssl = None if self._tls is None else self._tls.server_context()
+        await self._server.serve([self._socket])
+        self._served.set()
+
+    async def drain(self, live: Awaitable[object]) -> None:
+        """End every connection without losing a request; return when none is left.
+
+        Each connection ends with the next response that begins (``Connection: close``); one that stays idle is closed
+        after a moment. An inherited socket accepts nothing more: its connections wait for the next process. Another
+        one accepts until ``live`` has ended, because clients would be refused otherwise.
+        """
+        self._drain.set()
+        if self._is_held:
+            self._server.close_listeners()
+        await live
+        self._server.close_listeners()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while len(self._connections):
+            self._connections.close_idle(with_fresh=loop.time() - began >= MIN_IDLE_SECONDS)
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+        self._server.end()
+        await self._served.wait()
+
+    async def stop(self) -> None:
+        """Drop the remaining connections."""
+        self._server.end()
+        state = self._server.server_state
+        for task in list(state.tasks):
+            task.cancel()
+        for connection in list(state.connections):
+            connection.transport.abort()
+        if self._server.fronts is not None:
+            await self._server.fronts.close()
+        self._socket.close()
+        if self._path:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+
+
+def _config(app: App, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        backlog=BACKLOG,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # the client's address is not used
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+    )
+
+
+def _protocol(budget: ByteBudget, connections: Connections, drain: asyncio.Event) -> type[asyncio.Protocol]:
+    """Return what makes the protocol of a connection. Raises :class:`errors.FailedPrecondition` when the installed
+    uvicorn does not fit it: uvicorn's own protocol has no limits."""
+    try:
+        from . import uvicorn_protocol  # fails when uvicorn lacks a class or a method
+
+        missing = uvicorn_protocol.missing_names()
+    except (ImportError, AttributeError) as error:
+        missing = [str(error)]
+    if missing:
+        raise errors.FailedPrecondition(
+            f"uvicorn {uvicorn.__version__} lacks what the gateway needs ({', '.join(missing)}); "
+            "install a version that pyproject.toml admits"
+        )
+    # uvicorn only calls it.
+    turns = TurnShare(REQUESTS_PER_TURN)
+    make = partial(uvicorn_protocol.GatewayProtocol, budget=budget, connections=connections, turns=turns, drain=drain)
+    return cast(type[asyncio.Protocol], make)
+
+
+class _Server(uvicorn.Server):
+    """Runs uvicorn, except for signals, TLS and the end: uvicorn itself looks ten times a second whether it must exit.
+
+    Attributes:
+        fronts: Completes handshakes; None before the start, and in plain text.
+    """
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self.fronts: TlsFronts | None = None
+        self._connections = connections
+        self._ended = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. uvicorn itself would count a connection only after its handshake, and wait a minute for it."""
+        config = self.config
+        if config.ssl is not None:
+            make = cast(Callable[..., asyncio.Protocol], config.http_protocol_class)
+            self.fronts = TlsFronts(config.ssl, self._connections, make)
+            config.http_protocol_class = cast(type[asyncio.Protocol], self.fronts)
+            config.ssl = None
+        await super().startup(sockets)
+
+    async def main_loop(self) -> None:
+        """Return after :meth:`end`."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_DATE_SECONDS):
+                    await self._ended.wait()
+
+    def end(self) -> None:
+        """Have :meth:`serve` end the listeners and the tasks, and return. Idempotent."""
+        self.should_exit = True
+        self._ended.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for the last requests' tasks. Connections have ended, or are aborted by the caller of :meth:`end`."""
+        self.close_listeners()
+        for listener in sockets or []:
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        while tasks := list(self.server_state.tasks):
+            await asyncio.wait(tasks)
+
+    def close_listeners(self) -> None:
+        """Accept no more connections. Idempotent."""
+        for server in self.servers:
+            server.close()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the process."""
+        yield
+
+
+def _bind(address: addresses.Address) -> socket.socket:
+    family = socket.AF_UNIX if address.path else socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    # asyncio disables Nagle's algorithm only if the protocol is given; otherwise a second small write waits 40 ms.
+    protocol = 0 if address.path else socket.IPPROTO_TCP
+    listener = socket.socket(family, socket.SOCK_STREAM, protocol)
+    try:
+        if not address.path:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address.path or (address.host, address.port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise errors.Unavailable(f"http_listen: cannot bind {address}: {error.strerror}") from None
+    return listener

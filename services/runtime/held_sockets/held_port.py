@@ -1,0 +1,161 @@
+"""Serves the connections that waited in a held socket while no gRPC server listened on its port.
+
+gRPC cannot accept from a given socket. So its server listens on the same port with a socket of its own, to which the
+kernel gives all new connections (``tokenloom.supervisor.held_listener`` says how). Those that were made while this
+process did not run wait in the held socket. They are accepted here and passed to a second gRPC server with the same
+handlers, which asks each client soon afterwards to connect anew (GOAWAY). Its calls in progress finish first.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from typing import cast
+
+import grpc
+import grpc.aio
+
+from ..host.servicer_edge import Edge
+
+log = logging.getLogger(__name__)
+
+STAY_SECONDS = 0.5
+"""After this time a client is asked to connect anew, which takes its next calls past the relay."""
+
+
+class HeldPort:
+    """Owns the relays of one held socket, and the server behind them."""
+
+    def __init__(
+        self,
+        held: socket.socket,
+        edge: Edge,
+        options: list[tuple[str, int]],
+        calls: int,
+        credentials: grpc.ServerCredentials | None,
+    ) -> None:
+        """Args:
+        options: Of the server that listens on the port.
+        calls: Limit on the calls that are open.
+        credentials: What that server presents; None: plain text.
+        """
+        self._held = held
+        self._credentials = credentials
+        self._grpc = grpc.aio.server(
+            options=[*options, ("grpc.max_connection_age_ms", round(STAY_SECONDS * 1000))],
+            maximum_concurrent_rpcs=calls,
+        )
+        self._grpc.add_generic_rpc_handlers((edge,))
+        self._name = f"tokenloom-{secrets.token_hex(16)}"
+        self._accepting: asyncio.AbstractServer | None = None
+        self._relays: set[_End] = set()
+
+    @property
+    def num_relayed(self) -> int:
+        """Connections that are relayed."""
+        return sum(isinstance(end, _Outer) for end in self._relays)
+
+    async def open(self) -> None:
+        """Accept the connections that wait, and those that still come."""
+        inner = f"unix-abstract:{self._name}"
+        if self._credentials is None:
+            self._grpc.add_insecure_port(inner)
+        else:
+            self._grpc.add_secure_port(inner, self._credentials)
+        await self._grpc.start()
+        loop = asyncio.get_running_loop()
+        self._accepting = await loop.create_server(self._relay, sock=self._held)
+
+    def leave(self) -> None:
+        """Leave new connections to the next process that adopts the socket. Idempotent."""
+        if self._accepting is not None:
+            self._accepting.close()
+            self._accepting = None
+
+    async def close(self, grace: float) -> None:
+        """End the calls that still run after ``grace`` seconds."""
+        self.leave()
+        await self._grpc.stop(grace)
+        for end in tuple(self._relays):
+            end.abort()
+        self._held.close()
+
+    def _relay(self) -> "_End":
+        inner = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        inner.setblocking(False)
+        return _Outer(inner, f"\0{self._name}", self._relays)
+
+
+class _End(asyncio.Protocol):
+    """Holds one end of a relayed connection: passes bytes to the other end, and pauses it while that does not read."""
+
+    def __init__(self, relays: "set[_End]") -> None:
+        self.other: _End | None = None
+        self._early = b""
+        self._transport: asyncio.Transport | None = None
+        self._relays = relays
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._relays.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self.other is not None and self.other._transport is not None:
+            self.other._transport.write(data)
+        else:  # uvloop reads once even if reading was paused in `connection_made`
+            self._early += data
+
+    def pause_writing(self) -> None:
+        if self.other is not None and self.other._transport is not None:
+            self.other._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self.other is not None and self.other._transport is not None:
+            self.other._transport.resume_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._relays.discard(self)
+        self._transport = None
+        if self.other is not None and self.other._transport is not None:
+            self.other._transport.close()
+
+    def abort(self) -> None:
+        """Close without waiting for a client that does not read."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class _Outer(_End):
+    """The client's end: reads nothing until the other end is connected."""
+
+    def __init__(self, inner: socket.socket, name: str, relays: "set[_End]") -> None:
+        super().__init__(relays)
+        self._inner = inner
+        self._name = name
+        self._connecting: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        cast(asyncio.Transport, transport).pause_reading()
+        self._connecting = asyncio.get_running_loop().create_task(self._connect())
+
+    async def _connect(self) -> None:
+        try:
+            self._inner.connect(self._name)  # to this process: it succeeds or fails at once
+        except OSError as error:
+            log.warning("cannot pass a waiting connection on: %s", error.strerror)
+            self._inner.close()
+            self.abort()
+            return
+        other = _End(self._relays)
+        self.other, other.other = other, self
+        await asyncio.get_running_loop().create_unix_connection(lambda: other, sock=self._inner)
+        if self._transport is None:
+            other.abort()
+            return
+        if self._early:
+            self.data_received(self._early)
+            self._early = b""
+        with contextlib.suppress(RuntimeError):  # the transport is closing
+            self._transport.resume_reading()

@@ -1,0 +1,27 @@
+"""Where a data-parallel group meets."""
+
+from pathlib import Path
+
+import pytest
+
+from tokenloom.engine_core.data_parallel.group_address import check_address, connect, listen
+
+
+@pytest.mark.parametrize("address", ["unix:/run/group.sock", "127.0.0.1:7000", "localhost:7000", "::1:7000"])
+def test_addresses_of_this_host_are_taken(address: str) -> None:
+    check_address(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "error"), [("10.77.0.1:7000", "run on one host so far"), ("group.sock", "use unix:/path or host:port")]
+)
+def test_others_are_refused_by_name(address: str, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        check_address(address)
+
+
+def test_a_socket_that_an_earlier_process_left_is_replaced(socket_dir: Path) -> None:
+    address = f"unix:{socket_dir}/group"
+    listen(address).close()
+    with listen(address), connect(address):
+        assert (socket_dir / "group").stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,111 @@
+"""A core in the waves of its group, without processes."""
+
+import msgspec
+import pytest
+
+from tests.engine_core.helpers import make_config, make_request
+from tokenloom.engine_core.config import ParallelConfig
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data_parallel.messages import Outcome, Verdict, Vote, Want, Welcome
+from tokenloom.engine_core.data_parallel.wave_loop import WaveLoop
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
+from tokenloom.engine_core.waves import STEPS_BETWEEN_VOTES
+
+
+class Votes:
+    """Keeps what is cast."""
+
+    def __init__(self) -> None:
+        self.cast_votes: list[Vote] = []
+
+    def cast(self, vote: Vote) -> None:
+        self.cast_votes.append(vote)
+
+
+class CountingWorker(HashWorker):
+    """Counts dummy batches."""
+
+    num_dummies = 0
+
+    def execute_dummy_batch(self) -> None:
+        super().execute_dummy_batch()
+        self.num_dummies += 1
+
+
+class Rank:
+    """A core over the hash worker with experts, as rank 1 of 2."""
+
+    def __init__(self, **parallel: bool) -> None:
+        config = make_config(num_blocks=20)
+        config = msgspec.structs.replace(
+            config, parallel=ParallelConfig(data_parallel_size=2, data_parallel_rank=1, **parallel)
+        )
+        self.worker = CountingWorker(config, experts_per_token=8, max_model_len=60)
+        self.core = EngineCore(config, UniProcExecutor(self.worker))
+        self.votes = Votes()
+        self.loop = WaveLoop(self.core, config.parallel, self.votes)
+        self.loop.take(Welcome(0, 0, runs=False, size=2))
+        self.tokens: list[int] = []
+
+    def decide(self, verdict: Verdict, size: int = 2) -> None:
+        vote = self.votes.cast_votes[-1]
+        self.loop.take(Outcome(vote.wave, vote.step, verdict, size))
+
+    def turn(self) -> None:
+        outputs = self.loop.turn(self.core.step)
+        self.tokens += [token for output in outputs.outputs for token in output.new_token_ids] if outputs else []
+
+
+def test_no_request_is_computed_before_the_ranks_agree() -> None:
+    rank = Rank()
+    rank.core.add_request(make_request("a", [1, 2], max_tokens=3))
+    rank.loop.settle()
+    assert rank.votes.cast_votes == [Vote(0, 0, Want.RUN, 2)]
+    while rank.loop.has_work():
+        rank.turn()
+    assert not rank.tokens
+    rank.decide(Verdict.RUN)
+    for _ in range(STEPS_BETWEEN_VOTES):
+        assert rank.loop.has_work()
+        rank.turn()
+    assert rank.tokens == expected_tokens([1, 2], 3)[-3:]
+    assert rank.worker.num_dummies == STEPS_BETWEEN_VOTES - 3, "each other turn computes a dummy batch"
+    assert rank.votes.cast_votes[-1] == Vote(0, 32, Want.IDLE, 2)
+
+
+def test_a_pause_is_complete_when_the_wave_has_ended() -> None:
+    rank = Rank()
+    rank.core.add_request(make_request("a", [1, 2], max_tokens=50))
+    rank.loop.settle()
+    rank.decide(Verdict.RUN)
+    quiet = rank.core.pause("keep")
+    for _ in range(STEPS_BETWEEN_VOTES):
+        rank.turn()
+    assert not quiet.done()
+    assert rank.votes.cast_votes[-1] == Vote(0, 32, Want.PAUSED, 2)
+    rank.decide(Verdict.REST)
+    assert quiet.done()
+    assert not rank.tokens
+    rank.core.resume()
+    assert rank.votes.cast_votes[-1] == Vote(1, 0, Want.RUN, 2)
+
+
+def test_the_null_block_belongs_to_no_request() -> None:
+    rank = Rank()
+    assert rank.core.scheduler.kv.pool.num_blocks == 19
+    assert rank.core.ready.has_waves
+
+
+def test_spread_experts_keep_the_size_of_their_group() -> None:
+    rank = Rank(enable_expert_parallel=True)
+    with pytest.raises(ValueError, match="start the group again with another size"):
+        rank.loop.resize(3)
+
+
+def test_several_steps_in_flight_are_refused() -> None:
+    config = msgspec.structs.replace(make_config(), parallel=ParallelConfig(data_parallel_size=2))
+    executor = UniProcExecutor(HashWorker(config, experts_per_token=8))
+    executor.max_concurrent_batches = 2
+    with pytest.raises(ValueError, match="leave out async_scheduling and pipeline_parallel_size"):
+        EngineCore(config, executor)

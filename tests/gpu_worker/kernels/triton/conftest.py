@@ -1,0 +1,80 @@
+"""Runs the kernels of this folder in Triton's interpreter, on tensors of the CPU."""
+
+import importlib
+import os
+import pkgutil
+import sys
+
+import numpy as np
+import pytest
+
+# Triton reads this when it decorates a function, its own library included, so it is set before the first import.
+assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") == "1", "something imported triton too early"
+os.environ["TRITON_INTERPRET"] = "1"
+import torch  # noqa: E402
+import triton  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+
+from tokenloom.gpu_worker.kernels import triton as kernels  # noqa: E402
+from tokenloom.gpu_worker.kernels.triton import launch as launching  # noqa: E402
+
+for module in pkgutil.iter_modules(kernels.__path__):
+    importlib.import_module(f"{kernels.__name__}.{module.name}")
+del os.environ["TRITON_INTERPRET"]  # processes that tests start decide for themselves
+
+_patch_tensors = interpreter._patch_lang_tensor
+
+
+def _patch(tensor, *scope):
+    """Triton 3.6 turns an array of one element into an index in a way that numpy 2.4 refuses."""
+    _patch_tensors(tensor, *scope)
+    tensor.__index__ = lambda self: int(np.asarray(self.handle.data).item())
+
+
+if triton.__version__.startswith("3.6."):
+    interpreter._patch_lang_tensor = _patch
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Triton looks again when it meets a kind of argument for the first time."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with np.errstate(all="ignore"):  # on a GPU an infinity is no event
+        yield
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Fill what is allocated without content with NaN, so that an element that a kernel leaves out shows."""
+
+    def poison(make):
+        def made(*args, **kwargs):
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor.fill_(-(1 << 20))
+
+        return made
+
+    empty = torch.empty
+
+    def guarded(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor if tensor.dtype == torch.uint8 else poison(lambda: tensor)()
+
+    monkeypatch.setattr(torch, "empty", guarded)
+    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+
+
+@pytest.fixture(autouse=True)
+def refuse_bfloat16(monkeypatch):
+    """The interpreter computes bfloat16 wrongly, even where it only stores it."""
+    launch = launching.launch
+
+    def checked(kernel, grid, *arguments, **constants):
+        tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+        assert all(each.dtype != torch.bfloat16 for each in tensors), "the interpreter computes bfloat16 wrongly"
+        launch(kernel, grid, *arguments, **constants)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "launch", None) is launch:
+            monkeypatch.setattr(module, "launch", checked)

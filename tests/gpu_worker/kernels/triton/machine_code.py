@@ -1,0 +1,189 @@
+"""``python -m …machine_code NAME…`` compiles launches for an H100 without a GPU, and prints what the code does as JSON.
+
+Each launch is the one that the worker makes for a model of the shape of Llama 3.1 8B: its tensors lie on the device
+``meta``, and what would launch a kernel compiles it instead. A process of its own, because Triton's interpreter and its
+compiler exclude each other.
+"""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.gpu_worker.attention.steps import shape
+from tokenloom.gpu_worker.attention import triton_backend
+from tokenloom.gpu_worker.attention.score_rule import ScoreRule
+from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
+from tokenloom.gpu_worker.cuda import block_copy, draw_kernel
+from tokenloom.gpu_worker.layers import triton_experts, triton_linear
+from tokenloom.gpu_worker.layers.triton_experts import TritonExperts
+from tokenloom.gpu_worker.layers.triton_linear import TritonLinear
+from tokenloom.gpu_worker.ops import triton_ops
+from tokenloom.gpu_worker.ops.ops import HeadNorm
+from tokenloom.gpu_worker.ops.triton_ops import TritonOps
+
+META = torch.device("meta")
+_HOPPER = GPUTarget("cuda", 90, 32)
+_TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+}
+_CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+_LAUNCHERS = (triton_backend, block_copy, draw_kernel, triton_experts, triton_linear, triton_ops)
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """What the code of one kernel does."""
+
+    kernel: str
+    registers: int
+    stack: int
+    """Bytes of spilled registers and local arrays, of each thread."""
+    shared: int
+    """Bytes of shared memory."""
+    instructions: dict[str, int]
+    """How often each kind of load and matrix instruction stands there, by name and width."""
+
+
+def compile_launch(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> MachineCode:
+    """As Triton specializes a launch: addresses and sizes that 16 divides, and sizes of 1, are known to the code."""
+    names, values = kernel.arg_names, dict(constants)
+    signature, attributes = {}, {}
+    for index, (name, value) in enumerate(zip(names, arguments, strict=False)):
+        if isinstance(value, torch.Tensor):
+            signature[name] = _TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif value == 1:
+            signature[name], values[name] = "constexpr", 1
+        else:
+            signature[name] = "i32" if value < 1 << 31 else "i64"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    options = {name: values.pop(name) for name in ("num_warps", "num_stages") if name in values}
+    signature |= dict.fromkeys(constants.keys() - options.keys(), "constexpr")
+    ordered = {name: signature[name] for name in names}
+    source = ASTSource(kernel, ordered, values, attrs=attributes)
+    compiled = triton.compile(source, target=_HOPPER, options=options)
+    return _read(kernel.__name__, compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def _read(name: str, cubin: bytes, shared: int) -> MachineCode:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.check_output([_CUOBJDUMP, "-res-usage", file.name], text=True, stderr=subprocess.STDOUT)
+        code = subprocess.check_output([_CUOBJDUMP, "-sass", file.name], text=True)
+    counts: dict[str, int] = {}
+    for operation in re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+)", code, re.MULTILINE):
+        kind = operation.split(".")[0]
+        if kind in ("LDG", "LDGSTS"):
+            width = re.search(r"\.(U?16|U?8|64|128)\b", operation)
+            kind += "." + (width[1] if width else "32")
+        elif kind not in ("HGMMA", "HMMA", "LDL", "STL", "UTMALDG"):
+            continue
+        counts[kind] = counts.get(kind, 0) + 1
+    registers, stack = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))
+    return MachineCode(name, registers, stack, shared, counts)
+
+
+def _empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device=META)
+
+
+def attention(
+    query_lens: list[int], length: int, head: int = 128, heads: tuple[int, int] = (32, 8), **rule: Any
+) -> None:
+    num_heads, num_kv_heads = heads
+    config = shape(num_kv_heads, torch.bfloat16, num_heads, head)
+    count, blocks = len(query_lens), -(-length // 16)
+    backend = TritonBackend(config, 16, META)
+    plan = backend.plan(
+        np.cumsum([0, *query_lens]),
+        np.full(count, length),
+        np.zeros((count, blocks), dtype=np.int32),
+        np.zeros(sum(query_lens), dtype=np.int64),
+    )
+    rows = _empty(sum(query_lens), num_heads + 2 * num_kv_heads, head)
+    cache = _empty(2, 64, num_kv_heads, 16, config.cache_head_size)
+    plan.attend(rows[:, :num_heads], cache, ScoreRule(head**-0.5, **rule))
+
+
+def rotation() -> None:
+    plan = SimpleNamespace(slots_of=lambda cache: _empty(4, dtype=torch.int64))
+    norm = HeadNorm(_empty(40, 128), 1e-6)
+    angles = _empty(4, 1, 64, dtype=torch.float32)
+    TritonOps().rotate_and_write(_empty(4, 48, 128), norm, (angles, angles), _empty(2, 64, 8, 16, 128), plan)
+
+
+def experts(tokens: int) -> None:
+    layer = TritonExperts(_empty(8, 2 * 1024, 2048), _empty(8, 2048, 1024), "silu")
+    layer(_empty(tokens, 2048), _empty(tokens, 2, dtype=torch.float32), _empty(tokens, 2, dtype=torch.int64))
+
+
+def sampling() -> None:
+    columns = [_empty(128, dtype=torch.float64) for _ in range(4)]
+    draw_kernel.draw(_empty(128, 151_936, dtype=torch.float32), [*columns, _empty(128, dtype=torch.int32)])
+
+
+def block_copies() -> None:
+    pool = _empty(64, 100, 2048, dtype=torch.int64)
+    block_copy.copy_pool_blocks(pool, pool, _empty(9, dtype=torch.int64), _empty(9, dtype=torch.int64))
+
+
+CASES: dict[str, Callable[[], object]] = {
+    "decode": lambda: attention([1] * 32, 512),
+    "split decode": lambda: attention([1], 4096),
+    "prefill": lambda: attention([512, 1], 2048),
+    "prefill, window and softcap": lambda: attention([512], 2048, 256, (8, 4), sliding_window=1024, softcap=50.0),
+    "sinks": lambda: attention([300], 2048, 64, (64, 8), sliding_window=128, sinks=_empty(64, dtype=torch.float32)),
+    "heads of 80": lambda: attention([1] * 32, 512, 80, (32, 32)),
+    "add and norm": lambda: TritonOps().add_norm(_empty(4, 4096), _empty(4, 4096), _empty(4096), 1e-6),
+    "rotation": rotation,
+    "gate": lambda: TritonOps().gate(_empty(4, 2 * 14336), "silu"),
+    "product": lambda: TritonLinear(_empty(4096, 14336))(_empty(1, 14336)),
+    "product with gates": lambda: TritonLinear(_empty(2 * 14336, 4096)).gated(_empty(8, 4096), "silu"),
+    "logits": lambda: TritonLinear(_empty(128_256, 4096))(_empty(16, 4096), torch.float32),
+    "few rows of experts": lambda: experts(4),
+    "many rows of experts": lambda: experts(512),
+    "sampling": sampling,
+    "block copy": block_copies,
+}
+
+
+def main() -> None:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name in sys.argv[1:] or CASES:
+        codes: list[MachineCode] = []
+
+        def launch(kernel: Any, grid: Any, *arguments: Any, codes: list[MachineCode] = codes, **constants: Any) -> None:
+            codes.append(compile_launch(kernel, arguments, constants))
+
+        for module in _LAUNCHERS:
+            module.launch = launch
+        CASES[name]()
+        found[name] = [dataclasses.asdict(code) for code in codes]
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Takes the place of launches: checks what the kernels would get, on a device that computes nothing."""
+
+from typing import Any
+
+import torch
+
+from tokenloom.gpu_worker.attention import attention_backends
+from tokenloom.gpu_worker.layers import linear
+from tokenloom.gpu_worker.models import grouped_experts
+from tokenloom.gpu_worker.ops import ops_choice
+
+META = torch.device("meta")
+
+
+def use_kernels_on_meta(monkeypatch, modules) -> list[str]:
+    """Makes the kernels those of the device ``meta``. Returns the names of the kernels that are launched later."""
+    launched: list[str] = []
+
+    def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        names = kernel.arg_names
+        wrong = [
+            (name, each.device)
+            for name, each in zip(names, arguments, strict=False)
+            if isinstance(each, torch.Tensor) and each.device != META
+        ]
+        assert not wrong, f"{kernel.__name__} gets tensors of another device: {wrong}"
+        options = {"num_warps", "num_stages"}
+        assert {*names[: len(arguments)], *(constants.keys() - options)} == set(names)
+        assert all(0 <= size < 1 << 31 for size in grid)
+        assert all(size < 1 << 16 for size in grid[1:]), f"CUDA has no grid {grid}"
+        launched.append(kernel.__name__)
+
+    for module in modules:
+        monkeypatch.setattr(module, "launch", launch)
+    for module in (attention_backends, grouped_experts, linear, ops_choice):
+        monkeypatch.setattr(module, "uses_triton", lambda device: device == META)
+    return launched

@@ -1,0 +1,116 @@
+"""The attention kernel against the reference, over random block tables, in float32 and float16."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu_worker.attention import steps
+from tests.gpu_worker.attention.steps import CPU, make_step, rules, run_rule, shape
+from tokenloom.gpu_worker.attention import attention_work, triton_backend
+from tokenloom.gpu_worker.attention.attention_work import num_splits, work_entries
+from tokenloom.gpu_worker.attention.reference import ReferenceBackend
+from tokenloom.gpu_worker.attention.score_rule import ScoreRule
+from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
+from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
+
+TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 3e-3, "atol": 3e-3}}
+HEADS = [(4, 4), (4, 2), (6, 2), (7, 1), (8, 1)]
+
+
+def compare(query_lens, seq_lens, config, rule, block_size=16):
+    step = make_step(query_lens, seq_lens, config.num_heads, config)
+    expected, expected_cache = run_rule(ReferenceBackend(config, block_size, CPU), step, rule)
+    found, cache = run_rule(TritonBackend(config, block_size, CPU), step, rule)
+    assert torch.equal(cache, expected_cache)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, **TOLERANCE[config.dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("seed", range(6))
+def test_equals_the_reference(seed, dtype, monkeypatch):
+    """A random batch, shape and rule; blocks of 16, 32 and 64, heads from 16 to 256."""
+    rng = random.Random(seed)
+    block_size = [16, 32, 64][seed % 3]
+    monkeypatch.setattr(steps, "BLOCK_SIZE", block_size)
+    num_heads, num_kv_heads = HEADS[seed % len(HEADS)]
+    config = shape(num_kv_heads, dtype, num_heads, [64, 32, 128, 20, 256, 80][seed % 6])
+    seq_lens = [rng.randint(1, 100) for _ in range(rng.randint(1, 3))]
+    query_lens = [rng.choice([1, 1, rng.randint(1, length)]) for length in seq_lens]
+    window = rng.choice([None, 1, 17, 70])
+    rule = rng.choice([ScoreRule(config.head_size**-0.5, window), *rules(num_heads, window).values()])
+    compare(query_lens, seq_lens, config, rule, block_size)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("rule", ["softcap", "sinks", "both"])
+def test_split_decodes(rule, window, dtype):
+    """Some of the splits have no keys."""
+    config = shape(1, dtype, num_heads=3)
+    compare([1, 1, 2], [130, 20, 70], config, rules(3, window)[rule])
+
+
+def test_short_decodes_and_prefills_take_different_programs():
+    config = shape(1, torch.float16, num_heads=2)
+    backend = TritonBackend(config, 16, CPU)
+    assert backend.shape(1).rows == 16
+    assert backend.shape(300).rows == 128
+
+
+def test_what_other_requests_left_in_a_block_changes_nothing():
+    config = shape(2)
+    step = make_step([1, 20, 1], [5, 100, 20], 4, config)
+    rule = ScoreRule(0.2, 30)
+    expected, _ = run_rule(ReferenceBackend(config, 16, CPU), step, rule)
+    for request, (length, table) in enumerate(zip(step.arrays["seq_lens"], step.arrays["block_tables"], strict=True)):
+        first = max(0, length - [1, 20, 1][request] - 30 + 1)
+        for position in range(len(table) * 16):
+            if not first <= position < length:
+                step.cache[:, table[position // 16], :, position % 16] = float("nan")
+    found, _ = run_rule(TritonBackend(config, 16, CPU), step, rule)
+    torch.testing.assert_close(found, expected, **TOLERANCE[torch.float32])
+
+
+def test_entries_without_a_request_compute_nothing(monkeypatch):
+    """A captured graph has more entries than a step needs."""
+    padded = np.array([[-1, 0], [-1, 0]], dtype=np.int32)
+    monkeypatch.setattr(
+        triton_backend, "work_entries", lambda *args: np.concatenate([padded, work_entries(*args), padded])
+    )
+    compare([1, 3], [3, 20], shape(1, num_heads=2), ScoreRule(0.3))
+
+
+def test_queries_may_lie_within_wider_rows():
+    config = shape(1, num_heads=2)
+    step = make_step([1, 3], [3, 20], 2, config)
+    expected, _ = run_rule(TritonBackend(config, 16, CPU), step, ScoreRule(0.3))
+    wide = torch.cat((step.query, step.key, step.value), dim=1)
+    step.query, step.key, step.value = wide.split([2, 1, 1], dim=1)
+    found, _ = run_rule(TritonBackend(config, 16, CPU), step, ScoreRule(0.3))
+    assert torch.equal(found, expected)
+
+
+def test_work_covers_every_query_once():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        lengths, queries = rng.integers(1, 70, 5), int(rng.integers(1, 40))
+        entries = work_entries(lengths, queries)
+        covered = [(r, q) for r, first in entries.tolist() for q in range(first, min(first + queries, lengths[r]))]
+        assert sorted(covered) == [(r, q) for r, count in enumerate(lengths.tolist()) for q in range(count)]
+
+
+def test_one_long_decode_fills_the_device_and_many_do_not_split():
+    assert num_splits(1, 1, 8, 8192, 64) == 32
+    assert num_splits(16, 16, 8, 8192, 64) == 2
+    assert num_splits(17, 17, 1, 8192, 64) == 1
+    assert num_splits(1, 1, 8, 64, 64) == 1
+    assert attention_work.program_shape(1, 32, 128, torch.bfloat16).rows == 32
+
+
+@pytest.mark.parametrize("wrong", [{"head_size": 264}, {"kv_dtype": torch.int8}])
+def test_shapes_that_the_kernel_does_not_know(wrong):
+    with pytest.raises(KernelsUnavailable):
+        TritonBackend(shape(1, **wrong), 16, CPU)

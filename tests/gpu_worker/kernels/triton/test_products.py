@@ -1,0 +1,94 @@
+"""Products of few rows, and those of experts, against PyTorch's, in float16 and float32."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.pairwise import pairs
+from tokenloom.gpu_worker.layers import triton_linear
+from tokenloom.gpu_worker.layers.activation import ACTIVATIONS
+from tokenloom.gpu_worker.layers.triton_experts import ExpertTiles, TritonExperts
+from tokenloom.gpu_worker.layers.triton_linear import TritonLinear
+
+TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 2e-5}, torch.float16: {"rtol": 5e-3, "atol": 1e-2}}
+
+
+def random(dtype, *size):
+    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def kernel_for_float32(monkeypatch):
+    monkeypatch.setattr(triton_linear, "_DTYPES", tuple(TOLERANCE))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "inputs", "outputs", "has_bias"),
+    pairs(TOLERANCE, [1, 2, 7, 16], [128, 256, 100], [64, 1, 50], [False, True]),
+)
+def test_few_rows(dtype, rows, inputs, outputs, has_bias):
+    x, weight = random(dtype, rows, inputs), random(dtype, outputs, inputs) / 8
+    bias = random(dtype, outputs) if has_bias else None
+    linear = TritonLinear(weight, bias)
+    assert linear.takes(x)
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(linear(x), expected.to(dtype), **TOLERANCE[dtype])
+    torch.testing.assert_close(linear(x, torch.float32), expected.float(), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("dtype", "activation"), pairs(TOLERANCE, ["silu", "gelu", "gelu_new", "relu"]))
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_few_rows_with_gates(dtype, activation, has_bias):
+    x, weight = random(dtype, 3, 160), random(dtype, 2 * 40, 160) / 8
+    bias = random(dtype, 2 * 40) if has_bias else None
+    gates, ups = F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(dtype).chunk(2, dim=1)
+    expected = ACTIVATIONS[activation](gates) * ups
+    found = TritonLinear(weight, bias).gated(x, activation)
+    torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
+
+
+def test_a_row_does_not_depend_on_the_others():
+    x, linear = random(torch.float16, 16, 128), TritonLinear(random(torch.float16, 32, 128))
+    together = linear(x)
+    for row in (0, 7):
+        assert torch.equal(linear(x[row : row + 1])[0], together[row])
+
+
+def test_more_rows_are_pytorch_s():
+    linear = TritonLinear(random(torch.float16, 32, 64), random(torch.float16, 32))
+    x = random(torch.float16, 17, 64)
+    assert not linear.takes(x)
+    assert linear(x).shape == (17, 32)
+
+
+@pytest.mark.parametrize(("tokens", "per_token", "experts"), [(1, 1, 1), (1, 3, 8), (40, 2, 5), (9, 4, 64), (70, 2, 3)])
+def test_tiles_hold_each_place_once_and_one_expert_each(tokens, per_token, experts):
+    generator = torch.Generator().manual_seed(tokens)
+    chosen = torch.stack([torch.randperm(experts, generator=generator)[:per_token] for _ in range(tokens)])
+    chosen[tokens // 2 :] = chosen[0].clone()  # so that some experts have many rows, and others none
+    tiles = ExpertTiles.sort(chosen, experts)
+    flat, seen = chosen.flatten(), []
+    for places, expert in zip(tiles.places.view(-1, tiles.rows).tolist(), tiles.experts.tolist(), strict=True):
+        real = [place for place in places if place < len(flat)]
+        assert all(flat[place] == expert for place in real)
+        assert not real or expert >= 0
+        seen += real
+    assert sorted(seen) == list(range(len(flat)))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("tokens", "experts", "hidden", "size"), [(1, 4, 64, 64), (20, 2, 64, 72), (9, 7, 40, 24)])
+def test_experts(dtype, tokens, experts, hidden, size):
+    x, generator = random(dtype, tokens, hidden), torch.Generator().manual_seed(size)
+    gate_up, down = random(dtype, experts, 2 * size, hidden) / 8, random(dtype, experts, hidden, size) / 8
+    chosen = torch.randint(experts, (tokens, 2), generator=generator)
+    weights = torch.rand(tokens, 2, generator=generator)
+    expected = torch.zeros(tokens, hidden)
+    for token in range(tokens):
+        for place in range(2):
+            expert = chosen[token, place]
+            gates, ups = (x[token].float() @ gate_up[expert].float().T).to(dtype).chunk(2)
+            inner = (F.silu(gates) * ups).float()
+            expected[token] += weights[token, place] * (inner @ down[expert].float().T)
+    found = TritonExperts(gate_up, down, "silu")(x, weights, chosen)
+    torch.testing.assert_close(found, expected.to(dtype), **TOLERANCE[dtype])

@@ -1,0 +1,67 @@
+"""Two ranks of a mixture-of-experts model that compute in waves say what one engine says."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.engine_core.data_parallel.cores import Group
+from tests.parity.reference import save_random
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor import make_executor
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.services.engine.core.workers import make_worker
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}
+NUM_TOKENS = 40
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["whole", "spread"])
+def test_neither_dummy_batches_nor_experts_elsewhere_change_a_token(
+    tmp_path: Path, socket_dir: Path, spread: bool
+) -> None:
+    path = save_random("qwen3_moe", tmp_path, head_dim=24, **EXPERTS)
+    config = EngineConfig(
+        worker=WorkerConfig(model=str(path), device="cpu", dtype="float32", num_threads=1),
+        cache=CacheConfig(num_blocks=40),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
+    )
+    generator = np.random.default_rng(5)
+    requests = [
+        EngineCoreRequest(
+            f"r{index}",
+            generator.integers(3, 503, 20 + 9 * index).tolist(),
+            SamplingParams(max_tokens=NUM_TOKENS, seed=index, temperature=float(index % 2)),
+        )
+        for index in range(6)
+    ]
+    expected = alone(config, requests)
+    parallel = ParallelConfig(enable_expert_parallel=spread)
+    group = Group(socket_dir, config=msgspec.structs.replace(config, parallel=parallel))
+    try:
+        assert ("ep-2" in group.ranks[0].ready.numerics.split("/")) == spread
+        for index, request in enumerate(requests):
+            group.add(int(index == 5), request)  # rank 1 computes dummy batches for most of the time
+        group.finish()
+        group.pump(group.is_resting)
+        group.add(1, EngineCoreRequest("again", requests[0].prompt_token_ids, requests[0].sampling_params))
+        group.finish()
+    finally:
+        group.close()
+    assert group.tokens == expected | {"again": expected["r0"]}
+
+
+def alone(config: EngineConfig, requests: list[EngineCoreRequest]) -> dict[str, list[int]]:
+    """Return what one engine without a group answers."""
+    core = EngineCore(config, make_executor(config, make_worker))
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        core.add_request(request)
+    while core.has_work():
+        for output in core.step().outputs:
+            tokens[output.request_id] += output.new_token_ids
+    core.shutdown()
+    return tokens

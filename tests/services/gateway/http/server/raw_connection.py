@@ -1,0 +1,116 @@
+"""A connection to the gateway's protocol whose bytes a test delivers itself."""
+
+import asyncio
+from typing import Any, cast
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from tokenloom.services.gateway.http.byte_budget import ByteBudget
+from tokenloom.services.gateway.http.exchange import Exchange
+from tokenloom.services.gateway.http.server.connections import Connections
+from tokenloom.services.gateway.http.server.http_server import KEEP_ALIVE_SECONDS
+from tokenloom.services.gateway.http.server.uvicorn_protocol import GatewayProtocol
+from tokenloom.services.gateway.http.turn_share import TurnShare
+
+MIB = 1 << 20
+READ_BYTES = 256 * 1024
+"""What an event loop reads at once."""
+
+
+class Transport:
+    """The gateway's side of a connection."""
+
+    def __init__(self) -> None:
+        self.sent = b""
+        self.has_ended = self.is_closed = False
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self.has_ended = True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def get_extra_info(self, name: str) -> None:
+        """Nothing is known."""
+
+    def pause_reading(self) -> None:
+        """The test sends anyhow."""
+
+    def resume_reading(self) -> None:
+        """The test sends anyhow."""
+
+
+class CountingParser:
+    """Counts what the parser gets to see."""
+
+    def __init__(self, parser: Any) -> None:
+        self._parser = parser
+        self.num_bytes = 0
+
+    def feed_data(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        self._parser.feed_data(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+
+class Connection:
+    """A connection whose requests are answered once :attr:`answers` is set. ``reads``: their bodies are read first.
+    ``turns``: None if all of them may be read in one turn of the event loop."""
+
+    def __init__(self, *, reads: bool = True, turns: TurnShare | None = None) -> None:
+        self.transport = Transport()
+        self.budget = ByteBudget(MIB)
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.scopes: list[dict[str, Any]] = []
+        self.reads = reads
+        app = cast(Any, self._app)
+        config = uvicorn.Config(
+            app, interface="asgi3", ws="none", lifespan="off", log_config=None, timeout_keep_alive=KEEP_ALIVE_SECONDS
+        )
+        self.drain = asyncio.Event()
+        self.protocol = GatewayProtocol(
+            config,
+            ServerState(),
+            {},
+            budget=self.budget,
+            connections=Connections(1, 1),
+            turns=turns or TurnShare(1 << 30),
+            drain=self.drain,
+        )
+        self.protocol.connection_made(cast(Any, self.transport))
+        self.parser = CountingParser(self.protocol.parser)
+        self.protocol.parser = cast(Any, self.parser)
+
+    async def _app(self, scope: dict[str, Any], receive: object, send: Any) -> None:
+        self.scopes.append(scope)
+        exchange = Exchange(scope, send)
+        with exchange.body:
+            if self.reads:
+                await exchange.read_body(MIB)
+            await self.answers.wait()
+            await exchange.respond(200, b"ok")
+
+    def send(self, data: bytes) -> int:
+        """Deliver the data as reads of the event loop, while the connection is open. Returns how many bytes it took."""
+        for start in range(0, len(data), READ_BYTES):
+            if self.transport.is_closed or self.transport.has_ended:
+                return start
+            self.protocol.data_received(data[start : start + READ_BYTES])
+        return len(data)
+
+    @property
+    def statuses(self) -> list[int]:
+        return [int(answer.split(maxsplit=1)[0]) for answer in self.transport.sent.split(b"HTTP/1.1 ")[1:]]

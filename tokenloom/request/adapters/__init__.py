@@ -1,0 +1,1 @@
+"""Names of LoRA adapters, and the salt that keeps their cached prefixes apart."""

@@ -37,8 +37,10 @@ class ExpertExchange:
 
     def join(self, rendezvous: str) -> None:
         """Join the other ranks at a file of this host, and wait for them."""
-        import torch.distributed as dist
+        # Here, so that an engine which has all experts pays nothing for it. Its types do not export these classes.
+        import torch.distributed
 
+        dist: Any = torch.distributed
         store = dist.FileStore(rendezvous, self.size)
         store.set_timeout(_JOIN_TIMEOUT)
         kind: Any = dist.ProcessGroupGloo

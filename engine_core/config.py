@@ -16,7 +16,7 @@ from .lora_config import LoraConfig as LoraConfig
 from .pooler_config import PoolerConfig as PoolerConfig
 from .speculative_config import SpeculativeConfig as SpeculativeConfig
 
-Dtype = Literal["auto", "float32", "bfloat16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "int8"]
 ModelImpl = Literal["auto", "native", "transformers"]
 AttentionBackendName = Literal["auto", "cpu", "torch", "triton", "reference"]
@@ -41,7 +41,9 @@ class WorkerConfig(Struct, frozen=True):
         Literal["auto", "cpu", "cuda"], "Where the model computes; auto: on a GPU if one is available."
     ] = "auto"
     dtype: Annotated[
-        Dtype, "Number format of weights and activations; auto: the checkpoint's, and bfloat16 for float16."
+        Dtype,
+        "Number format of weights and activations, float16 on a GPU only; auto: the checkpoint's, and bfloat16 for "
+        "float16.",
     ] = "auto"
     quantization: Annotated[
         Literal["int8-dynamic", "int4"] | None,
@@ -66,8 +68,8 @@ class WorkerConfig(Struct, frozen=True):
     ] = None
     attention_backend: Annotated[
         AttentionBackendName,
-        "How attention is computed; auto: on a CPU with C++ kernels if they can be built, on a GPU with those of "
-        "Triton, otherwise torch.",
+        "How attention is computed; auto: on a CPU with C++ kernels if they can be built, on a GPU with Triton's "
+        "kernels, otherwise torch.",
     ] = "auto"
     processor_level: Annotated[
         ProcessorLevel,
@@ -133,6 +135,10 @@ class CacheConfig(Struct, frozen=True):
         "Bytes of the KV cache; by default from the memory free after a profile run.",
         Meta(extra={"name": "kv_cache_memory", "aliases": ("kv_cache_memory_bytes",)}),
     ] = None
+    gpu_memory_utilization: Annotated[
+        Annotated[float, Meta(gt=0, le=1)],
+        "Share of a GPU's memory for the weights, activations and KV of all engines on it; of no effect on a CPU.",
+    ] = 0.9
     engines_on_host: Annotated[
         Count, "Engines that share the memory of this host or GPU; by default each plans KV blocks for its part."
     ] = 1

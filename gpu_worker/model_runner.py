@@ -15,7 +15,8 @@ from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunn
 
 from .attention.attention_backend import AttentionBackend, IntArray, KVCache
 from .batch.input_batch import InputBatch, StepInputs
-from .batch.transfer import to_device
+from .cuda.packed_copy import to_device
+from .cuda.sampler import DeviceSampler
 from .expert_report import expert_loads, routed_experts
 from .lora.slots import LoraSlots
 from .models.expert_routes import routes_of
@@ -24,8 +25,7 @@ from .parallel.drawn_tokens import DrawnTokens
 from .parallel.group import ONLY_RANK, Ranks
 from .pooling.pooled_rows import Floats
 from .pooling.pooler import Pooler
-from .recorded.recorded_model import RecordedModel
-from .sampler.device_sampler import DeviceSampler
+from .recorded.recorded_steps import RecordedSteps
 from .sampler.step_sampler import StepSampler, rows_of
 from .speculation.interface import Proposer
 from .speculation.rejection import RejectionSampler
@@ -52,7 +52,7 @@ class ModelRunner:
         logits_metrics_interval: int = 0,
         proposer: Proposer | None = None,
         rejection: RejectionSampler | None = None,
-        recorded: RecordedModel | None = None,
+        recorded: RecordedSteps | None = None,
         loras: LoraSlots | None = None,
         pooler: Pooler | None = None,
         ranks: Ranks = ONLY_RANK,
@@ -290,6 +290,12 @@ class ModelRunner:
         if self._speculation is not None:
             self._speculation.proposer.dummy_run(positions, hidden, arrays)
         return self._model.compute_logits(hidden[self._to_device(cu_query_lens[1:] - 1)])
+
+    def record_ahead(self, num_blocks: int, block_size: int) -> None:
+        """Record the decode steps whose recordings take long. No request may hold a block."""
+        for num_requests in () if self._recorded is None else self._recorded.sizes_ahead:
+            if num_requests <= num_blocks:
+                self.dummy_decode(num_requests, block_size)
 
     def dummy_decode(self, num_requests: int, block_size: int) -> torch.Tensor:
         """Compute the first token of so many requests, each in a block of its own, as a step does that decodes: from a

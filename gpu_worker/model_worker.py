@@ -23,7 +23,6 @@ from tokenloom.engine_core.worker import FreedMemory, ModelInfo
 from .attention.attention_backend import AttentionBackend
 from .attention.attention_backends import make_attention_backend
 from .attention.cache import make_kv_pool
-from .attention.fixed_plan import make_fixed_plan
 from .attention.pool_layers import PoolLayers
 from .batch.input_batch import InputBatch
 from .checkpoint.model_config import ModelConfig
@@ -42,13 +41,15 @@ from .parallel.context import ContextBackend
 from .parallel.group import ONLY_RANK, join_ranks
 from .parallel.local_config import check_options, num_sharing
 from .platform.affinity import bind_to
+from .platform.device_check import check_device
 from .platform.platform import Platform
 from .platform.profiler import Profiler
 from .pooling.pooler import Pooler, make_pooler
-from .recorded.recorded_model import MOST_TOKENS, RecordedModel
-from .sampler.device_sampler import DeviceSampler
+from .recorded.recorded_steps import RecordedSteps
+from .recorded.recordings import make_recorded_steps
 from .speculation.drafting import Drafting
 from .warm_up import (
+    DRAWN,
     LargestStep,
     decode_batches,
     free_rows,
@@ -65,14 +66,7 @@ class ModelWorker:
     """Fulfils :class:`tokenloom.engine_core.worker.Worker`."""
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
-        if config.kv.transports and not platform.pool_is_on_host:
-            raise ValueError(f"kv_transports: KV on {platform.device.type} does not move between engines yet")
-        if config.worker.quantization and not platform.pool_is_on_host:
-            raise ValueError(
-                f"quantization: {config.worker.quantization} is not supported on {platform.device.type} yet"
-            )
-        if config.cache.dtype != "auto" and not platform.pool_is_on_host:
-            raise ValueError(f"kv_cache_dtype: {config.cache.dtype} is not supported on {platform.device.type} yet")
+        check_device(config, platform)
         check_options(config)
         self._config = config
         self._platform = platform
@@ -126,7 +120,8 @@ class ModelWorker:
         rounding = input_rounding() if self._device.type == "cpu" and (scheme or quantization) else None
         place, versions = self._ranks.place, (f"torch-{torch.__version__}", library)
         long_rope = "long-rope" if model_config.has_long_rope else None
-        numerics = (self._device.type, dtype, scheme, quantization, self._backend.name, rounding, long_rope, *versions)
+        hardware = (self._device.type, self._platform.hardware)
+        numerics = (*hardware, dtype, scheme, quantization, self._backend.name, rounding, long_rope, *versions)
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.embedding_size,
@@ -198,6 +193,7 @@ class ModelWorker:
             if self._drafting is not None:
                 self._pool = self._drafting.kv_pool(self._pool, num_blocks, block_size)
         self._runner = self._make_runner(num_blocks, memory)
+        self._runner.record_ahead(num_blocks, block_size)
 
     def _run_largest_step(self, lengths: list[int]) -> LargestStep:
         """Compute prompts of these lengths, in a pool of their own, and measure what that takes.
@@ -214,14 +210,18 @@ class ModelWorker:
             runner = self._make_runner(num_blocks)
             if num_layers is not None:
                 runner.dummy_run([1], block_size)
-            runner.dummy_run(lengths, block_size, num_layers)
+            logits = runner.dummy_run(lengths, block_size, num_layers)
+            if not self._platform.pool_is_on_host:  # drawing takes memory of the device, too
+                runner.dummy_sample(logits, DRAWN)
 
         started = time.perf_counter()
         with one_thread(num_layers is not None and self._is_small(sum(lengths), num_layers)):
             peak = self._platform.peak_of(run)
-        kv_bytes = sum(lengths) * self._pool_layers.written_bytes_per_token(num_layers)
+        # A device holds the whole pool, a host the pages that were written.
+        num_slots = sum(lengths) if self._platform.pool_is_on_host else num_blocks * block_size
+        kv_bytes = num_slots * self._pool_layers.written_bytes_per_token(num_layers)
         if self._drafting is not None:
-            kv_bytes += sum(lengths) * self._drafting.kv_bytes_per_token
+            kv_bytes += num_slots * self._drafting.kv_bytes_per_token
         return LargestStep(sum(lengths), max(0, peak - kv_bytes), time.perf_counter() - started)
 
     def kv_pool(self) -> KVPool:
@@ -358,7 +358,6 @@ class ModelWorker:
         config = self._config
         max_num_seqs, block_size = config.scheduler.max_num_seqs, config.cache.block_size
         batch = InputBatch(max_num_seqs, self._max_model_len, block_size, self._pool_layers.num_groups)
-        sampler = DeviceSampler() if self._platform.draws_on_device else None
         proposer = rejection = None
         if self._drafting is not None:
             records = not config.worker.enforce_eager
@@ -372,7 +371,7 @@ class ModelWorker:
             num_blocks,
             memory,
             self._device,
-            sampler,
+            self._platform.make_sampler(),
             count_nans=config.worker.compute_nans_in_logits,
             logits_metrics_interval=config.worker.logits_metrics_interval,
             proposer=proposer,
@@ -383,13 +382,12 @@ class ModelWorker:
             ranks=self._ranks,
         )
 
-    def _make_recorded(self) -> RecordedModel | None:
+    def _make_recorded(self) -> RecordedSteps | None:
         assert self._backend is not None, "load_model comes first"
         if self._config.worker.enforce_eager or not self._ranks.place.is_whole:
             return None  # what ranks exchange is no call of a kernel
         most_blocks = -(-self._max_model_len // self._config.cache.block_size)
-        plan = make_fixed_plan(self._backend, MOST_TOKENS, most_blocks)
-        return None if plan is None else RecordedModel(plan)
+        return make_recorded_steps(self._backend, self._platform, self._config.scheduler.max_num_seqs, most_blocks)
 
     def _make_backend(self, model_config: ModelConfig) -> AttentionBackend:
         config = self._config

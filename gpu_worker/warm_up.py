@@ -13,7 +13,7 @@ from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from .model_runner import ModelRunner
 
 _GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
-_DRAWN = SamplingParams(max_tokens=1, seed=0, temperature=1.0, top_k=50, top_p=0.9)
+DRAWN = SamplingParams(max_tokens=1, seed=0, temperature=1.0, top_k=50, top_p=0.9)
 
 _NEARLY_FREE = 1.5
 """How many times as long as a step of one row a step may take for its rows to be nearly free."""
@@ -97,7 +97,7 @@ def run_decode_steps(runner: ModelRunner, batches: list[int], block_size: int) -
     for batch in batches:
         logits = runner.dummy_run([1] * batch, block_size)
         runner.dummy_sample(logits, _GREEDY)
-    runner.dummy_sample(logits[:1], _DRAWN)
+    runner.dummy_sample(logits[:1], DRAWN)
 
 
 def free_rows(run: Callable[[int], object], most: int, clock: Callable[[], float] = time.perf_counter) -> int:

@@ -52,6 +52,22 @@ class BusyLoad(LoadTracker):
         return super().snapshot()
 
 
+class IgnoredCommands:
+    """Obeys nothing: a fake engine has no adapters, and ends with its process."""
+
+    def drain(self, grace: float) -> None:
+        """See :class:`.Commands`."""
+
+    def change_adapters(self, changes: AdapterChanges) -> None:
+        """See :class:`.Commands`."""
+
+    def start_wave(self, wave: int) -> None:
+        """See :class:`.Commands`."""
+
+    def resize_group(self, size: int) -> None:
+        """See :class:`.Commands`."""
+
+
 class FakeIdentity:
     """Describes a fake engine as :class:`.Identity` describes a real one."""
 

@@ -45,7 +45,9 @@ def kv_layout(config: ModelConfig, block_size: int) -> str:
 
     Caches with equal names can exchange blocks.
     """
-    dtype = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "int8+fp32"}[config.kv_dtype]
+    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "int8+fp32"}[
+        config.kv_dtype
+    ]
     return f"HND/{dtype}/{config.num_layers}x{config.num_kv_heads}x{config.cache_head_size}/{block_size}"
 
 

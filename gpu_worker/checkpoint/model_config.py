@@ -26,7 +26,7 @@ from .supported import Family as Family
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _HEAD_STEP = 16
 
@@ -194,13 +194,13 @@ def _dtype(reader: ConfigReader, path: Path, dtype: str) -> torch.dtype:
         declared = reader.take("dtype") or reader.take("torch_dtype") or stored_dtype(path)
         if declared == "float16":
             log.warning(
-                "the checkpoint is float16, which no kernel here computes: it is served as bfloat16, with 3 bits less "
-                "precision; dtype float32 keeps all of it, in twice the memory"
+                "the checkpoint is float16, which no kernel of a CPU computes: it is served as bfloat16, with 3 bits "
+                "less precision; dtype float32 keeps all of it, in twice the memory, and so does float16 on a GPU"
             )
             return torch.bfloat16
         if declared not in _DTYPES:
             raise ValueError(f"the checkpoint's dtype {declared} is not supported: choose dtype float32 or bfloat16")
         return _DTYPES[declared]
     if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be auto, float32 or bfloat16, not {dtype!r}")
+        raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {dtype!r}")
     return _DTYPES[dtype]

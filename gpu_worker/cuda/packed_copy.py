@@ -29,3 +29,8 @@ def copy_packed(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> lis
         dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
         views.append(moved[begin : begin + array.nbytes].view(dtype).view(array.shape))
     return views
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Return a tensor on the device: the array's own memory on the CPU, and elsewhere an asynchronous copy."""
+    return torch.from_numpy(array) if device.type == "cpu" else copy_packed([array], device)[0]

@@ -9,6 +9,7 @@ from ..checkpoint.expert_switches import ExpertSwitches
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..kernels.gpu_kernels import uses_triton
+from ..parallel.sharding import WHOLE
 from .mlp import MLPNames
 
 
@@ -20,9 +21,11 @@ class GroupedExperts(Protocol):
 
 
 def can_group(checkpoint: Checkpoint, config: ModelConfig) -> bool:
-    """Return whether the device groups experts: on a GPU, without quantized weights, adapters and biases."""
+    """Return whether the device groups experts: on a GPU, without quantized weights, adapters and biases, and
+    on one rank."""
     plain = config.quantization is None and config.scheme is None and checkpoint.adapt is None and not config.mlp_bias
-    return plain and uses_triton(checkpoint.device)
+    is_whole = config.shard == WHOLE and (config.experts is None or config.experts.own is None)
+    return plain and is_whole and uses_triton(checkpoint.device)
 
 
 def load_grouped(

@@ -5,21 +5,26 @@ from collections.abc import Callable
 
 import torch
 
-_SHARE = 0.9
-"""The share of the device for weights, activations and KV together, as in vLLM; other processes use a little too."""
+from ..cuda.capture import GraphCapture
+from ..cuda.graphs import Capture
+from ..cuda.sampler import DeviceSampler
+from ..kernels.gpu_kernels import uses_triton
 
 
 class CUDAPlatform:
     """Fulfils :class:`~.platform.Platform` for one GPU."""
 
     pool_is_on_host = False
-    draws_on_device = True
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        """Raises ``ValueError`` if this PyTorch finds no GPU."""
+    def __init__(self, memory_share: float, device: torch.device | None = None) -> None:
+        """``memory_share``: of the device's memory, for weights, activations and KV of all engines together.
+
+        Raises ``ValueError`` if this PyTorch finds no GPU.
+        """
         if not torch.cuda.is_available():
             raise ValueError(f"device cuda: this PyTorch ({torch.__version__}) finds no GPU")
         self.device = device or torch.device("cuda", 0)
+        self._memory_share = memory_share
 
     def start(self, num_threads: int, num_engines: int) -> None:
         torch.cuda.set_device(self.device)
@@ -39,9 +44,25 @@ class CUDAPlatform:
         self.return_freed()
         return max(0, peak - before)
 
+    def make_sampler(self) -> DeviceSampler | None:
+        if not uses_triton(self.device):
+            return None
+        from ..cuda.draw_kernel import draw
+
+        return DeviceSampler(draw)
+
+    def make_capture(self) -> Capture | None:
+        return GraphCapture() if uses_triton(self.device) else None
+
+    @property
+    def hardware(self) -> str:
+        name: str = torch.cuda.get_device_name(self.device)
+        return name.replace("/", "-").replace(" ", "-")
+
     def kv_memory(self, activations: int, num_engines: int) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
-        return kv_share(free, total, activations, num_engines, torch.cuda.memory_reserved(self.device))
+        usable = int(self._memory_share * total)
+        return kv_share(free, total, usable, activations, num_engines, torch.cuda.memory_reserved(self.device))
 
     def return_freed(self) -> None:
         gc.collect()
@@ -51,12 +72,12 @@ class CUDAPlatform:
         return torch.cuda.memory_reserved(self.device)
 
 
-def kv_share(free: int, total: int, activations: int, num_engines: int = 1, own: int = 0) -> int:
+def kv_share(free: int, total: int, usable: int, activations: int, num_engines: int = 1, own: int = 0) -> int:
     """Return the KV memory of an engine, next to a step's ``activations``, in bytes.
 
-    The device has ``total`` bytes, of which ``free`` are free. ``num_engines`` engines use it, and this one has
-    allocated ``own`` bytes, which are its weights.
+    The device has ``total`` bytes, of which ``free`` are free and engines may use ``usable``. ``num_engines`` engines
+    use it, and this one has allocated ``own`` bytes, which are its weights.
     """
-    part = int(_SHARE * total) // num_engines - own
-    left = int(_SHARE * total) - (total - free)
+    part = usable // num_engines - own
+    left = usable - (total - free)
     return max(0, min(part, left) - activations)

@@ -31,7 +31,7 @@ class CUDAWorker(ModelWorker):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config, CUDAPlatform(_device_of(config.parallel.rank)))
+        super().__init__(config, CUDAPlatform(config.cache.gpu_memory_utilization, _device_of(config.parallel.rank)))
 
 
 def make_worker(config: EngineConfig) -> Worker:
@@ -45,7 +45,9 @@ def make_worker(config: EngineConfig) -> Worker:
     if name not in DEVICES:
         raise ValueError(f"device must be one of {', '.join(DEVICES)}, not {name!r}")
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
-        return EncoderWorker(config, CUDAPlatform()) if _is_encoder(config) else CUDAWorker(config)
+        if not _is_encoder(config):
+            return CUDAWorker(config)
+        return EncoderWorker(config, CUDAPlatform(config.cache.gpu_memory_utilization))
     return EncoderWorker(config, CPUPlatform()) if _is_encoder(config) else CPUWorker(config)
 
 

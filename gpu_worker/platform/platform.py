@@ -7,6 +7,8 @@ import torch
 
 from tokenloom.control_groups import cpu_limit
 
+from ..cuda.graphs import Capture
+from ..cuda.sampler import DeviceSampler
 from ..kernels.threads import prepare_sharing
 from . import memory
 from .core_watch import CoreWatch, ProcessThreads, cores_within
@@ -23,12 +25,18 @@ class Platform(Protocol):
     def device(self) -> torch.device: ...
 
     @property
+    def hardware(self) -> str:
+        """The device's model, if other models round differently; empty: all of the kind compute alike."""
+
+    @property
     def pool_is_on_host(self) -> bool:
         """Whether the KV pool is memory of the host, which transports can read, or of the device."""
 
-    @property
-    def draws_on_device(self) -> bool:
-        """Whether tokens are drawn on the device, so that only their ids come to the host."""
+    def make_sampler(self) -> DeviceSampler | None:
+        """Return what draws tokens on the device, so that only their ids come to the host; None: the host draws."""
+
+    def make_capture(self) -> Capture | None:
+        """Return what captures steps, so that one call gives the device all of a step; None: the device cannot."""
 
     def start(self, num_threads: int, num_engines: int) -> None:
         """Prepare the device before anything is loaded. ``num_threads`` of the host; 0: the library decides.
@@ -55,8 +63,8 @@ class CPUPlatform:
     """Fulfils :class:`Platform` for the CPU of this process."""
 
     device = torch.device("cpu")
+    hardware = ""
     pool_is_on_host = True
-    draws_on_device = False
 
     def __init__(self) -> None:
         self._watch: CoreWatch | None = None
@@ -75,6 +83,12 @@ class CPUPlatform:
 
     def peak_of(self, call: Callable[[], None]) -> int:
         return memory.peak_of(call)
+
+    def make_sampler(self) -> None:
+        return None
+
+    def make_capture(self) -> None:
+        return None
 
     def kv_memory(self, activations: int, num_engines: int) -> int:
         """Return this engine's part of half of what the host (or control group) has free after a step of every

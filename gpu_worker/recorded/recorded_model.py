@@ -80,6 +80,11 @@ class RecordedModel:
         """Return whether every recording computes the logits, too."""
         return all(step.logits is not None for step in self._steps.values())
 
+    @property
+    def sizes_ahead(self) -> tuple[int, ...]:
+        """Return none: the first step of a size takes hardly longer than others."""
+        return ()
+
     def forget(self) -> None:
         """Drop all recordings: the weights or the KV caches are others from now on."""
         self._steps.clear()

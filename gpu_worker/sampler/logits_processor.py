@@ -45,6 +45,10 @@ class LogitsProcessors:
         """Return whether any row asks for one."""
         return bool(self._of_row)
 
+    def __contains__(self, row: int) -> bool:
+        """Return whether this row asks for one."""
+        return row in self._of_row
+
     def add(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """Add a request with these tokens; the first are its prompt."""
         wanted = [each for each, read in self._wanted_by if read(params) != read(_DEFAULTS)]

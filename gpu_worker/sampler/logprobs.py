@@ -126,6 +126,10 @@ class LogprobRows:
         """Return whether any row asks."""
         return bool(self._params)
 
+    def __contains__(self, row: int) -> bool:
+        """Return whether this row asks."""
+        return row in self._params
+
     def add(self, row: int, params: SamplingParams) -> None:
         """Add a request."""
         if params.logprobs is not None:

@@ -1,6 +1,7 @@
 """Draws the tokens of a step from the model's logits: one for each row that it is asked for."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +12,8 @@ from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput
 
 from ..batch.input_batch import InputBatch, StepInputs
-from .device_sampler import DeviceSampler
+from ..cuda.packed_copy import to_device
+from ..cuda.sampler import DeviceSampler
 from .grammar_mask import allow_only, force
 from .logits_stats import LogitsMeter
 from .logprobs import KeptLogits
@@ -98,9 +100,44 @@ class StepSampler:
         Returns the tokens, ``NO_TOKEN`` where no token can be drawn, and what log probabilities need. Adds to
         ``output`` what only the logits show. ``draw`` replaces :attr:`draw`.
         """
-        if self.device_sampler is not None and draw is None and self.only_draws(grammar):
-            return self.device_sampler.sample(logits, *self.batch.sampling(inputs.rows[places])), None
+        if self.device_sampler is not None and draw is None and not self._count_nans:
+            return self._draw_on_device(self.device_sampler, inputs, places, logits, grammar, output)
         return self._draw_on_host(inputs, places, logits, grammar, output, draw or self.draw)
+
+    def _draw_on_device(
+        self,
+        device_sampler: DeviceSampler,
+        inputs: StepInputs,
+        places: Ints,
+        logits: Tensor,
+        grammar: GrammarOutput | None,
+        output: ModelRunnerOutput,
+    ) -> tuple[list[int], KeptLogits | None]:
+        """Let the device draw, but for the rows that ask for changed logits or for log probabilities: only their logits
+        come to the host."""
+        pending = device_sampler.start(logits, *self.batch.sampling(rows_of(inputs, places)))
+        hosted = self._places_on_host(inputs, places, grammar)
+        if not len(hosted):
+            return pending.wait(), None
+        own = logits[to_device(hosted, logits.device)]
+        drawn, kept = self._draw_on_host(inputs, places[hosted], own, grammar, output, self.draw)
+        tokens = pending.wait()
+        for index, token_id in zip(hosted.tolist(), drawn, strict=True):
+            tokens[index] = token_id
+        if kept is not None:
+            kept = replace(kept, indices=[int(hosted[index]) for index in kept.indices])
+        return tokens, kept
+
+    def _places_on_host(self, inputs: StepInputs, places: Ints, grammar: GrammarOutput | None) -> Ints:
+        """Return the indices among ``places`` of the requests whose tokens the host draws."""
+        if self.only_draws(grammar):
+            return places[:0]
+        constrained = set() if grammar is None else {*grammar.req_ids, *grammar.forced}
+        wanted = [
+            self.batch.draws_on_host(row) or inputs.req_ids[place] in constrained
+            for place, row in zip(places.tolist(), inputs.rows[places].tolist(), strict=True)
+        ]
+        return np.flatnonzero(wanted)
 
     def _draw_on_host(
         self,

@@ -12,7 +12,7 @@ from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 
 from ..attention.attention_backend import AttentionBackend, KVCache
 from ..batch.input_batch import InputBatch, Ints, StepInputs
-from ..batch.transfer import to_device
+from ..cuda.packed_copy import to_device
 from ..sampler import Purpose, Sampler
 from .drafter import Drafter
 from .greedy_drafts import DraftRange, GreedyDrafts

@@ -15,7 +15,7 @@ from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput
 
 from ..batch.input_batch import StepInputs
-from ..batch.transfer import to_device
+from ..cuda.packed_copy import to_device
 from ..sampler import NO_TOKEN
 from ..sampler.logprobs import KeptLogits
 from ..sampler.step_sampler import StepSampler, drop_undrawn, rows_of

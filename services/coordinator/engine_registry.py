@@ -36,6 +36,10 @@ from .wanted_adapters import WantedAdapters
 log = logging.getLogger(__name__)
 
 _LEADING_BLOCKS = np.array(LEADING_BLOCKS, np.int64)
+JOINS_APART_SECONDS = 0.5
+"""While engines join a new coordinator at shorter intervals, its view is not complete: more are on their way."""
+MAX_MORE_SECONDS = 30.0
+"""As long as that prolongs ``settle_seconds``, at most."""
 _MAX_POOLS = 64
 _SPARE_KINDS = 64
 """Fingerprints that are kept although no engine may have them any more."""
@@ -71,6 +75,7 @@ class Registry:
         self._epoch = epoch
         self._clock = clock
         self._complete_at = clock() + settle_seconds
+        self._latest_complete_at = self._complete_at + MAX_MORE_SECONDS
         self._is_complete = settle_seconds <= 0
         self._records: dict[str, EngineRecord] = {}
         self._columns = EngineColumns()
@@ -137,6 +142,8 @@ class Registry:
             self.prefixes.open(row, identity.num_kv_blocks)
         self._records[identity.engine_id] = self._by_row[row] = record
         self._awaited.discard(identity.engine_id)
+        if not self._is_complete:
+            self._complete_at = min(max(self._complete_at, now + JOINS_APART_SECONDS), self._latest_complete_at)
         record.update(report, self._epoch, now)
         self._regroup(identity.engine_id)
         return record

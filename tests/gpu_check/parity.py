@@ -9,8 +9,8 @@ from tests.parity.engine import Engine
 from tests.parity.identical import assert_identical
 from tests.parity.reference import Reference, make_reference
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.gpu_worker.platform.cuda_platform import CUDAPlatform
 from tokenloom.gpu_worker.sampler import Sampler
-from tokenloom.gpu_worker.sampler.device_sampler import DeviceSampler
 
 NEAR_BOUNDARY = 1e-3
 """Share of drawn tokens that may differ: the number falls within rounding of a boundary."""
@@ -44,7 +44,9 @@ def check_sampler(device: torch.device, *, rows: int = 256, vocab: int = 151_936
     logits = np.random.default_rng(3).normal(0.0, 3.0, (rows, vocab)).astype(np.float32)
     params = [SamplingParams(max_tokens=4, seed=row, **_PARAMS[row % len(_PARAMS)]) for row in range(rows)]
     indices = np.arange(rows)
-    drawn = DeviceSampler().sample(torch.from_numpy(logits).to(device), params, indices)
+    sampler = CUDAPlatform(0.9, device).make_sampler()
+    assert sampler is not None
+    drawn = sampler.sample(torch.from_numpy(logits).to(device), params, indices)
     expected = Sampler().sample(logits, params, indices)
     different = sum(a != b for a, b in zip(drawn, expected, strict=True))
     assert different <= max(1, NEAR_BOUNDARY * rows), f"{different} of {rows} tokens differ from the host's"

@@ -19,6 +19,7 @@ from tokenloom.gpu_worker import model_worker
 from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.model_worker import ModelWorker
 from tokenloom.gpu_worker.platform.devices import CPUWorker
+from tokenloom.gpu_worker.warm_up import largest_step
 
 DEMO_MODEL = Path(demo_model.__file__).parent
 PARAMS = {
@@ -62,7 +63,10 @@ def test_the_same_tokens_as_on_the_host(kinds):
 def test_the_platform_says_how_much_is_left_for_kv():
     config = make_config()
     worker = ModelWorker(config, ApartPlatform(kv_memory=5 << 20))
-    activations = (1 << 20) - 64 * worker.load_model().kv_bytes_per_token
+    info = worker.load_model()
+    # The pool of the profile run is no activation.
+    num_slots = sum(-(-length // 16) * 16 for length in largest_step(config.scheduler, info.max_model_len))
+    activations = (1 << 20) - num_slots * info.kv_bytes_per_token
     assert worker.determine_available_memory() == (5 << 20) - activations
 
 
@@ -126,3 +130,20 @@ def test_it_computes_at_the_level_of_processors_that_is_asked_for(monkeypatch):
     worker = WorkerConfig(model=str(DEMO_MODEL), processor_level="x86-64-v4-bf16")
     with pytest.raises(ValueError, match="no x86-64-v4-bf16"):
         CPUWorker(EngineConfig(worker=worker)).load_model()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EngineConfig(kv=KVConfig(offload_path="/somewhere")), "kv_offload_path: KV on cpu is not offloaded"),
+        (EngineConfig(kv=KVConfig(transports=("shm",))), "kv_transports"),
+    ],
+)
+def test_what_a_pool_on_a_device_cannot_do_is_refused_at_once(config, message):
+    with pytest.raises(ValueError, match=message):
+        ModelWorker(config, ApartPlatform())
+
+
+def test_float16_is_of_gpus():
+    with pytest.raises(ValueError, match="dtype float16 is computed on a GPU only"):
+        CPUWorker(EngineConfig(worker=WorkerConfig(dtype="float16")))

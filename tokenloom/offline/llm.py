@@ -1,6 +1,5 @@
 """The offline API: runs a model in this process, without services."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,8 +43,6 @@ from .prompts import Message, Prompt, as_conversations, as_prompts, read_prompt
 from .request_builder import RequestBuilder
 from .sampling_params import SamplingParams
 
-_log = logging.getLogger(__name__)
-
 
 class LLM:
     """Continues prompts and conversations with one model, with vLLM's arguments. For one thread at a time.
@@ -60,7 +57,6 @@ class LLM:
         *,
         tokenizer: str | Path | None = None,
         seed: int | None = 0,
-        gpu_memory_utilization: float | None = None,
         served_model_name: str | None = None,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         enable_prompt_embeds: bool = False,
@@ -73,7 +69,6 @@ class LLM:
                 package.
             tokenizer: Another directory or hub id to read the tokenizer from.
             seed: Determines the outputs of requests without a seed; None: they differ from run to run.
-            gpu_memory_utilization: Accepted without effect on a CPU; use ``kv_cache_memory_bytes`` there.
             served_model_name: The ``model_name`` of outputs; by default the directory's name.
             max_logprobs: Limit for ``logprobs`` and ``prompt_logprobs``; -1: no limit.
             enable_prompt_embeds: Whether prompts may hold embeddings.
@@ -83,8 +78,6 @@ class LLM:
                 budget.
         """
         config = engine_config(engine)
-        if gpu_memory_utilization is not None:
-            _log.warning("gpu_memory_utilization has no effect on a CPU; kv_cache_memory_bytes sizes the KV cache")
         with _as_value_error():
             path = resolve(str(model))
             self._info = CheckpointInfo.load(path)

@@ -38,7 +38,6 @@ REPLACED = {
     "--ssl-cert-reqs": "clients identify themselves by keys; use --api-key-file",
     "--h11-max-incomplete-event-size": "heads are limited to 64 KiB, and bodies by --max-body-bytes",
     "--h11-max-header-count": "heads are limited to 100 fields, and connections by --max-connections",
-    "--gpu-memory-utilization": "use --kv-cache-memory, which takes bytes; the default is measured at start",
     "--swap-space": _OFFLOAD,
     "--kv-offloading-size": _OFFLOAD,
     "--kv-offloading-backend": _OFFLOAD,

@@ -2,6 +2,8 @@
 
 import torch
 
+from tests.gpu_worker.cuda.host_draw import host_draw
+from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
 from tokenloom.gpu_worker.platform.memory import status_bytes
 
 
@@ -10,11 +12,17 @@ class ApartPlatform:
 
     device = torch.device("cpu")
     pool_is_on_host = False
-    draws_on_device = True
+    hardware = "apart"
 
     def __init__(self, kv_memory: int = 1 << 22) -> None:
         self._kv_memory = kv_memory
         self.num_returned = 0
+
+    def make_sampler(self) -> DeviceSampler:
+        return DeviceSampler(host_draw)
+
+    def make_capture(self) -> None:
+        return None
 
     def start(self, num_threads: int, num_engines: int) -> None:
         torch.set_num_threads(num_threads or 1)

@@ -32,9 +32,11 @@ def test_auto_is_the_cpu_without_a_gpu(monkeypatch):
     ("free", "activations", "share"), [(80, 0, 70), (80, 5, 65), (20, 0, 10), (5, 0, 0), (20, 15, 0)]
 )
 def test_kv_gets_nine_tenths_less_what_is_in_use(free, activations, share):
-    assert kv_share(free, 100, activations) == share
+    assert kv_share(free, 100, 90, activations) == share
 
 
 def test_engines_on_one_gpu_divide_it():
-    assert kv_share(free=80, total=100, activations=5, num_engines=3, own=10) == 15
-    assert kv_share(free=20, total=100, activations=5, num_engines=3, own=10) == 5  # the others hold the rest
+    assert kv_share(free=80, total=100, usable=90, activations=5, num_engines=3, own=10) == 15
+    assert (
+        kv_share(free=20, total=100, usable=90, activations=5, num_engines=3, own=10) == 5
+    )  # the others hold the rest

@@ -31,7 +31,6 @@ def test_answers_name_only_options_that_exist(status: str) -> None:
         ("--prefill-context-parallel-size", "--decode-context-parallel-size"),
         ("-tp", "--tensor-parallel-size"),
         ("-tp=2", "--tensor-parallel-size"),
-        ("--gpu_memory_utilization", "--kv-cache-memory"),
         ("--no-enable-log-requests", "--log-request-events"),
         ("--lora-dtype", "the dtype of the model"),
         ("--kv-transfer-config", "--prefill and --decode"),

@@ -91,22 +91,6 @@ class FakeIdentity:
         )
 
 
-class IgnoredCommands:
-    """Does nothing that the coordinator asks for, besides the interval of reports."""
-
-    def drain(self, grace: float) -> None:
-        pass
-
-    def change_adapters(self, changes: AdapterChanges) -> None:
-        pass
-
-    def start_wave(self, wave: int) -> None:
-        pass
-
-    def resize_group(self, size: int) -> None:
-        pass
-
-
 async def run(coordinator: str, first: int, count: int) -> None:
     """Run engines with the numbers from ``first`` on, until cancelled."""
     channels, loads = PatientChannels(), [BusyLoad(first + number) for number in range(count)]

@@ -139,8 +139,7 @@ class ModelWorker:
         return loader if self._loras is None else replace(loader, adapt=self._loras.adapt)
 
     def _choose_groups(self, config: ModelConfig) -> list[KVGroup]:
-        drafts = self._drafting is not None and self._drafting.kv_bytes_per_token
-        if drafts or self._ranks.place.shares_table:
+        if (self._drafting is not None and self._drafting.kv_bytes_per_token) or self._ranks.place.shares_table:
             return []  # what drafts sees every token
         return model_groups(config.sliding_windows, self._max_model_len, self._config, config.kv_sources)
 
@@ -296,8 +295,7 @@ class ModelWorker:
         self._require_runner().dummy_run([1], self._config.cache.block_size)
 
     def join_experts(self, rendezvous: str) -> None:
-        assert self._ranks.experts is not None, "the experts are not spread over engines"
-        self._ranks.experts.join(rendezvous)
+        self._ranks.join_experts(rendezvous)
 
     def check_health(self) -> None:
         """Compute a sum on the device. Raises ``RuntimeError`` if the device fails or the sum is wrong."""

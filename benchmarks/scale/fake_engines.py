@@ -8,7 +8,7 @@ from tokenloom.services.engine.coordinator_link import CoordinatorLink
 from tokenloom.services.engine.kv.kv_peers import EngineRegistry
 from tokenloom.services.engine.load import Load, LoadTracker
 from tokenloom.services.runtime.peers.hello import make_hello
-from tokenloom.v1.coordinator_pb2 import EngineIdentity
+from tokenloom.v1.coordinator_pb2 import AdapterChanges, EngineIdentity
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH, Fingerprint, Hello, ModelLimits
 
 from .child import answer
@@ -52,6 +52,22 @@ class BusyLoad(LoadTracker):
         return super().snapshot()
 
 
+class IgnoredCommands:
+    """Obeys nothing: a fake engine has no adapters, and ends with its process."""
+
+    def drain(self, grace: float) -> None:
+        """See :class:`.Commands`."""
+
+    def change_adapters(self, changes: AdapterChanges) -> None:
+        """See :class:`.Commands`."""
+
+    def start_wave(self, wave: int) -> None:
+        """See :class:`.Commands`."""
+
+    def resize_group(self, size: int) -> None:
+        """See :class:`.Commands`."""
+
+
 class FakeIdentity:
     """Describes a fake engine as :class:`.Identity` describes a real one."""
 
@@ -89,7 +105,7 @@ async def run(coordinator: str, first: int, count: int) -> None:
         for number, load in enumerate(loads, first):
             channel = channels.open(coordinator, "coordinator")
             link = CoordinatorLink(channel, FakeIdentity(number), load, ENGINE_ROLE_BOTH)  # type: ignore[arg-type]
-            group.create_task(link.run(lambda grace: None, lambda changes: None))
+            group.create_task(link.run(IgnoredCommands()))
             group.create_task(EngineRegistry(coordinator, channels).run())
 
 

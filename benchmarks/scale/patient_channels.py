@@ -2,7 +2,7 @@
 
 import grpc.aio
 
-from tokenloom.services.runtime.peers.channels import CHANNEL_OPTIONS, Channels
+from tokenloom.services.runtime.peers.channels import CHANNEL_OPTIONS, KEEPALIVE_OPTIONS, Channels
 
 _SECONDS = 20
 _TIMEOUTS = ("grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
@@ -13,5 +13,6 @@ class PatientChannels(Channels):
     as often as a real part's, but such a process may not run for longer than a real one is silent."""
 
     def open(self, address: str, service: str) -> grpc.aio.Channel:
-        options = [(name, _SECONDS * 1000 if name in _TIMEOUTS else value) for name, value in CHANNEL_OPTIONS]
-        return grpc.aio.insecure_channel(address, options=[*options, ("grpc.default_authority", "localhost")])
+        keepalive = [(name, _SECONDS * 1000 if name in _TIMEOUTS else value) for name, value in KEEPALIVE_OPTIONS]
+        options = [*CHANNEL_OPTIONS, *keepalive, ("grpc.default_authority", "localhost")]
+        return grpc.aio.insecure_channel(address, options=options)

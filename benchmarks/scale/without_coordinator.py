@@ -15,10 +15,13 @@ from random import Random
 
 import numpy as np
 
+from tokenloom.services.coordinator.defaults import PLACEMENT
+from tokenloom.services.coordinator.engine_placement import Policy
 from tokenloom.services.coordinator.engine_registry import Registry
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey, LastSnapshot
+from tokenloom.services.runtime.placement.rules import RULES
 from tokenloom.services.runtime.registry.registry_view import RegistryView
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineState, PickRequest, Snapshot
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineState, PickRequest, Snapshot, Subset
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 
@@ -138,14 +141,17 @@ class Engine:
 class Run:
     """Runs a trace in virtual time. ``dies_at``: when the coordinator dies; None: it lives."""
 
-    def __init__(self, trace: Trace, drawn: Sequence[Request], engines: int, processors: int, dies_at: float | None):
+    def __init__(self, trace: Trace, drawn: Sequence[Request], case: "Case", dies_at: float | None):
+        engines, processors = case.engines, case.processors
+        self._subset = case.subset
         self._trace = trace
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._releases: dict[int, Callable[[], None]] = {}  # by the ids of live requests
         self._dies_at = float("inf") if dies_at is None else dies_at
-        self._registry = Registry(1, lambda: self._now, settle_seconds=0.0)
+        policy = Policy(rule=RULES[case.rule])
+        self._registry = Registry(1, lambda: self._now, policy=policy, settle_seconds=0.0)
         self.engines = {f"engine-{index}": Engine(f"engine-{index}", trace) for index in range(engines)}
         self._records = {
             name: self._registry.join(engine.identity, engine.report()) for name, engine in self.engines.items()
@@ -204,6 +210,9 @@ class Run:
             prompt_tokens=request.prompt_tokens,
             block_hash_prefixes=request.hashes,
         )
+        if self._subset:
+            subset = Subset(index=request.processor, count=len(self._processors), size=self._subset)
+            pick.subset.CopyFrom(subset)
         if self._has_coordinator:
             picked = self._registry.pick(pick)
             engine, release = self.engines[picked.engine.engine_id], _nothing
@@ -249,7 +258,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Describes one comparison; times are in seconds."""
+    """Describes one comparison; times are in seconds. ``subset``: engines of each output processor; 0: all."""
 
     rate: float = 120.0
     engines: int = 32
@@ -257,12 +266,14 @@ class Case:
     dies_at: float = 20.0
     settles_at: float = 24.0
     ends_at: float = 44.0
+    rule: str = PLACEMENT
+    subset: int = 0
 
 
 def measure(trace: Trace, case: Case, seed: int, *, has_coordinator: bool) -> list[tuple[float, float]]:
     """Return p50 and p99 of the time to the first token: right after the coordinator's death, and later."""
     drawn = requests(trace, case.rate, case.ends_at, case.processors, seed)
-    Run(trace, drawn, case.engines, case.processors, None if has_coordinator else case.dies_at).run(case.ends_at)
+    Run(trace, drawn, case, None if has_coordinator else case.dies_at).run(case.ends_at)
     windows = (case.dies_at, case.settles_at), (case.settles_at, case.ends_at)
     late = [[each.first_token_at - each.at for each in drawn if begin <= each.at < end] for begin, end in windows]
     return [(float(np.percentile(each, 50)), float(np.percentile(each, 99))) for each in late]
@@ -272,11 +283,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", type=float, nargs="+", default=[60.0, 120.0])
+    parser.add_argument("--rule", choices=RULES, default=PLACEMENT, help="of the coordinator")
+    parser.add_argument("--subset", type=int, default=0, help="engines of each output processor; 0: all")
     arguments = parser.parse_args()
     print("| requests/s | seed | window | coordinator p50, p99 (s) | without p50, p99 (s) | p99 |")
     print("|---:|---:|---|---:|---:|---:|")
     for rate, seed in itertools.product(arguments.rates, range(arguments.seeds)):
-        case = Case(rate=rate)
+        case = Case(rate=rate, rule=arguments.rule, subset=arguments.subset)
         alive, dead = (measure(Trace(), case, seed, has_coordinator=has) for has in (True, False))
         for window, one, other in zip(("first 4 s", "after"), alive, dead, strict=True):
             print(

@@ -72,6 +72,7 @@ class MultiprocExecutor:
         self.max_concurrent_batches = most_in_flight(config)
         self._config, self._command = config, command
         self._world_size = world_size = world_size or parallel.world_size
+        assert parallel.world_size in (1, world_size), "each worker waits for those that the configuration names"
         self._rendezvous = ""  # the directory in which the workers find each other
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._decoder = Decoder(WorkerReply)

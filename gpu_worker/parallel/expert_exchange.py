@@ -65,7 +65,7 @@ class ExpertExchange:
         widths = [len(self.experts(rank, count)) for rank in range(self.size)]
         own = self.experts(self.rank, count)
         received = self._exchange(sent, widths, [len(own)] * self.size).view(self.size, len(own))
-        from_here = [int(part.sum()) for part in sent.split(widths)]
+        from_here = [int(part.sum()) for part in sent.split_with_sizes(widths)]
         to_here = received.sum(1).tolist()
         arrived = self._exchange(rows, from_here, to_here)
         numbers = torch.arange(own.start, own.stop).repeat(self.size).repeat_interleave(received.flatten())
@@ -76,7 +76,10 @@ class ExpertExchange:
     ) -> Tensor:
         own, results = self.experts(self.rank, count), torch.zeros_like(rows)
         for expert, part, result in zip(
-            grouped.experts, rows.split(grouped.counts), results.split(grouped.counts), strict=True
+            grouped.experts,
+            rows.split_with_sizes(grouped.counts),
+            results.split_with_sizes(grouped.counts),
+            strict=True,
         ):
             if expert in own:
                 result.copy_(run(expert, part))
@@ -97,7 +100,7 @@ def _run_grouped(rows: Tensor, grouped: GroupedRows, run: Callable[[int, Tensor]
     """Return what the experts compute of rows that are not sorted."""
     results = torch.empty_like(rows)
     if grouped.experts:
-        parts = rows[grouped.order].split(grouped.counts)
+        parts = rows[grouped.order].split_with_sizes(grouped.counts)
         computed = [run(expert, part) for expert, part in zip(grouped.experts, parts, strict=True)]
         results[grouped.order] = torch.cat(computed).to(rows.dtype)
     return results

@@ -66,6 +66,11 @@ class Ranks:
     experts: ExpertExchange | None = None
     """Carries rows between the engines of a data-parallel group; None: this engine has all experts."""
 
+    def join_experts(self, rendezvous: str) -> None:
+        """Join the engines over which the experts are spread, as :meth:`ExpertExchange.join`."""
+        assert self.experts is not None, "the experts are not spread over engines"
+        self.experts.join(rendezvous)
+
     @property
     def others(self) -> list[int]:
         """Return the ranks of the engine without the one that draws."""

@@ -40,7 +40,7 @@ from .enrolments import Enrolments
 from .feed.snapshot_feed import SnapshotFeed
 from .groups import Commands, Groups
 from .pick_slices import PickSlices
-from .report_interval import report_interval
+from .report_interval import ReportPace
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._registry = registry
         self._caches = caches
         self._feed = SnapshotFeed(registry)
-        self._interval = report_interval(0)
+        self._report_pace = ReportPace()
         self._name = name
         self._epoch = epoch
         self._picks = picks
@@ -79,15 +79,17 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
 
     async def publish(self) -> None:
         """Refresh the registry, publish its changes and pace the engines, every ``WATCH_SECONDS`` until cancelled."""
-        now = asyncio.get_running_loop().time
+        now, late = asyncio.get_running_loop().time, 0.0
         while True:
             self._registry.refresh()
             self._ask_for_adapters()
             if self._registry.is_complete:
                 self._complete.set()
             self._feed.publish(now())
-            self._pace()
+            self._pace(late, now())
+            due = now() + WATCH_SECONDS
             await asyncio.sleep(WATCH_SECONDS)
+            late = now() - due
 
     async def Pick(self, request: PickRequest, context: _Context) -> PickResponse:
         return await self._slices.answer_one(request)
@@ -136,8 +138,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         stream = self._open(first)  # an engine that reads our hello is registered
         answer = EngineCommand(hello=make_hello(self._name, self._epoch))
         if self._registry.is_complete:
-            stream.interval = self._interval
-            answer.report_interval.CopyFrom(to_duration(self._interval))
+            stream.interval = self._report_pace.interval
+            answer.report_interval.CopyFrom(to_duration(stream.interval))
         try:
             await first_of(self._read(stream, requests), stream.write(answer, context))
         finally:
@@ -219,12 +221,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                 if (stream := self._streams.get(engine_id)) is not None:
                     stream.command(EngineCommand(adapters=changes))
 
-    def _pace(self) -> None:
+    def _pace(self, late: float, now: float) -> None:
         """Ask the engines to report as often as suits their number. Those that re-join a new coordinator keep their
         interval until it knows how many they are."""
         if not self._registry.is_complete:
             return
-        self._interval = interval = report_interval(len(self._streams), self._interval)
+        interval = self._report_pace.follow(len(self._streams), late, now)
         if self._caches is not None and self._registry.uses_prefixes:
             self._caches.follow(interval)
         for stream in self._streams.values():

@@ -37,7 +37,8 @@ class CoordinatorSettings(ServiceSettings, frozen=True, kw_only=True):
         "cost there: uncached prompt tokens ahead of it and its own at the engine's rate, and its share of the batch.",
     ] = PLACEMENT
     settle_seconds: Annotated[
-        Annotated[float, Meta(ge=0)], "Seconds that a new coordinator waits for the engines to register again."
+        Annotated[float, Meta(ge=0)],
+        "Seconds that a new coordinator waits for the engines to register again; up to 30 more while they still come.",
     ] = SETTLE_SECONDS
     lease: Annotated[
         Annotated[str, Meta(extra={"check": _check_lease})],

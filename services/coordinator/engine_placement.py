@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenloom.request.errors import InvalidArgument, ResourceExhausted, Unavailable
-from tokenloom.services.runtime.placement import pairing
+from tokenloom.services.runtime.placement import pairing, prefix_homes
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.pool import Pool, make_pool
@@ -74,7 +74,9 @@ class Placement:
                 raise ResourceExhausted(f"No engine's KV cache can hold a prompt of {request.prompt_tokens} tokens.")
         # A request that pools has no use for an engine that decodes, however short it is.
         threshold = 0 if request.pools else self.policy.pd_threshold
-        ask = Ask(request.role, request.prompt_tokens, cached_tokens)
+        hashes = () if request.role == EngineRole.ENGINE_ROLE_DECODE else request.block_hash_prefixes
+        is_home = prefix_homes.is_home(self._columns, pool, hashes)
+        ask = Ask(request.role, request.prompt_tokens, cached_tokens, is_home)
         return pairing.choose(self._columns, pool, ask, self.policy.rule, threshold)
 
     def choose_near(

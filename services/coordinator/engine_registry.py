@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
-from tokenloom.request.errors import Unavailable
+from tokenloom.request.errors import InvalidArgument, Unavailable
 from tokenloom.request.prefix_schedule import LEADING_BLOCKS
 from tokenloom.services.runtime.placement.data_parallel_rank import has_rank
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn, Rows
@@ -36,6 +36,10 @@ from .wanted_adapters import WantedAdapters
 log = logging.getLogger(__name__)
 
 _LEADING_BLOCKS = np.array(LEADING_BLOCKS, np.int64)
+JOINS_APART_SECONDS = 0.5
+"""While engines join a new coordinator at shorter intervals, its view is not complete: more are on their way."""
+MAX_MORE_SECONDS = 30.0
+"""As long as that prolongs ``settle_seconds``, at most."""
 _MAX_POOLS = 64
 _SPARE_KINDS = 64
 """Fingerprints that are kept although no engine may have them any more."""
@@ -71,6 +75,7 @@ class Registry:
         self._epoch = epoch
         self._clock = clock
         self._complete_at = clock() + settle_seconds
+        self._latest_complete_at = self._complete_at + MAX_MORE_SECONDS
         self._is_complete = settle_seconds <= 0
         self._records: dict[str, EngineRecord] = {}
         self._columns = EngineColumns()
@@ -137,6 +142,8 @@ class Registry:
             self.prefixes.open(row, identity.num_kv_blocks)
         self._records[identity.engine_id] = self._by_row[row] = record
         self._awaited.discard(identity.engine_id)
+        if not self._is_complete:
+            self._complete_at = min(max(self._complete_at, now + JOINS_APART_SECONDS), self._latest_complete_at)
         record.update(report, self._epoch, now)
         self._regroup(identity.engine_id)
         return record
@@ -268,11 +275,18 @@ class Registry:
         self._warn_of_missing_role()
         rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
         if request.HasField("data_parallel_rank"):
-            rank = request.data_parallel_rank
-            rows = np.array([row for row in rows if has_rank(self._by_row[row].identity, rank)], np.intp)
+            rows = self._of_rank(rows, request.data_parallel_rank)
         if request.adapter:
             rows = self._having(rows, request.adapter)
         return make_pool(self._columns, self._kinds, rows)
+
+    def _of_rank(self, rows: Rows, rank: int) -> Rows:
+        """Return the engines with this number in their group. Raises ``InvalidArgument`` if no group has so many."""
+        size = max((record.report.group_size for record in self._records.values()), default=0)
+        if rank >= size:
+            ranks = f"there are {size} ranks, from 0 on" if size else "no engine belongs to a data-parallel group"
+            raise InvalidArgument(f"data_parallel_rank {rank} does not exist: {ranks}", "data_parallel_rank")
+        return np.array([row for row in rows if has_rank(self._by_row[row].identity, rank)], np.intp)
 
     def _having(self, rows: Rows, adapter: bytes) -> Rows:
         having = np.array([row for row in rows if adapter in self._by_row[row].adapters], np.intp)

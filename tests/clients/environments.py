@@ -46,6 +46,8 @@ def _install_python(client: Client, home: Path) -> None:
         index = os.environ.get("TORCH_INDEX")
         _run([*pip, *(["--index-url", index] if index else []), TORCH])
     _run([*pip, *client.requirements, *([TORCH] if client.torch else [])])
+    if client.without:
+        _run([str(home / "bin" / "python"), "-m", "pip", "uninstall", "--quiet", "--yes", *client.without])
 
 
 def _install_node(client: Client, home: Path) -> None:

@@ -23,6 +23,8 @@ class Client:
     """For pip; for npm where the script is no Python. The first is the client: the table tells its version."""
     torch: bool = False
     """It draws torch; only texts are handled, so any build of it will do."""
+    without: tuple[str, ...] = ()
+    """Packages that are removed again: they fit another build of torch only, and the client works without them."""
     offline: bool = True
     """False: it takes the word that there is no hub for one that a local tokenizer is none."""
     environment: str = ""
@@ -67,7 +69,13 @@ CLIENTS = (
     Client("buf curl", "buf_curl.mjs", ("@bufbuild/buf@1.75.0",)),
     Client("schemathesis", "schemathesis_client.py", ("schemathesis==4.32.5",)),
     Client("lm_eval", "lm_eval_client.py", ("lm_eval[api]==0.4.13", "transformers==5.23.0")),
-    Client("vllm bench serve", "vllm_bench_client.py", ("vllm[bench]==0.32.0",), environment="vllm"),
+    Client(
+        "vllm bench serve",
+        "vllm_bench_client.py",
+        ("vllm[bench]==0.32.0",),
+        without=("torchvision", "torchaudio", "torchcodec"),
+        environment="vllm",
+    ),
     Client("guidellm", "guidellm_client.py", ("guidellm==0.8.1",), torch=True),
     Client("aiperf", "aiperf_client.py", ("aiperf==0.13.0",), offline=False),
 )

@@ -66,6 +66,10 @@ async def test_a_request_names_its_rank(socket_dir: Path, experts: Path) -> None
             error = (await ask(http, [1], 1)).error
             assert error is not None
             assert error["message"] == "X-data-parallel-rank must be the number of a rank, from 0 on"
+        async with mesh.http(headers={"X-data-parallel-rank": "2"}) as http:
+            error = (await ask(http, [1], 1)).error
+            assert error is not None
+            assert error["message"] == "data_parallel_rank 2 does not exist: there are 2 ranks, from 0 on"
 
 
 @pytest.mark.parametrize("has_experts", [True, False])

@@ -5,20 +5,22 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from tests.gpu_worker.kv_connector.engine_pair import MAKE, Pair, mp
+from tests.gpu_worker.kv_connector.engine_pair import MAKE, Pair
 from tests.gpu_worker.parallel.rank_threads import parallel
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.executor.executor import Executor
+from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.engine_core.kv_transfer.kv_messages import KVAcquire
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.services.engine.core.workers import WORKER_COMMAND
 
 GREEDY = SamplingParams(max_tokens=12, seed=3, temperature=0.0)
 PROMPT = [(i * i * 7) % 400 + 5 for i in range(100)]
 
 
 def of_two(config: EngineConfig) -> Executor:
-    return mp(replace(config, parallel=parallel(2)))
+    return MultiprocExecutor(replace(config, parallel=parallel(2)), WORKER_COMMAND)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tokenloom.request import errors
 from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
 from tokenloom.services.runtime.peers.subset import Position
-from tokenloom.services.runtime.placement import pairing
+from tokenloom.services.runtime.placement import pairing, prefix_homes
 from tokenloom.services.runtime.placement.data_parallel_rank import has_rank
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
@@ -27,8 +27,6 @@ from tokenloom.v1.coordinator_pb2 import (
     Subset,
 )
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
-
-from . import prefix_homes
 
 FADE_SECONDS = 2.0
 """After so long the loads of the last snapshot count for 1/e. All output processors have the same ones and would send

@@ -1,6 +1,6 @@
 """Groups the engines of a pool by what they can do in a request."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,6 +24,7 @@ class Pool:
             the same engines.
         hands_over: Whether another engine of the pool can continue from its KV, by row, shape [capacity].
         min_max_tokens: A prompt of so many tokens fits into any of them.
+        homes: Where prefixes are at home that were asked for, by the hash of the prefix (:mod:`.prefix_homes`).
     """
 
     rows: Rows
@@ -31,6 +32,7 @@ class Pool:
     prefillers: Rows
     hands_over: BoolColumn
     min_max_tokens: int
+    homes: dict[int, Rows] = field(default_factory=dict)
 
 
 def make_pool(engines: EngineColumns, kinds: FingerprintKinds, rows: Rows) -> Pool:

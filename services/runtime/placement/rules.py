@@ -13,12 +13,16 @@ from numpy.typing import NDArray
 
 from tokenloom.v1.types_pb2 import EngineRole
 
-from .engine_columns import EngineColumns, FloatColumn, IntColumn, Rows
+from .engine_columns import BoolColumn, EngineColumns, FloatColumn, IntColumn, Rows
 
 WAITING_WEIGHT = 4
 """A waiting request weighs four running ones: it will cost a prefill, and it shows that there was no room."""
 
-BATCH_STEPS = 32.0
+HOME_WEIGHT = 2 * WAITING_WEIGHT
+"""A home may have two more waiting requests than another engine and is still preferred."""
+HOME_SHARE = 0.25
+"""A home is preferred as if it had computed so much of the prompt already."""
+BATCH_STEPS = 64.0
 """As many steps of a full batch count for the share of it that is taken: what a request costs and is cost after its
 prefill, while it and the others decode together."""
 UNKNOWN_RATE = 10_000.0
@@ -28,7 +32,7 @@ UNKNOWN_STEP_SECONDS = 0.02
 
 _DECODE = EngineRole.ENGINE_ROLE_DECODE
 # Operands of arrays are arrays: NumPy takes a microsecond longer for each number of Python.
-_WAITING_WEIGHT, _NONE = np.array(WAITING_WEIGHT), np.array(0.0)
+_WAITING_WEIGHT, _HOME_WEIGHT, _NONE = np.array(WAITING_WEIGHT), np.array(HOME_WEIGHT), np.array(0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +44,13 @@ class Ask:
         prompt_tokens: All tokens of the prompt; at least 1.
         cached_tokens: Tokens of the prompt in each engine's KV cache as far as is known, by row, shape [capacity]; None
             if no engine has any.
+        is_home: Whether the prompt's beginning is at home on an engine, by row, shape [capacity]; None: it has no home.
     """
 
     role: EngineRole
     prompt_tokens: int
     cached_tokens: IntColumn | None = None
+    is_home: BoolColumn | None = None
 
     def uncached_tokens(self, rows: Rows) -> IntColumn:
         """Return the prompt tokens to compute on each of ``rows``, shape [n]."""
@@ -61,16 +67,19 @@ def score(engines: EngineColumns, rows: Rows, ask: Ask) -> IntColumn | FloatColu
     """Return waiting * 4 + running, less what a cached prefix saves.
 
     A prefill that is cached in full saves what a waiting request weighs, and no engine becomes better than an idle one.
-    A decode leg saves no prefill, only a copy: its cached prefix decides between equals.
+    A decode leg saves no prefill, only a copy: its cached prefix decides between equals. A home of the prompt is
+    preferred by :data:`HOME_WEIGHT`.
     """
     scores: IntColumn = engines.waiting * _WAITING_WEIGHT  # all rows: faster than to take some of each
     scores += engines.running
     if ask.cached_tokens is None or ask.role == _DECODE:
-        return scores.take(rows)
+        return (scores if ask.is_home is None else scores - ask.is_home * _HOME_WEIGHT).take(rows)
     reduced: FloatColumn = ask.cached_tokens / np.array(ask.prompt_tokens / WAITING_WEIGHT)
     np.rint(reduced, out=reduced)
     np.subtract(scores, reduced, out=reduced)
     np.maximum(reduced, _NONE, out=reduced)
+    if ask.is_home is not None:
+        reduced -= ask.is_home * _HOME_WEIGHT
     return reduced.take(rows)
 
 
@@ -79,7 +88,8 @@ def cost(engines: EngineColumns, rows: Rows, ask: Ask) -> FloatColumn:
 
     They are the time to compute the uncached prompt tokens that wait there and those of the leg, at the engine's own
     rate, and :data:`BATCH_STEPS` of the pool's mean steps as far as its batch is full, waiting requests included. An
-    engine that has not measured its rate gets the mean of the others. A decode leg computes no prompt.
+    engine that has not measured its rate gets the mean of the others. A decode leg computes no prompt. A home of the
+    prompt counts as if it had computed :data:`HOME_SHARE` of it.
     """
     requests = engines.waiting[rows] + engines.running[rows]
     step_seconds = _known(engines.step_seconds[rows], UNKNOWN_STEP_SECONDS).mean()
@@ -87,7 +97,10 @@ def cost(engines: EngineColumns, rows: Rows, ask: Ask) -> FloatColumn:
     if ask.role == _DECODE:
         return seconds
     rates = _known(engines.computed_rate[rows], UNKNOWN_RATE)
-    seconds += (engines.uncached_tokens[rows] + ask.uncached_tokens(rows)) / rates
+    tokens = engines.uncached_tokens[rows] + ask.uncached_tokens(rows)
+    if ask.is_home is not None:
+        tokens -= ask.is_home[rows] * (HOME_SHARE * ask.prompt_tokens)
+    seconds += tokens / rates
     return seconds
 
 

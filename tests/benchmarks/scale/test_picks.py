@@ -16,6 +16,7 @@ def test_prompts_share_beginnings_and_end_in_blocks_of_their_own() -> None:
 
 def test_costs_and_memory_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picks, "_NUM_PICKS", 20)
+    monkeypatch.setattr(picks, "_PICKS_OF_A_ROUND", 5)
     cost = picks.pick_cost(3)
     assert 0 < cost.without_hashes < cost.with_hashes
     monkeypatch.setattr(picks, "_MEMORY_PICKS", 50)

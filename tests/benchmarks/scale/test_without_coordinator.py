@@ -11,7 +11,7 @@ CASE = Case(rate=30.0, engines=4, processors=4, dies_at=1.0, settles_at=2.0, end
 @pytest.mark.parametrize("dies_at", [None, CASE.dies_at])
 def test_every_request_ends_and_no_pick_stays_counted(dies_at: float | None) -> None:
     drawn = requests(TRACE, CASE.rate, CASE.ends_at, CASE.processors, seed=0)
-    run = Run(TRACE, drawn, CASE.engines, CASE.processors, dies_at)
+    run = Run(TRACE, drawn, CASE, dies_at)
     run.run(CASE.ends_at)
     assert all(each.first_token_at > each.at for each in drawn)
     assert not any(engine.waiting or engine.running for engine in run.engines.values())

@@ -1,12 +1,13 @@
 """Tests joins, leaves and snapshots, with a clock that tests move and with arbitrary histories."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.request.errors import Unavailable
-from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.engine_registry import MAX_MORE_SECONDS, Registry
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineState, PickRequest
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
@@ -183,3 +184,22 @@ class RegistryMachine(RuleBasedStateMachine):
 
 TestRegistryMachine = RegistryMachine.TestCase
 TestRegistryMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_view_is_not_complete_while_engines_join_one_after_the_other() -> None:
+    clock = Clock()
+    registry = Registry(1, clock, settle_seconds=2.0)
+    seen = []
+    for number in range(100):
+        clock.now += 0.4
+        registry.join(identity(f"e{number}"), report())
+        registry.refresh()
+        seen.append(registry.is_complete)
+    assert 0.4 * seen.index(True) == pytest.approx(2.0 + MAX_MORE_SECONDS, abs=0.5), "not without end"
+    waits = Registry(1, clock, settle_seconds=2.0)
+    clock.now += 1.9
+    waits.join(identity("last"), report())
+    for seconds, is_complete in ((0.2, False), (0.4, True)):
+        clock.now += seconds
+        waits.refresh()
+        assert waits.is_complete is is_complete

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenloom.services.coordinator.report_interval import MAX_REPORTS_PER_SECOND, report_interval
+from tokenloom.services.coordinator.report_interval import MAX_REPORTS_PER_SECOND, ReportPace, report_interval
 
 
 def test_the_interval_grows_with_the_engines() -> None:
@@ -25,3 +25,28 @@ def test_an_engine_that_comes_and_goes_does_not_change_it() -> None:
     interval = report_interval(1001)
     assert [report_interval(count, interval) for count in (1000, 1001, 999)] == [interval] * 3
     assert report_interval(800, interval) == 0.2
+
+
+def followed(pace: ReportPace, num_engines: int, late_seconds: float, begin: float, seconds: float) -> float:
+    """The interval after so many seconds, by ten looks a second."""
+    for tick in range(round(seconds * 10)):
+        pace.follow(num_engines, late_seconds, begin + tick / 10)
+    return pace.interval
+
+
+def test_a_loop_that_is_late_gets_fewer_reports_and_more_again_when_it_is_not() -> None:
+    pace = ReportPace()
+    assert followed(pace, 1000, 0.01, 100.0, 5.0) == 0.2
+    assert followed(pace, 1000, 1.0, 105.0, 1.5) == 0.4, "soon, but one step at a time"
+    assert followed(pace, 1000, 1.0, 106.5, 60.0) == 1.0
+    assert followed(pace, 1000, 0.0, 166.5, 15.0) == 1.0, "not at once: what made it late may come back"
+    assert followed(pace, 1000, 0.0, 181.5, 30.0) < 1.0
+    assert followed(pace, 1000, 0.0, 211.5, 120.0) == 0.2
+
+
+def test_one_long_turn_and_the_turns_of_a_small_mesh_change_nothing() -> None:
+    pace = ReportPace()
+    followed(pace, 1000, 0.01, 100.0, 5.0)
+    assert pace.follow(1000, 0.9, 105.0) == 0.2
+    assert followed(pace, 1000, 0.01, 105.1, 5.0) == 0.2
+    assert followed(ReportPace(), 100, 5.0, 100.0, 60.0) == 0.03

@@ -126,7 +126,7 @@ async def _announce_and_wait(mesh: Mesh, names: Sequence[str], scheme: str) -> N
     await mesh.wait_serving()
     engines = [engine.address for engine in mesh.states("engine")]
     each = len(engines) // len(names)
-    lengths = [await context_length(engines[start : start + each]) for start in range(0, len(engines), each)]
+    lengths = [await context_length(engines[at * each : (at + 1) * each]) for at in range(len(names))]
     context = f", context: {' and '.join(map(str, lengths))} tokens" if all(lengths) else ""
     await mesh.output_settled()  # so that the lines below are the last ones
     verb = "is" if len(names) == 1 else "are"

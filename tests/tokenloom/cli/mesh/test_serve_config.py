@@ -173,7 +173,8 @@ def test_further_models(meshes: list[MeshOptions], tmp_path: Path) -> None:
         (("--also", str(other), "--meshes", "meshes.toml"), "cannot be combined"),
     ):
         result = run(file, "", *arguments)
-        assert (result.exit_code in (1, 2), message in result.output) == (True, True), result.output
+        written = " ".join(result.output.replace("│", " ").split())  # a narrow terminal breaks the line
+        assert (result.exit_code in (1, 2), message in written) == (True, True), result.output
     assert len(meshes) == 1
 
 

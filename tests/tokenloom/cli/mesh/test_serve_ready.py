@@ -30,7 +30,9 @@ class FakeMesh:
         return self.states("gateway")
 
     def states(self, service: str) -> list[PartState]:
-        return [PartState(1, "127.0.0.1:9123", None, "127.0.0.1:8123", "") for _ in range(service == "gateway")]
+        if service == "engine":
+            return [PartState(1, address, None, None, "") for address in ("e0", "e1", "e2", "e3")]
+        return [PartState(1, "127.0.0.1:9123", None, "127.0.0.1:8123", "")]
 
 
 @pytest.mark.parametrize(("length", "context"), [(2048, ", context: 2048 tokens"), (None, "")])
@@ -42,7 +44,7 @@ def test_the_last_line_says_where_and_what_is_served(
 
     monkeypatch.setattr(serving, "context_length", context_length)
     mesh = FakeMesh()
-    asyncio.run(serving._announce_and_wait(mesh, "demo", "http"))  # type: ignore[arg-type]
+    asyncio.run(serving._announce_and_wait(mesh, ["demo"], "http"))  # type: ignore[arg-type]
     assert mesh.events == ["serving", "settled", "waits"]
     line = capsys.readouterr().out
     assert line == (
@@ -51,3 +53,16 @@ def test_the_last_line_says_where_and_what_is_served(
     )
     assert served_url(line) == "http://127.0.0.1:8123", "`make clients` reads the line"
     assert served_url("") == ""
+
+
+def test_with_several_models_each_one_s_context_is_that_of_its_engines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def context_length(addresses: list[str]) -> int:
+        return {("e0", "e1"): 4096, ("e2", "e3"): 512}[addresses[0], addresses[1]]
+
+    monkeypatch.setattr(serving, "context_length", context_length)
+    asyncio.run(serving._announce_and_wait(FakeMesh(), ["large", "small"], "http"))  # type: ignore[arg-type]
+    line = capsys.readouterr().out
+    assert line.startswith("large and small are served at http://127.0.0.1:8123 (page: ")
+    assert "context: 4096 and 512 tokens" in line

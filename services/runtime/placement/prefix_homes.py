@@ -1,12 +1,14 @@
-"""Names the engines at which a prefix is at home. Every process names the same ones, without asking another. No I/O."""
+"""Names the engines at which a prefix is at home. Every process names the same ones, without asking another: the
+coordinator prefers them, so that output processors find cached prefixes there while it is away. No I/O."""
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tokenloom.services.runtime.placement import rendezvous
-from tokenloom.services.runtime.placement.engine_columns import EngineColumns, FloatColumn, Rows
-from tokenloom.services.runtime.placement.rules import Ask, Rule
+from . import rendezvous
+from .engine_columns import BoolColumn, EngineColumns, FloatColumn, Rows
+from .pool import Pool
+from .rules import WAITING_WEIGHT, Ask, Rule
 
 NUM_HOMES = 2
 """Engines that share a prefix. With two choices the longest queue grows with log log n instead of log n / log log n
@@ -19,6 +21,10 @@ followed by its longer ones."""
 OVERLOAD = 1.5
 """A home is passed over when it has more to do than so many times the mean (Mirrokni et al., Consistent hashing with
 bounded loads, 2018)."""
+_SLACK = 2 * WAITING_WEIGHT
+"""A home may have so much more to do in any case: one process sees few requests, which are no burden yet."""
+_MAX_KEYS = 4096
+"""Prefixes whose homes are remembered of a pool: to rank a thousand engines takes longer than the rest of a pick."""
 _KEY_BITS = (1 << 64) - 1
 
 
@@ -30,6 +36,23 @@ def keys_of(block_hashes: Sequence[int]) -> Iterator[int]:
             yield block_hashes[min(length, len(block_hashes)) - 1]
         if len(block_hashes) <= length:
             return
+
+
+def is_home(engines: EngineColumns, pool: Pool, block_hashes: Sequence[int]) -> BoolColumn | None:
+    """Return whether the beginning of a prompt is at home on each engine, by row, shape [capacity]; None if it is at
+    home on no engine, or on all that prefill."""
+    rows = pool.prefillers
+    if not block_hashes or len(rows) <= NUM_HOMES:
+        return None
+    key = next(keys_of(block_hashes))
+    if (homes := pool.homes.get(key)) is None:
+        if len(pool.homes) >= _MAX_KEYS:
+            pool.homes.clear()
+        weights = rendezvous.weights(engines.name_hash[rows], key)
+        homes = pool.homes[key] = rows[np.argpartition(weights, -NUM_HOMES)[-NUM_HOMES:]]
+    at_home = np.zeros(engines.capacity, np.bool_)
+    at_home[homes] = True
+    return at_home
 
 
 def rule(keys: Sequence[int], loads: FloatColumn) -> Rule:
@@ -51,7 +74,7 @@ def rule(keys: Sequence[int], loads: FloatColumn) -> Rule:
 
 def _best(names: np.ndarray[tuple[int], np.dtype[np.uint64]], loads: FloatColumn, keys: Sequence[int]) -> int:
     """Return the position of the best engine; ``names``, ``loads``: shape [n], at least one."""
-    limit = OVERLOAD * float(loads.mean())
+    limit = OVERLOAD * float(loads.mean()) + _SLACK
     order = np.arange(len(names))
     for key in keys:
         order = rendezvous.weights(names, key & _KEY_BITS).argsort()[::-1]

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
     },
+    "llama-8b": _COMMON
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 16_384,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    },
 }
 """The shapes: names and configurations."""
 
@@ -77,6 +94,24 @@ def write_model(name: str, directory: Path) -> None:
         for key, shape in _shapes(config)
     }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_zero_model(name: str, directory: Path) -> None:
+    """Write ``config.json`` and weights of zeros that take no room on a disk, for who fills them after loading."""
+    config = SHAPES[name]
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    dtype = {"bfloat16": "BF16", "float32": "F32"}[config["torch_dtype"]]
+    entries: dict[str, Any] = {}
+    end = 0
+    for key, shape in _shapes(config):
+        begin, end = end, end + math.prod(shape) * getattr(torch, config["torch_dtype"]).itemsize
+        entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)
 
 
 def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:

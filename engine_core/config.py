@@ -102,7 +102,7 @@ class WorkerConfig(Struct, frozen=True):
     enforce_eager: Annotated[
         bool,
         "Compute every step operation by operation; by default a CPU runs decode steps from recordings of their kernel "
-        "calls, which gives the same tokens sooner.",
+        "calls, and a GPU from graphs, which gives the same tokens sooner.",
     ] = False
     profiler_dir: Annotated[str, "Directory for profiles; empty: requests to profile are refused."] = ""
 

@@ -25,7 +25,8 @@ class GraphCapture:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Other threads of the process, such as those of transports, may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 compute()
         finally:
             if was_enabled:

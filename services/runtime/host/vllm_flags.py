@@ -7,7 +7,7 @@ _MACHINES = (
     "engines on several machines run as services of one mesh (docs/use/two-machines.md, docs/operate/kubernetes.md)"
 )
 _ORIGINS = "use --cors-origins, which lists the origins of web pages; methods, headers and credentials follow from it"
-_GRAPHS = "the engine uses neither CUDA graphs nor a compiler"
+_GRAPHS = "graphs of a GPU follow from --max-num-seqs, --enforce-eager turns them off; there is no compiler"
 _TEXT_ONLY = "models read text only; a multimodal request is refused by name"
 _EXPERTS = "--enable-expert-parallel divides a model's experts among workers or engines, evenly and for good"
 _OVERLAP = "the engine does not split a batch to overlap communication"

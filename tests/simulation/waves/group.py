@@ -203,7 +203,8 @@ class Group:
             rank.pauses_complete += 1
         if rank.waves.state is WaveState.REMOVED:
             self._end_requests(rank, "TRY_ELSEWHERE")
-            self.starts.leave(str(rank.number))
+            if self.ranks[rank.number] is rank:  # otherwise another one has its number
+                self.starts.leave(str(rank.number))
         self._report(rank)
         if rank.waves.is_running and not rank.is_stepping:
             rank.is_stepping = True

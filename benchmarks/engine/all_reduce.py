@@ -1,7 +1,7 @@
 """Compares two ways to add the tensors of ranks on one machine: over shared memory, and over gloo's sockets.
 
-``python -m tokenloom.bench.engine.all_reduce`` runs two ranks on threads, in turns, and prints microseconds for each sum of
-hidden states of one token, of a batch that decodes, and of a chunk of a prompt.
+``python -m tokenloom.bench.engine.all_reduce`` runs two ranks on threads, in turns, and prints microseconds for each
+sum of hidden states of one token, of a batch that decodes, and of a chunk of a prompt.
 """
 
 import tempfile

@@ -6,11 +6,17 @@ The constants are measured; each names the command that prints it. ``k8s/overlay
 from dataclasses import dataclass
 from math import ceil
 
+from tokenloom.services.coordinator.report_interval import report_interval
+
 STREAMS_PER_ENGINE = 64
 ENGINES_PER_CELL = 1000
 """What one coordinator is measured with (``tokenloom bench scale``)."""
-PICKS_PER_SECOND = 5000
-"""Placements that one coordinator makes with 256 block hashes in each (``tokenloom bench scale``)."""
+COORDINATOR_SECONDS_PER_REPORT = 90e-6
+COORDINATOR_SECONDS_PER_PICK = 230e-6
+"""Processor time in the thread of the coordinator's event loop (``tokenloom bench scale``): of a report, with the
+snapshots that follow from it, and of a request with 256 block hashes through ``PickStream``."""
+LONGEST_REPORT_INTERVAL = 1.0
+"""Seconds between two reports of an engine while the coordinator has no time for more."""
 STEP_SECONDS = 0.02
 """Time between two tokens of a stream."""
 GATEWAY_SECONDS_PER_TOKEN = 30e-6
@@ -29,7 +35,9 @@ class Cell:
     """The replicas of a mesh with one coordinator.
 
     Attributes:
-        requests_per_second: What its coordinator can place.
+        requests_per_second: What its coordinator can place beside all reports that it asks for.
+        most_requests_per_second: What it can place when it asks for one report a second from each engine, because it
+            would be late otherwise. Both are at most one request for each stream.
         seconds_per_answer: As long as an answer must take on average, at least, for all streams to be in use.
     """
 
@@ -38,6 +46,7 @@ class Cell:
     output_processors: int
     tokenizers: int
     requests_per_second: int
+    most_requests_per_second: int
     seconds_per_answer: float
 
 
@@ -45,19 +54,27 @@ def cell(engines: int = ENGINES_PER_CELL, streams_per_engine: int = STREAMS_PER_
     """Return what a mesh of so many engines needs."""
     streams = engines * streams_per_engine
     tokens_per_second = streams / STEP_SECONDS
+    most_requests = _requests(engines, LONGEST_REPORT_INTERVAL, streams)
     return Cell(
         engines=engines,
         gateways=_replicas(tokens_per_second * GATEWAY_SECONDS_PER_TOKEN),
         output_processors=_replicas(tokens_per_second * OUTPUT_PROCESSOR_SECONDS_PER_TOKEN),
-        tokenizers=_replicas(PICKS_PER_SECOND * PROMPT_TOKENS * TOKENIZER_SECONDS_PER_TOKEN),
-        requests_per_second=PICKS_PER_SECOND,
-        seconds_per_answer=streams / PICKS_PER_SECOND,
+        tokenizers=_replicas(most_requests * PROMPT_TOKENS * TOKENIZER_SECONDS_PER_TOKEN),
+        requests_per_second=_requests(engines, report_interval(engines), streams),
+        most_requests_per_second=most_requests,
+        seconds_per_answer=streams / most_requests,
     )
 
 
 def cells(streams: int) -> int:
     """Return how many cells hold so many streams."""
     return ceil(streams / (ENGINES_PER_CELL * STREAMS_PER_ENGINE))
+
+
+def _requests(engines: int, interval: float, streams: int) -> int:
+    """Return how many requests a second the coordinator can place beside reports at an interval."""
+    left = UTILIZATION - engines / interval * COORDINATOR_SECONDS_PER_REPORT
+    return min(int(left / COORDINATOR_SECONDS_PER_PICK), streams)
 
 
 def _replicas(cores: float) -> int:

@@ -15,11 +15,8 @@ from torch import Tensor
 
 from ..layers.grouped_rows import GroupedRows
 
-_TIMEOUT = timedelta(minutes=30)
-"""A rank waits so long for the slowest step of another; the end of a rank ends the exchange at once."""
 _JOIN_TIMEOUT = timedelta(minutes=1)
 """The ranks join when they become members of their group, all at the same time."""
-_LOOPBACK = "127.0.0.1"
 
 
 class ExpertExchange:
@@ -37,15 +34,9 @@ class ExpertExchange:
 
     def join(self, rendezvous: str) -> None:
         """Join the other ranks at a file of this host, and wait for them."""
-        import torch.distributed as dist
+        from .torch_group import gloo_on_host  # here, so that an engine with all experts pays nothing for it
 
-        store = dist.FileStore(rendezvous, self.size)
-        store.set_timeout(_JOIN_TIMEOUT)
-        kind: Any = dist.ProcessGroupGloo
-        options = kind._Options()
-        options._devices = [kind.create_device(hostname=_LOOPBACK, lazy_init=False)]
-        options._timeout = _TIMEOUT
-        self._backend = kind(dist.PrefixStore("experts", store), self.rank, self.size, options)
+        self._backend = gloo_on_host(rendezvous, "experts", self.rank, self.size, _JOIN_TIMEOUT)
         self._backend.barrier().wait()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(rendezvous)

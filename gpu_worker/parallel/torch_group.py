@@ -85,6 +85,16 @@ def join(parallel: ParallelConfig, place: Place, device: torch.device) -> Ranks:
     return Ranks(place, group, tensors, host_peers)
 
 
+def gloo_on_host(path: str, name: str, rank: int, size: int, timeout: timedelta) -> Any:
+    """Join the ranks of this host that meet at the file ``path``, and return their process group.
+
+    Raises ``RuntimeError`` if they do not come within ``timeout``.
+    """
+    store = _c10d.FileStore(path, size)
+    store.set_timeout(timeout)
+    return _gloo(_c10d.PrefixStore(name, store), rank, size, _LOOPBACK)
+
+
 def _store(parallel: ParallelConfig) -> tuple[Any, str]:
     """Return where the ranks find each other, and the address at which this one can be reached."""
     address, size = parallel.rendezvous, parallel.world_size

@@ -9,7 +9,7 @@ from tokenloom.services.runtime.placement import pairing, prefix_homes
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.pool import Pool, make_pool
-from tokenloom.services.runtime.placement.rules import Ask, Rule, score
+from tokenloom.services.runtime.placement.rules import Ask, Rule, cost, score
 from tokenloom.v1.coordinator_pb2 import PickRequest
 from tokenloom.v1.types_pb2 import EngineRole
 
@@ -74,8 +74,8 @@ class Placement:
                 raise ResourceExhausted(f"No engine's KV cache can hold a prompt of {request.prompt_tokens} tokens.")
         # A request that pools has no use for an engine that decodes, however short it is.
         threshold = 0 if request.pools else self.policy.pd_threshold
-        hashes = () if request.role == EngineRole.ENGINE_ROLE_DECODE else request.block_hash_prefixes
-        is_home = prefix_homes.is_home(self._columns, pool, hashes)
+        asks_homes = self.policy.rule is cost and request.role != EngineRole.ENGINE_ROLE_DECODE
+        is_home = prefix_homes.is_home(self._columns, pool, request.block_hash_prefixes) if asks_homes else None
         ask = Ask(request.role, request.prompt_tokens, cached_tokens, is_home)
         return pairing.choose(self._columns, pool, ask, self.policy.rule, threshold)
 

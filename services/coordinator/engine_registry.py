@@ -242,7 +242,8 @@ class Registry:
             return None
         tokens: IntColumn = _LEADING_BLOCKS.take(num_hashes)
         tokens *= self._columns.block_size
-        return np.minimum(tokens, np.array(prompt_tokens), out=tokens)
+        np.minimum(tokens, np.array(prompt_tokens), out=tokens)
+        return tokens
 
     def _rows(self, refs: Sequence[EngineRef]) -> list[int]:
         """Return the rows of those of the engines that are joined."""

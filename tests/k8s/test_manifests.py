@@ -229,7 +229,7 @@ def test_the_network_lets_through_the_drawn_arrows_only(mesh: tuple[Object, ...]
         "tokenizer": {"gateway"},
         "output-processor": {"gateway"},
         "coordinator": {"gateway", "output-processor", "engine", "coordinator"},
-        "engine": {"output-processor"},
+        "engine": {"output-processor", "coordinator"},
     }
     assert outgoing == {part: {to for to, callers in incoming.items() if part in callers} for part in incoming}
 

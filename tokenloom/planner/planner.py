@@ -20,6 +20,8 @@ FLIP_SECONDS: Final = 60.0
 """An engine may change its role when it was not needed for so long."""
 REMOVE_SECONDS: Final = 300.0
 """An engine may be removed when it was not needed for so long: as in Kubernetes, since a new one starts slowly."""
+KEEP_SECONDS: Final = 600.0
+"""An engine that was added is kept so long: what was asked for in a rush is not taken back at once."""
 _FILLED: Final = 0.85
 """Largest share of the remaining engines that the demand may take when an engine is given up."""
 
@@ -72,6 +74,7 @@ class Planner:
         self._flip_peaks = {role: Peak(FLIP_SECONDS) for role in Role}
         self._remove_peaks = {role: Peak(REMOVE_SECONDS) for role in Role}
         self._wanted: dict[Role, int] = {}
+        self._added_at: dict[Role, float] = {}
         self._last: dict[str, tuple[float, int]] = {}  # for each kind of queue, time and length
 
     def plan(self, engines: Sequence[EngineLoad], now: float) -> Plan:
@@ -128,14 +131,19 @@ class Planner:
         return ()
 
     def _scale(self, counts: Mapping[Role, int], needs: Mapping[Role, float], now: float, *, flipped: bool) -> None:
-        """Move the wanted engines: up at once, down after :data:`REMOVE_SECONDS`, to the counts after a flip."""
+        """Move the wanted engines: up at once, down after :data:`REMOVE_SECONDS` and :data:`KEEP_SECONDS`, to the counts
+        after a flip."""
         if flipped or self._wanted.keys() != counts.keys():
             self._wanted = dict(counts)
         for role in counts:
             enough = max(_engines(self._remove_peaks[role].get(now) / _FILLED), self._limits.least)
-            wanted = max(min(self._wanted[role], enough), _engines(needs[role]), self._limits.least)
+            before = self._wanted[role]
+            kept = before if now < self._added_at.get(role, -math.inf) + KEEP_SECONDS else min(before, enough)
+            wanted = max(kept, _engines(needs[role]), self._limits.least)
             others = sum(number for each, number in self._wanted.items() if each != role)
             self._wanted[role] = min(wanted, max(self._limits.most - others, counts[role]))
+            if self._wanted[role] > before:
+                self._added_at[role] = now
 
 
 def _engines(need: float) -> int:

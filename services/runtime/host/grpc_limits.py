@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from ..peers.keepalive import patient_options
 from . import descriptors
 
 HANDSHAKE_SECONDS = 10.0
@@ -28,6 +27,8 @@ class GrpcLimits:
 
     def options(self) -> list[tuple[str, int]]:
         """Return the options of the server. It also needs ``maximum_concurrent_rpcs=calls``."""
+        from ..peers.keepalive import patient_options  # here, because the help of a command needs settings only
+
         return [
             ("grpc.max_allowed_incoming_connections", descriptors.for_clients(self.connections)),
             ("grpc.max_concurrent_streams", self.streams),

@@ -23,7 +23,7 @@ OVERLOAD = 1.5
 bounded loads, 2018)."""
 _SLACK = 2 * WAITING_WEIGHT
 """A home may have so much more to do in any case: one process sees few requests, which are no burden yet."""
-_MAX_KEYS = 4096
+MAX_KEYS = 4096
 """Prefixes whose homes are remembered of a pool: to rank a thousand engines takes longer than the rest of a pick."""
 _KEY_BITS = (1 << 64) - 1
 
@@ -46,7 +46,7 @@ def is_home(engines: EngineColumns, pool: Pool, block_hashes: Sequence[int]) -> 
         return None
     key = next(keys_of(block_hashes))
     if (homes := pool.homes.get(key)) is None:
-        if len(pool.homes) >= _MAX_KEYS:
+        if len(pool.homes) >= MAX_KEYS:
             pool.homes.clear()
         weights = rendezvous.weights(engines.name_hash[rows], key)
         homes = pool.homes[key] = rows[np.argpartition(weights, -NUM_HOMES)[-NUM_HOMES:]]

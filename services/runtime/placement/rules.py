@@ -18,8 +18,6 @@ from .engine_columns import BoolColumn, EngineColumns, FloatColumn, IntColumn, R
 WAITING_WEIGHT = 4
 """A waiting request weighs four running ones: it will cost a prefill, and it shows that there was no room."""
 
-HOME_WEIGHT = 2 * WAITING_WEIGHT
-"""A home may have two more waiting requests than another engine and is still preferred."""
 HOME_SHARE = 0.25
 """A home is preferred as if it had computed so much of the prompt already."""
 BATCH_STEPS = 64.0
@@ -32,7 +30,7 @@ UNKNOWN_STEP_SECONDS = 0.02
 
 _DECODE = EngineRole.ENGINE_ROLE_DECODE
 # Operands of arrays are arrays: NumPy takes a microsecond longer for each number of Python.
-_WAITING_WEIGHT, _HOME_WEIGHT, _NONE = np.array(WAITING_WEIGHT), np.array(HOME_WEIGHT), np.array(0.0)
+_WAITING_WEIGHT, _NONE = np.array(WAITING_WEIGHT), np.array(0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,8 @@ class Ask:
         prompt_tokens: All tokens of the prompt; at least 1.
         cached_tokens: Tokens of the prompt in each engine's KV cache as far as is known, by row, shape [capacity]; None
             if no engine has any.
-        is_home: Whether the prompt's beginning is at home on an engine, by row, shape [capacity]; None: it has no home.
+        is_home: Whether the prompt's beginning is at home on an engine, by row, shape [capacity]; None: it has no home,
+            or the rule does not ask.
     """
 
     role: EngineRole
@@ -67,19 +66,16 @@ def score(engines: EngineColumns, rows: Rows, ask: Ask) -> IntColumn | FloatColu
     """Return waiting * 4 + running, less what a cached prefix saves.
 
     A prefill that is cached in full saves what a waiting request weighs, and no engine becomes better than an idle one.
-    A decode leg saves no prefill, only a copy: its cached prefix decides between equals. A home of the prompt is
-    preferred by :data:`HOME_WEIGHT`.
+    A decode leg saves no prefill, only a copy: its cached prefix decides between equals.
     """
     scores: IntColumn = engines.waiting * _WAITING_WEIGHT  # all rows: faster than to take some of each
     scores += engines.running
     if ask.cached_tokens is None or ask.role == _DECODE:
-        return (scores if ask.is_home is None else scores - ask.is_home * _HOME_WEIGHT).take(rows)
+        return scores.take(rows)
     reduced: FloatColumn = ask.cached_tokens / np.array(ask.prompt_tokens / WAITING_WEIGHT)
     np.rint(reduced, out=reduced)
     np.subtract(scores, reduced, out=reduced)
     np.maximum(reduced, _NONE, out=reduced)
-    if ask.is_home is not None:
-        reduced -= ask.is_home * _HOME_WEIGHT
     return reduced.take(rows)
 
 

@@ -48,7 +48,7 @@ def test_bad_arguments_end_with_status_2(arguments: list[str]) -> None:
         (["bench", "throughputs"], "Did you mean 'throughput'?"),
         (["serve", "--prot", "1"], "--port"),
         (["chat", "--sytem", "x"], "--system"),
-        (["serve", "-tp", "2"], "-tp is a flag of vLLM: each engine computes on one device; use --engines"),
+        (["serve", "-tp", "2"], "-tp is a flag of vLLM: use --tensor-parallel-size"),
         (["serve", "--lora-dtype", "auto"], "the matrices of LoRA adapters have the dtype of the model"),
         (["bench", "serve", "--prot", "1"], "--prot: no such option"),
     ],

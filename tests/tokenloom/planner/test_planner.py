@@ -7,7 +7,7 @@ import pytest
 
 from tokenloom.planner.demand import Goals
 from tokenloom.planner.engine_load import EngineLoad, Role
-from tokenloom.planner.planner import FLIP_SECONDS, REMOVE_SECONDS, Limits, Plan, Planner
+from tokenloom.planner.planner import FLIP_SECONDS, KEEP_SECONDS, REMOVE_SECONDS, Limits, Plan, Planner
 
 LOOK = 10.0
 
@@ -85,6 +85,16 @@ def test_engines_are_given_up_only_after_a_window_without_need() -> None:
     looks.look(busy, 2 * REMOVE_SECONDS)
     assert looks.look(idle, REMOVE_SECONDS - LOOK).wanted == {Role.PREFILL: 2, Role.DECODE: 3}
     assert looks.look(idle, 3 * LOOK).wanted == {Role.PREFILL: 1, Role.DECODE: 1}
+
+
+def test_what_was_added_is_kept_for_a_while() -> None:
+    looks = Looks()
+    idle = [prefill(0, tokens=100), prefill(1), decode(0, running=5)]
+    looks.look(idle, 2 * REMOVE_SECONDS)
+    busy = [prefill(0, tokens=700), prefill(1, tokens=700), decode(0, running=5)]
+    assert looks.look(busy).wanted[Role.PREFILL] == 2
+    assert looks.look(idle, KEEP_SECONDS - LOOK).wanted[Role.PREFILL] == 2
+    assert looks.look(idle, 2 * LOOK).wanted[Role.PREFILL] == 1
 
 
 def test_a_growing_queue_is_load_and_one_that_shrinks_is_not() -> None:

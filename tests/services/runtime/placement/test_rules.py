@@ -5,7 +5,7 @@ import pytest
 
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
 from tokenloom.services.runtime.placement.rank import best
-from tokenloom.services.runtime.placement.rules import BATCH_STEPS, Ask, cost
+from tokenloom.services.runtime.placement.rules import BATCH_STEPS, HOME_SHARE, Ask, cost
 from tokenloom.v1.types_pb2 import EngineRole
 
 PREFILL, DECODE = EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
@@ -64,3 +64,11 @@ def test_what_was_not_measured_is_as_for_the_others(engines: EngineColumns) -> N
     engines.computed_rate[0] = 0
     first, second = cost(engines, ROWS, Ask(PREFILL, 2000))
     assert first == second > 0
+
+
+def test_a_home_of_the_prompt_counts_as_if_it_had_computed_a_share(engines: EngineColumns) -> None:
+    at_home = np.zeros(16, np.bool_)
+    at_home[1] = True
+    ask = Ask(PREFILL, 2000, None, at_home)
+    assert cost(engines, ROWS, ask) == pytest.approx([2.0, 2.0 * (1 - HOME_SHARE)])
+    assert cost(engines, ROWS, Ask(DECODE, 2000, None, at_home)) == pytest.approx([0, 0])

@@ -1,7 +1,9 @@
 """The kernels on the device against a reference in float64 or float32, on random data."""
 
 import functools
+import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import torch
@@ -30,12 +32,23 @@ _NEAR_BOUNDARY = 2
 
 
 def run(rows: Rows) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    checks: list[Callable[[Rows, torch.dtype], list[str]]] = [_attention, _products, _layer, _experts]
-    wrong = [each for check in checks for dtype in LIMITS for each in check(rows, dtype)]
-    wrong += _sampler(rows)
+    """Check in several processes, because compiling a kernel keeps one core busy for seconds."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=2 * len(LIMITS) + 1, mp_context=spawn) as pool:
+        tasks = [pool.submit(_check, rows, parts, dtype) for dtype in LIMITS for parts in ("attention", "others")]
+        tasks.append(pool.submit(_sampler, rows))
+        wrong = [name for task in tasks for name in task.result()]
     if wrong:
         raise SystemExit(f"wrong: {', '.join(wrong)}")
+
+
+def _check(rows: Rows, parts: str, dtype: torch.dtype) -> list[str]:
+    """Run a part of the checks of a dtype. Returns the names of those that are wrong."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    checks: list[Callable[[Rows, torch.dtype], list[str]]] = [_products, _layer, _experts]
+    if parts == "attention":
+        checks = [_attention]
+    return [name for check in checks for name in check(rows, dtype)]
 
 
 def _compare(rows: Rows, name: str, dtype: torch.dtype, found: Tensor, expected: Tensor) -> list[str]:

@@ -47,6 +47,7 @@ def run(rows: Rows) -> None:
     rows.add("8B, prefill of 4 x 2048", ms=ms, tflop_per_s=weights / 2 * 2 * 8192 / ms / 1e9)
 
 
+@torch.inference_mode()
 def _fill(driver: Driver) -> None:
     """Make the weights random: zeros would be multiplied faster."""
     generator = torch.Generator("cuda").manual_seed(1)

@@ -13,7 +13,7 @@ from tests.soak.models.transformers_models import KINDS, Outcome, quiet, sweep
 from tokenloom.gpu_worker.checkpoint.model_config import ARCHITECTURES, QUANTIZATIONS
 from tokenloom.gpu_worker.checkpoint.supported import GGUF_ARCHITECTURES
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
 _MESH_TEST = "tests/e2e/test_more_models.py"
 _SWEEP_MARK = "## Computed by transformers\n"
 

@@ -38,9 +38,9 @@ The modules of the transformers library compute these models, except attention, 
 load, a self-check compares their logits over the KV cache with those of their own attention. Linear layers and the
 experts of a layer are Tokenloom's, so `--quantization` applies; quantized checkpoint files are refused.
 
-`python -m tests.soak.models.transformers_models` made a tiny random checkpoint of each class. Those with "yes" gave the greedy
-tokens of transformers' own `generate`, in chunks and in batches. "Built in only": the built-in code serves the model,
-the modules do not.
+`python -m tests.soak.models.transformers_models` made a tiny random checkpoint of each class. Those with "yes" gave the
+greedy tokens of transformers' own `generate`, in chunks and in batches. "Built in only": the built-in code serves the
+model, the modules do not.
 """
 
 

@@ -1,4 +1,4 @@
-"""``python -m tests.soak.models.transformers_models``: every causal language model of transformers over the paged cache.
+"""``python -m tests.soak.models.transformers_models``: transformers' causal language models over the paged cache.
 
 Each is a tiny random checkpoint. It must give the tokens of transformers' own ``generate``, chunked and batched, or be
 refused before the first request.

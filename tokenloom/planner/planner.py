@@ -136,8 +136,11 @@ class Planner:
         if flipped or self._wanted.keys() != counts.keys():
             self._wanted = dict(counts)
         for role in counts:
-            enough = max(_engines(self._remove_peaks[role].get(now) / _FILLED), self._limits.least)
+            largest = self._remove_peaks[role].get(now)
+            enough = max(_engines(largest / _FILLED), self._limits.least)
             before = self._wanted[role]
+            if not math.isfinite(largest):  # of what was there first, some engines may have been starting
+                before = max(before, counts[role])
             kept = before if now < self._added_at.get(role, -math.inf) + KEEP_SECONDS else min(before, enough)
             wanted = max(kept, _engines(needs[role]), self._limits.least)
             others = sum(number for each, number in self._wanted.items() if each != role)

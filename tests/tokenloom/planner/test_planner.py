@@ -87,6 +87,14 @@ def test_engines_are_given_up_only_after_a_window_without_need() -> None:
     assert looks.look(idle, 3 * LOOK).wanted == {Role.PREFILL: 1, Role.DECODE: 1}
 
 
+def test_engines_that_were_starting_at_the_first_look_are_kept_as_long_as_the_others() -> None:
+    looks = Looks()
+    served = [prefill(0, tokens=100), decode(0, running=20), decode(1)]
+    assert looks.look(served).wanted == {Role.PREFILL: 1, Role.DECODE: 2}
+    later = [*served, prefill(1), prefill(2)]
+    assert looks.look(later, FLIP_SECONDS / 2).wanted == {Role.PREFILL: 3, Role.DECODE: 2}
+
+
 def test_what_was_added_is_kept_for_a_while() -> None:
     looks = Looks()
     idle = [prefill(0, tokens=100), prefill(1), decode(0, running=5)]

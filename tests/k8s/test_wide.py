@@ -98,13 +98,16 @@ def test_the_workers_fill_the_gpus_of_the_group(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_workers_join_the_leaders_ray() -> None:
-    (port,) = re.findall(r"--head --port (\d+)", script(LEADER))
+    (port,) = re.findall(r"--head .* --port (\d+)", script(LEADER))
     commands = (script(WORKER), WORKER.container["lifecycle"]["preStop"]["exec"]["command"][-1])
     addresses = [address for command in commands for address in re.findall(r"--address (\S+)", command)]
     assert addresses == [f'"$LWS_LEADER_ADDRESS:{port}"'] * 3
     assert "exec ray start" in script(WORKER)
     assert script(WORKER).rstrip().endswith("--block")
     assert "< $LWS_GROUP_SIZE" in script(LEADER)
+    for each in (LEADER, WORKER):  # without a route to the internet, Ray would take the address of the loopback
+        assert '--node-ip-address "$POD_IP"' in script(each)
+        assert "POD_IP" in each.environment
     assert WORKER.pod["terminationGracePeriodSeconds"] == LEADER.pod["terminationGracePeriodSeconds"]
 
 

@@ -90,7 +90,7 @@ docs: install ## write the pages of docs/ that come from the code
 	$(BIN)/python -m tokenloom.reference docs
 
 models-docs: install ## write docs/reference/models.md after trying every causal language model of transformers (5 minutes)
-	$(BIN)/python -m tests.soak.models_page
+	$(BIN)/python -m tests.soak.models.models_page
 
 metrics-docs: install ## write docs/reference/metrics.md from a running mesh
 	$(BIN)/python -m tests.observability.catalogue
@@ -185,7 +185,7 @@ soak: install ## run random schedules of faults, random JSON schemas, expensive 
 	$(BIN)/python -m tests.soak.adapters
 	$(BIN)/python -m tests.soak.bombs
 	$(BIN)/python -m tests.soak.fuzz --requests 20000
-	$(BIN)/python -m tests.soak.transformers_models
+	$(BIN)/python -m tests.soak.models.transformers_models
 
 attack: install ## attack running meshes while another key's stream runs, and print what it noticed (20 minutes, nothing else running)
 	$(BIN)/python -m tests.attack

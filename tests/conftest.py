@@ -1,7 +1,15 @@
 """What all tests share."""
 
-import gc
 import os
+
+# Triton reads this when it is imported: the tests of its kernels run them in its interpreter, and a module that another
+# test imports must not import Triton first.
+os.environ["TRITON_INTERPRET"] = "1"
+import triton  # noqa: F401
+
+del os.environ["TRITON_INTERPRET"]  # processes that tests start decide for themselves
+
+import gc
 import shutil
 import tempfile
 from collections.abc import Iterator

@@ -138,7 +138,7 @@ class Place:
 
     @property
     def numerics(self) -> str | None:
-        """Return what tells results from those of one rank: the order in which sums are added; None: nothing."""
+        """Return what sets results apart from those of one rank: the order in which sums are added; None: nothing."""
         if self.data_size > 1:
             return f"ep-{self.data_size}"
         return None if self.tensor_size == 1 else f"tp-{self.tensor_size}"

@@ -73,8 +73,8 @@ def _pause_or_rest(group: Group, rng: random.Random) -> None:
 def with_experts(directory: Path, size: int) -> tuple[Group, Draw]:
     """Return a group of ranks with spread experts, and what draws its requests."""
     # Here, because they take transformers.
+    from tests.parity.ranks.test_data_parallel import EXPERTS, alone
     from tests.parity.reference import save_random
-    from tests.parity.test_data_parallel import EXPERTS, alone
 
     path = save_random("qwen3_moe", directory, head_dim=24, **EXPERTS)
     config = EngineConfig(

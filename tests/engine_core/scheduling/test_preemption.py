@@ -4,7 +4,7 @@ import pytest
 
 from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_scheduler
-from tests.engine_core.scheduling.planned_steps import make_scheduler, step
+from tests.engine_core.planned_steps import make_scheduler, step
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
 from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 

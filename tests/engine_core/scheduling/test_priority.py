@@ -2,7 +2,7 @@
 
 from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_idle
-from tests.engine_core.scheduling.planned_steps import make_scheduler, step
+from tests.engine_core.planned_steps import make_scheduler, step
 
 
 def test_the_smallest_priority_begins_first() -> None:

@@ -2,7 +2,7 @@ import pytest
 
 from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_idle, check_scheduler
-from tests.engine_core.scheduling.planned_steps import make_scheduler, step
+from tests.engine_core.planned_steps import make_scheduler, step
 from tokenloom.engine_core.wire.messages import FinishReason, LogitsStats, PrefillStats
 from tokenloom.engine_core.wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 

@@ -23,7 +23,7 @@ from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tests.engine_core.kv_cache.grouped_hash_worker import WINDOWS, GroupedHashWorker, groups_of
-from tests.engine_core.scheduling.random_requests import (
+from tests.engine_core.random_requests import (
     ARRIVALS,
     MAX_MODEL_LEN,
     Arrival,

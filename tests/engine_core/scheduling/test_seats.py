@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_request, make_worker, tokens_of
 from tests.engine_core.invariants import check_idle, check_scheduler
-from tests.engine_core.scheduling.planned_steps import make_scheduler, step
+from tests.engine_core.planned_steps import make_scheduler, step
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.engine_core.scheduling.request import Request

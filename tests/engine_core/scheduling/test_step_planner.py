@@ -1,5 +1,5 @@
 from tests.engine_core.helpers import make_request
-from tests.engine_core.scheduling.planned_steps import make_scheduler, step
+from tests.engine_core.planned_steps import make_scheduler, step
 
 
 def test_a_long_prefill_leaves_room_for_short_ones() -> None:

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.engine_core.helpers import make_request
-from tests.engine_core.scheduling.planned_steps import make_scheduler, step
+from tests.engine_core.planned_steps import make_scheduler, step
 from tokenloom.engine_core.wire.messages import ErrorKind, FinishReason
 
 

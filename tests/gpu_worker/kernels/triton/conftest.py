@@ -8,15 +8,14 @@ import sys
 import numpy as np
 import pytest
 
-# Triton reads this when it decorates a function, its own library included, so it is set before the first import.
-assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") == "1", "something imported triton too early"
+# tests/conftest.py has imported Triton in the same way; here its kernels are decorated.
 os.environ["TRITON_INTERPRET"] = "1"
-import torch  # noqa: E402
-import triton  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
+import torch
+import triton
+from triton.runtime import interpreter
 
-from tokenloom.gpu_worker.kernels import triton as kernels  # noqa: E402
-from tokenloom.gpu_worker.kernels.triton import launch as launching  # noqa: E402
+from tokenloom.gpu_worker.kernels import triton as kernels
+from tokenloom.gpu_worker.kernels.triton import launch as launching
 
 for module in pkgutil.iter_modules(kernels.__path__):
     importlib.import_module(f"{kernels.__name__}.{module.name}")

@@ -1,10 +1,10 @@
-"""Twelve of the model types that ``python -m tests.soak.transformers_models`` tries."""
+"""Twelve of the model types that ``python -m tests.soak.models.transformers_models`` tries."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.soak.transformers_models import Outcome, try_kind
+from tests.soak.models.transformers_models import Outcome, try_kind
 
 IDENTICAL = ["phi", "phimoe", "gemma", "olmo2", "mixtral", "cohere2", "starcoder2", "glm4", "granite"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.parity.engine import Engine
-from tests.soak import tiny_configs
+from tests.soak.models import tiny_configs
 from tokenloom.gpu_worker.model_worker import ModelWorker
 
 LAYERS = ["sliding_attention", "full_attention"] * 3

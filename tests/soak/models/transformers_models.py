@@ -1,4 +1,4 @@
-"""``python -m tests.soak.transformers_models``: every causal language model of transformers over the paged KV cache.
+"""``python -m tests.soak.models.transformers_models``: transformers' causal language models over the paged cache.
 
 Each is a tiny random checkpoint. It must give the tokens of transformers' own ``generate``, chunked and batched, or be
 refused before the first request.
@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tests.parity.engine import Engine
 from tests.parity.identical import Case, assert_identical
 from tests.parity.reference import compute_case
-from tests.soak.tiny_configs import save_tiny
+from tests.soak.models.tiny_configs import save_tiny
 
 KINDS: dict[str, str] = {kind: str(name) for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
 """Model types and the classes that compute them."""

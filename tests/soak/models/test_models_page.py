@@ -3,12 +3,12 @@
 import re
 
 from tests.gpu_worker.models.transformers.test_model_types import IDENTICAL
-from tests.soak.models_page import PAGE, native_part, sweep_part
-from tests.soak.transformers_models import KINDS, Outcome
+from tests.soak.models.models_page import PAGE, native_part, sweep_part
+from tests.soak.models.transformers_models import KINDS, Outcome
 
 
 def test_the_built_in_architectures_are_those_of_the_code() -> None:
-    assert PAGE.read_text().startswith(native_part()), "run `python -m tests.soak.models_page --native-only`"
+    assert PAGE.read_text().startswith(native_part()), "run `python -m tests.soak.models.models_page --native-only`"
 
 
 def test_the_page_has_the_types_that_the_tests_serve() -> None:

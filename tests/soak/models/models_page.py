@@ -9,11 +9,11 @@ from pathlib import Path
 import transformers
 
 from tests.parity.reference import MORE_MODELS
-from tests.soak.transformers_models import KINDS, Outcome, quiet, sweep
+from tests.soak.models.transformers_models import KINDS, Outcome, quiet, sweep
 from tokenloom.gpu_worker.checkpoint.model_config import ARCHITECTURES, QUANTIZATIONS
 from tokenloom.gpu_worker.checkpoint.supported import GGUF_ARCHITECTURES
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
 _MESH_TEST = "tests/e2e/test_more_models.py"
 _SWEEP_MARK = "## Computed by transformers\n"
 
@@ -38,9 +38,9 @@ The modules of the transformers library compute these models, except attention, 
 load, a self-check compares their logits over the KV cache with those of their own attention. Linear layers and the
 experts of a layer are Tokenloom's, so `--quantization` applies; quantized checkpoint files are refused.
 
-`python -m tests.soak.transformers_models` made a tiny random checkpoint of each class. Those with "yes" gave the greedy
-tokens of transformers' own `generate`, in chunks and in batches. "Built in only": the built-in code serves the model,
-the modules do not.
+`python -m tests.soak.models.transformers_models` made a tiny random checkpoint of each class. Those with "yes" gave the
+greedy tokens of transformers' own `generate`, in chunks and in batches. "Built in only": the built-in code serves the
+model, the modules do not.
 """
 
 

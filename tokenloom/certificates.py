@@ -11,11 +11,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from .services.runtime.peers.callers import OPERATOR
+from .services.runtime.peers.callers import OPERATOR, PLANNER
 from .services.runtime.peers.service_names import dns_name
 
-PARTS = ("gateway", "tokenizer", "output_processor", "coordinator", "engine", OPERATOR, "prometheus")
-"""The owners of certificates: the services, the operator of the mesh, and Prometheus."""
+PARTS = ("gateway", "tokenizer", "output_processor", "coordinator", "engine", OPERATOR, PLANNER, "prometheus")
+"""The owners of certificates: the services, the operator of the mesh, the planner, and Prometheus."""
 _RENEW_BEFORE = datetime.timedelta(days=7)
 _CLOCK_SKEW = datetime.timedelta(minutes=5)
 

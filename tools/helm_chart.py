@@ -17,7 +17,7 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "charts" / "tokenloom" / "files"
-OVERLAYS = ("cpu", "gpu", "disaggregated", "keda", "keda-disaggregated")
+OVERLAYS = ("cpu", "gpu", "disaggregated", "keda", "keda-disaggregated", "planner")
 COMPONENTS = ("model-store", "http-route", "inference-pool", "cert-manager", "otlp")
 
 Objects = dict[str, dict[str, Any]]

@@ -131,8 +131,8 @@ class Planner:
         return ()
 
     def _scale(self, counts: Mapping[Role, int], needs: Mapping[Role, float], now: float, *, flipped: bool) -> None:
-        """Move the wanted engines: up at once, down after :data:`REMOVE_SECONDS` and :data:`KEEP_SECONDS`, to the counts
-        after a flip."""
+        """Move the wanted engines: up at once, down after :data:`REMOVE_SECONDS` and :data:`KEEP_SECONDS`, and to the
+        counts after a flip."""
         if flipped or self._wanted.keys() != counts.keys():
             self._wanted = dict(counts)
         for role in counts:

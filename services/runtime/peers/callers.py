@@ -11,6 +11,8 @@ from .service_names import service_of
 
 OPERATOR = "operator"
 """The name in certificates for the operator's tools, which are no service."""
+PLANNER = "planner"
+"""The name in certificates for ``tokenloom plan``, which follows the coordinator and changes roles, and may do no more."""
 
 _V1 = "/tokenloom.v1."
 
@@ -21,10 +23,13 @@ CALLERS: Mapping[str, frozenset[str]] = {
     f"{_V1}Engine/": frozenset({"output_processor"}),
     f"{_V1}EngineAdmin/": frozenset({OPERATOR}),
     f"{_V1}EngineAdmin/WatchKVEvents": frozenset({"coordinator", OPERATOR}),
+    f"{_V1}EngineAdmin/SetRole": frozenset({OPERATOR, PLANNER}),
     f"{_V1}KVTransfer/": frozenset({"engine"}),
     f"{_V1}Coordinator/Join": frozenset({"engine"}),
     f"{_V1}Coordinator/Pick": frozenset({"output_processor"}),
-    f"{_V1}Coordinator/Watch": frozenset({"coordinator", "gateway", "output_processor", "engine", OPERATOR}),
+    f"{_V1}Coordinator/Watch": frozenset(
+        {"coordinator", "gateway", "output_processor", "engine", OPERATOR, PLANNER}
+    ),
     f"{_V1}Coordinator/SetAdapter": frozenset({OPERATOR}),
     f"{_V1}Coordinator/Enroll": frozenset({"gateway", "output_processor"}),
     "/grpc.reflection.": frozenset({OPERATOR}),

@@ -6,7 +6,7 @@ DOMAIN = "tokenloom.internal"
 
 
 def dns_name(service: str) -> str:
-    """Return the name in the certificate of a service, of an ``operator`` or of ``prometheus``."""
+    """Return the name in the certificate of a service, of an ``operator``, of the ``planner`` or of ``prometheus``."""
     return f"{service.replace('_', '-')}.{DOMAIN}"
 
 

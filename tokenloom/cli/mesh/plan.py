@@ -1,4 +1,7 @@
-"""``tokenloom plan`` says how many engines of each role a running mesh needs, and changes roles if it is asked to."""
+"""``tokenloom plan`` says how many engines of each role a running mesh needs, and changes roles if it is asked to.
+
+It starts and stops no engines. The replicas that it wants are printed, and exported for KEDA or an autoscaler.
+"""
 
 import asyncio
 import contextlib
@@ -24,19 +27,25 @@ def plan(
         bool, typer.Option("--apply/--dry-run", help="Change the roles of engines, or only print the plan.")
     ] = False,
     metrics: Annotated[
-        str | None, typer.Option(help="HOST:PORT for gauges of the plan, by which KEDA scales engines.")
+        str | None, typer.Option(help="HOST:PORT for gauges of the wanted replicas, which KEDA or an autoscaler reads.")
     ] = None,
     coordinator: Annotated[
         str | None, typer.Option(help="Address of the coordinator; otherwise that of the newest local mesh.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="The local mesh on this HTTP port.")] = None,
-    certs: Annotated[Path | None, typer.Option(help="Folder with ca.crt, operator.crt and operator.key.")] = None,
+    certs: Annotated[
+        Path | None, typer.Option(help="Folder with ca.crt, and .crt and .key of planner or operator.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each plan.")] = False,
 ) -> None:
-    """Plan the engines of a mesh for goals of latency. Engines are given up only after 5 minutes of watching."""
+    """Plan the engines of a mesh for goals of latency.
+
+    With --apply, engines change their roles. No engine is started or stopped: the plan names the replicas that are
+    wanted, and --metrics exports them to what scales the engines. Fewer are wanted only after 5 minutes of watching.
+    """
     from .plan_run import Output, coordinator_of, run  # here, because they take gRPC, which the help does not need
 
-    with reported(), contextlib.suppress(KeyboardInterrupt):
+    with reported(), contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         address = coordinator or coordinator_of(port)
         goals, limits = Goals(ttft_seconds=ttft, itl_seconds=itl), Limits(most=most)
         asyncio.run(run(address, certs, goals, limits, every=every, apply=apply, output=Output(as_json, metrics)))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tokenloom.planner.demand import Goals
 from tokenloom.planner.planner import Limits, Plan
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.peers import addresses
+from tokenloom.services.runtime.peers.callers import OPERATOR, PLANNER
 from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.tls import MeshTLS
@@ -22,6 +24,8 @@ from tokenloom.supervisor.state_dir import read_part_state
 from ..failures import CommandFailed
 from .top import find_mesh
 
+REPLICAS = "tokenloom_planned_replicas"
+"""Name of the gauge."""
 _FIRST_SECONDS = 2.0
 """Between the two looks of a single plan: how fast queues grow is seen from one look to the next."""
 
@@ -37,8 +41,8 @@ class Output:
             return
         registry = CollectorRegistry()
         self._replicas = Gauge(
-            "tokenloom_planned_replicas",
-            "Replicas that a set of engines should have.",
+            REPLICAS,
+            "Replicas that a set of engines should have. The planner does not set them.",
             ("model_name", "set"),
             registry=registry,
         )
@@ -67,10 +71,14 @@ async def run(
     apply: bool,
     output: Output,
 ) -> None:
-    """Plan once, or every so many seconds until cancelled. While it repeats, a coordinator that is away is waited for.
+    """Plan once, or every so many seconds until cancelled or until SIGTERM, which cancels the caller. While it repeats,
+    a coordinator that is away is waited for.
 
     Raises ``CommandFailed`` if a single plan cannot be made, or no engine serves.
     """
+    if (task := asyncio.current_task()) is not None:
+        # As the first process of a container it would otherwise ignore SIGTERM.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     controller = Controller(Channels(_tls(certs)), coordinator, goals, limits)
     await _look(controller, must=every is None)
     while True:
@@ -110,8 +118,9 @@ async def _look(controller: Controller, *, must: bool) -> dict[str, Plan]:
 def _tls(certs: Path | None) -> MeshTLS | None:
     if certs is None:
         return None
+    name = PLANNER if (certs / f"{PLANNER}.crt").exists() else OPERATOR
     try:
-        return MeshTLS(CertificateFiles(certs / "ca.crt", certs / "operator.crt", certs / "operator.key", "certs"))
+        return MeshTLS(CertificateFiles(certs / "ca.crt", certs / f"{name}.crt", certs / f"{name}.key", "certs"))
     except InvalidArgument as error:
         raise CommandFailed(error.message) from None
 

@@ -12,7 +12,7 @@ from cryptography import x509
 from tests.services.runtime.peers.issuing import authority, issue, write
 from tokenloom.request.errors import PermissionDenied
 from tokenloom.services.runtime.host.servicer_edge import Edge
-from tokenloom.services.runtime.peers.callers import check_caller
+from tokenloom.services.runtime.peers.callers import CALLERS, check_caller
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.v1 import tokenizer_pb2 as pb
@@ -62,10 +62,25 @@ async def test_only_dns_names_identify_a_caller(
 
 @pytest.mark.parametrize(("method", "refused"), [("WatchKVEvents", False), ("SetRole", True), ("Pause", True)])
 def test_a_coordinator_reads_the_events_of_engines_and_changes_nothing(method: str, refused: bool) -> None:
+    with pytest.raises(PermissionDenied) if refused else contextlib.nullcontext():
+        check_caller(_ADMIN + method, _caller("coordinator"))
+
+
+def test_the_planner_follows_the_coordinator_and_changes_roles_and_nothing_else() -> None:
+    allowed = {f"{_ADMIN}SetRole", "/tokenloom.v1.Coordinator/Watch"}
+    others = {prefix if not prefix.endswith("/") else f"{prefix}Any" for prefix in CALLERS} - allowed
+    for method in allowed:
+        check_caller(method, _caller("planner"))
+    for method in {*others, f"{_ADMIN}Pause"}:
+        with pytest.raises(PermissionDenied):
+            check_caller(method, _caller("planner"))
+
+
+def _caller(name: str) -> Any:
+    """Return the context of a call by the part with this name in its certificate."""
+
     class Context:
         def auth_context(self) -> dict[str, list[bytes]]:
-            return {"peer_dns": [b"coordinator.tokenloom.internal"]}
+            return {"peer_dns": [f"{name}.tokenloom.internal".encode()]}
 
-    context: Any = Context()
-    with pytest.raises(PermissionDenied) if refused else contextlib.nullcontext():
-        check_caller(_ADMIN + method, context)
+    return Context()

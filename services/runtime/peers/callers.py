@@ -12,7 +12,7 @@ from .service_names import service_of
 OPERATOR = "operator"
 """The name in certificates for the operator's tools, which are no service."""
 PLANNER = "planner"
-"""The name in certificates for ``tokenloom plan``, which follows the coordinator and changes roles, and may do no more."""
+"""The name in certificates for ``tokenloom plan``, which follows the coordinator, changes roles and may do no more."""
 
 _V1 = "/tokenloom.v1."
 

@@ -1,6 +1,7 @@
 # Builds the images of a mesh. Targets: service (gateway, tokenizer, output processor, coordinator; without torch),
 # engine-cpu and engine-cuda. For example:
 #   docker build --target service -t tokenloom/service .
+# `--build-arg EXTRA=ray` adds Ray to an engine's image, for engines wider than a node.
 # Every dependency is installed as locks/ names it, and checked against its hash. If a build cannot reach a package
 # index, run `make wheels` first: it puts all required wheels into build/wheels.
 ARG BASE=python:3.11.16-slim-bookworm@sha256:528257d48c1da0dcecc2e725d1ae34498d60c965f1241e39cd6a85a8859bdf84
@@ -50,6 +51,7 @@ RUN command -v g++ > /dev/null || { apt-get update && apt-get install --yes --no
 
 FROM compiler AS engine-cpu-venv
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG EXTRA=
 WORKDIR /src
 COPY locks/engine-cpu.txt build/wheels/engin[e]/ /wheels/
 COPY locks locks
@@ -57,7 +59,7 @@ RUN python3 -m venv /opt/tokenloom \
     && if ls /wheels/*.whl > /dev/null 2>&1; then set -- --no-index --find-links /wheels; \
        else set -- --extra-index-url "$TORCH_INDEX"; fi \
     && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --require-hashes "$@" \
-       -r locks/build.txt -r locks/engine-cpu.txt
+       -r locks/build.txt -r locks/engine-cpu.txt ${EXTRA:+-r "locks/$EXTRA.txt"}
 COPY . .
 # The levels of processors, as in `tokenloom build-kernels --help`.
 ARG KERNEL_LEVELS=all
@@ -74,11 +76,12 @@ USER 10001:10001
 CMD ["tokenloom.services.engine", "--help"]
 
 FROM ${BASE} AS engine-cuda-venv
+ARG EXTRA=
 WORKDIR /src
 COPY locks locks
 RUN python3 -m venv /opt/tokenloom \
     && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --require-hashes \
-       -r locks/build.txt -r locks/engine-cuda.txt
+       -r locks/build.txt -r locks/engine-cuda.txt ${EXTRA:+-r "locks/$EXTRA.txt"}
 COPY . .
 RUN /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index --no-deps --no-build-isolation . \
     && /opt/tokenloom/bin/python -m pip uninstall --yes pip > /dev/null

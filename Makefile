@@ -11,8 +11,9 @@ TORCH_VERSION := 2.13.0
 TORCH_CPU_SOURCE ?= --extra-index-url https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match
 # `make lock` keeps the versions of the locks where it can; `make lock LOCK_FLAGS=--upgrade` takes the newest.
 LOCK_FLAGS ?=
-# The images' dependencies; locks/tools.txt and locks/build.txt are not for images.
-LOCKS := service engine-cpu engine-cuda
+# The images' dependencies; an engine's image has those of locks/ray.txt only with EXTRA=ray. locks/tools.txt and
+# locks/build.txt are not for images.
+LOCKS := service engine-cpu engine-cuda ray
 TOOLS := build/tools
 # The environment of `make site`; pyproject.toml's group `docs` lists its packages.
 DOCS := build/docs
@@ -117,10 +118,11 @@ wheel: kernels ## build dist/: the wheel, with the kernels that were built ahead
 chart: install ## write the objects of charts/tokenloom from k8s/ (kubectl)
 	$(BIN)/python tools/helm_chart.py
 
-wheels: install ## download the locked dependencies as wheels, for image builds without an index
+wheels: install ## download the locked dependencies as wheels, for image builds without an index (EXTRA=ray: Ray too)
 	@rm -rf build/wheels && mkdir -p build/wheels
 	$(DOWNLOAD) --dest build/wheels/service -r locks/build.txt -r locks/service.txt
-	$(DOWNLOAD) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --dest build/wheels/engine -r locks/build.txt -r locks/engine-cpu.txt
+	$(DOWNLOAD) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --dest build/wheels/engine -r locks/build.txt -r locks/engine-cpu.txt \
+		$(if $(EXTRA),-r locks/$(EXTRA).txt)
 
 ##@ Supply chain
 
@@ -129,6 +131,7 @@ lock: $(TOOLS)/.installed ## write locks/: what the images install, with hashes,
 	$(COMPILE) --output-file locks/service.txt pyproject.toml
 	echo 'torch==$(TORCH_VERSION)+cpu' | $(COMPILE) $(TORCH_CPU_SOURCE) --extra engine --output-file locks/engine-cpu.txt pyproject.toml -
 	echo 'torch==$(TORCH_VERSION)' | $(COMPILE) --extra engine --output-file locks/engine-cuda.txt pyproject.toml -
+	echo 'ray>=2.50' | $(COMPILE) --constraint locks/engine-cpu.txt --output-file locks/ray.txt -
 	$(COMPILE) --output-file locks/tools.txt locks/tools.in
 
 audit: $(TOOLS)/.installed ## look up the locked versions in the databases of known vulnerabilities (needs a network)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 LOCKS = ROOT / "locks"
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 PROJECT = tomllib.loads(PYPROJECT)
-NAMES = ("build", "engine-cpu", "engine-cuda", "service", "tools")
+NAMES = ("build", "engine-cpu", "engine-cuda", "ray", "service", "tools")
 FIXED = {
     "cryptography": "50.0.0",
     "h11": "0.16.0",
@@ -45,7 +45,7 @@ def _text(name: str) -> str:
     return (LOCKS / f"{name}.txt").read_text()
 
 
-EXTRAS = ("engine", "transformers", "xgrammar", "nixl", "dev")
+EXTRAS = ("engine", "transformers", "cuda", "xgrammar", "nixl", "ray", "dev")
 
 
 def needed(*extras: str) -> list[Requirement]:
@@ -75,6 +75,7 @@ def test_no_other_lock_is_there() -> None:
         ("service", needed()),
         ("engine-cpu", needed("engine")),
         ("engine-cuda", needed("engine")),
+        ("ray", [Requirement(line) for line in PROJECT["project"]["optional-dependencies"]["ray"]]),
         ("build", [Requirement(line) for line in PROJECT["build-system"]["requires"]]),
         ("tools", [Requirement(line) for line in (LOCKS / "tools.in").read_text().splitlines() if line[0] != "#"]),
     ],
@@ -123,10 +124,23 @@ def test_every_image_installs_its_lock_and_nothing_else() -> None:
         assert len(commands) == 2
         dependencies, package = commands
         assert "--require-hashes" in dependencies
+        dependencies, optional, rest = dependencies.partition('${EXTRA:+-r "locks/$EXTRA.txt"}')
+        assert bool(optional) == target.startswith("engine")
+        assert ("ARG EXTRA=\n" in stage) == bool(optional), "no extra unless the build names one"
         assert re.findall(r"-r (\S+)", dependencies) == ["locks/build.txt", f"locks/{target}.txt"]
+        assert not rest.strip()
         assert package.split()[-1] == "."
         assert {"--no-index", "--no-deps", "--no-build-isolation"} <= set(package.split())
     assert "!locks" in (ROOT / ".dockerignore").read_text().splitlines()
+
+
+@pytest.mark.parametrize("engine", ["engine-cpu", "engine-cuda"])
+def test_ray_is_locked_with_the_versions_of_the_engines(engine: str) -> None:
+    ray, others = locked("ray"), locked(engine)
+    assert {name: ray[name][0] for name in ray.keys() & others.keys()} == {
+        name: others[name][0] for name in ray.keys() & others.keys()
+    }
+    assert "ray" not in others, "the image of all others stays as small as it is"
 
 
 def test_the_locks_hold_the_torch_that_is_tested() -> None:

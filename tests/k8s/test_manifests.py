@@ -27,6 +27,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "gateway": GatewaySettings,
 }
 CUSTOM = {
+    "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1",
     "PrometheusRule": "monitoring.coreos.com/v1",
     "ScaledObject": "keda.sh/v1alpha1",
     "ServiceMonitor": "monitoring.coreos.com/v1",

@@ -12,7 +12,7 @@ from .service_names import service_of
 OPERATOR = "operator"
 """The name in certificates for the operator's tools, which are no service."""
 PLANNER = "planner"
-"""The name in certificates for ``tokenloom plan``, which follows the coordinator and changes roles, and may do no more."""
+"""The name in certificates for ``tokenloom plan``, which follows the coordinator, changes roles and may do no more."""
 
 _V1 = "/tokenloom.v1."
 
@@ -27,9 +27,7 @@ CALLERS: Mapping[str, frozenset[str]] = {
     f"{_V1}KVTransfer/": frozenset({"engine"}),
     f"{_V1}Coordinator/Join": frozenset({"engine"}),
     f"{_V1}Coordinator/Pick": frozenset({"output_processor"}),
-    f"{_V1}Coordinator/Watch": frozenset(
-        {"coordinator", "gateway", "output_processor", "engine", OPERATOR, PLANNER}
-    ),
+    f"{_V1}Coordinator/Watch": frozenset({"coordinator", "gateway", "output_processor", "engine", OPERATOR, PLANNER}),
     f"{_V1}Coordinator/SetAdapter": frozenset({OPERATOR}),
     f"{_V1}Coordinator/Enroll": frozenset({"gateway", "output_processor"}),
     "/grpc.reflection.": frozenset({OPERATOR}),

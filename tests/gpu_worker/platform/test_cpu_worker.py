@@ -242,8 +242,8 @@ def test_steps_are_profiled_between_start_and_stop(tmp_path):
     worker.load_model()
     worker.initialize_kv_cache(KVCacheConfig(8, 128))
     worker.profile(True)
-    new = NewRequestData("a", [5] * 40, [], GREEDY, [2, 3, 4], 0)  # more rows than the kernels for few take
-    worker.execute_model(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 40}, 40, [], []))
+    new = NewRequestData("a", [5] * 80, [], GREEDY, [2, 3, 4, 5, 6], 0)  # more rows than the kernels for few take
+    worker.execute_model(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 80}, 80, [], []))
     worker.profile(False)
     (trace,) = tmp_path.iterdir()
     assert b"mkldnn" in gzip.decompress(trace.read_bytes()), "the layers' multiplications"

@@ -27,6 +27,7 @@ from tokenloom.services.runtime.peers.channels import Channels
 
 ONE_AND_THREE = ("prefill", "decode", "decode", "decode")
 QUEUE = [prompt_of(600, seed) for seed in range(8)]
+SLOWER = {**SLOW_PREFILL, "hash_step_seconds": 0.02}
 LOOK_SECONDS = 1.0
 OVER_TLS = {"kv_transports": ("socket",), "kv_socket_listen": "127.0.0.1:0"}
 
@@ -95,7 +96,7 @@ async def test_a_growing_queue_of_prompts_gets_a_decode_engine_and_every_request
     socket_dir: Path, tmp_path: Path
 ) -> None:
     make_certificates(tmp_path, days=30)
-    mesh = SplitMesh(socket_dir, ONE_AND_THREE, engine=OVER_TLS, prefill=SLOW_PREFILL, certificates=tmp_path)
+    mesh = SplitMesh(socket_dir, ONE_AND_THREE, engine=OVER_TLS, prefill=SLOWER, certificates=tmp_path)
     async with mesh.running(), mesh.http() as http:
         looks = Looks(mesh)
         await _measure(mesh, http)
@@ -104,7 +105,8 @@ async def test_a_growing_queue_of_prompts_gets_a_decode_engine_and_every_request
         async with asyncio.TaskGroup() as group:
             long = Answer()
             group.create_task(ask(http, prompt_of(40), 200, long))
-            waiting = [group.create_task(ask(http, prompt, 4)) for prompt in QUEUE]
+            # One token each needs no decode engine, so that all but the one of the long answer are spare.
+            waiting = [group.create_task(ask(http, prompt, 1)) for prompt in QUEUE]
             plan = await looks.until(lambda plan: plan.flips)
             flipped = {flip.engine for flip in plan.flips}
             assert all(flip.role == Role.PREFILL and _roles(mesh)[flip.engine] == Role.DECODE for flip in plan.flips)
@@ -117,8 +119,10 @@ async def test_a_growing_queue_of_prompts_gets_a_decode_engine_and_every_request
                 await _until(mesh, flip)
             later = [group.create_task(ask(http, prompt_of(610, seed), 4)) for seed in range(4)]
         assert long.token_ids == mesh.expected(prompt_of(40), 200)
-        for prompt, task in zip([*QUEUE, *(prompt_of(610, seed) for seed in range(4))], waiting + later, strict=True):
-            assert task.result().token_ids == mesh.expected(prompt, 4)
+        for prompt, task in zip(QUEUE, waiting, strict=True):
+            assert task.result().token_ids == mesh.expected(prompt, 1)
+        for seed, task in enumerate(later):
+            assert task.result().token_ids == mesh.expected(prompt_of(610, seed), 4)
         assert flipped & {task.result().timeline["prefill_engine"] for task in later}
         await mesh.check_nothing_is_left()
 
@@ -158,5 +162,5 @@ async def _until(mesh: SplitMesh, flip: Flip) -> None:
 
 async def _measure(mesh: SplitMesh, http: httpx.AsyncClient) -> None:
     """Let prompts wait behind each other once, so that the speed of the prefill engine is known; then all rests."""
-    await asyncio.gather(*(ask(http, prompt_of(300, seed), 1) for seed in range(4)))
+    await asyncio.gather(*(ask(http, prompt_of(300, seed), 1) for seed in range(8)))
     await mesh.check_nothing_is_left()

@@ -20,9 +20,10 @@ DOCS := build/docs
 # The version that the figures use too.
 PYRIGHT_VERSION = $(shell sed -n 's/^VERSION = "\(.*\)"/\1/p' tools/figures/editor.py)
 # Whole meshes of processes, killed parts, campaigns of faults, measurements, comparisons with transformers, kernels
-# built for other processors: a command of their own.
+# built for other processors and for GPUs: a command of their own.
 LONG_TESTS := tests/e2e tests/chaos tests/soak tests/attack tests/benchmarks tests/parity tests/mesh/faults \
-	tests/gpu_worker/kernels/test_quantized_paths.py tests/gpu_worker/kernels/test_prebuilt_results.py
+	tests/gpu_worker/kernels/test_quantized_paths.py tests/gpu_worker/kernels/test_prebuilt_results.py \
+	tests/gpu_worker/kernels/triton/test_machine_code.py
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
 export HF_HUB_OFFLINE ?= 1
 # The tests start hundreds of processes that import the same modules: let Python keep their bytecode.

@@ -34,9 +34,15 @@ constexpr int AHEAD = DEPTH * WIDTH;             // numbers fetched before their
 template <int R>
 constexpr int TAKEN = LANES == 16 || R == 1 ? VECS : VECS / 2;
 
-// Sums of R rows over `depth` inputs of a panel; `fetch`: what lies ahead, which only the first rows do.
-template <int R>
-void add_rows(const float* rows, int64_t stride, const float* panel, int depth, float* sums, bool fetch) {
+// Which inputs of the next part these rows fetch: each group of rows fetches some, so that the memory works while all of
+// them compute.
+struct Fetch {
+  int first, step;
+};
+
+// Sums of R rows over `depth` inputs of a panel. ALONE: no other rows read it, so these fetch all of the next part.
+template <int R, bool ALONE>
+void add_rows(const float* rows, int64_t stride, const float* panel, int depth, float* sums, Fetch fetch) {
   constexpr int N = TAKEN<R>;
   for (int first = 0; first < WIDTH; first += N * LANES) {
     Vec sum[R][N];
@@ -45,11 +51,17 @@ void add_rows(const float* rows, int64_t stride, const float* panel, int depth, 
 #pragma GCC unroll 8
       for (int i = 0; i < N; ++i) sum[r][i] = load(sums + r * WIDTH + first + i * LANES);
     const float* numbers = panel + first;
+    int fetched = fetch.first;
     for (int k = 0; k < depth; ++k, numbers += WIDTH) {
+      if (!ALONE && k == fetched) {
+#pragma GCC unroll 4
+        for (int i = 0; i < N * LANES; i += 16) __builtin_prefetch(numbers + AHEAD + i, 0, 2);
+        fetched += fetch.step;
+      }
       Vec x[N];
 #pragma GCC unroll 8
       for (int i = 0; i < N; ++i) {
-        if (fetch && i * LANES % 16 == 0) __builtin_prefetch(numbers + AHEAD + i * LANES, 0, 2);
+        if (ALONE && i * LANES % 16 == 0) __builtin_prefetch(numbers + AHEAD + i * LANES, 0, 2);
         x[i] = load(numbers + i * LANES);
       }
 #pragma GCC unroll 6
@@ -66,15 +78,16 @@ void add_rows(const float* rows, int64_t stride, const float* panel, int depth, 
   }
 }
 
+template <bool ALONE>
 void add_some_rows(int count, const float* rows, int64_t stride, const float* panel, int depth, float* sums,
-                   bool fetch) {
+                   Fetch fetch) {
   switch (count) {
-    case 1: return add_rows<1>(rows, stride, panel, depth, sums, fetch);
-    case 2: return add_rows<2>(rows, stride, panel, depth, sums, fetch);
-    case 3: return add_rows<3>(rows, stride, panel, depth, sums, fetch);
-    case 4: return add_rows<4>(rows, stride, panel, depth, sums, fetch);
-    case 5: return add_rows<5>(rows, stride, panel, depth, sums, fetch);
-    default: return add_rows<AT_ONCE>(rows, stride, panel, depth, sums, fetch);
+    case 1: return add_rows<1, ALONE>(rows, stride, panel, depth, sums, fetch);
+    case 2: return add_rows<2, ALONE>(rows, stride, panel, depth, sums, fetch);
+    case 3: return add_rows<3, ALONE>(rows, stride, panel, depth, sums, fetch);
+    case 4: return add_rows<4, ALONE>(rows, stride, panel, depth, sums, fetch);
+    case 5: return add_rows<5, ALONE>(rows, stride, panel, depth, sums, fetch);
+    default: return add_rows<AT_ONCE, ALONE>(rows, stride, panel, depth, sums, fetch);
   }
 }
 
@@ -91,7 +104,9 @@ void multiply_panel(const Product& p, int64_t panel, int64_t first_row, int64_t 
     const int depth = std::min<int64_t>(DEPTH, p.inputs - k);
     for (int64_t part = 0; part < parts; ++part) {
       const int64_t first = num_rows * part / parts, count = num_rows * (part + 1) / parts - first;
-      add_some_rows(count, rows + first * p.inputs + k, p.inputs, matrix + k * WIDTH, depth, sums[first], part == 0);
+      const auto add = parts == 1 ? add_some_rows<true> : add_some_rows<false>;
+      add(count, rows + first * p.inputs + k, p.inputs, matrix + k * WIDTH, depth, sums[first],
+          {(int)part, (int)parts});
     }
   }
   for (int64_t r = 0; r < num_rows; ++r) memcpy(out + r * p.outputs, sums[r], sizeof sums[r]);

@@ -1,5 +1,7 @@
-"""Multiplies few rows with a packed matrix. Memory bandwidth is the limit there, and oneDNN misses it by a quarter."""
+"""Multiplies few rows with a packed matrix, and any number of float32. Memory bandwidth is the limit of few rows, and
+oneDNN misses it by a quarter."""
 
+import sys
 from collections.abc import Callable
 from ctypes import CDLL
 from dataclasses import dataclass
@@ -22,9 +24,9 @@ class Kernel:
     inputs: int
     """The matrix's outputs and inputs must be multiples of these."""
     tolerance: float
-    most_rows: int = 32
-    """With more rows arithmetic is the limit, and oneDNN is as fast or faster; float32 keeps up longer, because its
-    products wait for no conversion, and steps of these rows can be recorded."""
+    most_rows: int | None = 32
+    """With more rows arithmetic is the limit, and oneDNN is as fast or faster. None: any number; float32 keeps up, and
+    its threads claim pieces of the work, while those of oneDNN wait for one that another program keeps from a core."""
 
 
 def _of_pairs(outputs: int) -> Kernel:
@@ -38,7 +40,7 @@ KERNELS = {
         _of_pairs(32),
         _of_pairs(16),
     ),
-    torch.float32: (Kernel(load_few_float_rows, "multiply", outputs=64, inputs=16, tolerance=1e-4, most_rows=64),),
+    torch.float32: (Kernel(load_few_float_rows, "multiply", outputs=64, inputs=16, tolerance=1e-4, most_rows=None),),
 }
 """The kernels of each dtype, best first: the matrix unit, then vectors."""
 
@@ -56,7 +58,7 @@ class FewRows:
             raise KernelsUnavailable(f"a matrix of {self._outputs} by {self._inputs} {packed.dtype}")
         if torch.ops.mkldnn._nbytes(packed) != self._outputs * self._inputs * packed.itemsize:
             raise KernelsUnavailable("oneDNN packed the matrix in an unknown layout")
-        self.most_rows = kernel.most_rows
+        self.most_rows = sys.maxsize if kernel.most_rows is None else kernel.most_rows
         self._tolerance = kernel.tolerance
         self._multiply = getattr(kernel.load(), kernel.function)
         self._matrix = torch.ops.mkldnn.data_ptr(packed)

@@ -52,7 +52,7 @@ def test_equals_onednn(rows, outputs, inputs, bias, threads, set_threads):
 
 
 @needs_registers
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 36, 37, 64])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 36, 37, 64, 300])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 16), (320, 208), (512, 1024)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("threads", [1, 2])
@@ -67,9 +67,10 @@ def test_float32_is_as_exact_as_onednn(rows, outputs, inputs, bias, threads, set
 
 
 @needs_registers
-def test_more_float32_rows_are_onednn_s():
-    packed, x = PackedLinear(random(64, 32).float()), random(65, 32).float()
-    assert torch.equal(packed(x), packed._multiply(x, packed._weight, None, "none", [], ""))
+def test_any_number_of_float32_rows_has_the_kernel():
+    packed, x = PackedLinear(random(64, 32).float()), random(1000, 32).float()
+    assert packed._few_rows is not None
+    assert torch.equal(packed(x), packed._few_rows(x, torch.float32))
 
 
 @needs_unit

@@ -35,6 +35,10 @@ class Frames(Generic[T]):
         except msgspec.MsgspecError as error:
             raise ConnectionError(f"a message that is none of a data-parallel group: {error}") from None
 
+    def limit(self, seconds: float | None) -> None:
+        """Let each read and write end with ``TimeoutError`` after so many seconds; None: they wait."""
+        self._connection.settimeout(seconds)
+
     def close(self) -> None:
         """End the connection; a thread that waits for a message gets an error. Idempotent."""
         with contextlib.suppress(OSError):

@@ -62,21 +62,33 @@ def _join(address: str, hello: GroupHello, deadline: float) -> Frames[ToRank]:
     """Say hello until the hub accepts it. Rank 0 may start later, or run on with a group that is about to end."""
     while True:
         try:
-            frames: Frames[ToRank] = Frames(connect(address), decoder_of(ToRank))
-            frames.send(hello)
-            answer = frames.receive()
-            if isinstance(answer, Accepted):
-                return frames
-            frames.close()
-            assert isinstance(answer, Refused), answer
-            error: Exception = ConnectionRefusedError(answer.reason)
+            return _say_hello(address, hello, max(_RETRY_SECONDS, deadline - time.monotonic()))
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise OSError(f"no data-parallel group at {address}: {error}") from None
+        time.sleep(_RETRY_SECONDS)
+
+
+def _say_hello(address: str, hello: GroupHello, timeout: float) -> Frames[ToRank]:
+    """Return the connection if the hub answers within ``timeout`` seconds and accepts this rank.
+
+    Raises ``ValueError`` if the hub refuses it for good, ``OSError`` if another attempt may succeed.
+    """
+    frames: Frames[ToRank] = Frames(connect(address), decoder_of(ToRank))
+    try:
+        frames.limit(timeout)
+        frames.send(hello)
+        answer = frames.receive()
+        if isinstance(answer, Refused):
             if answer.permanent:
                 raise ValueError(f"data parallel: {answer.reason}")
-        except OSError as cause:
-            error = cause
-        if time.monotonic() > deadline:
-            raise OSError(f"no data-parallel group at {address}: {error}") from None
-        time.sleep(_RETRY_SECONDS)
+            raise ConnectionRefusedError(answer.reason)
+        assert isinstance(answer, Accepted), answer
+        frames.limit(None)
+    except BaseException:
+        frames.close()
+        raise
+    return frames
 
 
 def join_group(config: ParallelConfig, core: EngineCore) -> GroupLink:

@@ -65,7 +65,9 @@ class GroupHub:
         frames: Frames[ToHub] = Frames(connection, self._decoder)
         rank = -1
         try:
+            frames.limit(_SEND_SECONDS)  # or connections that say nothing would each keep a thread
             hello = frames.receive()
+            frames.limit(None)
             if (refused := self._refusal(hello)) is not None:
                 frames.send(refused)
                 return

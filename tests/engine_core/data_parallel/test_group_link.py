@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tokenloom.engine_core.data_parallel import hub
 from tokenloom.engine_core.data_parallel.frames import Frames, decoder_of
-from tokenloom.engine_core.data_parallel.group_address import listen
+from tokenloom.engine_core.data_parallel.group_address import connect, listen
 from tokenloom.engine_core.data_parallel.group_link import GroupLink
+from tokenloom.engine_core.data_parallel.hub import GroupHub
 from tokenloom.engine_core.data_parallel.messages import GroupHello, Refused, ToHub
 
 HELLO = GroupHello("experts", 1, {})
@@ -26,11 +28,11 @@ def test_a_hub_that_never_answers_is_not_waited_for(address: str) -> None:
 
 def test_a_refusal_for_good_is_not_tried_again(address: str) -> None:
     with listen(address) as listener:
-        hub = threading.Thread(target=refuse, args=(listener,))
-        hub.start()
+        answering = threading.Thread(target=refuse, args=(listener,))
+        answering.start()
         with pytest.raises(ValueError, match="another model"):
             GroupLink(address, HELLO, 2, timeout=30)
-        hub.join()
+        answering.join()
 
 
 def refuse(listener: socket.socket) -> None:
@@ -39,3 +41,12 @@ def refuse(listener: socket.socket) -> None:
     assert frames.receive() == HELLO
     frames.send(Refused("another model", permanent=True))
     frames.close()
+
+
+def test_a_connection_that_says_nothing_is_closed(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_SEND_SECONDS", 1)
+    served = GroupHub(address, GroupHello("experts", 0, {}), 2)
+    with connect(address) as silent:
+        silent.settimeout(30)
+        assert silent.recv(1) == b"", "the hub has ended the connection"
+    served.close()

@@ -57,6 +57,9 @@ def poisoned(monkeypatch):
 
     def guarded(*args, **kwargs):
         tensor = empty(*args, **kwargs)
+        if tensor.dtype == torch.float8_e4m3fn:
+            tensor.view(torch.uint8).fill_(0x7F)  # NaN
+            return tensor
         return tensor if tensor.dtype == torch.uint8 else poison(lambda: tensor)()
 
     monkeypatch.setattr(torch, "empty", guarded)

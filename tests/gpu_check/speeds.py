@@ -91,7 +91,7 @@ def _flashinfer(
                 starts,
                 np.arange(count + 1) * blocks,
                 tables.reshape(-1),
-                np.full(count, (length - 1) % 16 + 1),
+                np.full(count, in_last),
             )
         ]
         query_starts, pages, indices, last = (each.to(target.device) for each in arrays)

@@ -53,13 +53,14 @@ def test_the_demo_model_s_next_tokens(weights, kv, most, run_model) -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize(("weights", "kv", "most"), [("fp8", "auto", 0.15), (None, "fp8", 0.1)])
+@pytest.mark.parametrize(("weights", "kv", "most"), [("fp8", "auto", 0.2), (None, "fp8", 0.1)])
 def test_a_mixture_of_experts(family, weights, kv, most, save_checkpoint, run_model) -> None:
-    """Random weights, in which a token whose router chooses another expert changes much."""
+    """Random weights, in which a token whose router chooses another expert changes much: half of the tokens."""
     path, ids = save_checkpoint(family), torch.arange(40) * 7 % 199
     exact = logprobs(path, ids, run_model, None, "auto")
     found = logprobs(path, ids, run_model, weights, kv)
-    assert 0 < (found - exact).abs().median() < most
+    errors = (found - exact).norm(dim=1) / (exact - exact.mean(1, keepdim=True)).norm(dim=1)
+    assert 0 < errors.median() < most
 
 
 def test_elements_beyond_the_format_become_its_largest_and_nan_stays() -> None:

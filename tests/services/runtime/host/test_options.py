@@ -95,10 +95,10 @@ def test_a_value_of_other_servers_is_refused_with_the_alternative() -> None:
     with pytest.raises(OptionError) as error:
         build(EngineConfig, {"kv_cache_dtype": "fp8_e5m2"})
     assert str(error.value) == (
-        "kv_cache_dtype: must be one of auto, int8, fp8, not 'fp8_e5m2'; only fp8 (e4m3) is supported; it takes the same "
-        "memory"
+        "kv_cache_dtype: must be one of auto, int8, fp8, not 'fp8_e5m2'; only fp8 (e4m3) is supported; it takes the "
+        "same memory"
     )
-    with pytest.raises(OptionError, match=r"kv_cache_dtype: must be one of auto, int8, not 'int3'$"):
+    with pytest.raises(OptionError, match=r"kv_cache_dtype: must be one of auto, int8, fp8, not 'int3'$"):
         build(EngineConfig, {"kv_cache_dtype": "int3"})
 
 

@@ -265,10 +265,6 @@ class InputBatch:
         """Return whether no request asks for changed logits or for log probabilities."""
         return not (self.logits_processors or self.logprobs)
 
-    def draws_on_host(self, row: int) -> bool:
-        """Return whether the request of a row asks for changed logits or for log probabilities."""
-        return row in self.logits_processors or row in self.logprobs
-
     def sampling(self, rows: Ints) -> tuple[list[SamplingParams], Ints]:
         """Return the parameters of these rows [S], and the output indices [S] of their next tokens."""
         members, params = self._members, self._params

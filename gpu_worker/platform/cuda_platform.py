@@ -55,9 +55,9 @@ class CUDAPlatform:
     def make_sampler(self) -> DeviceSampler | None:
         if not uses_triton(self.device):
             return None
-        from ..cuda.draw_kernel import draw
+        from ..cuda.sampler_kernels import TritonSamplerKernels
 
-        return DeviceSampler(draw)
+        return DeviceSampler(TritonSamplerKernels())
 
     def make_capture(self) -> Capture | None:
         return GraphCapture() if uses_triton(self.device) else None

@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 
+from .row_edit import RowEdit
+
 _DEFAULTS = SamplingParams(max_tokens=1, seed=0)
 
 
@@ -31,6 +33,9 @@ class LogitsProcessor(Protocol):
 
     def apply(self, logits: npt.NDArray[np.float32], index_of: Mapping[int, int]) -> None:
         """Change logits [n, vocab] in place: the rows ``index_of[row]`` of its own batch rows."""
+
+    def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
+        """Add to ``edit`` what :meth:`apply` would do to the logits of the token ``output_index`` of this row."""
 
 
 class LogitsProcessors:
@@ -78,3 +83,10 @@ class LogitsProcessors:
         if index_of:
             for processor in self._in_order:
                 processor.apply(logits, index_of)
+
+    def describe(self, row: int, output_index: int) -> RowEdit:
+        """Return what :meth:`apply` would do to a row's logits of the token ``output_index`` of its output."""
+        edit = RowEdit()
+        for processor in self._of_row.get(row, ()):
+            processor.describe(row, output_index, edit)
+        return edit

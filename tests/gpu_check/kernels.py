@@ -1,47 +1,40 @@
 """The kernels on the device against a reference in float64 or float32, on random data."""
 
-import functools
 import itertools
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.gpu_check.rows import Rows
+from tests.gpu_check.sampler_kernels import check_asking_rows, check_draws
 from tests.gpu_check.target import GPU, Target
 from tests.gpu_worker.attention import steps
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.attention.fp8_cache import FP8_KV
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
 from tokenloom.gpu_worker.cuda.block_copy import copy_pool_blocks, pool_words
-from tokenloom.gpu_worker.cuda.draw_kernel import draw
-from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
 from tokenloom.gpu_worker.layers.fp8_linear import Fp8Linear, round_rows, round_weight
 from tokenloom.gpu_worker.layers.triton_experts import TritonExperts
 from tokenloom.gpu_worker.layers.triton_linear import TritonLinear, multiply_few, round_rows_at_once
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 from tokenloom.gpu_worker.ops.triton_ops import TritonOps
-from tokenloom.gpu_worker.sampler import Sampler
 
 LIMITS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """The largest ‖found - expected‖ / ‖expected‖."""
-_NEAR_BOUNDARY = 2
-"""Of 256 rows: their number falls within rounding of a boundary."""
 
 
 def run(rows: Rows, target: Target = GPU) -> None:
     """Check in several processes, because compiling a kernel keeps one core busy for seconds."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=2 * len(LIMITS) + 1, mp_context=spawn) as pool:
+    with ProcessPoolExecutor(max_workers=2 * len(LIMITS) + 2, mp_context=spawn) as pool:
         cases = itertools.product(("attention", "others"), LIMITS)
         tasks = [pool.submit(_check, rows, target, parts, dtype) for parts, dtype in cases]
-        tasks.append(pool.submit(_sampler, rows, target))
+        tasks += [pool.submit(part, rows, target) for part in (check_draws, check_asking_rows)]
         wrong = [name for task in tasks for name in task.result()]
     if wrong:
         raise SystemExit(f"wrong: {', '.join(wrong)}")
@@ -195,22 +188,3 @@ def _block_copy(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
     equal = torch.equal(copied, expected)
     rows.add(name, equal=str(equal))
     return [] if equal else [name]
-
-
-def _sampler(rows: Rows, target: Target) -> list[str]:
-    kinds = (
-        {"temperature": 0.0},
-        {"temperature": 1.0},
-        {"temperature": 0.7, "top_k": 50},
-        {"temperature": 1.3, "top_p": 0.9},
-        {"temperature": 0.8, "top_k": 100, "top_p": 0.95, "min_p": 0.02},
-    )
-    count, vocab = target.pick((256, 151_936), (5, 1000))
-    logits = np.random.default_rng(3).normal(0.0, 3.0, (count, vocab)).astype(np.float32)
-    params = [SamplingParams(max_tokens=4, seed=row, **kinds[row % len(kinds)]) for row in range(count)]
-    indices = np.arange(count)
-    found = DeviceSampler(functools.partial(draw)).sample(torch.from_numpy(logits).to(target.device), params, indices)
-    expected = Sampler().sample(logits, params, indices)
-    different = sum(a != b for a, b in zip(found, expected, strict=True))
-    rows.add("sampler", rows_drawn=count, different=different)
-    return [] if different <= _NEAR_BOUNDARY else ["sampler"]

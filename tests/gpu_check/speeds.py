@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from tests.gpu_check import sampler_speeds
 from tests.gpu_check.ceilings import PRODUCT, READ
 from tests.gpu_check.rows import Rows
 from tests.gpu_check.target import GPU, Target
@@ -30,8 +31,7 @@ def run(rows: Rows, target: Target = GPU) -> None:
     for inputs, outputs in target.pick(((4096, 6144), (4096, 28672), (14336, 4096)), ((64, 32),)):
         for count in counts:
             _product(rows, target, count, inputs, outputs)
-    for top_k, top_p in ((0, 1.0), (50, 1.0), (0, 0.9), (50, 0.9)):
-        _sampler(rows, target, top_k, top_p)
+    sampler_speeds.run(rows, target)
 
 
 def _attention(
@@ -145,15 +145,3 @@ def _winner(rows: Rows, what: str, found: dict[str, float]) -> None:
     if len(found) > 1:
         best, second = sorted(found.items(), key=lambda each: each[1])[:2]
         rows.add(f"winner: {what}", winner=best[0], faster=second[1] / best[1] - 1)
-
-
-def _sampler(rows: Rows, target: Target, top_k: int, top_p: float) -> None:
-    from tokenloom.gpu_worker.cuda.draw_kernel import draw
-
-    count, vocab = target.pick((128, 151_936), (2, 1000))
-    logits = target.random(count, vocab, dtype=torch.float32) * 3
-    ones = torch.ones(count, device=target.device, dtype=torch.float64)
-    columns = (ones, ones * top_p, ones * 0, torch.rand(count, device=target.device, dtype=torch.float64))
-    top_ks = torch.full((count,), top_k, device=target.device, dtype=torch.int32)
-    ms = target.graph_ms(lambda: draw(logits, (*columns, top_ks)), target.pick(4, 1))
-    rows.add(f"sampler, {count} x {vocab:,}, top-k {top_k}, top-p {top_p}", ms=ms)

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.gpu_worker.cuda.host_draw import host_draw
+from tests.gpu_worker.cuda.host_draw import make_device_sampler
 from tests.gpu_worker.kv_connector.fake_device import FakeIpc
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
@@ -23,7 +23,7 @@ class ApartPlatform:
         self.num_returned = 0
 
     def make_sampler(self) -> DeviceSampler:
-        return DeviceSampler(host_draw)
+        return make_device_sampler()
 
     def make_capture(self) -> None:
         return None

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from tests.gpu_check import kernels, speeds
+from tests.gpu_check import kernels, sampler_kernels, speeds
 from tests.gpu_check.rows import Rows
 from tests.gpu_check.target import CPU
 
@@ -19,8 +19,10 @@ def test_kernels(part, dtype, tmp_path):
     assert len(rows) >= (2 if part == "attention" else 10)
 
 
-def test_the_sampler(tmp_path):
-    assert not kernels._sampler(Rows("kernels", tmp_path), CPU)
+def test_what_draws_and_what_changes_logits(tmp_path):
+    rows = Rows("kernels", tmp_path)
+    assert not sampler_kernels.check_draws(rows, CPU)
+    assert not sampler_kernels.check_asking_rows(rows, CPU)
 
 
 def test_speeds(tmp_path):

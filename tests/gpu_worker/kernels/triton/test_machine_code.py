@@ -33,6 +33,8 @@ CASES = {
     "many rows of fp8 experts": {"loads": "LDGSTS.128", "products": "HGMMA"},
     "rounding rows": {},
     "sampling": {},
+    "changed logits": {},
+    "log probabilities": {},
     "block copy": {},
 }
 _SHARED_MEMORY = 227 << 10

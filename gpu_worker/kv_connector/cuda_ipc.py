@@ -98,7 +98,9 @@ class _Array:
 
 
 def _driver(device: torch.device) -> Any:
-    """Return the driver, with the device's context current in this thread."""
+    """Return the driver, with the device's context current in this thread. Raises ``OSError``."""
+    if device.type != "cuda":
+        raise OSError(f"CUDA shares memory of GPUs, not of {device.type}")
     torch.cuda.set_device(device)
     torch.cuda.current_stream(device).query()  # makes PyTorch's context the thread's own
     return _library()

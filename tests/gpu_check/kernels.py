@@ -26,6 +26,8 @@ from tokenloom.gpu_worker.ops.triton_ops import TritonOps
 
 LIMITS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """The largest ‖found - expected‖ / ‖expected‖."""
+_EXPERT = (512, 256)
+"""Hidden size, and what gates and ups of an expert lead to."""
 
 
 def run(rows: Rows, target: Target = GPU) -> None:
@@ -116,7 +118,7 @@ def _layer(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
         found = TritonOps().gate(both, activation)
         wrong += _compare(rows, f"gate, {activation}", dtype, found, TorchOps().gate(both.double(), activation))
     if dtype != torch.float32:
-        x, weight = _random(target, dtype, 5, size), _random(target, dtype, 2 * 1000, size) / 32
+        x, weight = _random(target, dtype, 5, size), _random(target, dtype, 2 * target.pick(1000, 48), size) / 32
         expected = TorchOps().gate(x.double() @ weight.double().T, "silu")
         wrong += _compare(rows, "product with gates", dtype, TritonLinear(weight).gated(x, "silu"), expected)
     return wrong
@@ -125,12 +127,14 @@ def _layer(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
 def _experts(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
     wrong = []
     for tokens in target.pick((1, 9, 400), (3,)):
-        x, chosen = _random(target, dtype, tokens, 512), torch.rand(tokens, 8, device=target.device).topk(2).indices
-        gate_up, down = _random(target, dtype, 8, 2 * 256, 512) / 16, _random(target, dtype, 8, 512, 256) / 16
+        hidden, inner = target.pick(_EXPERT, (64, 48))
+        x, chosen = _random(target, dtype, tokens, hidden), torch.rand(tokens, 8, device=target.device).topk(2).indices
+        gate_up = _random(target, dtype, 8, 2 * inner, hidden) / 16
+        down = _random(target, dtype, 8, hidden, inner) / 16
         weights = torch.rand(tokens, 2, device=target.device)
         gates, ups = torch.einsum("th,eih->tei", x.double(), gate_up.double()).chunk(2, dim=-1)
         every = torch.einsum("tei,ehi->teh", F.silu(gates) * ups, down.double())
-        picked = every.gather(1, chosen[..., None].expand(-1, -1, 512))
+        picked = every.gather(1, chosen[..., None].expand(-1, -1, hidden))
         expected = (picked * weights.double()[..., None]).sum(1)
         wrong += _compare(
             rows, f"experts, {tokens} rows", dtype, TritonExperts(gate_up, down, "silu")(x, weights, chosen), expected
@@ -153,9 +157,10 @@ def _eight_bits(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
     wrong += _compare(rows, "rows as fp8", dtype, scales, round_rows(x)[1])
     different = int((numbers.view(torch.uint8) != round_rows(x)[0].view(torch.uint8)).sum())
     rows.add(f"rows as fp8, {str(dtype).removeprefix('torch.')}", different=different, of=numbers.numel())
-    gate_up, down = _random(target, dtype, 8, 2 * 256, 512) / 16, _random(target, dtype, 8, 512, 256) / 16
+    hidden, inner = target.pick(_EXPERT, (64, 48))
+    gate_up, down = _random(target, dtype, 8, 2 * inner, hidden) / 16, _random(target, dtype, 8, hidden, inner) / 16
     (up_values, up_scales), (down_values, down_scales) = round_rows(gate_up), round_rows(down)
-    x, chosen = _random(target, dtype, 9, 512), torch.rand(9, 8, device=target.device).topk(2).indices
+    x, chosen = _random(target, dtype, 9, hidden), torch.rand(9, 8, device=target.device).topk(2).indices
     weights = torch.rand(9, 2, device=target.device)
     plain = [
         values.float() * scales[..., None] for values, scales in ((up_values, up_scales), (down_values, down_scales))

@@ -55,6 +55,7 @@ def _owner(target: Target, num_blocks: int) -> Iterator[dict[str, bytes]]:
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=_serve, args=(theirs, target.is_tiny, num_blocks), daemon=True)
     process.start()
+    theirs.close()  # so that the end of the process ends the wait for it
     try:
         if not ours.poll(_START_SECONDS):
             raise RuntimeError("the owner's process did not start in time")
@@ -71,9 +72,9 @@ def _serve(connection: Connection, is_tiny: bool, num_blocks: int) -> None:
     transports = make_transports(_NAMES, on_host=False)
     endpoints = {}
     for transport in transports:
-        with contextlib.suppress(OSError):  # no driver on a CPU
-            endpoints[transport.name] = transport.serve(pool)
-    connection.send({name: endpoint for name, endpoint in endpoints.items() if endpoint is not None})
+        if (endpoint := transport.serve(pool)) is not None:
+            endpoints[transport.name] = endpoint
+    connection.send(endpoints)
     with contextlib.suppress(EOFError):
         connection.recv()
     for transport in transports:

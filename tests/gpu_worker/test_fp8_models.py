@@ -53,9 +53,9 @@ def test_the_demo_model_s_next_tokens(weights, kv, most, run_model) -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize(("weights", "kv", "most"), [("fp8", "auto", 0.2), (None, "fp8", 0.1)])
+@pytest.mark.parametrize(("weights", "kv", "most"), [("fp8", "auto", 0.3), (None, "fp8", 0.1)])
 def test_a_mixture_of_experts(family, weights, kv, most, save_checkpoint, run_model) -> None:
-    """Random weights, in which a token whose router chooses another expert changes much: half of the tokens."""
+    """Half of the tokens, of random weights: one whose router chooses another expert changes much."""
     path, ids = save_checkpoint(family), torch.arange(40) * 7 % 199
     exact = logprobs(path, ids, run_model, None, "auto")
     found = logprobs(path, ids, run_model, weights, kv)

@@ -142,7 +142,7 @@ class KVPool:
 def _checksum(pieces: Iterable[Bytes]) -> int:
     crc = 0
     for piece in pieces:
-        crc = zlib.crc32(piece, crc)
+        crc = zlib.crc32(piece.data, crc)
     return crc
 
 

@@ -220,8 +220,9 @@ def _words(first: KVCache, count: int, num_blocks: int) -> Tensor:
     """Return ``count`` caches from ``first`` on as [2 * count, num_blocks, words] int64."""
     size = first.nbytes * count
     begin = first.storage_offset() * first.itemsize
-    flat = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage(), begin, (size,))
-    return flat.view(torch.int64).view(2 * count, num_blocks, -1)
+    flat = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage(), begin, (size,), (1,))
+    words: Tensor = flat.view(torch.int64).view(2 * count, num_blocks, -1)
+    return words
 
 
 def _words_of(packed: Bytes, like: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ class _Owner:
         if staging is None:
             send(connection, pieces(self._pool, block_ids))
         else:
-            staging.send(block_ids, lambda packed: send(connection, [memoryview(packed)]))
+            staging.send(block_ids, lambda packed: send(connection, [packed.data]))
 
 
 class SocketReader:
@@ -284,7 +284,7 @@ class SocketReader:
 
 
 def _fill(connection: socket.socket, packed: Bytes, part: Part) -> None:
-    receive_into(connection, [memoryview(packed)])
+    receive_into(connection, [packed.data])
 
 
 def _dial(address: str, tls: TLS | None) -> socket.socket:

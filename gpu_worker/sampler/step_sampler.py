@@ -11,12 +11,15 @@ from torch import Tensor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput
 
+from ..batch.expected_tokens import ExpectedTokens
 from ..batch.input_batch import InputBatch, StepInputs
+from ..cuda.device_rows import RowDraws
 from ..cuda.packed_copy import to_device
 from ..cuda.sampler import DeviceSampler
 from .grammar_mask import allow_only, force
 from .logits_stats import LogitsMeter
 from .logprobs import KeptLogits
+from .pending_step import PendingStep, by_request, drop_undrawn
 from .sampler import NO_TOKEN, Sampler
 
 Ints = npt.NDArray[np.int64]
@@ -59,7 +62,7 @@ class StepSampler:
         indices = inputs.sampled.tolist()
         self.measure(inputs, logits, output)
         tokens, kept = self.draw_rows(inputs, inputs.sampled, logits, grammar, output)
-        output.sampled_token_ids = _by_request(tokens, indices, len(inputs.req_ids))
+        output.sampled_token_ids = by_request(tokens, indices, len(inputs.req_ids))
         if NO_TOKEN in tokens:
             tokens = drop_undrawn(output, tokens, indices)
         drawn = np.array(tokens, dtype=np.int64)
@@ -69,6 +72,32 @@ class StepSampler:
         if kept is not None:
             by_row = kept.logprobs_of(tokens)
             output.logprobs = {inputs.req_ids[indices[row]]: logprobs for row, logprobs in by_row.items()}
+
+    def may_pend(self, inputs: StepInputs, grammar: GrammarOutput | None) -> bool:
+        """Return whether the device draws all tokens of a step by itself, so that :meth:`start` may begin it."""
+        if self.device_sampler is None or self._count_nans or self._publish is not None:
+            return False
+        return not len(self._places_on_host(inputs, inputs.sampled, grammar))
+
+    def start(
+        self,
+        inputs: StepInputs,
+        logits: Tensor,
+        draws: RowDraws,
+        output: ModelRunnerOutput,
+        expected: ExpectedTokens,
+    ) -> PendingStep:
+        """Do what :meth:`sample` does without waiting for the device: the batch and the output get the tokens later.
+
+        ``draws``: what the rows of ``inputs.sampled`` ask for. ``expected`` gets the tokens when they are there.
+        """
+        assert self.device_sampler is not None, "may_pend comes first"
+        self.measure(inputs, logits, output)
+        drawn = self.device_sampler.draw(logits, draws.columns)
+        draws.keep(drawn)
+        tokens = self.device_sampler.fetch(drawn)
+        expected.add(self.batch.expect_tokens(rows_of(inputs, inputs.sampled)), tokens)
+        return PendingStep(output, tokens, inputs.sampled.tolist())
 
     @property
     def measures(self) -> bool:
@@ -170,30 +199,6 @@ class StepSampler:
 def rows_of(inputs: StepInputs, places: Ints) -> Ints:
     """Return the rows of the batch of the requests ``places``, an ascending part of those of the step."""
     return inputs.rows if len(places) == len(inputs.rows) else inputs.rows[places]
-
-
-def _by_request(tokens: list[int], indices: list[int], num_requests: int) -> list[list[int]]:
-    """Return the tokens [S] of the requests ``indices`` [S] in a list for each request of the step."""
-    if len(tokens) == num_requests:  # every request decodes
-        return [[token_id] for token_id in tokens]
-    by_request: list[list[int]] = [[] for _ in range(num_requests)]
-    for index, token_id in zip(indices, tokens, strict=True):
-        by_request[index] = [token_id]
-    return by_request
-
-
-def drop_undrawn(output: ModelRunnerOutput, tokens: list[int], indices: list[int]) -> list[int]:
-    """List the requests of the rows without a token in ``output``, unless they are listed as without choice.
-
-    Returns the tokens with an arbitrary one for these rows, as the requests may be in the next step already.
-    """
-    for row, token_id in enumerate(tokens):
-        if token_id == NO_TOKEN:
-            output.sampled_token_ids[indices[row]] = []
-            req_id = output.req_ids[indices[row]]
-            if req_id not in output.without_choice:
-                output.without_finite_logit.append(req_id)
-    return [max(token_id, 0) for token_id in tokens]
 
 
 def _count_nans(logits: Logits, req_ids: Sequence[str]) -> dict[str, int]:

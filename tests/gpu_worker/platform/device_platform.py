@@ -21,6 +21,9 @@ class ApartPlatform:
     def make_sampler(self) -> DeviceSampler:
         return DeviceSampler(host_draw)
 
+    def make_step_tools(self) -> None:
+        return None
+
     def make_capture(self) -> None:
         return None
 

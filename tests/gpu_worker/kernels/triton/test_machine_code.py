@@ -26,6 +26,7 @@ CASES = {
     "many rows of experts": {"loads": "LDGSTS.128", "products": "HGMMA"},
     "sampling": {},
     "block copy": {},
+    "step of rows": {},
 }
 _SHARED_MEMORY = 227 << 10
 """Bytes that a program may use of a multiprocessor's."""

@@ -1,0 +1,55 @@
+"""The output of a step, completed once its tokens are on the host."""
+
+import threading
+
+from tokenloom.engine_core.wire.scheduler_output import ModelRunnerOutput
+
+from ..cuda.pending_tokens import PendingTokens
+from .sampler import NO_TOKEN
+
+
+class PendingStep:
+    """Fulfils :class:`tokenloom.engine_core.pending_output.PendingOutput`. Any thread may wait for it."""
+
+    def __init__(self, output: ModelRunnerOutput, tokens: PendingTokens, indices: list[int]) -> None:
+        """``output``: without tokens yet. ``indices`` [S]: the requests of the step whose tokens these are."""
+        self._output = output
+        self._tokens = tokens
+        self._indices = indices
+        self._is_complete = False
+        self._lock = threading.Lock()
+
+    def result(self) -> ModelRunnerOutput:
+        """Return the output with its tokens, once they are there. Nothing else of the device is waited for."""
+        token_ids = self._tokens.wait()
+        with self._lock:
+            if not self._is_complete:
+                self._is_complete = True
+                self._output.sampled_token_ids = by_request(token_ids, self._indices, len(self._output.req_ids))
+                if NO_TOKEN in token_ids:
+                    drop_undrawn(self._output, token_ids, self._indices)
+        return self._output
+
+
+def by_request(tokens: list[int], indices: list[int], num_requests: int) -> list[list[int]]:
+    """Return the tokens [S] of the requests ``indices`` [S] in a list for each request of the step."""
+    if len(tokens) == num_requests:  # every request decodes
+        return [[token_id] for token_id in tokens]
+    by_request: list[list[int]] = [[] for _ in range(num_requests)]
+    for index, token_id in zip(indices, tokens, strict=True):
+        by_request[index] = [token_id]
+    return by_request
+
+
+def drop_undrawn(output: ModelRunnerOutput, tokens: list[int], indices: list[int]) -> list[int]:
+    """List the requests of the rows without a token in ``output``, unless they are listed as without choice.
+
+    Returns the tokens with an arbitrary one for these rows, as the requests may be in the next step already.
+    """
+    for row, token_id in enumerate(tokens):
+        if token_id == NO_TOKEN:
+            output.sampled_token_ids[indices[row]] = []
+            req_id = output.req_ids[indices[row]]
+            if req_id not in output.without_choice:
+                output.without_finite_logit.append(req_id)
+    return [max(token_id, 0) for token_id in tokens]

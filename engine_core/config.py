@@ -19,6 +19,7 @@ from .speculative_config import SpeculativeConfig as SpeculativeConfig
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "int8"]
 ModelImpl = Literal["auto", "native", "transformers"]
+LoadFormat = Literal["auto", "dummy"]
 AttentionBackendName = Literal["auto", "cpu", "torch", "triton", "reference"]
 ProcessorLevel = Literal["auto", "x86-64-amx", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3-vnni", "x86-64-v3", "aarch64"]
 Count = Annotated[int, Meta(ge=1)]
@@ -55,6 +56,11 @@ class WorkerConfig(Struct, frozen=True):
         "Which code computes the model: native: the architectures that are built in; transformers: the modules of that "
         "library over the paged KV cache; auto: native where the architecture and the features that its configuration "
         "asks for are built in, otherwise transformers.",
+    ] = "auto"
+    load_format: Annotated[
+        LoadFormat,
+        "Where the weights come from: auto: from files; dummy: made at random, on the device and with a fixed seed, in "
+        "the shapes of config.json, to measure a model without its weights. The tokenizer is still needed.",
     ] = "auto"
     runner: Annotated[
         Literal["auto", "generate", "pooling"],

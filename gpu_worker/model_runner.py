@@ -11,12 +11,13 @@ import torch
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.pending_output import PendingOutput
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import Logprobs, RoutedExperts
+from tokenloom.engine_core.wire.messages import RoutedExperts
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 from .attention.attention_backend import AttentionBackend, IntArray, KVCache
 from .batch.expected_tokens import ExpectedTokens
 from .batch.input_batch import InputBatch, StepInputs
+from .batch.prompt_logprobs import PromptPart
 from .cuda.device_rows import RowDraws
 from .cuda.packed_copy import to_device
 from .cuda.sampler import DeviceSampler
@@ -62,10 +63,10 @@ class ModelRunner:
     ) -> None:
         """``memory`` holds the KV caches; None: torch allocates them. ``device`` is that of model and backend.
 
-        ``device_sampler`` draws if no request asks for changed logits or log probabilities; None: all tokens are
-        drawn on the host. ``count_nans``: whether NaN logits of every step are counted. The
-        logits of one step of ``logits_metrics_interval`` are measured; 0: none. ``proposer`` proposes drafts, which
-        ``rejection`` accepts; without it a draft counts if it equals the token that is drawn.
+        ``device_sampler`` changes logits, draws and finds log probabilities; None: the host does. ``count_nans``:
+        whether NaN logits of every step are counted. The logits of one step of ``logits_metrics_interval`` are
+        measured; 0: none. ``proposer`` proposes drafts, which ``rejection`` accepts; without it a draft counts if it
+        equals the token that is drawn.
         ``recorded`` runs the steps of which it can make recordings; None: the model computes every step.
         ``loras`` holds the adapters that requests name; None: they name none. ``pooler`` pools prompts; None: no
         request asks for it. One of ``ranks`` draws the tokens of all of them.
@@ -230,7 +231,7 @@ class ModelRunner:
         chosen = self._routes.end()
         return {} if chosen is None else routed_experts(self._routes, self._batch.routed, inputs, chosen)
 
-    def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, Logprobs]:
+    def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, PromptPart]:
         """Return the log probabilities of the prompt tokens that this step computed, for the requests that ask."""
         asking = self._batch.prompt_logprobs
         if not asking or not self._draws:
@@ -238,12 +239,13 @@ class ModelRunner:
         with torch.inference_mode():
             return self._compute_prompt_logprobs(inputs, hidden)
 
-    def _compute_prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, Logprobs]:
+    def _compute_prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, PromptPart]:
+        compute_logits, on_device = self._model.compute_logits, self._sampler.device_sampler
         asking, result = self._batch.prompt_logprobs, {}
         for index, (req_id, row) in enumerate(zip(inputs.req_ids, inputs.rows.tolist(), strict=True)):
             begin, end = inputs.cu_query_lens[index : index + 2].tolist()
             start = int(inputs.positions[begin])
-            part = asking.compute(row, start, hidden[begin:end], self._model.compute_logits)
+            part = asking.compute(row, start, hidden[begin:end], compute_logits, on_device)
             if part is not None:
                 result[req_id] = part
         return result
@@ -260,7 +262,9 @@ class ModelRunner:
         inputs, logits = executed.inputs, executed.logits
         if not self._draws:
             return self._follow(inputs)
-        output = ModelRunnerOutput(inputs.req_ids, [], {}, executed.prompt_logprobs, pooled=executed.pooled)
+        output = ModelRunnerOutput(inputs.req_ids, [], pooled=executed.pooled)
+        if executed.prompt_logprobs:
+            output.prompt_logprobs = {req_id: part.wait() for req_id, part in executed.prompt_logprobs.items()}
         if self._routes is not None:
             output.routed_experts, output.expert_loads = executed.routed_experts, expert_loads(self._routes)
         if not len(inputs.sampled):
@@ -268,8 +272,8 @@ class ModelRunner:
         elif inputs.drafts:
             assert self._speculation is not None, "drafts come only if speculation is configured"
             self._speculation.verify(inputs, logits, grammar, output)
-        elif executed.draws is not None and self._speculation is None and self._sampler.may_pend(inputs, grammar):
-            return self._sampler.start(inputs, logits, executed.draws, output, self._expected)
+        elif executed.draws is not None and self._speculation is None and self._sampler.device_sampler is not None:
+            return self._sampler.start(inputs, logits, grammar, executed.draws, output, self._expected) or output
         else:
             self._sampler.sample(inputs, logits, grammar, output)
         if self._speculation is not None:
@@ -335,6 +339,7 @@ class ModelRunner:
         rows, indices = [params] * len(logits), np.zeros(len(logits), dtype=np.int64)
         if self._sampler.device_sampler is not None:
             self._sampler.device_sampler.sample(logits, rows, indices)
+            self._sampler.device_sampler.prepare(logits[:1])
         self._sampler.draw(logits.cpu().numpy(), rows, indices)
 
 
@@ -347,7 +352,7 @@ class _Executed:
     """[T, hidden_size]: the last hidden states; None unless drafts are proposed from them."""
     logits: torch.Tensor
     """[S, vocab]: logits of the rows that draw, on the device. A request with drafts has a row more for each."""
-    prompt_logprobs: dict[str, Logprobs]
+    prompt_logprobs: dict[str, PromptPart]
     routed_experts: dict[str, RoutedExperts]
     pooled: dict[str, Floats]
     draws: RowDraws | None

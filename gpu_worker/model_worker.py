@@ -96,9 +96,8 @@ class ModelWorker:
         self._ranks = join_ranks(self._config.parallel, self._device)
         ops = make_ops(config.attention_backend, self._device)
         longest = self._config.max_model_len
-        loader = ModelLoader(
-            config.dtype, self._device, ops, config.quantization, config.model_impl, longest, ranks=self._ranks
-        )
+        kinds = (config.quantization, config.model_impl, longest, None, self._ranks, config.load_format)
+        loader = ModelLoader(config.dtype, self._device, ops, *kinds)
         self._slot = ModelSlot(Path(config.model), self._adapting(loader))
         model_config = self._kv_config
         if self._loras is not None:
@@ -107,7 +106,8 @@ class ModelWorker:
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
         if self._config.speculative is not None:
-            self._drafting = Drafting(self._config.speculative, loader, lambda: self._model, self._config.cache.dtype)
+            files = replace(loader, load_format="auto")  # what drafts has weights of its own
+            self._drafting = Drafting(self._config.speculative, files, lambda: self._model, self._config.cache.dtype)
         library, routes = None, routes_of(self._model)
         if isinstance(self._model, CheckedModel):
             # Over a KV cache of its own dtype: rounding would hide what its modules do.

@@ -290,10 +290,6 @@ class InputBatch:
         """Return whether no request asks for changed logits or for log probabilities."""
         return not (self.logits_processors or self.logprobs)
 
-    def draws_on_host(self, row: int) -> bool:
-        """Return whether the request of a row asks for changed logits or for log probabilities."""
-        return row in self.logits_processors or row in self.logprobs
-
     def sampling(self, rows: Ints) -> tuple[list[SamplingParams], Ints]:
         """Return the parameters of these rows [S], and the output indices [S] of their next tokens."""
         members, params = self._members, self._params
@@ -331,7 +327,7 @@ class InputBatch:
     def expect_tokens(self, rows: Ints) -> Places:
         """Append a token that only the device knows to each of these rows, as :meth:`append` does with known ones.
 
-        Returns where the tokens belong. No row may be one whose logits the host changes.
+        Returns where the tokens belong. No row may be one whose logits the host changes by its output.
         """
         places = Places(rows.copy(), self._num_tokens[rows], self._num_owners[rows])
         has_room = places.positions < self._token_ids.shape[1]
@@ -343,4 +339,6 @@ class InputBatch:
         """Write the tokens [S] of an earlier step to their places, unless the row is another request's by now."""
         is_due = self._num_owners[places.rows] == places.owners
         is_due &= places.positions < self._token_ids.shape[1]
-        self._token_ids[places.rows[is_due], places.positions[is_due]] = token_ids[is_due]
+        rows, token_ids = places.rows[is_due], token_ids[is_due]
+        self._token_ids[rows, places.positions[is_due]] = token_ids
+        self.logits_processors.append(rows, token_ids)

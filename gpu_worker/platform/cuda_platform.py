@@ -5,10 +5,9 @@ from collections.abc import Callable
 
 import torch
 
-from ..cuda.capture import GraphCapture
 from ..cuda.device_link import CUDALink
 from ..cuda.sampler import DeviceSampler
-from ..cuda.step_tools import Capture, StepTools
+from ..cuda.step_tools import Capture, GraphCapture, StepTools
 from ..kernels.gpu_kernels import uses_triton
 
 
@@ -48,9 +47,9 @@ class CUDAPlatform:
     def make_sampler(self) -> DeviceSampler | None:
         if not uses_triton(self.device):
             return None
-        from ..cuda.draw_kernel import draw
+        from ..cuda.sampler_kernels import TritonSamplerKernels
 
-        return DeviceSampler(draw)
+        return DeviceSampler(TritonSamplerKernels())
 
     def make_step_tools(self) -> StepTools | None:
         if not uses_triton(self.device):

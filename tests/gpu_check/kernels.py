@@ -1,9 +1,9 @@
 """The kernels on the device against a reference in float64 or float32, on random data."""
 
-import functools
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,12 +12,14 @@ from torch import Tensor
 
 from tests.gpu_check.rows import Rows
 from tests.gpu_worker.attention import steps
+from tests.gpu_worker.cuda.sampling_steps import Steps, bitmask, check_equal
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.scheduler_output import GrammarOutput
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
-from tokenloom.gpu_worker.cuda.draw_kernel import draw
 from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
+from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels
 from tokenloom.gpu_worker.layers.triton_experts import TritonExperts
 from tokenloom.gpu_worker.layers.triton_linear import TritonLinear
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
@@ -34,9 +36,9 @@ _NEAR_BOUNDARY = 2
 def run(rows: Rows) -> None:
     """Check in several processes, because compiling a kernel keeps one core busy for seconds."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=2 * len(LIMITS) + 1, mp_context=spawn) as pool:
+    with ProcessPoolExecutor(max_workers=2 * len(LIMITS) + 2, mp_context=spawn) as pool:
         tasks = [pool.submit(_check, rows, parts, dtype) for dtype in LIMITS for parts in ("attention", "others")]
-        tasks.append(pool.submit(_sampler, rows))
+        tasks += [pool.submit(_sampler, rows), pool.submit(_asking_rows, rows)]
         wrong = [name for task in tasks for name in task.result()]
     if wrong:
         raise SystemExit(f"wrong: {', '.join(wrong)}")
@@ -143,8 +145,36 @@ def _sampler(rows: Rows, count: int = 256, vocab: int = 151_936) -> list[str]:
     logits = np.random.default_rng(3).normal(0.0, 3.0, (count, vocab)).astype(np.float32)
     params = [SamplingParams(max_tokens=4, seed=row, **kinds[row % len(kinds)]) for row in range(count)]
     indices = np.arange(count)
-    found = DeviceSampler(functools.partial(draw)).sample(torch.from_numpy(logits).to(GPU), params, indices)
+    found = DeviceSampler(TritonSamplerKernels()).sample(torch.from_numpy(logits).to(GPU), params, indices)
     expected = Sampler().sample(logits, params, indices)
     different = sum(a != b for a, b in zip(found, expected, strict=True))
     rows.add("sampler", rows_drawn=count, different=different)
     return [] if different <= _NEAR_BOUNDARY else ["sampler"]
+
+
+def _asking_rows(rows: Rows, vocab: int = 151_936) -> list[str]:
+    """Penalties, biases, masks and log probabilities of rows beside each other, several steps long."""
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
+    listed = {
+        "logit_bias": {7: 3.0, 90_000: -2.0},
+        "bad_words": ((8,), (2, 7)),
+        "min_tokens": 2,
+        "stop_token_ids": (1,),
+    }
+    requests: list[dict[str, Any]] = [
+        {"temperature": 0.0} | penalties,
+        {"temperature": 1.0, "logprobs": 20, "logprob_token_ids": (5,)} | penalties | listed,
+        {"temperature": 1.0, "allowed_token_ids": tuple(range(0, vocab, 1000))},
+        {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "logprobs": 0},
+    ]
+    device = Steps(requests, DeviceSampler(TritonSamplerKernels()), "cuda", vocab)
+    host = Steps(requests, None, vocab=vocab)
+    for step in range(6):
+        grammar = GrammarOutput(["r0"], bitmask(*range(100, 9000), vocab=vocab)) if step % 2 else None
+        try:
+            check_equal(device.run(grammar), host.run(grammar))
+        except AssertionError as error:
+            rows.add("rows that ask for more", different=1, error=str(error)[:200])
+            return ["rows that ask for more"]
+    rows.add("rows that ask for more", different=0)
+    return []

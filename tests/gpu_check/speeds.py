@@ -9,6 +9,7 @@ from tests.gpu_worker.attention.steps import shape
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
 from tokenloom.gpu_worker.cuda.draw_kernel import draw
+from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels
 from tokenloom.gpu_worker.layers.triton_linear import TritonLinear
 
 GPU = torch.device("cuda")
@@ -26,6 +27,8 @@ def run(rows: Rows) -> None:
         _product(rows, count, 14336, 4096)
     for top_k, top_p in ((0, 1.0), (50, 1.0), (0, 0.9), (50, 0.9)):
         _sampler(rows, top_k, top_p)
+    for count in (1, 128):
+        _asking_rows(rows, count)
 
 
 def _plan(backend: TritonBackend, query_lens: list[int], length: int):  # type: ignore[no-untyped-def]
@@ -74,3 +77,20 @@ def _sampler(rows: Rows, top_k: int, top_p: float) -> None:
     top_ks = torch.full((128,), top_k, device=GPU, dtype=torch.int32)
     ms = graph_ms(lambda: draw(logits, (*columns, top_ks)), 4)
     rows.add(f"sampler, 128 x 151,936, top-k {top_k}, top-p {top_p}", ms=ms)
+
+
+def _asking_rows(rows: Rows, count: int, vocab: int = 151_936) -> None:
+    """What penalties and log probabilities of so many rows add to a step of 128."""
+    logits, kernels = torch.randn(128, vocab, device=GPU) * 3, TritonSamplerKernels()
+    ints, doubles = torch.arange(count, device=GPU, dtype=torch.int32), torch.ones(count, device=GPU).double()
+    none = torch.full((count,), -1, device=GPU, dtype=torch.int32)
+    starts, listed = torch.zeros(count + 1, device=GPU, dtype=torch.int32), ints[:0]
+    masks = torch.empty(0, -(-vocab // 32), device=GPU, dtype=torch.int32)
+    seen = torch.zeros(count, vocab, device=GPU, dtype=torch.int32)
+    penalties = (doubles, doubles * 0, doubles * 0)  # which leave the logits as they are
+    edits = [ints, starts, listed, listed.float(), none, masks, ints, *penalties, none]
+    rows.add(f"penalties, {count} of 128 rows", us=graph_ms(lambda: kernels.change(logits, edits, seen), 4) * 1e3)
+    tokens, own = torch.zeros(count, device=GPU, dtype=torch.int64), logits[:count]
+    wanted = [torch.full_like(ints, 20), starts, listed]
+    us = graph_ms(lambda: kernels.find_logprobs(own, wanted, tokens, 20), 4) * 1e3
+    rows.add(f"20 log probabilities, {count} rows", us=us)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.gpu_worker.cuda.host_draw import host_draw
+from tests.gpu_worker.cuda.host_draw import HostKernels
 from tests.gpu_worker.cuda.host_rows import HostRowKernels
 from tests.gpu_worker.cuda.late_link import LateLink
 from tests.gpu_worker.cuda.op_capture import OpCapture
@@ -23,7 +23,7 @@ class LatePlatform(ApartPlatform):
         self.capture = OpCapture()
 
     def make_sampler(self) -> DeviceSampler:
-        return DeviceSampler(host_draw, self.link)
+        return DeviceSampler(HostKernels(), self.link)
 
     def make_step_tools(self) -> StepTools:
         return StepTools(self.link, HostRowKernels())

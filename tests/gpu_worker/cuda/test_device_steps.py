@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu_worker.cuda.host_draw import host_draw
+from tests.gpu_worker.cuda.host_draw import HostKernels
 from tests.gpu_worker.cuda.host_rows import HostRowKernels
 from tests.gpu_worker.cuda.late_link import LateLink
 from tests.gpu_worker.cuda.late_platform import use_tensor_backend
@@ -39,7 +39,7 @@ def make_steps(model, batch, capture, link=None):
 def make_runner(model, capture, link):
     batch = InputBatch(4, 128, 16)
     backend, steps = make_steps(model, batch, capture, link)
-    return ModelRunner(model, backend, batch, 8, None, CPU, DeviceSampler(host_draw, link), recorded=steps)
+    return ModelRunner(model, backend, batch, 8, None, CPU, DeviceSampler(HostKernels(), link), recorded=steps)
 
 
 def lives(runner):

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.gpu_worker.cuda.host_draw import host_draw
+from tests.gpu_worker.cuda.host_draw import make_device_sampler
 from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
 from tokenloom.gpu_worker.platform.memory import status_bytes
 
@@ -19,7 +19,7 @@ class ApartPlatform:
         self.num_returned = 0
 
     def make_sampler(self) -> DeviceSampler:
-        return DeviceSampler(host_draw)
+        return make_device_sampler()
 
     def make_step_tools(self) -> None:
         return None

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,8 @@ from tests.gpu_worker.attention.steps import shape
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
-from tokenloom.gpu_worker.cuda import block_copy, draw_kernel, row_kernels
+from tokenloom.gpu_worker.cuda import block_copy, draw_kernel, row_kernels, sampler_kernels
+from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels
 from tokenloom.gpu_worker.cuda.step_tensors import SentStep, StepSize, StepTensors
 from tokenloom.gpu_worker.layers import triton_experts, triton_linear
 from tokenloom.gpu_worker.layers.triton_experts import TritonExperts
@@ -47,7 +49,16 @@ _TYPES = {
     torch.int32: "*i32",
 }
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-_LAUNCHERS = (triton_backend, block_copy, draw_kernel, row_kernels, triton_experts, triton_linear, triton_ops)
+_LAUNCHERS = (
+    triton_backend,
+    block_copy,
+    draw_kernel,
+    row_kernels,
+    sampler_kernels,
+    triton_experts,
+    triton_linear,
+    triton_ops,
+)
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,7 @@ def compile_launch(kernel: Any, arguments: tuple[Any, ...], constants: dict[str,
             signature[name] = "i32" if value < 1 << 31 else "i64"
             if value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    options = {name: values.pop(name) for name in ("num_warps", "num_stages") if name in values}
+    options = {name: values.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in values}
     signature |= dict.fromkeys(constants.keys() - options.keys(), "constexpr")
     ordered = {name: signature[name] for name in names}
     source = ASTSource(kernel, ordered, values, attrs=attributes)
@@ -157,6 +168,21 @@ def rows_of_a_step() -> None:
     kernels.scatter(ints(128, 512), ints(count, dtype=torch.int64), ints(count))
 
 
+def changes() -> None:
+    ints, doubles = partial(_empty, dtype=torch.int32), [_empty(8, dtype=torch.float64) for _ in range(3)]
+    listed = (ints(9), ints(20), _empty(20, dtype=torch.float32))
+    edits = [ints(8), *listed, ints(8), ints(2, 4748), ints(8), *doubles, ints(8)]
+    kernels, seen = TritonSamplerKernels(), ints(8, 151_936)
+    kernels.change(_empty(128, 151_936, dtype=torch.float32), edits, seen)
+    kernels.count(seen, edits, _empty(128, dtype=torch.int64))
+
+
+def log_probabilities() -> None:
+    wanted = [_empty(size, dtype=torch.int32) for size in (16, 17, 3)]
+    logits, tokens = _empty(16, 151_936, dtype=torch.float32), _empty(16, dtype=torch.int64)
+    TritonSamplerKernels().find_logprobs(logits, wanted, tokens, 20)
+
+
 def block_copies() -> None:
     pool = _empty(64, 100, 2048, dtype=torch.int64)
     block_copy.copy_pool_blocks(pool, pool, _empty(9, dtype=torch.int64), _empty(9, dtype=torch.int64))
@@ -178,6 +204,8 @@ CASES: dict[str, Callable[[], object]] = {
     "few rows of experts": lambda: experts(4),
     "many rows of experts": lambda: experts(512),
     "sampling": sampling,
+    "changed logits": changes,
+    "log probabilities": log_probabilities,
     "block copy": block_copies,
     "step of rows": rows_of_a_step,
 }

@@ -25,6 +25,8 @@ CASES = {
     "few rows of experts": {"loads": "LDGSTS.128", "products": "HMMA"},
     "many rows of experts": {"loads": "LDGSTS.128", "products": "HGMMA"},
     "sampling": {},
+    "changed logits": {},
+    "log probabilities": {},
     "block copy": {},
     "step of rows": {},
 }

@@ -12,11 +12,12 @@ from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRe
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
-from tokenloom.gpu_worker.cuda import draw_kernel, row_kernels
+from tokenloom.gpu_worker.cuda import draw_kernel, row_kernels, sampler_kernels
 from tokenloom.gpu_worker.cuda.device_link import Past
 from tokenloom.gpu_worker.cuda.device_steps import make_device_steps
 from tokenloom.gpu_worker.cuda.row_kernels import TritonRowKernels
 from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
+from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels
 from tokenloom.gpu_worker.cuda.step_tools import StepTools
 from tokenloom.gpu_worker.layers import triton_experts, triton_linear
 from tokenloom.gpu_worker.model_runner import ModelRunner
@@ -81,7 +82,7 @@ class Crossings(TorchDispatchMode):
 
 @pytest.fixture
 def launched(monkeypatch):
-    modules = (draw_kernel, row_kernels, triton_backend, triton_experts, triton_linear, triton_ops)
+    modules = (draw_kernel, row_kernels, sampler_kernels, triton_backend, triton_experts, triton_linear, triton_ops)
     return use_kernels_on_meta(monkeypatch, modules)
 
 
@@ -89,7 +90,7 @@ def make_runner(path, link):
     model = load_model(path, "bfloat16", META, make_ops("auto", META))
     backend, batch = make_attention_backend("auto", model.config, 16, META), InputBatch(4, 128, 16)
     recorded = make_device_steps(backend, batch, 64, META, StepTools(link, TritonRowKernels()), None)
-    sampler = DeviceSampler(draw_kernel.draw, link)
+    sampler = DeviceSampler(TritonSamplerKernels(), link)
     return ModelRunner(model, backend, batch, 32, None, META, sampler, recorded=recorded)
 
 

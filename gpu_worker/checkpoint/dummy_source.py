@@ -13,10 +13,13 @@ _OUTPUT = "lm_head.weight"
 
 
 class _AnyName(Collection[str]):
-    """Contains every name but that of an output matrix, which a model without tied embeddings asks for all the same."""
+    """Contains every name but the given ones."""
+
+    def __init__(self, *absent: str) -> None:
+        self._absent = absent
 
     def __contains__(self, name: object) -> bool:
-        return name != _OUTPUT
+        return name not in self._absent
 
     def __iter__(self) -> Iterator[str]:
         return iter(())
@@ -34,9 +37,10 @@ class DummySource:
 
     described_by = "config.json"
     paths: Collection[Path] = ()
-    names: Collection[str] = _AnyName()
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, has_output: bool = True) -> None:
+        """``has_output``: whether the output matrix is one of its own, and not that of the embeddings."""
+        self.names: Collection[str] = _AnyName() if has_output else _AnyName(_OUTPUT)
         self._dtype = dtype
         self._device = device
 

@@ -39,7 +39,7 @@ class SamplerKernels(Protocol):
         :class:`SeenCounts`."""
 
     def count(self, seen: Tensor, edits: Sequence[Tensor], drawn: Tensor) -> None:
-        """Count the tokens ``drawn`` [rows] of the edits that have a slot."""
+        """Count the tokens ``drawn`` [rows] of the edits that have a slot; a negative one is token 0."""
 
     def find_logprobs(
         self, logits: Tensor, wanted: Sequence[Tensor], token_ids: Tensor, most_listed: int

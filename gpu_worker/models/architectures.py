@@ -107,7 +107,7 @@ def _make_dummy(config: ModelConfig, device: torch.device) -> DummySource:
             f"load_format dummy makes no weights that are quantized as {config.scheme.name}: leave quantization_config "
             "out of config.json, or choose --quantization"
         )
-    return DummySource(config.dtype, device)
+    return DummySource(config.dtype, device, has_output=not config.tie_word_embeddings)
 
 
 def _kernels(config: ModelConfig) -> list[Variant]:

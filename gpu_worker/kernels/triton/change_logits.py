@@ -98,13 +98,13 @@ def count_drawn(seen, rows, slot_of, drawn, num_edits, seen_stride, WIDTH: tl.co
 
     Args:
         seen, rows, slot_of: as in :func:`change_rows`; no two edits share a slot.
-        drawn: [n] int64: the token of each row of the logits; a negative one is none.
+        drawn: [n] int64: the token of each row of the logits. A negative one is none and counts as token 0, which
+            stands for it on the host until the request ends.
     """
     edit = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     is_edit = edit < num_edits
     slot = tl.load(slot_of + edit, mask=is_edit, other=-1)
     token_id = tl.load(drawn + tl.load(rows + edit, mask=is_edit, other=0), mask=is_edit, other=-1)
-    counts = (slot >= 0) & (token_id >= 0)
-    place = seen + slot.to(tl.int64) * seen_stride + token_id
-    words = tl.load(place, mask=counts, other=0)
-    tl.store(place, (words | _SEEN) + 1, mask=counts)
+    place = seen + slot.to(tl.int64) * seen_stride + tl.maximum(token_id, 0)
+    words = tl.load(place, mask=slot >= 0, other=0)
+    tl.store(place, (words | _SEEN) + 1, mask=slot >= 0)

@@ -31,8 +31,9 @@ class HostKernels:
 
     def count(self, seen: Tensor, edits: Sequence[Tensor], drawn: Tensor) -> None:
         for row, slot in zip(edits[0].tolist(), edits[6].tolist(), strict=True):
-            if slot >= 0 and drawn[row] >= 0:
-                seen[slot, drawn[row]] = (int(seen[slot, drawn[row]]) | SEEN) + 1
+            if slot >= 0:
+                token_id = max(0, int(drawn[row]))
+                seen[slot, token_id] = (int(seen[slot, token_id]) | SEEN) + 1
 
     def find_logprobs(
         self, logits: Tensor, wanted: Sequence[Tensor], token_ids: Tensor, most_listed: int

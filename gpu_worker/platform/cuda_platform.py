@@ -8,9 +8,9 @@ import torch
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 
 from ..attention.attention_backend import KVCache
-from ..cuda.capture import GraphCapture
-from ..cuda.graphs import Capture
+from ..cuda.device_link import CUDALink
 from ..cuda.sampler import DeviceSampler
+from ..cuda.step_tools import Capture, GraphCapture, StepTools
 from ..kernels.gpu_kernels import uses_triton
 from ..kv_connector.cuda_ipc import CudaIpc
 from ..kv_connector.device_pool import copy_with_torch, make_device_pool
@@ -58,6 +58,13 @@ class CUDAPlatform:
         from ..cuda.sampler_kernels import TritonSamplerKernels
 
         return DeviceSampler(TritonSamplerKernels())
+
+    def make_step_tools(self) -> StepTools | None:
+        if not uses_triton(self.device):
+            return None
+        from ..cuda.row_kernels import TritonRowKernels
+
+        return StepTools(CUDALink(), TritonRowKernels())
 
     def make_capture(self) -> Capture | None:
         return GraphCapture() if uses_triton(self.device) else None

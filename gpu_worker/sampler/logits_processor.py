@@ -37,6 +37,10 @@ class LogitsProcessor(Protocol):
     def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
         """Add to ``edit`` what :meth:`apply` would do to the logits of the token ``output_index`` of this row."""
 
+    def follows_output(self, row: int) -> bool:
+        """Return whether :meth:`describe` depends on the tokens of the output, and not on their number alone; tokens
+        that a device counts by itself do not count."""
+
 
 class LogitsProcessors:
     """Applies all kinds in order. A step in which no row asks for any costs one dict lookup."""
@@ -74,6 +78,14 @@ class LogitsProcessors:
         for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
             for processor in self._of_row.get(row, ()):
                 processor.append(row, token_id)
+
+    def follow_output(self, rows: npt.NDArray[np.int64]) -> bool:
+        """Return whether what any of these rows [n] asks for depends on the tokens of its output, as the host has to
+        know them."""
+        if not self._of_row:
+            return False
+        of_rows = ((row, processor) for row in rows.tolist() for processor in self._of_row.get(row, ()))
+        return any(processor.follows_output(row) for row, processor in of_rows)
 
     def apply(self, logits: npt.NDArray[np.float32], rows: npt.NDArray[np.int64]) -> None:
         """Change logits [n, vocab] of these batch rows, [n], in place."""

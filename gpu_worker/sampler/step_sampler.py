@@ -11,12 +11,16 @@ from torch import Tensor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput
 
+from ..batch.expected_tokens import ExpectedTokens
 from ..batch.input_batch import InputBatch, StepInputs
+from ..cuda.device_rows import RowDraws
+from ..cuda.drawn_rows import DrawnRows
 from ..cuda.packed_copy import to_device
 from ..cuda.sampler import NO_CHOICE, NOTHING, Asked, DeviceSampler
 from .grammar_mask import allow_only, force
 from .logits_stats import LogitsMeter
 from .logprobs import JoinedLogprobs, RowLogprobs
+from .pending_step import PendingStep, by_request, drop_undrawn
 from .sampler import NO_TOKEN, Sampler
 
 Ints = npt.NDArray[np.int64]
@@ -56,10 +60,15 @@ class StepSampler:
         self, inputs: StepInputs, logits: Tensor, grammar: GrammarOutput | None, output: ModelRunnerOutput
     ) -> None:
         """Draw a token for each request of ``inputs.sampled`` [S] from its row of ``logits`` [S, vocab]."""
-        indices = inputs.sampled.tolist()
         self.measure(inputs, logits, output)
-        tokens, kept = self.draw_rows(inputs, inputs.sampled, logits, grammar, output)
-        output.sampled_token_ids = _by_request(tokens, indices, len(inputs.req_ids))
+        self._complete(inputs, *self.draw_rows(inputs, inputs.sampled, logits, grammar, output), output)
+
+    def _complete(
+        self, inputs: StepInputs, tokens: list[int], kept: RowLogprobs | None, output: ModelRunnerOutput
+    ) -> None:
+        """Give the batch and the output the tokens [S], and the output their log probabilities."""
+        indices = inputs.sampled.tolist()
+        output.sampled_token_ids = by_request(tokens, indices, len(inputs.req_ids))
         if NO_TOKEN in tokens:
             tokens = drop_undrawn(output, tokens, indices)
         drawn = np.array(tokens, dtype=np.int64)
@@ -69,6 +78,38 @@ class StepSampler:
         if kept is not None:
             by_row = kept.logprobs_of(tokens)
             output.logprobs = {inputs.req_ids[indices[row]]: logprobs for row, logprobs in by_row.items()}
+
+    def start(
+        self,
+        inputs: StepInputs,
+        logits: Tensor,
+        grammar: GrammarOutput | None,
+        draws: RowDraws,
+        output: ModelRunnerOutput,
+        expected: ExpectedTokens,
+    ) -> PendingStep | None:
+        """Do what :meth:`sample` does, without waiting for the device if it draws all tokens and no later step needs
+        them on the host: then the batch and the output get them later.
+
+        ``draws``: what the rows of ``inputs.sampled`` ask for, on the device. ``expected`` gets the tokens when they
+        are there. Returns what completes the output; None: it is complete.
+        """
+        assert self.device_sampler is not None, "draws come only where the device draws"
+        self.measure(inputs, logits, output)
+        if self._count_nans:
+            output.num_nans_in_logits = _count_nans(logits, [inputs.req_ids[index] for index in inputs.sampled])
+        rows, processors = rows_of(inputs, inputs.sampled), self.batch.logits_processors
+        indices = self.batch.output_indices(rows)
+        asked = self._asked(inputs, inputs.sampled, indices, grammar)
+        drawn = self.device_sampler.start_with(logits, draws.columns, indices, asked)
+        if drawn.left_out or self._publish is not None or processors.follow_output(rows):
+            expected.settle_all()  # the host may look at tokens of earlier steps
+            found = self._finish(drawn, inputs, inputs.sampled, logits, grammar, output)
+            self._complete(inputs, *found, output)
+            return None
+        draws.keep(drawn.token_ids)
+        expected.add(self.batch.expect_tokens(rows), drawn.tokens)
+        return PendingStep(output, drawn, inputs.sampled.tolist(), has_masks=bool(processors))
 
     @property
     def measures(self) -> bool:
@@ -115,23 +156,34 @@ class StepSampler:
         grammar: GrammarOutput | None,
         output: ModelRunnerOutput,
     ) -> tuple[list[int], RowLogprobs | None]:
-        """Let the device draw, but for the rows that it leaves out: only their logits come to the host."""
         params, indices = self.batch.sampling(rows_of(inputs, places))
-        asked = self._asked(inputs, places, indices, grammar)
-        pending = device_sampler.start(logits, params, indices, asked)
-        hosted, found = np.array(sorted(pending.left_out), dtype=np.int64), None
+        drawn = device_sampler.start(logits, params, indices, self._asked(inputs, places, indices, grammar))
+        return self._finish(drawn, inputs, places, logits, grammar, output)
+
+    def _finish(
+        self,
+        drawn: DrawnRows,
+        inputs: StepInputs,
+        places: Ints,
+        logits: Tensor,
+        grammar: GrammarOutput | None,
+        output: ModelRunnerOutput,
+    ) -> tuple[list[int], RowLogprobs | None]:
+        """Draw on the host for the rows that the device left out, only their logits come to it, and wait for the
+        others."""
+        hosted, found = np.array(sorted(drawn.left_out), dtype=np.int64), None
         if len(hosted):
             own = logits[to_device(hosted, logits.device)]
             found = self._draw_on_host(inputs, places[hosted], own, grammar, output, self.draw)
-        tokens = pending.tokens.wait()
+        tokens = drawn.tokens.wait()
         if found is not None:
             for index, token_id in zip(hosted.tolist(), found[0], strict=True):
                 tokens[index] = token_id
         if NO_CHOICE in tokens:
             self._report_choices(tokens, inputs, places, output)
         if found is None:
-            return tokens, JoinedLogprobs(pending.wait_for_logprobs()) if asked.logprobs else None
-        return tokens, JoinedLogprobs(pending.wait_for_logprobs(), found[1], hosted.tolist())
+            return tokens, None if drawn.logprobs is None else JoinedLogprobs(drawn.wait_for_logprobs())
+        return tokens, JoinedLogprobs(drawn.wait_for_logprobs(), found[1], hosted.tolist())
 
     def _asked(self, inputs: StepInputs, places: Ints, output_indices: Ints, grammar: GrammarOutput | None) -> Asked:
         """Return what the requests ``places`` [n] of the step ask for beside a token, whose index each has."""
@@ -189,30 +241,6 @@ class StepSampler:
 def rows_of(inputs: StepInputs, places: Ints) -> Ints:
     """Return the rows of the batch of the requests ``places``, an ascending part of those of the step."""
     return inputs.rows if len(places) == len(inputs.rows) else inputs.rows[places]
-
-
-def _by_request(tokens: list[int], indices: list[int], num_requests: int) -> list[list[int]]:
-    """Return the tokens [S] of the requests ``indices`` [S] in a list for each request of the step."""
-    if len(tokens) == num_requests:  # every request decodes
-        return [[token_id] for token_id in tokens]
-    by_request: list[list[int]] = [[] for _ in range(num_requests)]
-    for index, token_id in zip(indices, tokens, strict=True):
-        by_request[index] = [token_id]
-    return by_request
-
-
-def drop_undrawn(output: ModelRunnerOutput, tokens: list[int], indices: list[int]) -> list[int]:
-    """List the requests of the rows without a token in ``output``, unless they are listed as without choice.
-
-    Returns the tokens with an arbitrary one for these rows, as the requests may be in the next step already.
-    """
-    for row, token_id in enumerate(tokens):
-        if token_id < 0:
-            output.sampled_token_ids[indices[row]] = []
-            req_id = output.req_ids[indices[row]]
-            if req_id not in output.without_choice:
-                output.without_finite_logit.append(req_id)
-    return [max(token_id, 0) for token_id in tokens]
 
 
 def _masks(grammar: GrammarOutput) -> dict[str, list[npt.NDArray[np.int32]]]:

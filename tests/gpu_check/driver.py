@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.pending_output import await_output
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.scheduler_output import (
     CachedRequestData,
@@ -112,9 +113,7 @@ class Driver:
         self, news: list[NewRequestData], cached: CachedRequestData, counts: dict[str, int], finished: list[str]
     ) -> ModelRunnerOutput:
         self.worker.execute_model(SchedulerOutput(news, cached, counts, sum(counts.values()), finished, []))
-        output = self.worker.sample_tokens(None)
-        # A worker whose device draws promises its output.
-        return output if isinstance(output, ModelRunnerOutput) else output.result()
+        return await_output(self.worker.sample_tokens(None))
 
 
 def _tokens(output: ModelRunnerOutput) -> dict[str, list[int]]:

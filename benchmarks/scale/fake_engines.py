@@ -108,7 +108,7 @@ async def run(coordinator: str, first: int, count: int) -> None:
             channel = channels.open(coordinator, "coordinator")
             link = CoordinatorLink(channel, FakeIdentity(number), load, ENGINE_ROLE_BOTH)  # type: ignore[arg-type]
             group.create_task(link.run(IgnoredCommands()))
-            group.create_task(EngineRegistry(coordinator, channels).run())
+            group.create_task(EngineRegistry(channel).run())
 
 
 if __name__ == "__main__":

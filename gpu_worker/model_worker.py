@@ -28,7 +28,6 @@ from .attention.pool_layers import PoolLayers
 from .batch.input_batch import InputBatch
 from .checkpoint.model_config import ModelConfig
 from .kernels.levels import limit_level
-from .layers.rounding import input_rounding
 from .lora.slots import LoraSlots
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
@@ -37,6 +36,7 @@ from .models.decoder import DecoderModel
 from .models.expert_routes import routes_of
 from .models.model import Model
 from .models.self_check import CheckedModel, check_model
+from .numerics import numerics_of
 from .ops.ops_choice import make_ops
 from .parallel.context import ContextBackend
 from .parallel.group import ONLY_RANK, join_ranks
@@ -116,13 +116,7 @@ class ModelWorker:
         self._layers = PoolLayers(model_config, self._choose_groups(model_config))
         layout = self._layers.layout(block_size)
         self._backend = self._layers.make_backend(self._make_backend, block_size)
-        dtype, quantization = model_config.dtype_name, model_config.quantization
-        scheme = model_config.scheme.name if model_config.scheme else None
-        rounding = input_rounding() if self._device.type == "cpu" and (scheme or quantization) else None
-        place, versions = self._ranks.place, (f"torch-{torch.__version__}", library)
-        long_rope = "long-rope" if model_config.has_long_rope else None
-        hardware = (self._device.type, self._platform.hardware)
-        numerics = (*hardware, dtype, scheme, quantization, self._backend.name, rounding, long_rope, *versions)
+        place = self._ranks.place
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.embedding_size,
@@ -131,7 +125,7 @@ class ModelWorker:
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=self._kv_bytes_per_token,
             kv_layout=self._drafting.kv_layout(layout, block_size) if self._drafting else layout,
-            numerics="/".join(part for part in (*numerics, place.numerics) if part),
+            numerics=numerics_of(model_config, self._platform, self._backend.name, library, place),
             kv_groups=self._layers.groups,
             pooling=self._pooler.info if self._pooler is not None else ModelPooling(),
             pool_is_on_host=self._platform.pool_is_on_host,

@@ -14,13 +14,14 @@ from .control.sleeping import Sleeping
 from .data_parallel.facts import parallel_config_hash, parallel_facts
 from .encoder_config import encoder_config
 from .errors import ExecutorFailedError
-from .executor.executor import Executor, PendingOutput, PoolSpec
+from .executor.executor import Executor, PoolSpec
 from .executor.step_in_flight import StepInFlight, drain, take_oldest
 from .executor.worker_adapters import WorkerAdapters
 from .kv_cache.kv_cache_config import KVCacheConfig
 from .kv_cache.kv_cache_size import has_waves, size_kv_cache
 from .kv_transfer.core_kv import CoreKV
 from .kv_transfer.kv_connector import StepTransfers, take_news
+from .pending_output import PendingOutput
 from .process.step_pulse import StepPulse
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_reports import IterationLog, dump_failed_step

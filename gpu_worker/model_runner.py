@@ -9,13 +9,16 @@ import numpy.typing as npt
 import torch
 
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
+from tokenloom.engine_core.pending_output import PendingOutput
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import RoutedExperts
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 from .attention.attention_backend import AttentionBackend, IntArray, KVCache
+from .batch.expected_tokens import ExpectedTokens
 from .batch.input_batch import InputBatch, StepInputs
 from .batch.prompt_logprobs import PromptPart
+from .cuda.device_rows import RowDraws
 from .cuda.packed_copy import to_device
 from .cuda.sampler import DeviceSampler
 from .expert_report import expert_loads, routed_experts
@@ -74,6 +77,7 @@ class ModelRunner:
         self._batch = batch
         self._drawn = None if ranks.place.is_alone else DrawnTokens(ranks, batch)
         self._draws = ranks.place.draws
+        self._expected = ExpectedTokens(batch)
         self._sampler = StepSampler(
             batch,
             device_sampler,
@@ -122,23 +126,32 @@ class ModelRunner:
         try:
             self._execute(step)
         except BaseException:
-            self._batch.clear()
+            self._forget_requests()
             raise
 
-    def sample(self, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
-        """Draw the tokens of the step that was executed last, among those that ``grammar`` allows."""
+    def sample(self, grammar: GrammarOutput | None = None) -> ModelRunnerOutput | PendingOutput:
+        """Draw the tokens of the step that was executed last, among those that ``grammar`` allows.
+
+        Where the device draws all of them, the output is a promise, and the next step takes them from the device.
+        """
         if self._executed is None:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
         executed, self._executed = self._executed, None
         try:
             return self._sample(executed, grammar)
         except BaseException:
-            self._batch.clear()
+            self._forget_requests()
             raise
+
+    def _forget_requests(self) -> None:
+        self._batch.clear()
+        self._expected.clear()
 
     def _execute(self, step: SchedulerOutput) -> None:
         if self._drawn is not None:
             self._drawn.settle(step)
+        if self._expected:
+            self._expected.settle()
         self._batch.update(step)
         if self._loras is not None and step.lora_slots is not None:
             self._loras.occupy(step.lora_slots)
@@ -154,7 +167,8 @@ class ModelRunner:
             prompt_logprobs = self._prompt_logprobs(inputs, hidden)
             kept = hidden if self._speculation is not None else None
             pooled = self._pool(inputs, hidden) if self._batch.pooled else {}
-            self._executed = _Executed(inputs, kept, logits, prompt_logprobs, routed, pooled)
+            draws = self._recorded.draws if self._recorded is not None else None
+            self._executed = _Executed(inputs, kept, logits, prompt_logprobs, routed, pooled, draws)
 
     def _compute(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the last hidden states of the step, and the logits of the rows that draw a token."""
@@ -179,8 +193,12 @@ class ModelRunner:
         self, inputs: StepInputs, *, adapted: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the same from a recording; None: the step cannot be recorded."""
-        if self._recorded is None or self._routes is not None:
+        if self._recorded is None:
             return None
+        if self._routes is not None:
+            if not self._recorded.computes_every_step:
+                return None
+            adapted = True
         return self._recorded.compute(self._model, inputs, self._kv_caches, adapted=adapted)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
@@ -240,7 +258,7 @@ class ModelRunner:
         results = self._batch.pooled.pool(self._pooler, rows, ends, begins, hidden)
         return {inputs.req_ids[index]: result for index, result in results.items()}
 
-    def _sample(self, executed: "_Executed", grammar: GrammarOutput | None) -> ModelRunnerOutput:
+    def _sample(self, executed: "_Executed", grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
         inputs, logits = executed.inputs, executed.logits
         if not self._draws:
             return self._follow(inputs)
@@ -254,6 +272,8 @@ class ModelRunner:
         elif inputs.drafts:
             assert self._speculation is not None, "drafts come only if speculation is configured"
             self._speculation.verify(inputs, logits, grammar, output)
+        elif executed.draws is not None and self._speculation is None and self._sampler.may_pend(inputs):
+            return self._sampler.start(inputs, logits, executed.draws, grammar, output, self._expected)
         else:
             self._sampler.sample(inputs, logits, grammar, output)
         if self._speculation is not None:
@@ -295,11 +315,10 @@ class ModelRunner:
             self._speculation.proposer.dummy_run(positions, hidden, arrays)
         return self._model.compute_logits(hidden[self._to_device(cu_query_lens[1:] - 1)])
 
-    def record_ahead(self, num_blocks: int, block_size: int) -> None:
-        """Record the decode steps whose recordings take long. No request may hold a block."""
-        for num_requests in () if self._recorded is None else self._recorded.sizes_ahead:
-            if num_requests <= num_blocks:
-                self.dummy_decode(num_requests, block_size)
+    def record_ahead(self) -> None:
+        """Record the steps whose recordings take long. No request may hold a block."""
+        if self._recorded is not None and self._routes is None:
+            self._recorded.record_ahead(self._model, self._kv_caches)
 
     def dummy_decode(self, num_requests: int, block_size: int) -> torch.Tensor:
         """Compute the first token of so many requests, each in a block of its own, as a step does that decodes: from a
@@ -309,6 +328,8 @@ class ModelRunner:
         starts, lengths = np.arange(num_requests + 1, dtype=np.int32), np.ones(num_requests, dtype=np.int32)
         tables = np.repeat(places[:, None], num_groups, axis=1).astype(np.int32)
         slots = places * block_size if num_groups == 1 else np.tile(places * block_size, (num_groups, 1))
+        for row in range(min(num_requests, self._batch.max_num_seqs)):  # for a device that keeps rows
+            self._batch.block_table.replace(row, [row] * num_groups)
         inputs = StepInputs([], places, tokens, positions, starts, lengths, tables, slots, places)
         computed = self._compute_recorded(inputs)
         return self.dummy_run([1] * num_requests, block_size) if computed is None else computed[1]
@@ -334,3 +355,5 @@ class _Executed:
     prompt_logprobs: dict[str, PromptPart]
     routed_experts: dict[str, RoutedExperts]
     pooled: dict[str, Floats]
+    draws: RowDraws | None
+    """What the rows that draw ask for, on the device; None: the host has to send it."""

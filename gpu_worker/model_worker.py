@@ -13,6 +13,7 @@ from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.kv_cache.kv_groups import KVGroup, model_groups
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
+from tokenloom.engine_core.pending_output import PendingOutput
 from tokenloom.engine_core.process.process_memory import resident_bytes
 from tokenloom.engine_core.wire.core_pooling_params import ModelPooling
 from tokenloom.engine_core.wire.handshake import WarmUp
@@ -193,7 +194,7 @@ class ModelWorker:
             if self._drafting is not None:
                 self._pool = self._drafting.kv_pool(self._pool, num_blocks, block_size)
         self._runner = self._make_runner(num_blocks, memory)
-        self._runner.record_ahead(num_blocks, block_size)
+        self._runner.record_ahead()
 
     def _run_largest_step(self, lengths: list[int]) -> LargestStep:
         """Compute prompts of these lengths, in a pool of their own, and measure what that takes.
@@ -232,7 +233,7 @@ class ModelWorker:
         self._platform.before_step()
         self._require_runner().execute(scheduler_output)
 
-    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
         return self._require_runner().sample(grammar)
 
     def sleep(self, level: int) -> FreedMemory:
@@ -376,18 +377,18 @@ class ModelWorker:
             logits_metrics_interval=config.worker.logits_metrics_interval,
             proposer=proposer,
             rejection=rejection,
-            recorded=self._make_recorded(),
+            recorded=self._make_recorded(batch),
             loras=self._loras,
             pooler=self._pooler,
             ranks=self._ranks,
         )
 
-    def _make_recorded(self) -> RecordedSteps | None:
+    def _make_recorded(self, batch: InputBatch) -> RecordedSteps | None:
         assert self._backend is not None, "load_model comes first"
-        if self._config.worker.enforce_eager or not self._ranks.place.is_whole:
+        if not self._ranks.place.is_whole:
             return None  # what ranks exchange is no call of a kernel
-        most_blocks = -(-self._max_model_len // self._config.cache.block_size)
-        return make_recorded_steps(self._backend, self._platform, self._config.scheduler.max_num_seqs, most_blocks)
+        most_tokens, eager = self._config.scheduler.max_num_batched_tokens, self._config.worker.enforce_eager
+        return make_recorded_steps(self._backend, self._platform, batch, most_tokens, eager=eager)
 
     def _make_backend(self, model_config: ModelConfig) -> AttentionBackend:
         config = self._config

@@ -14,7 +14,7 @@ from ..kernels.compiler import KernelsUnavailable
 from ..kernels.triton.launch import launch, power_of_2
 from ..kernels.triton.paged_attention import attend, merge_splits
 from ..kernels.triton.write_kv import write_kv
-from .attention_backend import IntArray, KVCache
+from .attention_backend import AttentionPlan, IntArray, KVCache
 from .attention_work import ProgramShape, num_splits, program_shape, work_entries
 from .cache import allocate_kv_caches
 from .score_rule import ScoreRule
@@ -61,7 +61,7 @@ class TritonBackend:
         block_tables: IntArray,
         slot_mapping: IntArray,
         foreign_tails: IntArray | None = None,
-    ) -> "TritonPlan":
+    ) -> AttentionPlan:
         """Prepare a step as :class:`~.attention_backend.AttentionBackend` says, with one copy to the device."""
         query_lens = np.diff(cu_query_lens)
         shape = self.shape(int(query_lens.max(initial=1)))
@@ -72,7 +72,11 @@ class TritonBackend:
             [slot_mapping.astype(np.int64), *(_int32(each) for each in (work, cu_query_lens, seq_lens, block_tables))],
             self.device,
         )
-        return TritonPlan(self, PlanTensors(slots, *others), shape, splits)
+        return self.plan_of(PlanTensors(slots, *others), shape, splits)
+
+    def plan_of(self, tensors: "PlanTensors", shape: ProgramShape, splits: int) -> AttentionPlan:
+        """Return a plan of arrays that are on the device, or that will be when a layer reads them."""
+        return TritonPlan(self, tensors, shape, splits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 import torch
 
 from ..cuda.capture import GraphCapture
-from ..cuda.graphs import Capture
+from ..cuda.device_link import CUDALink
 from ..cuda.sampler import DeviceSampler
+from ..cuda.step_tools import Capture, StepTools
 from ..kernels.gpu_kernels import uses_triton
 
 
@@ -50,6 +51,13 @@ class CUDAPlatform:
         from ..cuda.sampler_kernels import TritonSamplerKernels
 
         return DeviceSampler(TritonSamplerKernels())
+
+    def make_step_tools(self) -> StepTools | None:
+        if not uses_triton(self.device):
+            return None
+        from ..cuda.row_kernels import TritonRowKernels
+
+        return StepTools(CUDALink(), TritonRowKernels())
 
     def make_capture(self) -> Capture | None:
         return GraphCapture() if uses_triton(self.device) else None

@@ -7,8 +7,8 @@ import torch
 
 from tokenloom.control_groups import cpu_limit
 
-from ..cuda.graphs import Capture
 from ..cuda.sampler import DeviceSampler
+from ..cuda.step_tools import Capture, StepTools
 from ..kernels.threads import prepare_sharing
 from . import memory
 from .core_watch import CoreWatch, ProcessThreads, cores_within
@@ -34,6 +34,10 @@ class Platform(Protocol):
 
     def make_sampler(self) -> DeviceSampler | None:
         """Return what draws tokens on the device, so that only their ids come to the host; None: the host draws."""
+
+    def make_step_tools(self) -> StepTools | None:
+        """Return what keeps the rows of the batch on the device, so that a step is one copy; None: steps are on the
+        host."""
 
     def make_capture(self) -> Capture | None:
         """Return what captures steps, so that one call gives the device all of a step; None: the device cannot."""
@@ -85,6 +89,9 @@ class CPUPlatform:
         return memory.peak_of(call)
 
     def make_sampler(self) -> None:
+        return None
+
+    def make_step_tools(self) -> None:
         return None
 
     def make_capture(self) -> None:

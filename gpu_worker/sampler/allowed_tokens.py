@@ -42,3 +42,6 @@ class AllowedTokens:
         if row not in self._bitmasks:
             self._bitmasks[row] = pack_bits(self._token_ids[row])
         edit.allowed.append(self._bitmasks[row])
+
+    def follows_output(self, row: int) -> bool:
+        return False

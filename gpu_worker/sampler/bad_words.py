@@ -39,7 +39,6 @@ class BadWords:
         edit.masked.append(np.array(self._requests[row].masked(), dtype=np.int64))
 
     def follows_output(self, row: int) -> bool:
-        """Return whether what is masked depends on the tokens of the output, and not on their number alone."""
         return self._requests[row].has_prefixes
 
 

@@ -40,3 +40,6 @@ class LogitBias:
 
     def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
         edit.bias = self._biases[row]
+
+    def follows_output(self, row: int) -> bool:
+        return False

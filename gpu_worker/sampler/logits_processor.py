@@ -37,6 +37,10 @@ class LogitsProcessor(Protocol):
     def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
         """Add to ``edit`` what :meth:`apply` would do to the logits of the token ``output_index`` of this row."""
 
+    def follows_output(self, row: int) -> bool:
+        """Return whether what :meth:`describe` adds depends on the tokens of the output, beyond their number and what a
+        device counts itself."""
+
 
 class LogitsProcessors:
     """Applies all kinds in order. A step in which no row asks for any costs one dict lookup."""
@@ -90,3 +94,9 @@ class LogitsProcessors:
         for processor in self._of_row.get(row, ()):
             processor.describe(row, output_index, edit)
         return edit
+
+    def follow_outputs(self, rows: npt.NDArray[np.int64]) -> bool:
+        """Return whether :meth:`describe` needs all tokens of the output of any of these rows, [n]."""
+        if not self._of_row:
+            return False
+        return any(processor.follows_output(row) for row in rows.tolist() for processor in self._of_row.get(row, ()))

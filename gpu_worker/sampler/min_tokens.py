@@ -41,3 +41,6 @@ class MinTokens:
     def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
         if output_index < self._min_tokens[row]:
             edit.masked.append(self._stop_token_ids[row])
+
+    def follows_output(self, row: int) -> bool:
+        return False

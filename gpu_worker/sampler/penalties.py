@@ -37,3 +37,6 @@ class Penalties:
 
     def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
         edit.penalties = self._seen[row]
+
+    def follows_output(self, row: int) -> bool:
+        return False

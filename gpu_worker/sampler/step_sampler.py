@@ -11,12 +11,16 @@ from torch import Tensor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput
 
+from ..batch.expected_tokens import ExpectedTokens
 from ..batch.input_batch import InputBatch, StepInputs
+from ..cuda.device_rows import RowDraws
+from ..cuda.drawn_rows import DrawnRows
 from ..cuda.packed_copy import to_device
 from ..cuda.sampler import NO_CHOICE, NOTHING, Asked, DeviceSampler
 from .grammar_mask import allow_only, force
 from .logits_stats import LogitsMeter
 from .logprobs import JoinedLogprobs, RowLogprobs
+from .pending_step import PendingStep, by_request, drop_undrawn, report_choices
 from .sampler import NO_TOKEN, Sampler
 
 Ints = npt.NDArray[np.int64]
@@ -56,10 +60,13 @@ class StepSampler:
         self, inputs: StepInputs, logits: Tensor, grammar: GrammarOutput | None, output: ModelRunnerOutput
     ) -> None:
         """Draw a token for each request of ``inputs.sampled`` [S] from its row of ``logits`` [S, vocab]."""
-        indices = inputs.sampled.tolist()
         self.measure(inputs, logits, output)
-        tokens, kept = self.draw_rows(inputs, inputs.sampled, logits, grammar, output)
-        output.sampled_token_ids = _by_request(tokens, indices, len(inputs.req_ids))
+        self._take(inputs, *self.draw_rows(inputs, inputs.sampled, logits, grammar, output), output)
+
+    def _take(self, inputs: StepInputs, tokens: list[int], kept: RowLogprobs | None, output: ModelRunnerOutput) -> None:
+        """Give the batch and the output the drawn tokens of ``inputs.sampled`` [S]."""
+        indices = inputs.sampled.tolist()
+        output.sampled_token_ids = by_request(tokens, indices, len(inputs.req_ids))
         if NO_TOKEN in tokens:
             tokens = drop_undrawn(output, tokens, indices)
         drawn = np.array(tokens, dtype=np.int64)
@@ -69,6 +76,39 @@ class StepSampler:
         if kept is not None:
             by_row = kept.logprobs_of(tokens)
             output.logprobs = {inputs.req_ids[indices[row]]: logprobs for row, logprobs in by_row.items()}
+
+    def may_pend(self, inputs: StepInputs) -> bool:
+        """Return whether :meth:`start` may begin to draw: no row needs tokens that the host may not know yet."""
+        if self.device_sampler is None or self._count_nans or self._publish is not None:
+            return False
+        return not self.batch.logits_processors.follow_outputs(rows_of(inputs, inputs.sampled))
+
+    def start(
+        self,
+        inputs: StepInputs,
+        logits: Tensor,
+        draws: RowDraws,
+        grammar: GrammarOutput | None,
+        output: ModelRunnerOutput,
+        expected: ExpectedTokens,
+    ) -> ModelRunnerOutput | PendingStep:
+        """Do what :meth:`sample` does without waiting for the device: the batch and the output get the tokens later,
+        unless the host has to draw some of them.
+
+        ``draws``: what the rows of ``inputs.sampled`` ask for. ``expected`` gets the tokens when they are there.
+        """
+        assert self.device_sampler is not None, "may_pend comes first"
+        self.measure(inputs, logits, output)
+        rows = rows_of(inputs, inputs.sampled)
+        indices = self.batch.output_indices(rows)
+        asked = self._asked(inputs, inputs.sampled, indices, grammar)
+        drawn = self.device_sampler.start_with(logits, draws.columns, indices, asked)
+        if drawn.left_out:
+            self._take(inputs, *self._wait(drawn, inputs, inputs.sampled, logits, grammar, output), output)
+            return output
+        draws.keep(drawn.token_ids)
+        expected.add(self.batch.expect_tokens(rows), drawn.tokens)
+        return PendingStep(output, drawn, inputs.sampled.tolist(), may_be_masked=bool(self.batch.logits_processors))
 
     @property
     def measures(self) -> bool:
@@ -115,23 +155,34 @@ class StepSampler:
         grammar: GrammarOutput | None,
         output: ModelRunnerOutput,
     ) -> tuple[list[int], RowLogprobs | None]:
-        """Let the device draw, but for the rows that it leaves out: only their logits come to the host."""
+        """Let the device draw, but for the rows that it leaves out."""
         params, indices = self.batch.sampling(rows_of(inputs, places))
-        asked = self._asked(inputs, places, indices, grammar)
-        pending = device_sampler.start(logits, params, indices, asked)
-        hosted, found = np.array(sorted(pending.left_out), dtype=np.int64), None
+        drawn = device_sampler.start(logits, params, indices, self._asked(inputs, places, indices, grammar))
+        return self._wait(drawn, inputs, places, logits, grammar, output)
+
+    def _wait(
+        self,
+        drawn: DrawnRows,
+        inputs: StepInputs,
+        places: Ints,
+        logits: Tensor,
+        grammar: GrammarOutput | None,
+        output: ModelRunnerOutput,
+    ) -> tuple[list[int], RowLogprobs | None]:
+        """Wait for the device, and draw for the rows that it left out: only their logits come to the host."""
+        hosted, found = np.array(sorted(drawn.left_out), dtype=np.int64), None
         if len(hosted):
             own = logits[to_device(hosted, logits.device)]
             found = self._draw_on_host(inputs, places[hosted], own, grammar, output, self.draw)
-        tokens = pending.tokens.wait()
+        tokens = drawn.tokens.wait()
         if found is not None:
             for index, token_id in zip(hosted.tolist(), found[0], strict=True):
                 tokens[index] = token_id
         if NO_CHOICE in tokens:
-            self._report_choices(tokens, inputs, places, output)
+            tokens = report_choices(output, tokens, places.tolist(), may_be_masked=bool(self.batch.logits_processors))
         if found is None:
-            return tokens, JoinedLogprobs(pending.wait_for_logprobs()) if asked.logprobs else None
-        return tokens, JoinedLogprobs(pending.wait_for_logprobs(), found[1], hosted.tolist())
+            return tokens, JoinedLogprobs(drawn.wait_for_logprobs()) if drawn.logprobs is not None else None
+        return tokens, JoinedLogprobs(drawn.wait_for_logprobs(), found[1], hosted.tolist())
 
     def _asked(self, inputs: StepInputs, places: Ints, output_indices: Ints, grammar: GrammarOutput | None) -> Asked:
         """Return what the requests ``places`` [n] of the step ask for beside a token, whose index each has."""
@@ -151,14 +202,6 @@ class StepSampler:
             if row in batch.logprobs:
                 asked.logprobs[index] = batch.logprobs.wanted(row)
         return asked
-
-    def _report_choices(self, tokens: list[int], inputs: StepInputs, places: Ints, output: ModelRunnerOutput) -> None:
-        """Replace ``NO_CHOICE`` by ``NO_TOKEN``, and list the requests if masks can be the reason."""
-        for index, place in enumerate(places.tolist()):
-            if tokens[index] == NO_CHOICE:
-                tokens[index] = NO_TOKEN
-                if self.batch.logits_processors:
-                    output.without_choice.append(inputs.req_ids[place])
 
     def _draw_on_host(
         self,
@@ -189,30 +232,6 @@ class StepSampler:
 def rows_of(inputs: StepInputs, places: Ints) -> Ints:
     """Return the rows of the batch of the requests ``places``, an ascending part of those of the step."""
     return inputs.rows if len(places) == len(inputs.rows) else inputs.rows[places]
-
-
-def _by_request(tokens: list[int], indices: list[int], num_requests: int) -> list[list[int]]:
-    """Return the tokens [S] of the requests ``indices`` [S] in a list for each request of the step."""
-    if len(tokens) == num_requests:  # every request decodes
-        return [[token_id] for token_id in tokens]
-    by_request: list[list[int]] = [[] for _ in range(num_requests)]
-    for index, token_id in zip(indices, tokens, strict=True):
-        by_request[index] = [token_id]
-    return by_request
-
-
-def drop_undrawn(output: ModelRunnerOutput, tokens: list[int], indices: list[int]) -> list[int]:
-    """List the requests of the rows without a token in ``output``, unless they are listed as without choice.
-
-    Returns the tokens with an arbitrary one for these rows, as the requests may be in the next step already.
-    """
-    for row, token_id in enumerate(tokens):
-        if token_id < 0:
-            output.sampled_token_ids[indices[row]] = []
-            req_id = output.req_ids[indices[row]]
-            if req_id not in output.without_choice:
-                output.without_finite_logit.append(req_id)
-    return [max(token_id, 0) for token_id in tokens]
 
 
 def _masks(grammar: GrammarOutput) -> dict[str, list[npt.NDArray[np.int32]]]:

@@ -18,7 +18,8 @@ from ..batch.input_batch import StepInputs
 from ..cuda.packed_copy import to_device
 from ..sampler import NO_TOKEN
 from ..sampler.logprobs import RowLogprobs
-from ..sampler.step_sampler import StepSampler, drop_undrawn, rows_of
+from ..sampler.pending_step import drop_undrawn
+from ..sampler.step_sampler import StepSampler, rows_of
 from .rejection import RejectionSampler
 
 Ints = npt.NDArray[np.int64]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.pending_output import await_output
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.model_worker import ModelWorker
@@ -91,5 +92,5 @@ class Driver:
         self, news: list[NewRequestData], cached: CachedRequestData, counts: dict[str, int], finished: list[str]
     ) -> dict[str, list[int]]:
         self.worker.execute_model(SchedulerOutput(news, cached, counts, sum(counts.values()), finished, []))
-        output = self.worker.sample_tokens(None)
+        output = await_output(self.worker.sample_tokens(None))
         return dict(zip(output.req_ids, output.sampled_token_ids, strict=True))

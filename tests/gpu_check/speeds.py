@@ -8,8 +8,7 @@ from tests.gpu_check.rows import Rows, graph_ms
 from tests.gpu_worker.attention.steps import shape
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
-from tokenloom.gpu_worker.cuda.draw_kernel import draw
-from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels
+from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels, draw
 from tokenloom.gpu_worker.layers.triton_linear import TritonLinear
 
 GPU = torch.device("cuda")

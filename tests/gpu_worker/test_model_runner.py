@@ -7,6 +7,7 @@ import torch
 
 from tests.gpu_worker.cuda.host_draw import make_device_sampler
 from tokenloom import demo_model
+from tokenloom.engine_core.pending_output import await_output
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import Logprobs
 from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -66,7 +67,7 @@ def run(runner, scheduled, news=(), computed=None, resumed=None, preempted=(), f
     runner.execute(
         SchedulerOutput(list(news), cached, scheduled, sum(scheduled.values()), list(finished), list(preempted))
     )
-    output = runner.sample()
+    output = await_output(runner.sample())
     return dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
 
 

@@ -21,6 +21,9 @@ class ApartPlatform:
     def make_sampler(self) -> DeviceSampler:
         return make_device_sampler()
 
+    def make_step_tools(self) -> None:
+        return None
+
     def make_capture(self) -> None:
         return None
 

@@ -28,8 +28,9 @@ from tests.gpu_worker.attention.steps import shape
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
-from tokenloom.gpu_worker.cuda import block_copy, draw_kernel, sampler_kernels
+from tokenloom.gpu_worker.cuda import block_copy, row_kernels, sampler_kernels
 from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels
+from tokenloom.gpu_worker.cuda.step_tensors import SentStep, StepSize, StepTensors
 from tokenloom.gpu_worker.layers import triton_experts, triton_linear
 from tokenloom.gpu_worker.layers.triton_experts import TritonExperts
 from tokenloom.gpu_worker.layers.triton_linear import TritonLinear
@@ -48,7 +49,8 @@ _TYPES = {
     torch.int32: "*i32",
 }
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-_LAUNCHERS = (triton_backend, block_copy, draw_kernel, sampler_kernels, triton_experts, triton_linear, triton_ops)
+_SAMPLING = (row_kernels, sampler_kernels)
+_LAUNCHERS = (triton_backend, block_copy, *_SAMPLING, triton_experts, triton_linear, triton_ops)
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def experts(tokens: int) -> None:
 
 def sampling() -> None:
     columns = [_empty(128, dtype=torch.float64) for _ in range(4)]
-    draw_kernel.draw(_empty(128, 151_936, dtype=torch.float32), [*columns, _empty(128, dtype=torch.int32)])
+    sampler_kernels.draw(_empty(128, 151_936, dtype=torch.float32), [*columns, _empty(128, dtype=torch.int32)])
 
 
 def changes() -> None:
@@ -160,6 +162,17 @@ def log_probabilities() -> None:
     wanted = [_empty(size, dtype=torch.int32) for size in (16, 17, 3)]
     logits, tokens = _empty(16, 151_936, dtype=torch.float32), _empty(16, dtype=torch.int64)
     TritonSamplerKernels().find_logprobs(logits, wanted, tokens, 20)
+
+
+def rows_of_a_step() -> None:
+    def ints(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return _empty(*size, dtype=dtype)
+
+    kernels, count, size = row_kernels.TritonRowKernels(), 100, StepSize(128, 128, 128)
+    sent = SentStep(ints(count), ints(count + 1), ints(count), ints(count), ints(count, 2))
+    made = StepTensors.allocate(size, 1, 512, META)
+    kernels.prepare(sent, ints(128, 512), ints(128, dtype=torch.int64), made, size, 16)
+    kernels.scatter(ints(128, 512), ints(count, dtype=torch.int64), ints(count))
 
 
 def block_copies() -> None:
@@ -186,6 +199,7 @@ CASES: dict[str, Callable[[], object]] = {
     "changed logits": changes,
     "log probabilities": log_probabilities,
     "block copy": block_copies,
+    "step of rows": rows_of_a_step,
 }
 
 

@@ -28,6 +28,7 @@ CASES = {
     "changed logits": {},
     "log probabilities": {},
     "block copy": {},
+    "step of rows": {},
 }
 _SHARED_MEMORY = 227 << 10
 """Bytes that a program may use of a multiprocessor's."""

@@ -272,8 +272,8 @@ class ModelRunner:
         elif inputs.drafts:
             assert self._speculation is not None, "drafts come only if speculation is configured"
             self._speculation.verify(inputs, logits, grammar, output)
-        elif executed.draws is not None and self._speculation is None and self._sampler.may_pend(inputs):
-            return self._sampler.start(inputs, logits, executed.draws, grammar, output, self._expected)
+        elif executed.draws is not None and self._speculation is None and self._sampler.device_sampler is not None:
+            return self._sampler.start(inputs, logits, grammar, executed.draws, output, self._expected) or output
         else:
             self._sampler.sample(inputs, logits, grammar, output)
         if self._speculation is not None:

@@ -60,8 +60,16 @@ class ExpectedTokens:
     def settle(self) -> None:
         """Take the tokens that have arrived, and wait for those of all steps but the latest."""
         while self._steps and (len(self._steps) > 1 or self._steps[0][1].has_arrived()):
-            places, tokens = self._steps.popleft()
-            self._batch.place_tokens(places, np.maximum(np.array(tokens.wait(), dtype=np.int64), 0))
+            self._take_oldest()
+
+    def _take_oldest(self) -> None:
+        places, tokens = self._steps.popleft()
+        self._batch.place_tokens(places, np.maximum(np.array(tokens.wait(), dtype=np.int64), 0))
+
+    def settle_all(self) -> None:
+        """Wait for the tokens of all steps."""
+        while self._steps:
+            self._take_oldest()
 
     def clear(self) -> None:
         """Forget all steps."""

@@ -327,7 +327,7 @@ class InputBatch:
     def expect_tokens(self, rows: Ints) -> Places:
         """Append a token that only the device knows to each of these rows, as :meth:`append` does with known ones.
 
-        Returns where the tokens belong. No row may be one whose logits the host changes by its tokens.
+        Returns where the tokens belong. No row may be one whose logits the host changes by its output.
         """
         places = Places(rows.copy(), self._num_tokens[rows], self._num_owners[rows])
         has_room = places.positions < self._token_ids.shape[1]

@@ -5,10 +5,9 @@ from collections.abc import Callable
 
 import torch
 
-from ..cuda.capture import GraphCapture
 from ..cuda.device_link import CUDALink
 from ..cuda.sampler import DeviceSampler
-from ..cuda.step_tools import Capture, StepTools
+from ..cuda.step_tools import Capture, GraphCapture, StepTools
 from ..kernels.gpu_kernels import uses_triton
 
 

@@ -38,8 +38,8 @@ class LogitsProcessor(Protocol):
         """Add to ``edit`` what :meth:`apply` would do to the logits of the token ``output_index`` of this row."""
 
     def follows_output(self, row: int) -> bool:
-        """Return whether what :meth:`describe` adds depends on the tokens of the output, beyond their number and what a
-        device counts itself."""
+        """Return whether :meth:`describe` depends on the tokens of the output, and not on their number alone; tokens
+        that a device counts by itself do not count."""
 
 
 class LogitsProcessors:
@@ -79,6 +79,14 @@ class LogitsProcessors:
             for processor in self._of_row.get(row, ()):
                 processor.append(row, token_id)
 
+    def follow_output(self, rows: npt.NDArray[np.int64]) -> bool:
+        """Return whether what any of these rows [n] asks for depends on the tokens of its output, as the host has to
+        know them."""
+        if not self._of_row:
+            return False
+        of_rows = ((row, processor) for row in rows.tolist() for processor in self._of_row.get(row, ()))
+        return any(processor.follows_output(row) for row, processor in of_rows)
+
     def apply(self, logits: npt.NDArray[np.float32], rows: npt.NDArray[np.int64]) -> None:
         """Change logits [n, vocab] of these batch rows, [n], in place."""
         if not self._of_row:
@@ -94,9 +102,3 @@ class LogitsProcessors:
         for processor in self._of_row.get(row, ()):
             processor.describe(row, output_index, edit)
         return edit
-
-    def follow_outputs(self, rows: npt.NDArray[np.int64]) -> bool:
-        """Return whether :meth:`describe` needs all tokens of the output of any of these rows, [n]."""
-        if not self._of_row:
-            return False
-        return any(processor.follows_output(row) for row in rows.tolist() for processor in self._of_row.get(row, ()))

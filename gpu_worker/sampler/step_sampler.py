@@ -20,7 +20,7 @@ from ..cuda.sampler import NO_CHOICE, NOTHING, Asked, DeviceSampler
 from .grammar_mask import allow_only, force
 from .logits_stats import LogitsMeter
 from .logprobs import JoinedLogprobs, RowLogprobs
-from .pending_step import PendingStep, by_request, drop_undrawn, report_choices
+from .pending_step import PendingStep, by_request, drop_undrawn
 from .sampler import NO_TOKEN, Sampler
 
 Ints = npt.NDArray[np.int64]
@@ -61,10 +61,12 @@ class StepSampler:
     ) -> None:
         """Draw a token for each request of ``inputs.sampled`` [S] from its row of ``logits`` [S, vocab]."""
         self.measure(inputs, logits, output)
-        self._take(inputs, *self.draw_rows(inputs, inputs.sampled, logits, grammar, output), output)
+        self._complete(inputs, *self.draw_rows(inputs, inputs.sampled, logits, grammar, output), output)
 
-    def _take(self, inputs: StepInputs, tokens: list[int], kept: RowLogprobs | None, output: ModelRunnerOutput) -> None:
-        """Give the batch and the output the drawn tokens of ``inputs.sampled`` [S]."""
+    def _complete(
+        self, inputs: StepInputs, tokens: list[int], kept: RowLogprobs | None, output: ModelRunnerOutput
+    ) -> None:
+        """Give the batch and the output the tokens [S], and the output their log probabilities."""
         indices = inputs.sampled.tolist()
         output.sampled_token_ids = by_request(tokens, indices, len(inputs.req_ids))
         if NO_TOKEN in tokens:
@@ -77,38 +79,37 @@ class StepSampler:
             by_row = kept.logprobs_of(tokens)
             output.logprobs = {inputs.req_ids[indices[row]]: logprobs for row, logprobs in by_row.items()}
 
-    def may_pend(self, inputs: StepInputs) -> bool:
-        """Return whether :meth:`start` may begin to draw: no row needs tokens that the host may not know yet."""
-        if self.device_sampler is None or self._count_nans or self._publish is not None:
-            return False
-        return not self.batch.logits_processors.follow_outputs(rows_of(inputs, inputs.sampled))
-
     def start(
         self,
         inputs: StepInputs,
         logits: Tensor,
-        draws: RowDraws,
         grammar: GrammarOutput | None,
+        draws: RowDraws,
         output: ModelRunnerOutput,
         expected: ExpectedTokens,
-    ) -> ModelRunnerOutput | PendingStep:
-        """Do what :meth:`sample` does without waiting for the device: the batch and the output get the tokens later,
-        unless the host has to draw some of them.
+    ) -> PendingStep | None:
+        """Do what :meth:`sample` does, without waiting for the device if it draws all tokens and no later step needs
+        them on the host: then the batch and the output get them later.
 
-        ``draws``: what the rows of ``inputs.sampled`` ask for. ``expected`` gets the tokens when they are there.
+        ``draws``: what the rows of ``inputs.sampled`` ask for, on the device. ``expected`` gets the tokens when they
+        are there. Returns what completes the output; None: it is complete.
         """
-        assert self.device_sampler is not None, "may_pend comes first"
+        assert self.device_sampler is not None, "draws come only where the device draws"
         self.measure(inputs, logits, output)
-        rows = rows_of(inputs, inputs.sampled)
+        if self._count_nans:
+            output.num_nans_in_logits = _count_nans(logits, [inputs.req_ids[index] for index in inputs.sampled])
+        rows, processors = rows_of(inputs, inputs.sampled), self.batch.logits_processors
         indices = self.batch.output_indices(rows)
         asked = self._asked(inputs, inputs.sampled, indices, grammar)
         drawn = self.device_sampler.start_with(logits, draws.columns, indices, asked)
-        if drawn.left_out:
-            self._take(inputs, *self._wait(drawn, inputs, inputs.sampled, logits, grammar, output), output)
-            return output
+        if drawn.left_out or self._publish is not None or processors.follow_output(rows):
+            expected.settle_all()  # the host may look at tokens of earlier steps
+            found = self._finish(drawn, inputs, inputs.sampled, logits, grammar, output)
+            self._complete(inputs, *found, output)
+            return None
         draws.keep(drawn.token_ids)
         expected.add(self.batch.expect_tokens(rows), drawn.tokens)
-        return PendingStep(output, drawn, inputs.sampled.tolist(), may_be_masked=bool(self.batch.logits_processors))
+        return PendingStep(output, drawn, inputs.sampled.tolist(), has_masks=bool(processors))
 
     @property
     def measures(self) -> bool:
@@ -155,12 +156,11 @@ class StepSampler:
         grammar: GrammarOutput | None,
         output: ModelRunnerOutput,
     ) -> tuple[list[int], RowLogprobs | None]:
-        """Let the device draw, but for the rows that it leaves out."""
         params, indices = self.batch.sampling(rows_of(inputs, places))
         drawn = device_sampler.start(logits, params, indices, self._asked(inputs, places, indices, grammar))
-        return self._wait(drawn, inputs, places, logits, grammar, output)
+        return self._finish(drawn, inputs, places, logits, grammar, output)
 
-    def _wait(
+    def _finish(
         self,
         drawn: DrawnRows,
         inputs: StepInputs,
@@ -169,7 +169,8 @@ class StepSampler:
         grammar: GrammarOutput | None,
         output: ModelRunnerOutput,
     ) -> tuple[list[int], RowLogprobs | None]:
-        """Wait for the device, and draw for the rows that it left out: only their logits come to the host."""
+        """Draw on the host for the rows that the device left out, only their logits come to it, and wait for the
+        others."""
         hosted, found = np.array(sorted(drawn.left_out), dtype=np.int64), None
         if len(hosted):
             own = logits[to_device(hosted, logits.device)]
@@ -179,9 +180,9 @@ class StepSampler:
             for index, token_id in zip(hosted.tolist(), found[0], strict=True):
                 tokens[index] = token_id
         if NO_CHOICE in tokens:
-            tokens = report_choices(output, tokens, places.tolist(), may_be_masked=bool(self.batch.logits_processors))
+            self._report_choices(tokens, inputs, places, output)
         if found is None:
-            return tokens, JoinedLogprobs(drawn.wait_for_logprobs()) if drawn.logprobs is not None else None
+            return tokens, None if drawn.logprobs is None else JoinedLogprobs(drawn.wait_for_logprobs())
         return tokens, JoinedLogprobs(drawn.wait_for_logprobs(), found[1], hosted.tolist())
 
     def _asked(self, inputs: StepInputs, places: Ints, output_indices: Ints, grammar: GrammarOutput | None) -> Asked:
@@ -202,6 +203,14 @@ class StepSampler:
             if row in batch.logprobs:
                 asked.logprobs[index] = batch.logprobs.wanted(row)
         return asked
+
+    def _report_choices(self, tokens: list[int], inputs: StepInputs, places: Ints, output: ModelRunnerOutput) -> None:
+        """Replace ``NO_CHOICE`` by ``NO_TOKEN``, and list the requests if masks can be the reason."""
+        for index, place in enumerate(places.tolist()):
+            if tokens[index] == NO_CHOICE:
+                tokens[index] = NO_TOKEN
+                if self.batch.logits_processors:
+                    output.without_choice.append(inputs.req_ids[place])
 
     def _draw_on_host(
         self,

@@ -7,6 +7,8 @@ from tokenloom.engine_core.wire.scheduler_output import ModelRunnerOutput
 from tokenloom.gpu_worker.cuda.device_link import HostLink
 from tokenloom.gpu_worker.cuda.drawn_rows import DrawnRows
 from tokenloom.gpu_worker.cuda.pending_tokens import PendingTokens
+from tokenloom.gpu_worker.cuda.sampler import NO_CHOICE
+from tokenloom.gpu_worker.sampler import NO_TOKEN
 from tokenloom.gpu_worker.sampler.pending_step import PendingStep
 
 
@@ -30,12 +32,13 @@ def test_where_the_device_is_the_host_tokens_are_there_at_once():
 
 def test_the_output_of_a_step_gets_its_tokens_once():
     link = LateLink()
-    output, ids = ModelRunnerOutput(["a", "b", "c", "d"], []), torch.tensor([4, -1, 9])
-    pending = PendingStep(output, DrawnRows(ids, PendingTokens.fetch(ids, link), None, ()), [0, 2, 3])
+    output = ModelRunnerOutput(["a", "b", "c", "d"], [])
+    ids = torch.tensor([4, NO_TOKEN, NO_CHOICE])
+    pending = PendingStep(output, DrawnRows(ids, PendingTokens.fetch(ids, link), None, ()), [0, 2, 3], has_masks=True)
     assert output.sampled_token_ids == []
     assert pending.result() is output
-    assert output.sampled_token_ids == [[4], [], [], [9]]
-    assert output.without_finite_logit == ["c"]
     assert pending.result() is output
+    assert output.sampled_token_ids == [[4], [], [], []]
     assert output.without_finite_logit == ["c"]
+    assert output.without_choice == ["d"]
     assert link.num_waits == 1

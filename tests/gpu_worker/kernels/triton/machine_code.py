@@ -49,8 +49,15 @@ _TYPES = {
     torch.int32: "*i32",
 }
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-_SAMPLING = (row_kernels, sampler_kernels)
-_LAUNCHERS = (triton_backend, block_copy, *_SAMPLING, triton_experts, triton_linear, triton_ops)
+_LAUNCHERS = (
+    triton_backend,
+    block_copy,
+    row_kernels,
+    sampler_kernels,
+    triton_experts,
+    triton_linear,
+    triton_ops,
+)
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,17 @@ def sampling() -> None:
     sampler_kernels.draw(_empty(128, 151_936, dtype=torch.float32), [*columns, _empty(128, dtype=torch.int32)])
 
 
+def rows_of_a_step() -> None:
+    def ints(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return _empty(*size, dtype=dtype)
+
+    kernels, count, size = row_kernels.TritonRowKernels(), 100, StepSize(128, 128, 128)
+    sent = SentStep(ints(count), ints(count + 1), ints(count), ints(count), ints(count, 2))
+    made = StepTensors.allocate(size, 1, 512, META)
+    kernels.prepare(sent, ints(128, 512), ints(128, dtype=torch.int64), made, size, 16)
+    kernels.scatter(ints(128, 512), ints(count, dtype=torch.int64), ints(count))
+
+
 def changes() -> None:
     ints, doubles = partial(_empty, dtype=torch.int32), [_empty(8, dtype=torch.float64) for _ in range(3)]
     listed = (ints(9), ints(20), _empty(20, dtype=torch.float32))
@@ -162,17 +180,6 @@ def log_probabilities() -> None:
     wanted = [_empty(size, dtype=torch.int32) for size in (16, 17, 3)]
     logits, tokens = _empty(16, 151_936, dtype=torch.float32), _empty(16, dtype=torch.int64)
     TritonSamplerKernels().find_logprobs(logits, wanted, tokens, 20)
-
-
-def rows_of_a_step() -> None:
-    def ints(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return _empty(*size, dtype=dtype)
-
-    kernels, count, size = row_kernels.TritonRowKernels(), 100, StepSize(128, 128, 128)
-    sent = SentStep(ints(count), ints(count + 1), ints(count), ints(count), ints(count, 2))
-    made = StepTensors.allocate(size, 1, 512, META)
-    kernels.prepare(sent, ints(128, 512), ints(128, dtype=torch.int64), made, size, 16)
-    kernels.scatter(ints(128, 512), ints(count, dtype=torch.int64), ints(count))
 
 
 def block_copies() -> None:

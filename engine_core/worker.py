@@ -36,6 +36,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """The layers by the windows that they see; empty: they share one block table."""
     pooling: ModelPooling = ModelPooling()
     """What requests may pool instead of generating tokens."""
+    pool_is_on_host: bool = True
+    """Whether the KV pool is memory of the host, which the core allocates if KV moves, or of a device."""
 
     def block_bytes(self, block_size: int) -> int:
         """Return the size of one block of the pool: of the layers of one group, or of all layers without groups."""

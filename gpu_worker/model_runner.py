@@ -104,6 +104,11 @@ class ModelRunner:
         if self._recorded is not None:
             self._recorded.forget()
 
+    @property
+    def kv_caches(self) -> list[KVCache]:
+        """The cache of each layer."""
+        return self._kv_caches
+
     def make_kv_caches(self) -> None:
         """Allocate empty KV caches, if there are none."""
         if not self._kv_caches:

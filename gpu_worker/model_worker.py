@@ -134,6 +134,7 @@ class ModelWorker:
             numerics="/".join(part for part in (*numerics, place.numerics) if part),
             kv_groups=self._layers.groups,
             pooling=self._pooler.info if self._pooler is not None else ModelPooling(),
+            pool_is_on_host=self._platform.pool_is_on_host,
         )
 
     def _adapting(self, loader: ModelLoader) -> ModelLoader:
@@ -163,8 +164,8 @@ class ModelWorker:
         with one_thread(self._is_small(sum(batches), self._kv_config.num_layers)):
             run_decode_steps(self._require_runner(), batches, block_size)
         num_free = 0 if self._config.speculative is None else self._free_rows(kv_cache.num_blocks)
-        if self._pool is not None:
-            self._pool.memory.discard()  # pages take memory when a request writes to them
+        if self._pool is not None and self._pool.device is None:
+            self._pool.host.discard()  # pages take memory when a request writes to them
         self._platform.return_freed()
         return WarmUp(
             seconds=self._largest.seconds + time.perf_counter() - started,
@@ -194,6 +195,9 @@ class ModelWorker:
             if self._drafting is not None:
                 self._pool = self._drafting.kv_pool(self._pool, num_blocks, block_size)
         self._runner = self._make_runner(num_blocks, memory)
+        if memory is None and self._config.kv.transports:
+            caches, layout = self._runner.kv_caches, layers.layout(block_size)
+            self._pool = self._platform.device_pool(caches, num_blocks, layout)
         self._runner.record_ahead()
 
     def _run_largest_step(self, lengths: list[int]) -> LargestStep:
@@ -226,7 +230,7 @@ class ModelWorker:
         return LargestStep(sum(lengths), max(0, peak - kv_bytes), time.perf_counter() - started)
 
     def kv_pool(self) -> KVPool:
-        assert self._pool is not None, "call initialize_kv_cache first, with memory of the host"
+        assert self._pool is not None, "call initialize_kv_cache first, with memory of the host or with transports"
         return self._pool
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
@@ -238,7 +242,7 @@ class ModelWorker:
 
     def sleep(self, level: int) -> FreedMemory:
         """Drop the weights and the KV pool, or its pages. At level 1 the weights of a GPU are kept in host memory;
-        those of a CPU can be read from the files again."""
+        those of a CPU can be read from the files again. A device's pool stays if other processes may have mapped it."""
         assert self._slot is not None, "load_model comes first"
         before = self._platform.bytes_in_use()
         kept = 0
@@ -251,10 +255,10 @@ class ModelWorker:
         self._take_model()
         self._platform.return_freed()
         with_kv = self._platform.bytes_in_use()
-        if self._pool is not None:
-            self._pool.memory.discard()
-        else:
+        if self._pool is None:
             self._require_runner().drop_kv_caches()
+        elif self._pool.device is None:
+            self._pool.host.discard()
         self._platform.return_freed()
         after = self._platform.bytes_in_use()
         return FreedMemory(max(0, before - with_kv), max(0, with_kv - after), kept)

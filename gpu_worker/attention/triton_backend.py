@@ -17,6 +17,7 @@ from ..kernels.triton.write_kv import write_kv
 from .attention_backend import AttentionPlan, IntArray, KVCache
 from .attention_work import ProgramShape, num_splits, program_shape, work_entries
 from .cache import allocate_kv_caches
+from .fp8_cache import FP8_KV
 from .score_rule import ScoreRule
 
 _LARGEST_HEAD = 256
@@ -32,7 +33,7 @@ class TritonBackend:
     def __init__(self, config: ModelConfig, block_size: int, device: torch.device) -> None:
         if config.cache_head_size > _LARGEST_HEAD:
             raise KernelsUnavailable(f"heads of {config.head_size} are larger than {_LARGEST_HEAD}")
-        if config.kv_dtype != config.dtype or config.dtype not in _DTYPES:
+        if config.kv_dtype not in (config.dtype, FP8_KV) or config.dtype not in _DTYPES:
             raise KernelsUnavailable(f"{config.kv_dtype} in the KV cache of a {config.dtype} model")
         self._config = config
         self.block_size = block_size
@@ -119,6 +120,7 @@ class TritonPlan:
             CACHE_HEAD=kv_cache.shape[4],
             PADDED_HEAD=power_of_2(head, 16),
             BLOCK=self.backend.block_size,
+            IS_FP8=kv_cache.dtype == FP8_KV,
             num_warps=1,
         )
 

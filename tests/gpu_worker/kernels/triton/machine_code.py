@@ -39,12 +39,14 @@ from tokenloom.gpu_worker.ops.ops import HeadNorm
 from tokenloom.gpu_worker.ops.triton_ops import TritonOps
 
 META = torch.device("meta")
+FP8 = torch.float8_e4m3fn
 _HOPPER = GPUTarget("cuda", 90, 32)
 _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int64: "*i64",
     torch.int32: "*i32",
 }
@@ -122,10 +124,15 @@ def _empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def attention(
-    query_lens: list[int], length: int, head: int = 128, heads: tuple[int, int] = (32, 8), **rule: Any
+    query_lens: list[int],
+    length: int,
+    head: int = 128,
+    heads: tuple[int, int] = (32, 8),
+    kv_dtype: torch.dtype | None = None,
+    **rule: Any,
 ) -> None:
     num_heads, num_kv_heads = heads
-    config = shape(num_kv_heads, torch.bfloat16, num_heads, head)
+    config = shape(num_kv_heads, torch.bfloat16, num_heads, head, kv_dtype)
     count, blocks = len(query_lens), -(-length // 16)
     backend = TritonBackend(config, 16, META)
     plan = backend.plan(
@@ -135,20 +142,33 @@ def attention(
         np.zeros(sum(query_lens), dtype=np.int64),
     )
     rows = _empty(sum(query_lens), num_heads + 2 * num_kv_heads, head)
-    cache = _empty(2, 64, num_kv_heads, 16, config.cache_head_size)
+    cache = _empty(2, 64, num_kv_heads, 16, config.cache_head_size, dtype=config.kv_dtype)
     plan.attend(rows[:, :num_heads], cache, ScoreRule(head**-0.5, **rule))
 
 
-def rotation() -> None:
+def rotation(kv_dtype: torch.dtype = torch.bfloat16) -> None:
     plan = SimpleNamespace(slots_of=lambda cache: _empty(4, dtype=torch.int64))
     norm = HeadNorm(_empty(40, 128), 1e-6)
     angles = _empty(4, 1, 64, dtype=torch.float32)
-    TritonOps().rotate_and_write(_empty(4, 48, 128), norm, (angles, angles), _empty(2, 64, 8, 16, 128), plan)
+    cache = _empty(2, 64, 8, 16, 128, dtype=kv_dtype)
+    TritonOps().rotate_and_write(_empty(4, 48, 128), norm, (angles, angles), cache, plan)
 
 
 def experts(tokens: int) -> None:
     layer = TritonExperts(_empty(8, 2 * 1024, 2048), _empty(8, 2048, 1024), "silu")
     layer(_empty(tokens, 2048), _empty(tokens, 2, dtype=torch.float32), _empty(tokens, 2, dtype=torch.int64))
+
+
+def fp8_experts(tokens: int) -> None:
+    matrices = _empty(8, 2 * 1024, 2048, dtype=FP8), _empty(8, 2048, 1024, dtype=FP8)
+    scales = _empty(8, 2 * 1024, dtype=torch.float32), _empty(8, 2048, dtype=torch.float32)
+    layer = TritonExperts(*matrices, "silu", *scales)
+    layer(_empty(tokens, 2048), _empty(tokens, 2, dtype=torch.float32), _empty(tokens, 2, dtype=torch.int64))
+
+
+def fp8_product(rows: int, outputs: int, inputs: int, kind: str = "none") -> None:
+    weight, scales = _empty(outputs, inputs, dtype=FP8), _empty(outputs, dtype=torch.float32)
+    triton_linear.multiply_few(_empty(rows, inputs), weight, scales, None, kind)
 
 
 def sampling() -> None:
@@ -202,6 +222,14 @@ CASES: dict[str, Callable[[], object]] = {
     "logits": lambda: TritonLinear(_empty(128_256, 4096))(_empty(16, 4096), torch.float32),
     "few rows of experts": lambda: experts(4),
     "many rows of experts": lambda: experts(512),
+    "decode, fp8 KV": lambda: attention([1] * 32, 512, kv_dtype=FP8),
+    "prefill, fp8 KV": lambda: attention([512, 1], 2048, kv_dtype=FP8),
+    "rotation, fp8 KV": lambda: rotation(FP8),
+    "fp8 product": lambda: fp8_product(1, 4096, 14336),
+    "fp8 product with gates": lambda: fp8_product(8, 2 * 14336, 4096, "silu"),
+    "few rows of fp8 experts": lambda: fp8_experts(4),
+    "many rows of fp8 experts": lambda: fp8_experts(512),
+    "rounding rows": lambda: triton_linear.round_rows_at_once(_empty(512, 4096)),
     "sampling": sampling,
     "changed logits": changes,
     "log probabilities": log_probabilities,

@@ -94,8 +94,7 @@ class ModelWorker:
             limit_level(config.processor_level)
         self._platform.start(config.num_threads, self._num_sharing)
         self._ranks = join_ranks(self._config.parallel, self._device)
-        ops = make_ops(config.attention_backend, self._device)
-        longest = self._config.max_model_len
+        ops, longest = make_ops(config.attention_backend, self._device), self._config.max_model_len
         kinds = (config.quantization, config.model_impl, longest, None, self._ranks, config.load_format)
         loader = ModelLoader(config.dtype, self._device, ops, *kinds)
         self._slot = ModelSlot(Path(config.model), self._adapting(loader))
@@ -106,8 +105,7 @@ class ModelWorker:
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
         if self._config.speculative is not None:
-            files = replace(loader, load_format="auto")  # what drafts has weights of its own
-            self._drafting = Drafting(self._config.speculative, files, lambda: self._model, self._config.cache.dtype)
+            self._drafting = Drafting(self._config.speculative, loader, lambda: self._model, self._config.cache.dtype)
         library, routes = None, routes_of(self._model)
         if isinstance(self._model, CheckedModel):
             # Over a KV cache of its own dtype: rounding would hide what its modules do.
@@ -140,8 +138,7 @@ class ModelWorker:
         return model_groups(config.sliding_windows, self._max_model_len, self._config, config.kv_sources)
 
     def determine_available_memory(self) -> int:
-        """Return what memory remains for KV, next to the weights and a step's largest activations, if the engines of
-        this host share it."""
+        """Return what memory remains for KV, next to weights and a step's activations, if engines share the host."""
         self._largest = self._run_largest_step(largest_step(self._config.scheduler, self._max_model_len))
         return self._platform.kv_memory(self._largest.activation_bytes, self._num_sharing)
 

@@ -43,8 +43,7 @@ class WorkerConfig(Struct, frozen=True):
     ] = "auto"
     dtype: Annotated[
         Dtype,
-        "Number format of weights and activations, float16 on a GPU only; auto: the checkpoint's, and bfloat16 for "
-        "float16.",
+        "Number format of weights and activations, float16 on a GPU only; auto: the checkpoint's, bfloat16 if float16.",
     ] = "auto"
     quantization: Annotated[
         Literal["int8-dynamic", "int4", "fp8"] | None,
@@ -60,8 +59,7 @@ class WorkerConfig(Struct, frozen=True):
     ] = "auto"
     load_format: Annotated[
         LoadFormat,
-        "Where the weights come from: auto: from files; dummy: made at random, on the device and with a fixed seed, in "
-        "the shapes of config.json, to measure a model without its weights. The tokenizer is still needed.",
+        "auto: weights from files; dummy: random ones in the shapes of config.json, to measure a model without files.",
     ] = "auto"
     runner: Annotated[
         Literal["auto", "generate", "pooling"],

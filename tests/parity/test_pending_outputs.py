@@ -7,8 +7,8 @@ from tests.parity.test_async_scheduling import BUDGET, PARAMS, PROMPTS, Followed
 from tokenloom import LLM
 from tokenloom.gpu_worker.platform import devices
 
-KINDS = ["greedy", "seeds", "stop tokens", "samples"]
-"""Requests whose tokens the device draws; the others are drawn on the host or under a grammar."""
+KINDS = ["greedy", "seeds", "stop tokens", "samples", "penalties", "logprobs", "repetition"]
+"""Requests whose tokens the device draws without waiting: not those with bad words, nor with grammars."""
 
 
 def make_llm(*, overlaps: bool, num_blocks: int) -> LLM:

@@ -30,6 +30,7 @@ from .parallel.group import ONLY_RANK, Ranks
 from .pooling.pooled_rows import Floats
 from .pooling.pooler import Pooler
 from .recorded.recorded_steps import RecordedSteps
+from .sampler.pending_step import EndingStep
 from .sampler.step_sampler import StepSampler, rows_of
 from .speculation.interface import Proposer
 from .speculation.rejection import RejectionSampler
@@ -274,6 +275,9 @@ class ModelRunner:
             output.routed_experts, output.expert_loads = executed.routed_experts, expert_loads(self._routes)
         if not len(inputs.sampled):
             output.sampled_token_ids = [[] for _ in inputs.req_ids]
+            ended = self._recorded.event() if self._recorded is not None else None
+            if ended is not None and self._speculation is None:
+                return EndingStep(output, ended)
         elif inputs.drafts:
             assert self._speculation is not None, "drafts come only if speculation is configured"
             self._speculation.verify(inputs, logits, grammar, output)

@@ -7,7 +7,7 @@ import numpy as np
 
 from . import rendezvous
 from .candidates import Candidates
-from .engine_columns import BoolColumn, EngineColumns, FloatColumn
+from .engine_columns import BoolColumn, EngineColumns, FloatColumn, Rows
 from .pool import Pool
 from .rules import WAITING_WEIGHT, Ask, Rule
 
@@ -56,26 +56,32 @@ def is_home(engines: EngineColumns, pool: Pool, block_hashes: Sequence[int]) -> 
     return at_home
 
 
-def rule(keys: Sequence[int], loads: FloatColumn) -> Rule:
-    """Return the rule by which the engine of a prompt is best: its home with the least to do. If all homes have too
-    much to do, so is the engine with the least to do.
+def rule(keys: Sequence[int], loads: FloatColumn, holders: Sequence[int] = ()) -> Rule:
+    """Return the rule by which the engine of a prompt is best: a holder or, if there is none that has not too much to
+    do, its home with the least to do. If all homes have too much to do, so is the engine with the least to do.
 
     Args:
         keys: Hashes of prefixes of the prompt, the one that most requests share first; at least one.
         loads: What each engine has to do, by row, shape [capacity].
+        holders: Rows of engines that have the prompt's beginning in their caches.
     """
 
     def cost(engines: EngineColumns, candidates: Candidates, ask: Ask) -> FloatColumn:
         costs = np.ones(len(candidates))
-        costs[_best(engines.name_hash[candidates.index], loads[candidates.index], keys)] = 0
+        able = np.isin(candidates.rows, holders).nonzero()[0]
+        costs[_best(engines.name_hash[candidates.index], loads[candidates.index], keys, able)] = 0
         return costs
 
     return cost
 
 
-def _best(names: np.ndarray[tuple[int], np.dtype[np.uint64]], loads: FloatColumn, keys: Sequence[int]) -> int:
-    """Return the position of the best engine; ``names``, ``loads``: shape [n], at least one."""
+def _best(
+    names: np.ndarray[tuple[int], np.dtype[np.uint64]], loads: FloatColumn, keys: Sequence[int], holders: Rows
+) -> int:
+    """Return the position of the best engine; ``names``, ``loads``: shape [n], at least one; ``holders``: positions."""
     limit = OVERLOAD * float(loads.mean()) + _SLACK
+    if len(holders) and loads[holders].min() <= limit:
+        return int(holders[loads[holders].argmin()])
     order = np.arange(len(names))
     for key in keys:
         order = rendezvous.weights(names, key & _KEY_BITS).argsort()[::-1]

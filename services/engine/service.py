@@ -69,7 +69,8 @@ class EngineService:
 async def _start(
     settings: EngineSettings, client: AsyncClient | None, host: Host, undo: contextlib.AsyncExitStack
 ) -> RunningEngine:
-    path = await asyncio.to_thread(model_path.resolve, settings.engine.worker.model)
+    needs_weights = settings.engine.worker.load_format == "auto"
+    path = await asyncio.to_thread(model_path.resolve, settings.engine.worker.model, weights=needs_weights)
     name = settings.served_model_name or model_path.served_name(path, settings.engine.worker.model)
     load = LoadTracker(settings.engine.scheduler.max_num_seqs, settings.max_waiting, host.clock.seconds)
     client = client or process_client(settings, str(path))

@@ -22,7 +22,7 @@ UNKNOWN_SECONDS = 0.5
 """How long to wait for an engine that this engine's view of the registry does not show yet."""
 AVOID_SECONDS = 60.0
 """How long a transport that failed is avoided."""
-_SAME_HOST = ("shm",)
+_SAME_HOST = ("cuda", "shm")
 """Transports that work only on one host."""
 
 

@@ -21,9 +21,6 @@ WAITING_WEIGHT = 4
 
 HOME_SHARE = 0.1
 """A home is preferred as if it had computed so much of the prompt already."""
-BATCH_STEPS = 64.0
-"""As many steps of a full batch count for the share of it that is taken: what a request costs and is cost after its
-prefill, while it and the others decode together."""
 EXCESS = 1.2
 """An engine with more than so many times the mean of the requests is passed over, also by what it has cached, unless it
 saves more than :data:`EXCESS_STEPS` for each request that it has too many: a prefix that many requests share is
@@ -81,19 +78,17 @@ def cost(engines: EngineColumns, candidates: Candidates, ask: Ask) -> FloatColum
     """Return the seconds that the leg is expected to cost there.
 
     They are the time to compute the uncached prompt tokens that wait there and those of the leg, at the engine's own
-    rate, :data:`BATCH_STEPS` of the mean steps as far as its batch is full, waiting requests included, and
+    rate, :data:`.BATCH_STEPS` of the mean steps as far as its batch is full, waiting requests included, and
     :data:`EXCESS_STEPS` for each request above :data:`EXCESS` times the mean. A decode leg computes no prompt. A home
     of the prompt counts as if it had computed :data:`HOME_SHARE` of it.
     """
     index, speeds = candidates.index, candidates.speeds(engines)
-    requests: FloatColumn = (engines.waiting[index] + engines.running[index]).astype(np.float64)
-    excess = requests - np.array(EXCESS * requests.sum() / len(requests))
-    np.maximum(excess, _NONE, out=excess)
-    excess *= np.array(EXCESS_STEPS * speeds.step_seconds)
-    requests /= speeds.seats
-    requests *= np.array(BATCH_STEPS * speeds.step_seconds)
-    requests += excess
-    seconds = requests
+    requests = engines.waiting[index] + engines.running[index]
+    limit = np.array(EXCESS / len(requests) * float(np.add.reduce(requests)))
+    seconds: FloatColumn = np.maximum(requests, limit)
+    seconds -= limit
+    seconds *= np.array(EXCESS_STEPS * speeds.step_seconds)
+    seconds += requests * speeds.seconds_per_request
     if ask.role == _DECODE:
         return seconds
     tokens: FloatColumn = engines.uncached_tokens[index] + np.array(float(ask.prompt_tokens))

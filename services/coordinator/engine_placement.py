@@ -75,8 +75,8 @@ class Placement:
         # A request that pools has no use for an engine that decodes, however short it is.
         threshold = 0 if request.pools else self.policy.pd_threshold
         asks_homes = self.policy.rule is cost and request.role != _DECODE
-        is_home = prefix_homes.is_home(self._columns, pool, request.block_hash_prefixes) if asks_homes else None
-        ask = Ask(request.role, request.prompt_tokens, cached_tokens, is_home)
+        homes = prefix_homes.homes_of(self._columns, pool, request.block_hash_prefixes) if asks_homes else ()
+        ask = Ask(request.role, request.prompt_tokens, cached_tokens, homes)
         return pairing.choose(self._columns, pool, ask, self.policy.rule, threshold)
 
     def choose_near(

@@ -1,5 +1,6 @@
 """Holds engines that are compared with each other, and what of their speed is computed once for many picks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,6 +57,14 @@ class Candidates:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def positions(self, rows: Sequence[int]) -> list[int]:
+        """Return where these engines are among the candidates; those that are none are left out."""
+        if isinstance(self.index, slice):
+            first, end = self.index.start, self.index.stop
+            return [row - first for row in rows if first <= row < end]
+        found = zip(np.searchsorted(self.rows, rows).tolist(), rows, strict=True)
+        return [at for at, row in found if at < len(self.rows) and self.rows[at] == row]
 
     def speeds(self, engines: EngineColumns) -> Speeds:
         """Return what the engines have measured; one that has not measured its rate gets the mean of the others."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from . import rendezvous
 from .candidates import Candidates
-from .engine_columns import BoolColumn, EngineColumns, FloatColumn, Rows
+from .engine_columns import EngineColumns, FloatColumn, Rows
 from .pool import Pool
 from .rules import WAITING_WEIGHT, Ask, Rule
 
@@ -39,21 +39,19 @@ def keys_of(block_hashes: Sequence[int]) -> Iterator[int]:
             return
 
 
-def is_home(engines: EngineColumns, pool: Pool, block_hashes: Sequence[int]) -> BoolColumn | None:
-    """Return whether the beginning of a prompt is at home on each engine, by row, shape [capacity]; None if it is at
-    home on no engine, or on all that prefill."""
+def homes_of(engines: EngineColumns, pool: Pool, block_hashes: Sequence[int]) -> Sequence[int]:
+    """Return the rows of the engines at which the beginning of a prompt is at home; none if it is at home on no engine,
+    or on all that prefill."""
     rows = pool.prefillers.rows
     if not block_hashes or len(rows) <= NUM_HOMES:
-        return None
+        return ()
     key = next(keys_of(block_hashes))
     if (homes := pool.homes.get(key)) is None:
         if len(pool.homes) >= MAX_KEYS:
             pool.homes.clear()
         weights = rendezvous.weights(engines.name_hash[rows], key)
-        homes = pool.homes[key] = rows[np.argpartition(weights, -NUM_HOMES)[-NUM_HOMES:]]
-    at_home = np.zeros(engines.capacity, np.bool_)
-    at_home[homes] = True
-    return at_home
+        homes = pool.homes[key] = tuple(rows[np.argpartition(weights, -NUM_HOMES)[-NUM_HOMES:]].tolist())
+    return homes
 
 
 def rule(keys: Sequence[int], loads: FloatColumn, holders: Sequence[int] = ()) -> Rule:

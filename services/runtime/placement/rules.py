@@ -4,7 +4,7 @@
 between engines of equal cost.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenloom.v1.types_pb2 import EngineRole
 
 from .candidates import Candidates
-from .engine_columns import BoolColumn, EngineColumns, FloatColumn, IntColumn
+from .engine_columns import EngineColumns, FloatColumn, IntColumn
 
 WAITING_WEIGHT = 4
 """A waiting request weighs four running ones: it will cost a prefill, and it shows that there was no room."""
@@ -42,14 +42,13 @@ class Ask:
         prompt_tokens: All tokens of the prompt; at least 1.
         cached_tokens: Tokens of the prompt in each engine's KV cache as far as is known, by row, shape [capacity]; None
             if no engine has any.
-        is_home: Whether the prompt's beginning is at home on an engine, by row, shape [capacity]; None: it has no home,
-            or the rule does not ask.
+        homes: Rows of the engines at which the prompt's beginning is at home; none, if the rule does not ask.
     """
 
     role: EngineRole
     prompt_tokens: int
     cached_tokens: IntColumn | None = None
-    is_home: BoolColumn | None = None
+    homes: Sequence[int] = ()
 
 
 Rule: TypeAlias = Callable[[EngineColumns, Candidates, Ask], NDArray[np.int64] | NDArray[np.float64]]
@@ -94,8 +93,8 @@ def cost(engines: EngineColumns, candidates: Candidates, ask: Ask) -> FloatColum
     tokens: FloatColumn = engines.uncached_tokens[index] + np.array(float(ask.prompt_tokens))
     if ask.cached_tokens is not None:
         tokens -= ask.cached_tokens[index]
-    if ask.is_home is not None:
-        tokens -= ask.is_home[index] * np.array(HOME_SHARE * ask.prompt_tokens)
+    for home in candidates.positions(ask.homes) if ask.homes else ():
+        tokens[home] -= HOME_SHARE * ask.prompt_tokens
     tokens *= speeds.seconds_per_token
     seconds += tokens
     return seconds

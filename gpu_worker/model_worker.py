@@ -384,8 +384,9 @@ class ModelWorker:
 
     def _make_recorded(self) -> RecordedSteps | None:
         assert self._backend is not None, "load_model comes first"
-        if self._config.worker.enforce_eager or not self._ranks.place.is_whole:
-            return None  # what ranks exchange is no call of a kernel
+        exchanges = not self._ranks.place.is_whole
+        if self._config.worker.enforce_eager or (exchanges and self._device.type != "cpu"):
+            return None  # a graph of a GPU holds no exchange with other GPUs yet
         most_blocks = -(-self._max_model_len // self._config.cache.block_size)
         return make_recorded_steps(self._backend, self._platform, self._config.scheduler.max_num_seqs, most_blocks)
 

@@ -380,8 +380,8 @@ class ModelWorker:
 
     def _make_recorded(self, batch: InputBatch) -> RecordedSteps | None:
         assert self._backend is not None, "load_model comes first"
-        if not self._ranks.place.is_whole:
-            return None  # what ranks exchange is no call of a kernel
+        if not self._ranks.place.is_whole and self._device.type != "cpu":
+            return None  # a graph of a GPU holds no exchange with other GPUs yet
         most_tokens, eager = self._config.scheduler.max_num_batched_tokens, self._config.worker.enforce_eager
         return make_recorded_steps(self._backend, self._platform, batch, most_tokens, eager=eager)
 

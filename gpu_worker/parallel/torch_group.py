@@ -17,6 +17,7 @@ from torch import Tensor
 from tokenloom.engine_core.config import ParallelConfig
 
 from .group import ALONE, Group, Ranks
+from .recordable_group import RecordableGroup
 from .sharding import Place
 from .shared_group import shared_if_possible
 
@@ -82,6 +83,8 @@ def join(parallel: ParallelConfig, place: Place, device: torch.device) -> Ranks:
         group = TorchGroup(make(prefix, place.tensor_rank, tensor_size, host), place.tensor_rank, tensor_size)
         if device.type == "cpu" and host == _LOOPBACK:
             group = shared_if_possible(group, store, f"sums-{place.stage}")
+        if device.type == "cpu":
+            group = RecordableGroup(group)
     return Ranks(place, group, tensors, host_peers)
 
 

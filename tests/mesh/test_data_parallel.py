@@ -15,10 +15,10 @@ import pytest
 from tests.engine_core.processes import has_ended, wait_until
 from tests.mesh.asking import ask
 from tests.mesh.harness import MODEL, SOON, Mesh, Part
+from tokenloom.cli.failures import CommandFailed
+from tokenloom.cli.mesh.scale_run import run as scale
 from tokenloom.model_path import DEMO_MODEL
 from tokenloom.services.runtime.peers.channels import open_channel
-from tokenloom.v1.coordinator_pb2 import ScaleRequest
-from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.engine_pb2 import ReconfigureRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 
@@ -96,30 +96,19 @@ async def test_no_request_is_lost_while_a_group_grows_and_shrinks(
                 clients.create_task(client(number))
             new = [mesh.new_engine(index) for index in (2, 3)]
             starting = [asyncio.create_task(part.start()) for part in new]
-            await _scale(mesh, 4)
+            grown = await scale(mesh.address("coordinator-0"), None, GROUP, 4, wait=SOON)
+            assert grown == "data-parallel group data-parallel: 2 → 4 ranks"
             await asyncio.gather(*starting)
             while engines != {"engine-0", "engine-1", "engine-2", "engine-3"}:
                 await asyncio.sleep(0)
                 await ask(http, [1], 1)
-            await _scale(mesh, 2)
+            shrunk = await scale(mesh.address("coordinator-0"), None, GROUP, 2, wait=0.0)
+            assert shrunk.endswith("without requests now, may be stopped: engine-2 (rank 2), engine-3 (rank 3)")
             engines.clear()
             await asyncio.gather(*(ask(http, [7, number], 3) for number in range(30)))
             is_done.set()
         assert engines <= {"engine-0", "engine-1"}
         await asyncio.gather(*(part.stop() for part in new))
-
-
-async def _scale(mesh: Mesh, size: int) -> None:
-    """Scale, as soon as the new ranks have joined."""
-    async with open_channel(mesh.address("coordinator-0")) as channel:
-        stub = CoordinatorStub(channel)
-        while True:
-            try:
-                await stub.Scale(ScaleRequest(data_parallel_group=GROUP, data_parallel_size=size))
-                return
-            except grpc.aio.AioRpcError as error:
-                if "have not joined; start them first" not in str(error.details()):
-                    raise
 
 
 async def test_a_lost_rank_ends_its_group_and_requests_go_on_elsewhere(socket_dir: Path, experts: Path) -> None:
@@ -148,9 +137,8 @@ async def test_what_has_no_group_is_refused(socket_dir: Path) -> None:
     async with Mesh(socket_dir).running() as mesh, open_channel(mesh.engines[0].settings.listen) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="belongs to no data-parallel group"):
             await EngineAdminStub(channel).Reconfigure(ReconfigureRequest(data_parallel_size=2))
-        async with open_channel(mesh.address("coordinator-0")) as coordinator:
-            with pytest.raises(grpc.aio.AioRpcError, match="No rank of data-parallel group 'data-parallel' has joined"):
-                await CoordinatorStub(coordinator).Scale(ScaleRequest(data_parallel_group=GROUP, data_parallel_size=2))
+        with pytest.raises(CommandFailed, match="answered: No rank of data-parallel group 'data-parallel' has joined"):
+            await scale(mesh.address("coordinator-0"), None, GROUP, 2, wait=SOON)
 
 
 def _core_pid(part: Part) -> int:

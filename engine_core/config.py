@@ -329,8 +329,14 @@ class ParallelConfig(Struct, frozen=True):
     ] = ""
     data_parallel_address: Annotated[
         str,
-        "Where rank 0 of a mixture-of-experts model listens for the other ranks of its group: unix:/path or "
-        "127.0.0.1:port. Ranks of other models need no address.",
+        "Where rank 0 of a mixture-of-experts model listens for the other ranks of its group: unix:/path, "
+        "127.0.0.1:port, or with --data-parallel-secret-file HOST:PORT of its machine. Ranks of other models need no "
+        "address.",
+    ] = ""
+    data_parallel_secret_file: Annotated[
+        str,
+        "File with a secret of at least 16 bytes, the same for all ranks, with which they prove to rank 0 on another "
+        "machine that they belong to its group.",
     ] = ""
     data_parallel_timeout: Annotated[
         Seconds, "Seconds that a rank tries to reach its group after it has loaded the model."

@@ -37,6 +37,16 @@ def test_one_rank_is_busy_while_the_other_is_idle_and_both_rest_afterwards(group
     assert group.num_waves == 2
 
 
+def test_ranks_of_different_meshes_begin_waves_without_a_coordinator(socket_dir: Path) -> None:
+    group = Group(socket_dir, has_coordinator=False)
+    for rank in (1, 0):
+        group.add(rank, make_request(f"r{rank}", [rank, 9], max_tokens=40))
+        group.finish()
+        group.pump(group.is_resting)
+    assert group.tokens == {f"r{rank}": expected([rank, 9], 40) for rank in (0, 1)}
+    group.close()
+
+
 def test_requests_of_both_ranks_are_served_in_one_wave(group: Group) -> None:
     for number in range(20):
         group.add(number % 2, make_request(f"r{number}", [number, 7], max_tokens=5 + number))

@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from tokenloom.request.reasoning import ReasoningMarks, ReasoningParserName
 
+from .eplb_config import EplbConfig as EplbConfig
 from .lora_config import LoraConfig as LoraConfig
 from .pooler_config import PoolerConfig as PoolerConfig
 from .speculative_config import SpeculativeConfig as SpeculativeConfig
@@ -305,6 +306,16 @@ class ParallelConfig(Struct, frozen=True):
         "Give each worker of a stage whole experts of a model with experts, instead of a part of every expert; with "
         "--data-parallel-size and one worker an engine, spread the experts over the engines of the group.",
     ] = False
+    enable_eplb: Annotated[
+        bool,
+        "Move experts between the workers or engines over which --enable-expert-parallel spreads them, so that all are "
+        "loaded evenly.",
+    ] = False
+    eplb_config: Annotated[
+        EplbConfig | None,
+        "How --enable-eplb balances: a JSON object with window_size, step_interval, num_redundant_experts, "
+        "log_balancedness and move_bytes (docs/operate/scaling.md).",
+    ] = None
     distributed_executor_backend: Annotated[
         Literal["auto", "uni", "mp", "ray"],
         "Where the workers run: uni: one in the core's process; mp: each in a process of its own on this machine; ray: "

@@ -10,7 +10,7 @@ import torch
 
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import Logprobs, RoutedExperts
+from tokenloom.engine_core.wire.messages import ExpertLoads, Logprobs, RoutedExperts
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 from .attention.attention_backend import AttentionBackend, IntArray, KVCache
@@ -19,7 +19,7 @@ from .cuda.packed_copy import to_device
 from .cuda.sampler import DeviceSampler
 from .expert_report import expert_loads, routed_experts
 from .lora.slots import LoraSlots
-from .models.expert_routes import routes_of
+from .models.expert_routes import ExpertRoutes, routes_of
 from .models.model import Model
 from .parallel.drawn_tokens import DrawnTokens
 from .parallel.group import ONLY_RANK, Ranks
@@ -73,6 +73,7 @@ class ModelRunner:
         self._batch = batch
         self._drawn = None if ranks.place.is_alone else DrawnTokens(ranks, batch)
         self._draws = ranks.place.draws
+        self._ranks = ranks
         self._sampler = StepSampler(
             batch,
             device_sampler,
@@ -150,6 +151,7 @@ class ModelRunner:
                 self._routes.begin(keep_choices=bool(self._batch.routed))
             hidden, logits = self._compute(inputs)
             routed = self._routed_experts(inputs) if self._routes is not None else {}
+            self._ranks.forward_passed()
             prompt_logprobs = self._prompt_logprobs(inputs, hidden)
             kept = hidden if self._speculation is not None else None
             pooled = self._pool(inputs, hidden) if self._batch.pooled else {}
@@ -244,7 +246,7 @@ class ModelRunner:
             return self._follow(inputs)
         output = ModelRunnerOutput(inputs.req_ids, [], {}, executed.prompt_logprobs, pooled=executed.pooled)
         if self._routes is not None:
-            output.routed_experts, output.expert_loads = executed.routed_experts, expert_loads(self._routes)
+            output.routed_experts, output.expert_loads = executed.routed_experts, self._expert_loads(self._routes)
         if not len(inputs.sampled):
             output.sampled_token_ids = [[] for _ in inputs.req_ids]
         elif inputs.drafts:
@@ -256,6 +258,10 @@ class ModelRunner:
             assert executed.hidden is not None, "it is kept for what drafts"
             self._speculation.propose(inputs, executed.hidden, output)
         return output
+
+    def _expert_loads(self, routes: ExpertRoutes) -> ExpertLoads:
+        balancer = self._ranks.balancer
+        return expert_loads(routes, None if balancer is None else balancer.stats)
 
     def _follow(self, inputs: StepInputs) -> ModelRunnerOutput:
         """End a step whose tokens another rank draws."""

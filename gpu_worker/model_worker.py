@@ -33,7 +33,8 @@ from .model_runner import ModelRunner
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
 from .models.decoder import DecoderModel
-from .models.expert_routes import routes_of
+from .models.expert_routes import Ints, routes_of
+from .models.experts import Experts
 from .models.model import Model
 from .models.self_check import CheckedModel, check_model
 from .ops.ops_choice import make_ops
@@ -108,6 +109,8 @@ class ModelWorker:
         if self._config.speculative is not None:
             self._drafting = Drafting(self._config.speculative, loader, lambda: self._model, self._config.cache.dtype)
         library, routes = None, routes_of(self._model)
+        if self._ranks.balancer is not None:
+            self._ranks.balancer.use(self._expert_layers, self._expert_counts)
         if isinstance(self._model, CheckedModel):
             # Over a KV cache of its own dtype: rounding would hide what its modules do.
             check_model(self._model, self._make_backend(self._model.config), block_size, self._device)
@@ -293,6 +296,7 @@ class ModelWorker:
     def execute_dummy_batch(self) -> None:
         self._platform.before_step()
         self._require_runner().dummy_run([1], self._config.cache.block_size)
+        self._ranks.forward_passed()
 
     def join_experts(self, rendezvous: str) -> None:
         self._ranks.join_experts(rendezvous)
@@ -337,6 +341,17 @@ class ModelWorker:
         if self._slot.is_loaded:
             self._pooler = self._make_pooler()
         self._require_runner().set_model(self._model, self._pooler)
+        if self._ranks.balancer is not None:
+            self._ranks.balancer.weights_changed()
+
+    def _expert_layers(self) -> list[Experts]:
+        assert isinstance(self._model, DecoderModel), "only its layers may have experts on several ranks"
+        return self._model.expert_layers
+
+    def _expert_counts(self) -> Ints:
+        routes = routes_of(self._model)
+        assert routes is not None, "the model has experts"
+        return routes.counts()
 
     def _make_pooler(self) -> Pooler | None:
         if not self._ranks.place.is_alone:

@@ -14,6 +14,7 @@ from ..parallel.pipeline import Stage
 from ..pooling.class_head import ClassHead, load_score_head
 from .decoder_layers import AddNorm, DecoderLayer, PostNormLayer, add
 from .expert_routes import ExpertRoutes
+from .experts import Experts
 
 
 class DecoderModel:
@@ -65,6 +66,11 @@ class DecoderModel:
         self._norm = AddNorm(checkpoint, "model.norm", config, ops)
         # Older checkpoints stored the frequencies that the configuration determines.
         checkpoint.skip(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers))
+
+    @property
+    def expert_layers(self) -> list[Experts]:
+        """Return the layers' experts, those of layers that have some."""
+        return [layer.mlp for layer in self._layers if isinstance(layer.mlp, Experts)]
 
     def forward(
         self,

@@ -1,12 +1,14 @@
 """Computes the MLP of a decoder's layer."""
 
+import copy
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
-from ..layers.linear import load_linear
+from ..layers.interface import Unpackable
+from ..layers.linear import load_linear, make_linear
 from ..ops.ops import Ops
 from ..parallel.sharding import joined
 
@@ -44,6 +46,20 @@ class MLP:
         self._down = load_linear(checkpoint, [f"{prefix}.{names.down}"], inner, [hidden], bias, quantization, sums=sums)
         self._activation = config.hidden_act
         self._ops = ops
+
+    def weights(self) -> list[Tensor]:
+        """Return the matrices of gate and up, and of down, [out, in] each."""
+        matrices = []
+        for linear in (self._gate_up, self._down):
+            assert isinstance(linear, Unpackable), "quantized weights are not moved"
+            matrices.append(linear.unpacked())
+        return matrices
+
+    def with_weights(self, gate_up: Tensor, down: Tensor) -> "MLP":
+        """Return the same MLP without biases and of other weights, as :meth:`weights`."""
+        other = copy.copy(self)
+        other._gate_up, other._down = make_linear(gate_up), make_linear(down)
+        return other
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._down(self._ops.gated(self._gate_up, x, self._activation))

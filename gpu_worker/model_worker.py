@@ -32,9 +32,8 @@ from .lora.slots import LoraSlots
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
-from .models.decoder import DecoderModel
-from .models.expert_routes import Ints, routes_of
-from .models.experts import Experts
+from .models.decoder import DecoderModel, expert_layers
+from .models.expert_routes import expert_counts, routes_of
 from .models.model import Model
 from .models.self_check import CheckedModel, check_model
 from .ops.ops_choice import make_ops
@@ -109,8 +108,7 @@ class ModelWorker:
         if self._config.speculative is not None:
             self._drafting = Drafting(self._config.speculative, loader, lambda: self._model, self._config.cache.dtype)
         library, routes = None, routes_of(self._model)
-        if self._ranks.balancer is not None:
-            self._ranks.balancer.use(self._expert_layers, self._expert_counts)
+        self._ranks.balance(lambda: expert_layers(self._model), lambda: expert_counts(self._model))
         if isinstance(self._model, CheckedModel):
             # Over a KV cache of its own dtype: rounding would hide what its modules do.
             check_model(self._model, self._make_backend(self._model.config), block_size, self._device)
@@ -242,8 +240,7 @@ class ModelWorker:
         """Drop the weights and the KV pool, or its pages. At level 1 the weights of a GPU are kept in host memory;
         those of a CPU can be read from the files again."""
         assert self._slot is not None, "load_model comes first"
-        before = self._platform.bytes_in_use()
-        kept = 0
+        before, kept = self._platform.bytes_in_use(), 0
         if level == 1 and not self._platform.pool_is_on_host:
             kept = self._slot.move_to_host()
         else:
@@ -341,17 +338,7 @@ class ModelWorker:
         if self._slot.is_loaded:
             self._pooler = self._make_pooler()
         self._require_runner().set_model(self._model, self._pooler)
-        if self._ranks.balancer is not None:
-            self._ranks.balancer.weights_changed()
-
-    def _expert_layers(self) -> list[Experts]:
-        assert isinstance(self._model, DecoderModel), "only its layers may have experts on several ranks"
-        return self._model.expert_layers
-
-    def _expert_counts(self) -> Ints:
-        routes = routes_of(self._model)
-        assert routes is not None, "the model has experts"
-        return routes.counts()
+        self._ranks.weights_changed()
 
     def _make_pooler(self) -> Pooler | None:
         if not self._ranks.place.is_alone:

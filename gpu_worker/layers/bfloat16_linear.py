@@ -49,6 +49,10 @@ class Bfloat16Linear:
         )
         return out if dtype is None else out.to(dtype)
 
+    def take(self, other: "Bfloat16Linear") -> None:
+        """Copy the weight of another layer of the same shape, without a bias, to where this one has its own."""
+        self._weight.copy_(other._weight)
+
     def unpacked(self) -> Tensor:
         """Return a copy of the weight [out, in]."""
         outputs, inputs = self._shape

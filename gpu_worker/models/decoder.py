@@ -15,6 +15,7 @@ from ..pooling.class_head import ClassHead, load_score_head
 from .decoder_layers import AddNorm, DecoderLayer, PostNormLayer, add
 from .expert_routes import ExpertRoutes
 from .experts import Experts
+from .model import Model
 
 
 class DecoderModel:
@@ -67,11 +68,6 @@ class DecoderModel:
         # Older checkpoints stored the frequencies that the configuration determines.
         checkpoint.skip(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers))
 
-    @property
-    def expert_layers(self) -> list[Experts]:
-        """Return the layers' experts, those of layers that have some."""
-        return [layer.mlp for layer in self._layers if isinstance(layer.mlp, Experts)]
-
     def forward(
         self,
         input_ids: Tensor,
@@ -102,3 +98,9 @@ class DecoderModel:
         logits = self._lm_head(hidden, torch.float32)
         softcap = self.config.logit_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def expert_layers(model: Model) -> list[Experts]:
+    """Return the experts of each layer that has some, of a model of this class."""
+    assert isinstance(model, DecoderModel), "no other model has experts on several ranks"
+    return [layer.mlp for layer in model._layers if isinstance(layer.mlp, Experts)]

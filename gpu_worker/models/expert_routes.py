@@ -103,6 +103,13 @@ class RoutedModel(Model, Protocol):
     routes: ExpertRoutes | None
 
 
+def expert_counts(model: Model) -> Ints:
+    """Return the tokens that each expert of a model with experts computed, [num_layers, num_experts]."""
+    routes = routes_of(model)
+    assert routes is not None, "the model has no experts"
+    return routes.counts()
+
+
 def routes_of(model: Model) -> ExpertRoutes | None:
     """Return what records the choices of a model's routers; None if it has no experts."""
     return model.routes if isinstance(model, RoutedModel) else None

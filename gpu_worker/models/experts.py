@@ -103,10 +103,10 @@ class Experts:
 
     def switch(self) -> int:
         """Use all prepared experts from the next step on. Returns how many they are."""
-        count = len(self._prepared)
-        self._experts |= self._prepared
-        self._prepared = {}
-        return count
+        prepared, self._prepared = self._prepared, {}
+        for place, expert in prepared.items():
+            self._experts[place].take(expert)
+        return len(prepared)
 
     def forget_prepared(self) -> None:
         """Drop the prepared experts."""

@@ -1,6 +1,6 @@
 """Lets the ranks of an engine exchange tensors. A rank that is alone exchanges none, and makes no call."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -14,6 +14,8 @@ from .sharding import ONLY_PLACE, Place
 
 if TYPE_CHECKING:  # engines that do not move experts import none of it
     from .balance.balancer import ExpertBalancer
+    from .balance.planner import Ints
+    from .balance.transfer import MovableExperts
 
 
 class Group(Protocol):
@@ -75,6 +77,16 @@ class Ranks:
         """Join the engines over which the experts are spread, as :meth:`ExpertExchange.join`."""
         assert self.experts is not None, "the experts are not spread over engines"
         self.experts.join(rendezvous, self.balancer)
+
+    def balance(self, experts: "Callable[[], Sequence[MovableExperts]]", loads: "Callable[[], Ints]") -> None:
+        """Set which experts are moved, if any are, as :meth:`ExpertBalancer.use`."""
+        if self.balancer is not None:
+            self.balancer.use(experts, loads)
+
+    def weights_changed(self) -> None:
+        """Note that the weights were dropped, or that others were loaded."""
+        if self.balancer is not None:
+            self.balancer.weights_changed()
 
     def forward_passed(self) -> None:
         """Note that the ranks have computed a step together."""

@@ -55,12 +55,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_rank(directory: Path, rank: int, size: int = 2, **settings: object) -> SyncMPClient:
+def start_rank(
+    directory: Path, rank: int, size: int = 2, *, step_seconds: float = 0.0, **settings: object
+) -> SyncMPClient:
     """Start one rank over the hash worker; ``settings`` are those of ``make_config``. It takes requests, and computes
     once its group is complete."""
     script = directory / "core.py"
     script.write_text(CORE)
     config = make_config(**settings)  # type: ignore[arg-type]
+    worker = msgspec.structs.replace(config.worker, step_seconds=step_seconds)
+    config = msgspec.structs.replace(config, worker=worker)
     return SyncMPClient(rank_config(config, directory, rank, size), command=[sys.executable, str(script)])
 
 

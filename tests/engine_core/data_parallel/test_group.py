@@ -105,6 +105,19 @@ def test_a_lost_rank_ends_the_others_within_three_seconds(group: Group, lost: in
         group.ranks[1 - lost].get_output()
 
 
+def test_a_rank_whose_step_does_not_end_ends_with_its_group(socket_dir: Path) -> None:
+    """So does a step that waits for rows of a machine that has vanished."""
+    group = Group(socket_dir, step_seconds=600.0)
+    group.add(0, make_request("a", [1, 2], max_tokens=5))
+    group.pump(lambda: all(state is not None and state.start_wave == 0 for state in group.states))
+    lost, waiting = group.ranks[1].pid, group.ranks[0].pid
+    assert lost is not None
+    assert waiting is not None
+    os.kill(lost, signal.SIGKILL)
+    assert wait_until(lambda: has_ended(waiting), 30.0)
+    group.close()
+
+
 def test_a_rank_with_another_setting_is_refused_by_name(socket_dir: Path) -> None:
     first = start_rank(socket_dir, 0)
     with pytest.raises(EngineConfigError, match=r"block_size is '8' on rank 1 and '4' on rank 0 of group 'data-paral"):

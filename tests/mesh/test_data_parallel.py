@@ -101,6 +101,8 @@ async def test_the_ranks_of_two_meshes_compute_in_waves(socket_dir: Path, expert
                 for each, answer in enumerate(answers):
                     assert answer.error is None
                     assert answer.token_ids == mesh.expected([*prompt, each], 40)
+        # One after the other, the first mesh to stop would take the other one's rank along.
+        await asyncio.gather(*(mesh.engines[0].kill() for mesh in meshes))
 
 
 @pytest.mark.parametrize("has_experts", [True, False])

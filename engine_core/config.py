@@ -18,8 +18,9 @@ from .pooler_config import PoolerConfig as PoolerConfig
 from .speculative_config import SpeculativeConfig as SpeculativeConfig
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-KVCacheDtype = Literal["auto", "int8"]
+KVCacheDtype = Literal["auto", "int8", "fp8"]
 ModelImpl = Literal["auto", "native", "transformers"]
+LoadFormat = Literal["auto", "dummy"]
 AttentionBackendName = Literal["auto", "cpu", "torch", "triton", "reference"]
 ProcessorLevel = Literal["auto", "x86-64-amx", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3-vnni", "x86-64-v3", "aarch64"]
 Count = Annotated[int, Meta(ge=1)]
@@ -47,7 +48,8 @@ class WorkerConfig(Struct, frozen=True):
         "float16.",
     ] = "auto"
     quantization: Annotated[
-        Literal["int8-dynamic", "int4"] | None,
+        Literal["int8-dynamic", "int4", "fp8"] | None,
+        "On a GPU fp8: round the layers' weights to 8-bit floats at load, and inputs of many rows row by row. On a CPU "
         "int8-dynamic: round the layers' weights to int8 at load and their inputs row by row; int4: round weights to 4 "
         "bits by groups of 32 inputs, those of the output layer to 8 bits.",
     ] = None
@@ -56,6 +58,11 @@ class WorkerConfig(Struct, frozen=True):
         "Which code computes the model: native: the architectures that are built in; transformers: the modules of that "
         "library over the paged KV cache; auto: native where the architecture and the features that its configuration "
         "asks for are built in, otherwise transformers.",
+    ] = "auto"
+    load_format: Annotated[
+        LoadFormat,
+        "Where the weights come from: auto: from files; dummy: made at random, on the device and with a fixed seed, in "
+        "the shapes of config.json, to measure a model without its weights. The tokenizer is still needed.",
     ] = "auto"
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
@@ -114,13 +121,14 @@ class CacheConfig(Struct, frozen=True):
     block_size: Annotated[Count, "Tokens in a KV block."] = 16
     dtype: Annotated[
         KVCacheDtype,
-        "Number format of keys and values; auto: that of the activations; int8: 8 bits, with a scale for each head of "
-        "each token, in half the memory of bfloat16.",
+        "Number format of keys and values; auto: that of the activations; in half the memory of bfloat16 on a GPU fp8: "
+        "8-bit floats (e4m3) without scales, and on a CPU int8: 8 bits, with a scale for each head of each token.",
         Meta(
             extra={
                 "name": "kv_cache_dtype",
+                "renamed": {"fp8_e4m3": "fp8"},
                 "unsupported": dict.fromkeys(
-                    ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"), "FP8 is not supported; int8 takes the same memory"
+                    ("fp8_e5m2", "fp8_inc"), "only fp8 (e4m3) is supported; it takes the same memory"
                 ),
             }
         ),
@@ -208,8 +216,8 @@ class KVConfig(Struct, frozen=True):
         Literal["both", "prefill", "decode"], "Which part of a request this engine computes: prefill, decode or both."
     ] = "both"
     transports: Annotated[
-        tuple[Literal["auto", "shm", "nixl", "socket"], ...],
-        "Ways to read KV blocks of another engine, best first: auto, shm, nixl, socket; by default "
+        tuple[Literal["auto", "cuda", "shm", "nixl", "socket"], ...],
+        "Ways to read KV blocks of another engine, best first: auto, cuda, shm, nixl, socket; by default "
         "auto for the roles prefill and decode, and none for both.",
         Meta(extra={"name": "kv_transports"}),
     ] = ()

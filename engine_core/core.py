@@ -14,13 +14,14 @@ from .control.sleeping import Sleeping
 from .data_parallel.facts import parallel_config_hash, parallel_facts
 from .encoder_config import encoder_config
 from .errors import ExecutorFailedError
-from .executor.executor import Executor, PendingOutput, PoolSpec
+from .executor.executor import Executor, PoolSpec
 from .executor.step_in_flight import StepInFlight, drain, take_oldest
 from .executor.worker_adapters import WorkerAdapters
 from .kv_cache.kv_cache_config import KVCacheConfig
 from .kv_cache.kv_cache_size import has_waves, size_kv_cache
 from .kv_transfer.core_kv import CoreKV
 from .kv_transfer.kv_connector import StepTransfers, take_news
+from .pending_output import PendingOutput
 from .process.step_pulse import StepPulse
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_reports import IterationLog, dump_failed_step
@@ -35,6 +36,7 @@ from .wire.messages import (
     SchedulerStats,
 )
 from .wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .worker import ModelInfo
 
 _HEALTH_SECONDS = 30.0
 """How long workers may take to answer a health check; they answer after the steps that have begun."""
@@ -85,7 +87,7 @@ class EngineCore:
         self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)
         self.sleeping = Sleeping(self.scheduler, self.pausing, executor)
-        warm_up = self._initialize_kv_cache(config, kv_cache, model.block_bytes(config.cache.block_size))
+        warm_up = self._initialize_kv_cache(config, kv_cache, model)
         if self.scheduler.drafts is not None:
             self.scheduler.drafts.free_rows = warm_up.free_rows or None
         self._pulse = pulse or StepPulse()
@@ -125,6 +127,7 @@ class EngineCore:
             finds_reasoning=config.reasoning.marks is not None,
             loras=self.adapters.answer().adapters if self.adapters is not None else [],
             pooling=model.pooling,
+            pool_is_on_host=model.pool_is_on_host,
             has_waves=self.has_waves,
         )
         self.parallel_facts: dict[str, str] = {}
@@ -384,12 +387,16 @@ class EngineCore:
             self._grammars.close()
         self.executor.shutdown()
 
-    def _initialize_kv_cache(self, config: EngineConfig, kv_cache: KVCacheConfig, block_bytes: int) -> WarmUp:
+    def _initialize_kv_cache(self, config: EngineConfig, kv_cache: KVCacheConfig, model: ModelInfo) -> WarmUp:
         if self._connector is None:
             return self.executor.initialize_kv_cache(kv_cache)
+        if not model.pool_is_on_host:  # the worker allocates it
+            warm_up = self.executor.initialize_kv_cache(kv_cache)
+            self._connector.register_kv_caches(self.executor.kv_pool())
+            return warm_up
         # Only the pool of an engine that others read from is mapped by them; a decode engine's is faster in huge pages.
         is_shared = bool(config.kv.transports) and config.kv.role != "decode"
-        pool = PoolSpec(kv_cache.num_blocks * block_bytes, is_shared)
+        pool = PoolSpec(kv_cache.num_blocks * model.block_bytes(config.cache.block_size), is_shared)
         warm_up = self.executor.initialize_kv_cache(kv_cache, pool)
         self._connector.register_kv_caches(self.executor.kv_pool())
         return warm_up

@@ -9,6 +9,7 @@ from .kv_cache.kv_cache_config import KVCacheConfig
 from .kv_cache.kv_groups import KVGroup, layers_per_group
 from .kv_cache.pool_memory import PoolMemory
 from .kv_transfer.kv_transport import KVPool
+from .pending_output import PendingOutput
 from .wire.core_pooling_params import ModelPooling
 from .wire.handshake import WarmUp
 from .wire.lora import LoraInfo
@@ -35,6 +36,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """The layers by the windows that they see; empty: they share one block table."""
     pooling: ModelPooling = ModelPooling()
     """What requests may pool instead of generating tokens."""
+    pool_is_on_host: bool = True
+    """Whether the KV pool is memory of the host, which the core allocates if KV moves, or of a device."""
 
     def block_bytes(self, block_size: int) -> int:
         """Return the size of one block of the pool: of the layers of one group, or of all layers without groups."""
@@ -86,8 +89,11 @@ class Worker(Protocol):
         An exception, here or in ``sample_tokens``, means that the step is lost and the engine must stop.
         """
 
-    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
         """End the latest step: draw a token for each of its requests whose tokens are all computed.
+
+        A worker whose device draws returns a promise without waiting for it: the next step may then begin before the
+        tokens are on the host. Any thread may wait for the promise.
 
         This is separate from the forward pass, so that the bitmasks of grammars are computed while the model runs.
         """

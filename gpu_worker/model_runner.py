@@ -9,12 +9,16 @@ import numpy.typing as npt
 import torch
 
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
+from tokenloom.engine_core.pending_output import PendingOutput
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import ExpertLoads, Logprobs, RoutedExperts
+from tokenloom.engine_core.wire.messages import ExpertLoads, RoutedExperts
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 from .attention.attention_backend import AttentionBackend, IntArray, KVCache
+from .batch.expected_tokens import ExpectedTokens
 from .batch.input_batch import InputBatch, StepInputs
+from .batch.prompt_logprobs import PromptPart
+from .cuda.device_rows import RowDraws
 from .cuda.packed_copy import to_device
 from .cuda.sampler import DeviceSampler
 from .expert_report import expert_loads, routed_experts
@@ -59,10 +63,10 @@ class ModelRunner:
     ) -> None:
         """``memory`` holds the KV caches; None: torch allocates them. ``device`` is that of model and backend.
 
-        ``device_sampler`` draws if no request asks for changed logits or log probabilities; None: all tokens are
-        drawn on the host. ``count_nans``: whether NaN logits of every step are counted. The
-        logits of one step of ``logits_metrics_interval`` are measured; 0: none. ``proposer`` proposes drafts, which
-        ``rejection`` accepts; without it a draft counts if it equals the token that is drawn.
+        ``device_sampler`` changes logits, draws and finds log probabilities; None: the host does. ``count_nans``:
+        whether NaN logits of every step are counted. The logits of one step of ``logits_metrics_interval`` are
+        measured; 0: none. ``proposer`` proposes drafts, which ``rejection`` accepts; without it a draft counts if it
+        equals the token that is drawn.
         ``recorded`` runs the steps of which it can make recordings; None: the model computes every step.
         ``loras`` holds the adapters that requests name; None: they name none. ``pooler`` pools prompts; None: no
         request asks for it. One of ``ranks`` draws the tokens of all of them.
@@ -74,6 +78,7 @@ class ModelRunner:
         self._drawn = None if ranks.place.is_alone else DrawnTokens(ranks, batch)
         self._draws = ranks.place.draws
         self._ranks = ranks
+        self._expected = ExpectedTokens(batch)
         self._sampler = StepSampler(
             batch,
             device_sampler,
@@ -100,6 +105,11 @@ class ModelRunner:
         if self._recorded is not None:
             self._recorded.forget()
 
+    @property
+    def kv_caches(self) -> list[KVCache]:
+        """The cache of each layer."""
+        return self._kv_caches
+
     def make_kv_caches(self) -> None:
         """Allocate empty KV caches, if there are none."""
         if not self._kv_caches:
@@ -122,23 +132,32 @@ class ModelRunner:
         try:
             self._execute(step)
         except BaseException:
-            self._batch.clear()
+            self._forget_requests()
             raise
 
-    def sample(self, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
-        """Draw the tokens of the step that was executed last, among those that ``grammar`` allows."""
+    def sample(self, grammar: GrammarOutput | None = None) -> ModelRunnerOutput | PendingOutput:
+        """Draw the tokens of the step that was executed last, among those that ``grammar`` allows.
+
+        Where the device draws all of them, the output is a promise, and the next step takes them from the device.
+        """
         if self._executed is None:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
         executed, self._executed = self._executed, None
         try:
             return self._sample(executed, grammar)
         except BaseException:
-            self._batch.clear()
+            self._forget_requests()
             raise
+
+    def _forget_requests(self) -> None:
+        self._batch.clear()
+        self._expected.clear()
 
     def _execute(self, step: SchedulerOutput) -> None:
         if self._drawn is not None:
             self._drawn.settle(step)
+        if self._expected:
+            self._expected.settle()
         self._batch.update(step)
         if self._loras is not None and step.lora_slots is not None:
             self._loras.occupy(step.lora_slots)
@@ -155,7 +174,8 @@ class ModelRunner:
             prompt_logprobs = self._prompt_logprobs(inputs, hidden)
             kept = hidden if self._speculation is not None else None
             pooled = self._pool(inputs, hidden) if self._batch.pooled else {}
-            self._executed = _Executed(inputs, kept, logits, prompt_logprobs, routed, pooled)
+            draws = self._recorded.draws if self._recorded is not None else None
+            self._executed = _Executed(inputs, kept, logits, prompt_logprobs, routed, pooled, draws)
 
     def _compute(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the last hidden states of the step, and the logits of the rows that draw a token."""
@@ -180,8 +200,12 @@ class ModelRunner:
         self, inputs: StepInputs, *, adapted: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the same from a recording; None: the step cannot be recorded."""
-        if self._recorded is None or self._routes is not None:
+        if self._recorded is None:
             return None
+        if self._routes is not None:
+            if not self._recorded.computes_every_step:
+                return None
+            adapted = True
         return self._recorded.compute(self._model, inputs, self._kv_caches, adapted=adapted)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
@@ -214,7 +238,7 @@ class ModelRunner:
         chosen = self._routes.end()
         return {} if chosen is None else routed_experts(self._routes, self._batch.routed, inputs, chosen)
 
-    def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, Logprobs]:
+    def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, PromptPart]:
         """Return the log probabilities of the prompt tokens that this step computed, for the requests that ask."""
         asking = self._batch.prompt_logprobs
         if not asking or not self._draws:
@@ -222,12 +246,13 @@ class ModelRunner:
         with torch.inference_mode():
             return self._compute_prompt_logprobs(inputs, hidden)
 
-    def _compute_prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, Logprobs]:
+    def _compute_prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, PromptPart]:
+        compute_logits, on_device = self._model.compute_logits, self._sampler.device_sampler
         asking, result = self._batch.prompt_logprobs, {}
         for index, (req_id, row) in enumerate(zip(inputs.req_ids, inputs.rows.tolist(), strict=True)):
             begin, end = inputs.cu_query_lens[index : index + 2].tolist()
             start = int(inputs.positions[begin])
-            part = asking.compute(row, start, hidden[begin:end], self._model.compute_logits)
+            part = asking.compute(row, start, hidden[begin:end], compute_logits, on_device)
             if part is not None:
                 result[req_id] = part
         return result
@@ -240,11 +265,13 @@ class ModelRunner:
         results = self._batch.pooled.pool(self._pooler, rows, ends, begins, hidden)
         return {inputs.req_ids[index]: result for index, result in results.items()}
 
-    def _sample(self, executed: "_Executed", grammar: GrammarOutput | None) -> ModelRunnerOutput:
+    def _sample(self, executed: "_Executed", grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
         inputs, logits = executed.inputs, executed.logits
         if not self._draws:
             return self._follow(inputs)
-        output = ModelRunnerOutput(inputs.req_ids, [], {}, executed.prompt_logprobs, pooled=executed.pooled)
+        output = ModelRunnerOutput(inputs.req_ids, [], pooled=executed.pooled)
+        if executed.prompt_logprobs:
+            output.prompt_logprobs = {req_id: part.wait() for req_id, part in executed.prompt_logprobs.items()}
         if self._routes is not None:
             output.routed_experts, output.expert_loads = executed.routed_experts, self._expert_loads(self._routes)
         if not len(inputs.sampled):
@@ -252,6 +279,8 @@ class ModelRunner:
         elif inputs.drafts:
             assert self._speculation is not None, "drafts come only if speculation is configured"
             self._speculation.verify(inputs, logits, grammar, output)
+        elif executed.draws is not None and self._speculation is None and self._sampler.device_sampler is not None:
+            return self._sampler.start(inputs, logits, grammar, executed.draws, output, self._expected) or output
         else:
             self._sampler.sample(inputs, logits, grammar, output)
         if self._speculation is not None:
@@ -297,11 +326,10 @@ class ModelRunner:
             self._speculation.proposer.dummy_run(positions, hidden, arrays)
         return self._model.compute_logits(hidden[self._to_device(cu_query_lens[1:] - 1)])
 
-    def record_ahead(self, num_blocks: int, block_size: int) -> None:
-        """Record the decode steps whose recordings take long. No request may hold a block."""
-        for num_requests in () if self._recorded is None else self._recorded.sizes_ahead:
-            if num_requests <= num_blocks:
-                self.dummy_decode(num_requests, block_size)
+    def record_ahead(self) -> None:
+        """Record the steps whose recordings take long. No request may hold a block."""
+        if self._recorded is not None and self._routes is None:
+            self._recorded.record_ahead(self._model, self._kv_caches)
 
     def dummy_decode(self, num_requests: int, block_size: int) -> torch.Tensor:
         """Compute the first token of so many requests, each in a block of its own, as a step does that decodes: from a
@@ -311,6 +339,8 @@ class ModelRunner:
         starts, lengths = np.arange(num_requests + 1, dtype=np.int32), np.ones(num_requests, dtype=np.int32)
         tables = np.repeat(places[:, None], num_groups, axis=1).astype(np.int32)
         slots = places * block_size if num_groups == 1 else np.tile(places * block_size, (num_groups, 1))
+        for row in range(min(num_requests, self._batch.max_num_seqs)):  # for a device that keeps rows
+            self._batch.block_table.replace(row, [row] * num_groups)
         inputs = StepInputs([], places, tokens, positions, starts, lengths, tables, slots, places)
         computed = self._compute_recorded(inputs)
         return self.dummy_run([1] * num_requests, block_size) if computed is None else computed[1]
@@ -320,6 +350,7 @@ class ModelRunner:
         rows, indices = [params] * len(logits), np.zeros(len(logits), dtype=np.int64)
         if self._sampler.device_sampler is not None:
             self._sampler.device_sampler.sample(logits, rows, indices)
+            self._sampler.device_sampler.prepare(logits[:1])
         self._sampler.draw(logits.cpu().numpy(), rows, indices)
 
 
@@ -332,6 +363,8 @@ class _Executed:
     """[T, hidden_size]: the last hidden states; None unless drafts are proposed from them."""
     logits: torch.Tensor
     """[S, vocab]: logits of the rows that draw, on the device. A request with drafts has a row more for each."""
-    prompt_logprobs: dict[str, Logprobs]
+    prompt_logprobs: dict[str, PromptPart]
     routed_experts: dict[str, RoutedExperts]
     pooled: dict[str, Floats]
+    draws: RowDraws | None
+    """What the rows that draw ask for, on the device; None: the host has to send it."""

@@ -52,7 +52,7 @@ class ModelSlot:
         self._path = path
         self._loader = loader
         # Recorded before loading, so that a file that changes during the load is noticed later.
-        self._stamps: FileStamps | None = file_stamps(path)
+        self._stamps: FileStamps | None = file_stamps(path, loader.load_format)
         self.model: Model = loader.load(path)
         self._declared = self.model.declared if isinstance(self.model, CheckedModel) else self.model.config
         self._on_host: OnHost | None = None
@@ -88,7 +88,7 @@ class ModelSlot:
         if self._on_host is not None:
             self.model, self._on_host = self._on_host.restore(), None
             return
-        check_unchanged(self._path, self._stamps)
+        check_unchanged(self._path, self._stamps, self._loader.load_format)
         self.model = self._loader.load(self._path)
 
     def replace(self, path: Path) -> None:
@@ -97,6 +97,8 @@ class ModelSlot:
         Raises ``ValueError`` naming the first difference, or what is wrong with the checkpoint; the old weights then
         stay. Raises :class:`WeightsLostError` if reading fails later; the model is then absent.
         """
+        if self._loader.load_format == "dummy":
+            raise ValueError("load_format dummy: the weights are random and no files replace them; start without it")
         self._check(path)
         stamps = file_stamps(path)
         try:

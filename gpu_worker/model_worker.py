@@ -13,6 +13,7 @@ from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.kv_cache.kv_groups import KVGroup, model_groups
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
+from tokenloom.engine_core.pending_output import PendingOutput
 from tokenloom.engine_core.process.process_memory import resident_bytes
 from tokenloom.engine_core.wire.core_pooling_params import ModelPooling
 from tokenloom.engine_core.wire.handshake import WarmUp
@@ -95,9 +96,8 @@ class ModelWorker:
         self._ranks = join_ranks(self._config.parallel, self._device)
         ops = make_ops(config.attention_backend, self._device)
         longest = self._config.max_model_len
-        loader = ModelLoader(
-            config.dtype, self._device, ops, config.quantization, config.model_impl, longest, ranks=self._ranks
-        )
+        kinds = (config.quantization, config.model_impl, longest, None, self._ranks, config.load_format)
+        loader = ModelLoader(config.dtype, self._device, ops, *kinds)
         self._slot = ModelSlot(Path(config.model), self._adapting(loader))
         model_config = self._kv_config
         if self._loras is not None:
@@ -106,7 +106,8 @@ class ModelWorker:
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
         if self._config.speculative is not None:
-            self._drafting = Drafting(self._config.speculative, loader, lambda: self._model, self._config.cache.dtype)
+            files = replace(loader, load_format="auto")  # what drafts has weights of its own
+            self._drafting = Drafting(self._config.speculative, files, lambda: self._model, self._config.cache.dtype)
         library, routes = None, routes_of(self._model)
         self._ranks.balance(lambda: expert_layers(self._model), lambda: expert_counts(self._model))
         if isinstance(self._model, CheckedModel):
@@ -134,6 +135,7 @@ class ModelWorker:
             numerics="/".join(part for part in (*numerics, place.numerics) if part),
             kv_groups=self._layers.groups,
             pooling=self._pooler.info if self._pooler is not None else ModelPooling(),
+            pool_is_on_host=self._platform.pool_is_on_host,
         )
 
     def _adapting(self, loader: ModelLoader) -> ModelLoader:
@@ -163,8 +165,8 @@ class ModelWorker:
         with one_thread(self._is_small(sum(batches), self._kv_config.num_layers)):
             run_decode_steps(self._require_runner(), batches, block_size)
         num_free = 0 if self._config.speculative is None else self._free_rows(kv_cache.num_blocks)
-        if self._pool is not None:
-            self._pool.memory.discard()  # pages take memory when a request writes to them
+        if self._pool is not None and self._pool.device is None:
+            self._pool.host.discard()  # pages take memory when a request writes to them
         self._platform.return_freed()
         return WarmUp(
             seconds=self._largest.seconds + time.perf_counter() - started,
@@ -194,7 +196,10 @@ class ModelWorker:
             if self._drafting is not None:
                 self._pool = self._drafting.kv_pool(self._pool, num_blocks, block_size)
         self._runner = self._make_runner(num_blocks, memory)
-        self._runner.record_ahead(num_blocks, block_size)
+        if memory is None and self._config.kv.transports:
+            caches, layout = self._runner.kv_caches, layers.layout(block_size)
+            self._pool = self._platform.device_pool(caches, num_blocks, layout)
+        self._runner.record_ahead()
 
     def _run_largest_step(self, lengths: list[int]) -> LargestStep:
         """Compute prompts of these lengths, in a pool of their own, and measure what that takes.
@@ -226,19 +231,19 @@ class ModelWorker:
         return LargestStep(sum(lengths), max(0, peak - kv_bytes), time.perf_counter() - started)
 
     def kv_pool(self) -> KVPool:
-        assert self._pool is not None, "call initialize_kv_cache first, with memory of the host"
+        assert self._pool is not None, "call initialize_kv_cache first, with memory of the host or with transports"
         return self._pool
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         self._platform.before_step()
         self._require_runner().execute(scheduler_output)
 
-    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
         return self._require_runner().sample(grammar)
 
     def sleep(self, level: int) -> FreedMemory:
         """Drop the weights and the KV pool, or its pages. At level 1 the weights of a GPU are kept in host memory;
-        those of a CPU can be read from the files again."""
+        those of a CPU can be read from the files again. A device's pool stays if other processes may have mapped it."""
         assert self._slot is not None, "load_model comes first"
         before, kept = self._platform.bytes_in_use(), 0
         if level == 1 and not self._platform.pool_is_on_host:
@@ -250,13 +255,12 @@ class ModelWorker:
         self._take_model()
         self._platform.return_freed()
         with_kv = self._platform.bytes_in_use()
-        if self._pool is not None:
-            self._pool.memory.discard()
-        else:
+        if self._pool is None:
             self._require_runner().drop_kv_caches()
+        elif self._pool.device is None:
+            self._pool.host.discard()
         self._platform.return_freed()
-        after = self._platform.bytes_in_use()
-        return FreedMemory(max(0, before - with_kv), max(0, with_kv - after), kept)
+        return FreedMemory(max(0, before - with_kv), max(0, with_kv - self._platform.bytes_in_use()), kept)
 
     def wake_up(self, tags: Sequence[str]) -> None:
         assert self._slot is not None, "load_model comes first"
@@ -285,10 +289,7 @@ class ModelWorker:
         self._require_loras().drop(digest)
 
     def profile(self, start: bool) -> None:
-        if start:
-            self._profiler.start()
-        else:
-            self._profiler.stop()
+        (self._profiler.start if start else self._profiler.stop)()
 
     def execute_dummy_batch(self) -> None:
         self._platform.before_step()
@@ -378,18 +379,18 @@ class ModelWorker:
             logits_metrics_interval=config.worker.logits_metrics_interval,
             proposer=proposer,
             rejection=rejection,
-            recorded=self._make_recorded(),
+            recorded=self._make_recorded(batch),
             loras=self._loras,
             pooler=self._pooler,
             ranks=self._ranks,
         )
 
-    def _make_recorded(self) -> RecordedSteps | None:
+    def _make_recorded(self, batch: InputBatch) -> RecordedSteps | None:
         assert self._backend is not None, "load_model comes first"
-        if self._config.worker.enforce_eager or not self._ranks.place.is_whole:
+        if not self._ranks.place.is_whole:
             return None  # what ranks exchange is no call of a kernel
-        most_blocks = -(-self._max_model_len // self._config.cache.block_size)
-        return make_recorded_steps(self._backend, self._platform, self._config.scheduler.max_num_seqs, most_blocks)
+        most_tokens, eager = self._config.scheduler.max_num_batched_tokens, self._config.worker.enforce_eager
+        return make_recorded_steps(self._backend, self._platform, batch, most_tokens, eager=eager)
 
     def _make_backend(self, model_config: ModelConfig) -> AttentionBackend:
         config = self._config

@@ -1,5 +1,6 @@
 """Reads the files of a model that do not hold weights: tokenizer, end tokens, defaults, fingerprints."""
 
+import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,6 +135,11 @@ def tokenizer_fingerprint(path: Path) -> bytes:
         return gguf_tokenizer_fingerprint(path)
     names = _TOKENIZER_FILES if (path / "tokenizer.json").is_file() else (*_TOKENIZER_FILES, *VOCABULARY_FILES)
     return digest_of(path / name for name in names if (path / name).is_file())
+
+
+def dummy_fingerprint(path: Path) -> bytes:
+    """Return what identifies random weights: they follow from config.json."""
+    return hashlib.sha256(b"dummy weights" + (path / "config.json").read_bytes()).digest()
 
 
 def weights_fingerprint(path: Path, cache_dir: Path | None = None) -> bytes:

@@ -1,9 +1,10 @@
 """Compares rules of placement in a simulation of engines with continuous batching and prefix caches.
 
-    python -m tokenloom.bench.placement [--seeds 1 2 3] [--seconds 30]
+    python -m tokenloom.bench.placement [--seeds 1 2 3] [--seconds 60]
 
 Tokenloom's rules run as the coordinator runs them: the real registry under a virtual clock, which sees picks at once
-and reports 30 ms apart, with the rates that the engines' own code measures. The others see the engines exactly.
+and reports 30 ms apart, with the rates that the engines' own code measures and the blocks that their caches evicted.
+The others see the engines exactly.
 
 - llm-d: the sum of three parts of the prompt that is cached there and two of the rank between the longest and the
   shortest queue (weights of the default profile, per Red Hat OpenShift AI 3.4, "Configuring scheduler settings for LLM

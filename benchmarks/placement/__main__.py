@@ -16,7 +16,7 @@ def main() -> None:
         description=placement.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--seconds", type=float, default=60.0)
     options = parser.parse_args()
     for trace in TRACES:
         print(f"\n{trace.name}, {trace.rate:g} requests/s on 16 engines\n")

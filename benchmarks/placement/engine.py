@@ -47,6 +47,7 @@ class Engine:
         self.decoding: list[tuple[int, int, Request]] = []  # a heap by the step that ends each
         self.cache: OrderedDict[int, None] = OrderedDict()
         self.arrived: list[PickId] = []
+        self.evicted: list[int] = []  # since the last report
         self.step = 0
         self.is_busy = self.is_reporting = False
         self.reported_at = 0.0
@@ -139,4 +140,4 @@ class Engine:
             self.cache[each] = None
             self.cache.move_to_end(each)
         while len(self.cache) > KV_BLOCKS * 0.6:  # the rest belongs to the requests that run
-            self.cache.popitem(last=False)
+            self.evicted.append(self.cache.popitem(last=False)[0])

@@ -52,7 +52,11 @@ class Ours:
         return int(picked.engine.engine_id[1:])
 
     def report(self, engine: Engine) -> None:
-        self._registry.report(self._records[engine.index], engine.report())
+        record = self._records[engine.index]
+        self._registry.report(record, engine.report())
+        evicted, engine.evicted = engine.evicted, []
+        if gone := [block for block in evicted if block not in engine.cache]:
+            self._registry.prefixes.remove(gone, record.row)
 
 
 class Choice:

@@ -53,7 +53,7 @@ async def run(coordinator: str) -> None:
         group.create_task(picks.run())
         group.create_task(watch_registry(stub, take))
         await seen.wait()
-        answer(lambda: dict(counts))
+        answer(lambda _: dict(counts))
         while True:
             group.create_task(ask(picks, snapshot, counts))
             await asyncio.sleep(1 / PICKS_PER_SECOND)

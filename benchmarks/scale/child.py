@@ -39,22 +39,22 @@ class Child:
         times = self._times()
         return float(times.user + times.system)
 
-    def counts(self) -> dict[str, float]:
-        """Return what it has counted. Raises ``OSError`` if it has ended."""
+    def counts(self, order: str = "") -> dict[str, float]:
+        """Return what it has counted, after an order that the module knows. Raises ``OSError`` if it has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(f"{order}\n")
         self._process.stdin.flush()
         if not (line := self._process.stdout.readline()):
             raise OSError(f"{self._process.args!r} ended")
         return {name: float(value) for name, value in json.loads(line).items()}
 
 
-def answer(counts: Callable[[], Mapping[str, float]]) -> None:
-    """Answer :meth:`Child.counts` from now on, from a thread."""
+def answer(counts: Callable[[str], Mapping[str, float]]) -> None:
+    """Answer :meth:`Child.counts` from now on, from a thread. ``counts`` gets the order."""
 
     def read() -> None:
-        for _ in sys.stdin:
-            print(json.dumps(counts()), flush=True)
+        for line in sys.stdin:
+            print(json.dumps(counts(line.strip())), flush=True)
 
     threading.Thread(target=read, daemon=True).start()

@@ -18,6 +18,8 @@ FINGERPRINT = Fingerprint(
     model="demo", weights=b"w" * 32, tokenizer=b"t" * 32, block_size=16, kv_layout="nhd", numerics="bf16"
 )
 NUM_BLOCKS = 65_536
+BUSY, CALM = "busy", "calm"
+"""Orders: to report as often as the coordinator allows, or once a second."""
 _SEATS = 256
 
 
@@ -95,9 +97,9 @@ async def run(coordinator: str, first: int, count: int) -> None:
     """Run engines with the numbers from ``first`` on, until cancelled."""
     channels, loads = PatientChannels(), [BusyLoad(first + number) for number in range(count)]
 
-    def counts() -> dict[str, float]:
-        for load in loads:  # once all engines have joined, the first question makes them busy
-            load.is_busy = True
+    def counts(order: str) -> dict[str, float]:
+        for load in loads if order else ():
+            load.is_busy = order == BUSY
         return {"reports": sum(load.num_reports for load in loads)}
 
     answer(counts)
@@ -106,7 +108,7 @@ async def run(coordinator: str, first: int, count: int) -> None:
             channel = channels.open(coordinator, "coordinator")
             link = CoordinatorLink(channel, FakeIdentity(number), load, ENGINE_ROLE_BOTH)  # type: ignore[arg-type]
             group.create_task(link.run(IgnoredCommands()))
-            group.create_task(EngineRegistry(coordinator, channels).run())
+            group.create_task(EngineRegistry(channel).run())
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class Follower:
 async def run(coordinator: str, count: int) -> None:
     """Follow until cancelled."""
     channels, followers = PatientChannels(), [Follower() for _ in range(count)]
-    answer(lambda: {"messages": sum(follower.num_messages for follower in followers)})
+    answer(lambda _: {"messages": sum(follower.num_messages for follower in followers)})
     async with asyncio.TaskGroup() as group:
         for follower in followers:
             stub = CoordinatorStub(channels.open(coordinator, "coordinator"))

@@ -2,7 +2,7 @@
 
 import grpc.aio
 
-from tokenloom.services.runtime.peers.channels import CHANNEL_OPTIONS, KEEPALIVE_OPTIONS, Channels
+from tokenloom.services.runtime.peers.channels import CHANNEL_OPTIONS, COORDINATOR_OPTIONS, KEEPALIVE_OPTIONS, Channels
 
 _SECONDS = 20
 _TIMEOUTS = ("grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
@@ -14,5 +14,5 @@ class PatientChannels(Channels):
 
     def open(self, address: str, service: str) -> grpc.aio.Channel:
         keepalive = [(name, _SECONDS * 1000 if name in _TIMEOUTS else value) for name, value in KEEPALIVE_OPTIONS]
-        options = [*CHANNEL_OPTIONS, *keepalive, ("grpc.default_authority", "localhost")]
+        options = [*COORDINATOR_OPTIONS, *CHANNEL_OPTIONS, *keepalive, ("grpc.default_authority", "localhost")]
         return grpc.aio.insecure_channel(address, options=options)

@@ -22,13 +22,16 @@ _BLOCK_SIZE = 16
 _NUM_PREFIXES = 1000
 _NUM_REQUESTS = 4000
 _NUM_STREAMS = 8
-_TICK_SECONDS = 0.005
+"""Output processors that ask. Each has one stream."""
+_TICK_SECONDS = 0.001
+_MAX_BATCH = 256
 _WARM_UP_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class StreamResult:
-    """Describes picks of a rate through gRPC. Latencies include the process that asks.
+    """Describes picks of a rate through gRPC. Latencies count from the moment at which a pick is due, and include the
+    process that asks.
 
     Attributes:
         cores: What the coordinator used, its reports and snapshots included.
@@ -71,7 +74,7 @@ def request(hashes: Sequence[int]) -> PickRequest:
 async def measure(
     channel: grpc.aio.Channel, coordinator: Coordinator, rate: int, num_hashes: int, seconds: float
 ) -> StreamResult:
-    """Ask for so many picks per second, in batches of 5 ms over several streams."""
+    """Ask for so many picks per second over several streams."""
     asked = requests(_NUM_REQUESTS, num_hashes)
     await _ask(channel, asked, rate, _WARM_UP_SECONDS)
     cpu, loop, began = coordinator.cpu_seconds(), coordinator.loop_seconds(), time.monotonic()
@@ -91,32 +94,28 @@ async def measure(
 
 
 async def _ask(channel: grpc.aio.Channel, asked: Sequence[PickRequest], rate: int, seconds: float) -> list[float]:
-    """Send batches at their times, whether or not answers have come, and return the seconds until each answer."""
+    """Ask for picks at their times, and return the seconds from then until each answer. As in an output processor, one
+    message of a stream is unanswered at a time (:class:`.PickStream`)."""
     per_stream = rate / _NUM_STREAMS
 
     async def one_stream(number: int) -> list[float]:
         call = CoordinatorStub(channel).PickStream()
         await call.read()
-        sent: list[float] = []
-
-        async def send() -> None:
-            began = time.monotonic()
-            while len(sent) < per_stream * seconds:
-                due = int((time.monotonic() - began) * per_stream) - len(sent)
-                if due > 0:
-                    at = number * 997 + len(sent)
-                    batch = [asked[index % len(asked)] for index in range(at, at + due)]
-                    sent.extend([time.monotonic()] * due)
-                    await call.write(PickBatch(pick=batch))
+        latencies: list[float] = []
+        began = time.monotonic() + number * _TICK_SECONDS / _NUM_STREAMS
+        while (now := time.monotonic()) < began + seconds:
+            first = len(latencies)
+            if (due := min(int((now - began) * per_stream) - first, _MAX_BATCH)) <= 0:
                 await asyncio.sleep(_TICK_SECONDS)
-            await call.done_writing()
-
-        sending, latencies = asyncio.create_task(send()), list[float]()
-        while isinstance(results := await call.read(), PickResults):
-            now = time.monotonic()
-            begin = len(latencies)
-            latencies.extend(now - at for at in sent[begin : begin + len(results.result)])
-        await sending
+                continue
+            batch = (asked[(number * 997 + index) % len(asked)] for index in range(first, first + due))
+            await call.write(PickBatch(pick=batch))
+            while len(latencies) < first + due:
+                results = await call.read()
+                assert isinstance(results, PickResults)
+                now, begin = time.monotonic(), len(latencies)
+                latencies.extend(now - began - each / per_stream for each in range(begin, begin + len(results.result)))
+        call.cancel()
         return latencies
 
     return [each for part in await asyncio.gather(*map(one_stream, range(_NUM_STREAMS))) for each in part]

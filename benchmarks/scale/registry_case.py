@@ -11,6 +11,7 @@ from tokenloom.supervisor.ports import reserved_ports
 
 from .child import Child
 from .coordinator_process import Coordinator
+from .fake_engines import BUSY, CALM
 from .meter import Meter
 from .patient_channels import PatientChannels
 from .pick_load import RATES, StreamResult, measure
@@ -48,7 +49,8 @@ class RegistryResult:
         dead: How often an engine was shown as dead.
         join_seconds: From SIGKILL of the coordinator until a new one showed every engine.
         refused: Requests that were not placed meanwhile, of all.
-        picks: Without hashes and with them, after the measurement of reports; the memory is that after them.
+        picks: Without hashes and with them, after the measurement of reports, while each engine reports once a second;
+            the memory is that after them.
     """
 
     engines: int
@@ -92,7 +94,10 @@ async def run_registry(case: RegistryCase) -> RegistryResult:
         followers_cpu = _cpu_seconds(mesh.followers) - followers_cpu
         reports = await _reports(mesh) - reports
         num_bytes = (mesh.meter.num_bytes - num_bytes) * (case.followers + 1)
+        await _order(mesh.engines, CALM)  # as a coordinator asks of engines when it has no time for more reports
+        await asyncio.sleep(_PAUSE_SECONDS)
         picks = [await _ask_for_picks(case, mesh, *rate) for rate in RATES]
+        await _order(mesh.engines, BUSY)
         mebibytes, dead = mesh.coordinator.mebibytes(), mesh.meter.num_dead
         join_seconds, rejoin_cpu = await _rejoin(case, mesh)
         asked = await asyncio.to_thread(mesh.asker.counts)
@@ -115,6 +120,11 @@ async def run_registry(case: RegistryCase) -> RegistryResult:
     )
 
 
+async def _order(engines: Sequence[Child], order: str) -> None:
+    for child in engines:
+        await asyncio.to_thread(child.counts, order)
+
+
 async def _ask_for_picks(case: RegistryCase, mesh: _Mesh, rate: int, num_hashes: int) -> StreamResult:
     async with PatientChannels().open(mesh.coordinator.address, "coordinator") as channel:
         return await measure(channel, mesh.coordinator, rate, num_hashes, case.seconds)
@@ -133,8 +143,9 @@ async def _running(case: RegistryCase) -> AsyncIterator[_Mesh]:
             await _until_joined(case, meter)
             followers = _children(stack, "followers", address, case.followers, FOLLOWERS_PER_PROCESS)
             asker = stack.enter_context(Child("askers", address))
-            for child in (*followers, asker, *engines):
-                await asyncio.to_thread(child.counts)  # it has begun, and the engines become busy
+            for child in (*followers, asker):
+                await asyncio.to_thread(child.counts)  # it has begun
+            await _order(engines, BUSY)
             await meter.until(lambda view: view.complete)
             yield _Mesh(coordinator, meter, engines, followers, asker)
         finally:

@@ -8,8 +8,9 @@ import msgspec
 from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool
+from ..pending_output import PendingOutput
 from ..wire.handshake import WarmUp
-from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..wire.scheduler_output import GrammarOutput, SchedulerOutput
 from ..wire.serialization import call_with_raw, to_raw
 from ..worker import ModelInfo, Worker
 
@@ -35,13 +36,6 @@ class PoolSpec(NamedTuple):
     def allocate(self) -> PoolMemory:
         """Allocate the pool of a worker in this process."""
         return PoolMemory.allocate(self.nbytes, self.shared)
-
-
-class PendingOutput(Protocol):
-    """Promises the output of a step (a ``concurrent.futures.Future`` is one)."""
-
-    def result(self) -> ModelRunnerOutput:
-        """Wait for the output. Raises the error of either half of the step."""
 
 
 class Executor(Protocol):

@@ -12,13 +12,14 @@ from ..config import EngineConfig
 from ..errors import ExecutorFailedError, WorkerLostError
 from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_transfer.kv_transport import KVPool
+from ..pending_output import PendingOutput
 from ..rendezvous_dir import RendezvousDir
 from ..wire.array_arena import ArrayArena
 from ..wire.handshake import WarmUp
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import Decoder, Frame, encode, from_raw, to_raw
 from ..worker import ModelInfo
-from .executor import PendingOutput, PoolSpec
+from .executor import PoolSpec
 from .merged_info import merged_info
 from .rank_config import most_in_flight, rank_config
 from .rank_pools import RankPool, RankPools

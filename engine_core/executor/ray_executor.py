@@ -11,11 +11,12 @@ from ..config import EngineConfig
 from ..errors import ExecutorFailedError, WorkerLostError
 from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_transfer.kv_transport import KVPool
+from ..pending_output import PendingOutput
 from ..wire.handshake import WarmUp
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import Decoder, encode, from_raw, to_raw
 from ..worker import ModelInfo, Worker
-from .executor import PendingOutput, PoolSpec
+from .executor import PoolSpec
 from .merged_info import merged_info
 from .rank_config import most_in_flight, rank_config
 from .ray_worker import RayWorker, SampleMessage

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ..config import EngineConfig
+from ..pending_output import await_output
 from ..wire.scheduler_output import GrammarOutput, SchedulerOutput
 from ..wire.serialization import Decoder, Frame, encode
 from ..worker import Worker
@@ -59,7 +60,7 @@ class RayWorker:
         """End the step. Returns the frames of its ``ModelRunnerOutput``; none from ranks that draw no tokens."""
         if self._failure is not None:
             raise self._failure
-        output = self._require().sample_tokens(self._samples.decode(frames).grammar)
+        output = await_output(self._require().sample_tokens(self._samples.decode(frames).grammar))
         return [bytes(frame) for frame in encode(output)] if self._draws else []
 
     def call(self, method: str, args: Sequence[bytes]) -> bytes:

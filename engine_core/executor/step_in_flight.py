@@ -5,8 +5,8 @@ from collections import deque
 from typing import NamedTuple
 
 from ..kv_transfer.kv_connector import StepTransfers
+from ..pending_output import PendingOutput
 from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from .executor import PendingOutput
 
 
 class StepInFlight(NamedTuple):

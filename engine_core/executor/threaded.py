@@ -6,11 +6,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from ..errors import ExecutorFailedError
 from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_transfer.kv_transport import KVPool
+from ..pending_output import PendingOutput, await_output
 from ..wire.handshake import WarmUp
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import from_raw, to_raw
 from ..worker import ModelInfo, Worker
-from .executor import PendingOutput, PoolSpec, call_worker
+from .executor import PoolSpec, call_worker
+
+
+class StepOnThread:
+    """Promises the output of a step whose second half runs on the worker's thread. What the device has still to do
+    then is waited for on the caller's thread, so that the worker's begins the next step meanwhile."""
+
+    def __init__(self, sampled: "Future[ModelRunnerOutput | PendingOutput]") -> None:
+        self._sampled = sampled
+
+    def result(self) -> ModelRunnerOutput:
+        return await_output(self._sampled.result())
 
 
 class ThreadedExecutor:
@@ -44,7 +56,7 @@ class ThreadedExecutor:
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> PendingOutput:
         assert self._forward is not None, "execute_model comes first"
-        return self._thread.submit(self._sample, self._forward, grammar)
+        return StepOnThread(self._thread.submit(self._sample, self._forward, grammar))
 
     def collective_rpc(self, method: str, *args: object) -> list[object]:
         raw_args = [to_raw(arg) for arg in args]
@@ -71,6 +83,6 @@ class ThreadedExecutor:
         self._thread.shutdown()
         self._worker.shutdown()
 
-    def _sample(self, forward: "Future[None]", grammar: GrammarOutput | None) -> ModelRunnerOutput:
+    def _sample(self, forward: "Future[None]", grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
         forward.result()  # it has ended, because one thread runs both; its error is the step's result
         return self._worker.sample_tokens(grammar)

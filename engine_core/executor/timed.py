@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from ..fake_workers.timed_worker import TimedWorker
+from ..pending_output import PendingOutput
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from .executor import PendingOutput
 from .uniproc import UniProcExecutor
 
 _PR_SET_TIMERSLACK = 29

@@ -5,27 +5,16 @@ from collections.abc import Callable
 from ..errors import ExecutorFailedError
 from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_transfer.kv_transport import KVPool
+from ..pending_output import PendingOutput, as_pending
 from ..wire.handshake import WarmUp
-from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..wire.scheduler_output import GrammarOutput, SchedulerOutput
 from ..wire.serialization import from_raw, to_raw
 from ..worker import ModelInfo, Worker
-from .executor import PendingOutput, PoolSpec, call_worker
-
-
-class FinishedOutput:
-    """Holds the output of a step that has already ended."""
-
-    __slots__ = ("_output",)
-
-    def __init__(self, output: ModelRunnerOutput) -> None:
-        self._output = output
-
-    def result(self) -> ModelRunnerOutput:
-        return self._output
+from .executor import PoolSpec, call_worker
 
 
 class UniProcExecutor:
-    """Implements ``Executor``: the work of every call has ended when it returns."""
+    """Implements ``Executor``: the host's work of every call has ended when it returns."""
 
     max_concurrent_batches = 1
 
@@ -49,7 +38,7 @@ class UniProcExecutor:
         self._worker.execute_model(scheduler_output)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> PendingOutput:
-        return FinishedOutput(self._worker.sample_tokens(grammar))
+        return as_pending(self._worker.sample_tokens(grammar))
 
     def collective_rpc(self, method: str, *args: object) -> list[object]:
         return [from_raw(call_worker(self._worker, method, [to_raw(arg) for arg in args]))]

@@ -11,10 +11,11 @@ from ..config import EngineConfig
 from ..kv_cache.pool_memory import PoolMemory
 from ..process.process_guard import ProcessGuard
 from ..wire.array_arena import ArenaReader
-from ..wire.scheduler_output import SchedulerOutput
+from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import Decoder, Frame, encode, to_raw
 from ..worker import Worker
 from .executor import call_worker
+from .late_outputs import LateOutputs
 from .rank_pools import RankPool
 from .worker_launch import remove_socket
 from .worker_messages import (
@@ -45,6 +46,7 @@ class WorkerProc:
         self._has_peers = init.config.parallel.world_size > 1
         self._pool_fd = init.pool_fd
         self._failure: Exception | None = None  # of the step executed last
+        self._late = LateOutputs()
         self._steps = Decoder(SchedulerOutput, arrays)
         self._samples = Decoder(SampleCall, arrays)
         self._calls = Decoder(WorkerCall)
@@ -53,6 +55,8 @@ class WorkerProc:
     def run(self) -> None:
         """Serve messages forever: the process ends when the executor kills it or has ended itself."""
         while True:
+            if self._late:
+                self._answer_late()
             kind, *body = self._socket.recv_multipart()
             match WorkerRequestType(kind):
                 case WorkerRequestType.EXECUTE:
@@ -77,15 +81,36 @@ class WorkerProc:
                 raise self._failure
             output = self._worker.sample_tokens(call.grammar)
         except Exception as error:
-            log.exception("the step of worker %d failed", self._rank, exc_info=error)
-            self._reply(_failed(call.call_id, error))
-            if self._has_peers:
-                raise SystemExit(1) from None  # the others wait for what this rank has not sent
+            self._fail_step(call.call_id, error)
         else:
-            if self._draws:
-                self._reply(WorkerReply(call.call_id, output))
-            elif self._pool_fd is not None:
-                self._reply(WorkerReply(call.call_id))
+            if isinstance(output, ModelRunnerOutput):
+                self._end_step(call.call_id, output)
+            else:
+                self._late.add(call.call_id, output)
+
+    def _answer_late(self) -> None:
+        """Answer with late outputs until a message is there, which may begin the next step."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._late.fd, zmq.POLLIN)
+        while self._late and self._socket not in dict(poller.poll()):
+            for call_id, output in self._late.take():
+                if error := output.exception():
+                    self._fail_step(call_id, error)
+                else:
+                    self._end_step(call_id, output.result())
+
+    def _end_step(self, call_id: int, output: ModelRunnerOutput) -> None:
+        if self._draws:
+            self._reply(WorkerReply(call_id, output))
+        elif self._pool_fd is not None:
+            self._reply(WorkerReply(call_id))
+
+    def _fail_step(self, call_id: int, error: BaseException) -> None:
+        log.error("the step of worker %d failed", self._rank, exc_info=error)
+        self._reply(_failed(call_id, error))
+        if self._has_peers:
+            raise SystemExit(1) from None  # the others wait for what this rank has not sent
 
     def _call(self, call: WorkerCall) -> None:
         self._answer(call.call_id, lambda: call_worker(self._worker, call.method, call.args))
@@ -112,7 +137,7 @@ class WorkerProc:
         self._socket.send_multipart(encode(reply))
 
 
-def _failed(call_id: int, error: Exception) -> WorkerReply:
+def _failed(call_id: int, error: BaseException) -> WorkerReply:
     is_callers = isinstance(error, (ValueError, TypeError, msgspec.MsgspecError))
     kind = WorkerErrorKind.VALUE if is_callers else WorkerErrorKind.FAILED
     return WorkerReply(call_id, error_kind=kind, error=str(error) if is_callers else f"{type(error).__name__}: {error}")

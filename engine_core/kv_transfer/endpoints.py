@@ -35,6 +35,8 @@ class Endpoints:
         self._pool = pool
         for transport in self._transports:
             if transport.serves_on_demand:
+                if pool.device is not None:
+                    continue  # such a transport registers memory of the host
                 self._waiting[transport.name] = transport
             elif (endpoint := transport.serve(pool)) is not None:
                 self._endpoints[transport.name] = endpoint

@@ -48,7 +48,7 @@ class KVCopier:
     def checksums(self, block_ids: Sequence[int], done: Callable[[list[int]], None]) -> None:
         """Compute checksums of blocks of this pool; the computing thread calls ``done`` with them.
         Does nothing after :meth:`close`."""
-        self._submit(lambda: done([self._pool.checksum(block_id) for block_id in block_ids]))
+        self._submit(lambda: done(self._pool.checksums(block_ids)))
 
     def interrupt(self, target: KVTarget) -> None:
         """End the read from this target, with an error."""
@@ -70,7 +70,7 @@ class KVCopier:
     def _run(self, task: CopyTask, done: Callable[[list[int], KVTransferError | None], None]) -> None:
         try:
             self._copy(task)
-            done([self._pool.checksum(block_id) for block_id in task.block_ids] if self._checksum else [], None)
+            done(self._pool.checksums(task.block_ids) if self._checksum else [], None)
         except KVTransferError as error:
             log.warning("copying KV failed: %s", error)
             done([], error)
@@ -92,7 +92,7 @@ class KVCopier:
             # Retry once over a new connection: the old one may have been closed while it was idle.
             self._reader(task.target).read(task.source_ids, task.block_ids, self._pool)
         if self._failpoints.fires("torn_copy"):
-            self._pool.views[-1][task.block_ids[-1], -1] ^= 0xFF
+            self._pool.damage(task.block_ids[-1])
 
     def _reader(self, target: KVTarget) -> KVReader:
         key = target.transport, target.endpoint

@@ -12,7 +12,7 @@ class KVTarget(msgspec.Struct, array_like=True, gc=False):
 
     acquisition_id: bytes
     transport: str
-    """``shm``, ``socket`` or ``nixl``."""
+    """``cuda``, ``shm``, ``socket`` or ``nixl``."""
     endpoint: bytes
     """The owner's endpoint for that transport."""
     block_ids: list[int]

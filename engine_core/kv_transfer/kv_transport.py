@@ -6,7 +6,7 @@ asks the owner again after the copy.
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from mmap import mmap
@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..kv_cache.pool_memory import PoolMemory
+from .device_memory import Bytes as Bytes
+from .device_memory import DeviceMemory
 from .kv_messages import KV_FAILURES
 
-Bytes = npt.NDArray[np.uint8]
 IntArray = npt.NDArray[np.integer[Any]]
 BlockIds = Sequence[int] | IntArray
 Buffer = memoryview | mmap
@@ -51,9 +52,12 @@ class KVRegion(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class KVPool:
-    """Describes a worker's KV cache for transports: block i is the i-th piece of every region."""
+    """Describes a worker's KV cache for transports: block i is the i-th piece of every region.
 
-    memory: PoolMemory
+    Its bytes lie in memory of the host, or of a device. Regions of a device have equal sizes.
+    """
+
+    memory: PoolMemory | DeviceMemory
     regions: tuple[KVRegion, ...]
     """Regions in the layout's order. Equal layouts have equal ``block_bytes``, at different offsets."""
     num_blocks: int
@@ -69,28 +73,77 @@ class KVPool:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all regions."""
-        return sum(region.block_bytes for region in self.regions)
+        return sum(self.region_bytes)
+
+    @property
+    def region_bytes(self) -> list[int]:
+        """Bytes of one block in each region."""
+        return [region.block_bytes for region in self.regions]
+
+    @property
+    def device(self) -> DeviceMemory | None:
+        """The memory, if it is a device's."""
+        return None if isinstance(self.memory, PoolMemory) else self.memory
+
+    @property
+    def host(self) -> PoolMemory:
+        """The memory of a pool of the host. Raises :class:`KVTransferError` (``transport``) for a device's."""
+        if not isinstance(self.memory, PoolMemory):
+            raise KVTransferError("transport", "this pool is in the memory of a device, which the host cannot address")
+        return self.memory
 
     @cached_property
     def views(self) -> tuple[Bytes, ...]:
-        """One writable array per region: [num_blocks, block_bytes] bytes."""
+        """One writable array per region: [num_blocks, block_bytes] bytes. Raises as :attr:`host`."""
         return tuple(view for plane in self.planes for view in plane)
 
     @cached_property
     def planes(self) -> tuple[Bytes, ...]:
-        """Writable arrays [regions, num_blocks, block_bytes], each over regions of equal size at equal distances."""
-        return region_planes(self.memory.buffer, self.regions, self.num_blocks)
+        """Writable arrays [regions, num_blocks, block_bytes], each over regions of equal size at equal distances.
+
+        Raises as :attr:`host`.
+        """
+        return region_planes(self.host.buffer, self.regions, self.num_blocks)
 
     def checked(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
         """Return the ids as an array [n]. Raises :class:`KVTransferError` (``transport``) outside of this pool."""
         return checked_ids(block_ids, self.num_blocks)
 
-    def checksum(self, block_id: int) -> int:
-        """Return the CRC-32 of a block over all regions in order. Releases the interpreter lock for large blocks."""
-        crc = 0
-        for view in self.views:
-            crc = zlib.crc32(view[block_id], crc)
-        return crc
+    def checksums(self, block_ids: BlockIds) -> list[int]:
+        """Return the CRC-32 of each block over all regions in order. Releases the interpreter lock for large blocks."""
+        if self.device is None:
+            return [_checksum([view[block_id] for view in self.views]) for block_id in block_ids]
+        sums = []
+        for block_id in self.checked(block_ids):  # one at a time, to bound the copy on the host
+            sums.append(_checksum(self._device_block(self.device, block_id)))
+        return sums
+
+    def damage(self, block_id: int) -> None:
+        """Change the last byte of a block, for tests of what notices that."""
+        if self.device is None:
+            self.views[-1][block_id, -1] ^= 0xFF
+            return
+        packed = self._device_block(self.device, block_id)
+        packed[-1, -1] ^= 0xFF
+        self.device.start_write(np.array([block_id]), slice(0, len(self.regions)), packed[:, None])()
+
+    def settle(self) -> None:
+        """Wait until what steps wrote so far can be read by other processes; the host's writes are there at once."""
+        if self.device is not None:
+            self.device.settle()
+
+    def _device_block(self, device: DeviceMemory, block_id: int) -> Bytes:
+        """Return a copy of a block: [regions, block_bytes] bytes."""
+        packed = np.empty((len(self.regions), 1, self.regions[0].block_bytes), dtype=np.uint8)
+        device.start_read(np.array([block_id]), slice(0, len(self.regions)), packed)()
+        return packed[:, 0]
+
+
+def _checksum(pieces: Iterable[Bytes]) -> int:
+    crc = 0
+    for piece in pieces:
+        crc = zlib.crc32(piece.data, crc)
+    return crc
 
 
 def checked_ids(block_ids: BlockIds, num_blocks: int) -> npt.NDArray[np.int64]:

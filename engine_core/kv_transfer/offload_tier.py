@@ -168,7 +168,7 @@ class OffloadTier:
             return "transport"
         if count != self._slot_bytes:
             return "transport"
-        return "" if self._pool.checksum(block_id) == crc else "checksum"
+        return "" if self._pool.checksums([block_id]) == [crc] else "checksum"
 
 
 def _write(fd: int, data: bytes, offset: int) -> None:

@@ -37,7 +37,7 @@ class PullConnector:
         self._loading: dict[str, Request] = {}
         self._orders: list[LoadOrder] = []  # of this step
         self._results: list[LoadResult] = []
-        self._block_bytes = 0
+        self._pool: KVPool | None = None
         self._num_groups = 1
 
     # Scheduler side
@@ -114,7 +114,7 @@ class PullConnector:
     # Worker side
 
     def register_kv_caches(self, pool: KVPool) -> None:
-        self._block_bytes = pool.block_bytes
+        self._pool = pool
         self._service.register(pool)
 
     def save_overwritten_kv(self, metadata: KVConnectorMetadata) -> None:
@@ -127,6 +127,8 @@ class PullConnector:
 
     def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
         assert isinstance(metadata, PullMetadata)
+        if metadata.ready and self._pool is not None:
+            self._pool.settle()
         for lease, tokens_ready in metadata.ready:
             self._leases.publish(lease, tokens_ready)
         if metadata.ready:
@@ -142,9 +144,10 @@ class PullConnector:
 
     def get_kv_connector_stats(self) -> KVConnectorStats:
         stats = KVConnectorStats()
+        block_bytes = 0 if self._pool is None else self._pool.block_bytes
         for result in self._results:
             if result.failure is None:
-                stats.add_received(result.transport, len(result.block_ids), self._block_bytes)
+                stats.add_received(result.transport, len(result.block_ids), block_bytes)
             elif result.failure:
                 stats.failures[result.request_id] = result.failure
         return stats

@@ -78,6 +78,8 @@ class CoreReady(msgspec.Struct, tag="READY"):
     """The LoRA adapters that were loaded at start, by name."""
     pooling: ModelPooling = ModelPooling()
     """As in ``ModelInfo``."""
+    pool_is_on_host: bool = True
+    """As in ``ModelInfo``."""
     parallel_config_hash: bytes = b""
     """A digest of what the ranks of the data-parallel group must share; empty: there is no group."""
     has_waves: bool = False

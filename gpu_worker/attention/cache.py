@@ -9,7 +9,16 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion
 
 from ..checkpoint.model_config import ModelConfig
 from .attention_backend import KVCache
+from .fp8_cache import FP8_KV, as_bytes, to_fp8
 from .int8_cache import dequantize, write_int8_slots
+
+_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int8: "int8+fp32",
+    FP8_KV: "fp8-e4m3",
+}
 
 
 def allocate_kv_caches(
@@ -45,9 +54,7 @@ def kv_layout(config: ModelConfig, block_size: int) -> str:
 
     Caches with equal names can exchange blocks.
     """
-    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "int8+fp32"}[
-        config.kv_dtype
-    ]
+    dtype = _NAMES[config.kv_dtype]
     return f"HND/{dtype}/{config.num_layers}x{config.num_kv_heads}x{config.cache_head_size}/{block_size}"
 
 
@@ -69,11 +76,15 @@ def write_slots(key: Tensor, value: Tensor, kv_cache: KVCache, blocks: Tensor, o
         write_int8_slots(key, kv_cache[0], blocks, offsets)
         write_int8_slots(value, kv_cache[1], blocks, offsets)
         return
+    if kv_cache.dtype == FP8_KV:
+        key, value, kv_cache = as_bytes(to_fp8(key)), as_bytes(to_fp8(value)), as_bytes(kv_cache)
     by_token = kv_cache.transpose(2, 3)[..., : key.shape[2]]
     by_token[0][blocks, offsets] = key
     by_token[1][blocks, offsets] = value
 
 
 def elements(blocks: Tensor) -> Tensor:
-    """Return [..., block_size, cache_head_size] elements of blocks of a cache: a copy in float32 if they are int8."""
+    """Return [..., block_size, cache_head_size] elements of blocks of a cache, in float32 if they have 8 bits."""
+    if blocks.dtype == FP8_KV:
+        return blocks.float()
     return dequantize(blocks) if blocks.dtype == torch.int8 else blocks

@@ -17,6 +17,7 @@ from ..checkpoint.model_config import ModelConfig
 from .attention_backend import IntArray, KVCache
 from .cache import allocate_kv_caches, elements, padded, write_slots
 from .dense import attend_dense
+from .fp8_cache import FP8_KV, as_bytes
 from .int8_cache import zero_scales
 from .score_rule import ScoreRule
 
@@ -147,7 +148,8 @@ class TorchPlan:
             planes = np.arange(2)[:, None, None] * num_blocks + blocks
             rows = (planes * num_heads + np.arange(num_heads)[:, None]) * size + offsets
             self._tail_rows = self._index(rows.reshape(-1))
-        kv_cache.view(-1, head_size).index_fill_(0, self._tail_rows, 0.0)
+        flat = as_bytes(kv_cache) if kv_cache.dtype == FP8_KV else kv_cache
+        flat.view(-1, head_size).index_fill_(0, self._tail_rows, 0)
 
     def _segments(self, window: int | None) -> list[Segment]:
         batch = self._batch
@@ -236,7 +238,11 @@ def _gather(
 ) -> tuple[Tensor, Tensor]:
     """Gather keys and values, each [n, num_kv_heads, keys, head_size] of ``dtype``, in one copy of whole blocks."""
     _, _, num_kv_heads, size, row_size = kv_cache.shape
-    blocks = elements(flat_cache.index_select(1, cache_rows).view(2, -1, size, row_size)).to(dtype)
+    if flat_cache.dtype == FP8_KV:
+        chosen = as_bytes(flat_cache).index_select(1, cache_rows).view(FP8_KV)
+    else:
+        chosen = flat_cache.index_select(1, cache_rows)
+    blocks = elements(chosen.view(2, -1, size, row_size)).to(dtype)
     gathered = blocks.view(2, num_requests, num_kv_heads, -1, blocks.shape[-1])
     return gathered[0], gathered[1]
 

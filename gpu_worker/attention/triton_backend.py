@@ -14,9 +14,10 @@ from ..kernels.compiler import KernelsUnavailable
 from ..kernels.triton.launch import launch, power_of_2
 from ..kernels.triton.paged_attention import attend, merge_splits
 from ..kernels.triton.write_kv import write_kv
-from .attention_backend import IntArray, KVCache
+from .attention_backend import AttentionPlan, IntArray, KVCache
 from .attention_work import ProgramShape, num_splits, program_shape, work_entries
 from .cache import allocate_kv_caches
+from .fp8_cache import FP8_KV
 from .score_rule import ScoreRule
 
 _LARGEST_HEAD = 256
@@ -32,7 +33,7 @@ class TritonBackend:
     def __init__(self, config: ModelConfig, block_size: int, device: torch.device) -> None:
         if config.cache_head_size > _LARGEST_HEAD:
             raise KernelsUnavailable(f"heads of {config.head_size} are larger than {_LARGEST_HEAD}")
-        if config.kv_dtype != config.dtype or config.dtype not in _DTYPES:
+        if config.kv_dtype not in (config.dtype, FP8_KV) or config.dtype not in _DTYPES:
             raise KernelsUnavailable(f"{config.kv_dtype} in the KV cache of a {config.dtype} model")
         self._config = config
         self.block_size = block_size
@@ -61,7 +62,7 @@ class TritonBackend:
         block_tables: IntArray,
         slot_mapping: IntArray,
         foreign_tails: IntArray | None = None,
-    ) -> "TritonPlan":
+    ) -> AttentionPlan:
         """Prepare a step as :class:`~.attention_backend.AttentionBackend` says, with one copy to the device."""
         query_lens = np.diff(cu_query_lens)
         shape = self.shape(int(query_lens.max(initial=1)))
@@ -72,7 +73,11 @@ class TritonBackend:
             [slot_mapping.astype(np.int64), *(_int32(each) for each in (work, cu_query_lens, seq_lens, block_tables))],
             self.device,
         )
-        return TritonPlan(self, PlanTensors(slots, *others), shape, splits)
+        return self.plan_of(PlanTensors(slots, *others), shape, splits)
+
+    def plan_of(self, tensors: "PlanTensors", shape: ProgramShape, splits: int) -> AttentionPlan:
+        """Return a plan of arrays that are on the device, or that will be when a layer reads them."""
+        return TritonPlan(self, tensors, shape, splits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,7 @@ class TritonPlan:
             CACHE_HEAD=kv_cache.shape[4],
             PADDED_HEAD=power_of_2(head, 16),
             BLOCK=self.backend.block_size,
+            IS_FP8=kv_cache.dtype == FP8_KV,
             num_warps=1,
         )
 

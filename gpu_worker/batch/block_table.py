@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from .row_changes import RowChanges
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -20,6 +22,8 @@ class BlockTable:
         self.num_groups = num_groups
         self._block_ids = np.zeros((max_num_seqs, -(-max_model_len // block_size) * num_groups), dtype=np.int32)
         self._counts = np.zeros(max_num_seqs, dtype=np.int64)
+        self.changes: RowChanges | None = None
+        """Collects what is written; None: no device keeps a copy."""
 
     @property
     def block_ids(self) -> npt.NDArray[np.int32]:
@@ -41,6 +45,8 @@ class BlockTable:
             start = self._counts[row]
             self._counts[row] = start + len(block_ids)
             self._block_ids[row, start : self._counts[row]] = block_ids
+            if self.changes is not None:
+                self.changes.add_blocks(row * self._block_ids.shape[1] + int(start), block_ids)
 
     def gather(self, rows: Ints) -> npt.NDArray[np.int32]:
         """Return the tables of these rows, [n, blocks of the longest]. Entries beyond a row's count are undefined."""

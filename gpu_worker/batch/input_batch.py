@@ -15,10 +15,12 @@ from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRe
 from ..pooling.pooled_rows import PooledRows
 from ..sampler import LogprobRows, make_logits_processors
 from .block_table import BlockTable
+from .expected_tokens import UNKNOWN_TOKEN, Places
 from .gatherer import make_gatherer
 from .members import Members
 from .prompt_logprobs import PromptLogprobs
 from .prompt_rows import PromptEmbeds, TokenRows
+from .row_changes import RowChanges
 
 Ints = npt.NDArray[np.int64]
 _NONE: Mapping[str, list[int]] = MappingProxyType({})
@@ -74,6 +76,8 @@ class InputBatch:
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_owned_blocks = np.zeros(max_num_seqs, dtype=np.int64)  # with nothing foreign behind the tokens
+        self._num_owners = np.zeros(max_num_seqs, dtype=np.int64)  # requests that have got the row
+        self._changes: RowChanges | None = None
         self._max_num_seqs = max_num_seqs
         self._gatherer = make_gatherer(self._token_ids, self._num_computed, self._num_tokens, self.block_table)
         self.clear()
@@ -98,6 +102,24 @@ class InputBatch:
     def __len__(self) -> int:
         """Return how many rows are in use."""
         return len(self._row_of)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Return how many rows there are."""
+        return self._max_num_seqs
+
+    def watch(self) -> RowChanges:
+        """Return what collects the changes of rows and block tables from now on; no request may have a row yet."""
+        self._changes = self.block_table.changes = RowChanges()
+        return self._changes
+
+    def has_row(self, row: int) -> bool:
+        """Return whether a request has this row."""
+        return row in self._params
+
+    def params_of(self, row: int) -> SamplingParams:
+        """Return the sampling parameters of a row's request."""
+        return self._params[row]
 
     def update(self, step: SchedulerOutput) -> None:
         """Apply what changed since the last step."""
@@ -144,6 +166,9 @@ class InputBatch:
         assert req_id not in self._row_of, f"request {req_id} already has a row"
         row = self._row_of[req_id] = self._free_rows.pop()
         self._members = None
+        self._num_owners[row] += 1
+        if self._changes is not None:
+            self._changes.add_row(row)
         self._token_ids[row, : len(token_ids)] = token_ids
         self._num_tokens[row] = len(token_ids)
         self._num_computed[row] = num_computed
@@ -265,15 +290,15 @@ class InputBatch:
         """Return whether no request asks for changed logits or for log probabilities."""
         return not (self.logits_processors or self.logprobs)
 
-    def draws_on_host(self, row: int) -> bool:
-        """Return whether the request of a row asks for changed logits or for log probabilities."""
-        return row in self.logits_processors or row in self.logprobs
-
     def sampling(self, rows: Ints) -> tuple[list[SamplingParams], Ints]:
         """Return the parameters of these rows [S], and the output indices [S] of their next tokens."""
         members, params = self._members, self._params
         wanted = members.params if members is not None and rows is members.rows else [params[x] for x in rows.tolist()]
-        return wanted, self._num_tokens[rows] - self._num_prompt_tokens[rows]
+        return wanted, self.output_indices(rows)
+
+    def output_indices(self, rows: Ints) -> Ints:
+        """Return the output indices [S] of the next tokens of these rows [S]."""
+        return self._num_tokens[rows] - self._num_prompt_tokens[rows]
 
     def are_greedy(self, rows: Iterable[int]) -> bool:
         """Return whether these rows take the tokens of the largest logits."""
@@ -297,4 +322,23 @@ class InputBatch:
             rows, token_ids, ends = rows[has_room], token_ids[has_room], ends[has_room]
         self._token_ids[rows, ends] = token_ids
         self._num_tokens[rows] = ends + 1
+        self.logits_processors.append(rows, token_ids)
+
+    def expect_tokens(self, rows: Ints) -> Places:
+        """Append a token that only the device knows to each of these rows, as :meth:`append` does with known ones.
+
+        Returns where the tokens belong. No row may be one whose logits the host changes by its output.
+        """
+        places = Places(rows.copy(), self._num_tokens[rows], self._num_owners[rows])
+        has_room = places.positions < self._token_ids.shape[1]
+        self._token_ids[rows[has_room], places.positions[has_room]] = UNKNOWN_TOKEN
+        self._num_tokens[rows[has_room]] += 1
+        return places
+
+    def place_tokens(self, places: Places, token_ids: Ints) -> None:
+        """Write the tokens [S] of an earlier step to their places, unless the row is another request's by now."""
+        is_due = self._num_owners[places.rows] == places.owners
+        is_due &= places.positions < self._token_ids.shape[1]
+        rows, token_ids = places.rows[is_due], token_ids[is_due]
+        self._token_ids[rows, places.positions[is_due]] = token_ids
         self.logits_processors.append(rows, token_ids)

@@ -1,16 +1,52 @@
 """Computes the log probabilities of prompts, chunk by chunk like the prompts themselves."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import Logprobs
 
+from ..cuda.logprob_arrays import MOST_LISTED
+from ..cuda.sampler import DeviceSampler
 from ..sampler.logprobs import logprobs_of
 
 _SLICE = 64
 """How many rows of logits are computed at once; those of a whole chunk may be larger than the model."""
+
+
+class PendingPositions(Protocol):
+    """Holds log probabilities of consecutive positions that may be on their way to the host."""
+
+    def wait(self) -> Sequence[Logprobs]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Holds log probabilities that the host has computed."""
+
+    logprobs: Logprobs
+
+    def wait(self) -> Sequence[Logprobs]:
+        return [self.logprobs]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Holds the log probabilities of the prompt tokens of one step."""
+
+    num_top: int
+    slices: Sequence[PendingPositions]
+
+    def wait(self) -> Logprobs:
+        """Return them once they are on the host."""
+        result = Logprobs([], [], self.num_top)
+        for each in self.slices:
+            for positions in each.wait():
+                result.extend(positions)
+        return result
 
 
 class PromptLogprobs:
@@ -36,12 +72,17 @@ class PromptLogprobs:
         self._rows.pop(row, None)
 
     def compute(
-        self, row: int, start: int, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
-    ) -> Logprobs | None:
+        self,
+        row: int,
+        start: int,
+        hidden: Tensor,
+        compute_logits: Callable[[Tensor], Tensor],
+        device_sampler: DeviceSampler | None = None,
+    ) -> PromptPart | None:
         """Return the log probabilities of the prompt tokens that follow positions ``start`` and after.
 
-        ``hidden_states`` are those positions', [n, hidden_size]. Returns None if the row asks for none, or for none any
-        more.
+        ``hidden`` are those positions', [n, hidden_size]. ``device_sampler`` finds the log probabilities where the
+        logits are; None: the logits come to the host. Returns None if the row asks for none, or for none any more.
         """
         if row not in self._rows:
             return None
@@ -49,9 +90,12 @@ class PromptLogprobs:
         if start + len(hidden) == len(token_ids):
             del self._rows[row]
         followers = token_ids[start + 1 : start + 1 + len(hidden)]
-        result = Logprobs([], [], num_top)
+        slices: list[PendingPositions] = []
         for first in range(0, len(followers), _SLICE):
             targets = followers[first : first + _SLICE]
-            logits = compute_logits(hidden[first : first + len(targets)]).cpu().numpy()
-            result.extend(logprobs_of(logits, targets, num_top))
-        return result
+            logits = compute_logits(hidden[first : first + len(targets)])
+            if device_sampler is not None and num_top <= MOST_LISTED:
+                slices.append(device_sampler.start_logprobs(logits, targets, num_top))
+            else:
+                slices.append(Positions(logprobs_of(logits.cpu().numpy(), targets, num_top)))
+        return PromptPart(num_top, slices)

@@ -36,7 +36,7 @@ class DirectorySource:
         parts = {part for found in self._found.values() for part in found.parts}
         self.names = frozenset(self._files.names).difference(parts) | self._found.keys()
 
-    def read(self, name: str) -> Tensor | PackedWeight:
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor | PackedWeight:
         return self._found[name].weight if name in self._found else self._files.read(name)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from tokenloom.engine_core.config import KVCacheDtype
 from tokenloom.gguf.gguf_file import is_gguf
 
+from ..attention.fp8_cache import FP8_KV
 from ..attention.int8_cache import SCALE_BYTES
 from ..layers.rotary import LongRopeScaling, RopeConfig
 from ..parallel.sharding import WHOLE, Shard
@@ -35,7 +36,10 @@ INT8_DYNAMIC = "int8-dynamic"
 INT4 = "int4"
 """Rounds weights to 4 bits by groups of 32 inputs at load, those of the output layer to 8 bits; embeddings keep their
 dtype. Inputs are rounded to int8 by the same groups."""
-QUANTIZATIONS = (INT8_DYNAMIC, INT4)
+FP8 = "fp8"
+"""Rounds weights to 8-bit floats per output at load; inputs of more than a few rows are rounded too, per row.
+Embeddings and output layer keep their dtype. For GPUs."""
+QUANTIZATIONS = (INT8_DYNAMIC, INT4, FP8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +98,8 @@ class ModelConfig:
     """Whether this rank computes logits."""
 
     kv_cache_dtype: KVCacheDtype = "auto"
-    """``auto``: the KV cache has ``dtype``; ``int8``: 8 bits, with a scale for each head of each token."""
+    """``auto``: the KV cache has ``dtype``; ``int8``: 8 bits, with a scale for each head of each token; ``fp8``: floats
+    of 8 bits (e4m3), without scales."""
 
     @property
     def traits(self) -> DecoderTraits:
@@ -117,7 +122,7 @@ class ModelConfig:
     @property
     def kv_dtype(self) -> torch.dtype:
         """Return the dtype of the KV cache."""
-        return torch.int8 if self.kv_cache_dtype == "int8" else self.dtype
+        return {"auto": self.dtype, "int8": torch.int8, "fp8": FP8_KV}[self.kv_cache_dtype]
 
     @property
     def kv_row_bytes(self) -> int:

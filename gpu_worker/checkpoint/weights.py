@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 import torch
 from torch import Tensor
 
+from tokenloom.engine_core.config import LoadFormat
 from tokenloom.gguf.gguf_file import is_gguf
 
 from ..layers.interface import Adapt
@@ -41,8 +42,9 @@ class WeightSource(Protocol):
     def described_by(self) -> str:
         """Return the file that states the model's configuration, for errors."""
 
-    def read(self, name: str) -> Tensor | PackedWeight:
-        """Return a tensor as it is stored: on the CPU as a view of the mapped file, or a weight in few bits."""
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor | PackedWeight:
+        """Return a tensor as it is stored, of ``shape`` if the checkpoint fits its configuration: on the CPU as a view
+        of the mapped file, or a weight in few bits."""
 
     def close(self) -> None: ...
 
@@ -65,11 +67,13 @@ class Checkpoint:
         group: Group = ALONE,
         exchange: ExpertExchange | None = None,
         balancer: "ExpertBalancer | None" = None,
+        source: WeightSource | None = None,
     ) -> None:
         """``scheme``: how the configuration says that weights are quantized, or None. ``adapt`` wraps the layers that
         are loaded from here, so that LoRA adapters can change them; None: none is wrapped. ``group``: the ranks that
         each hold a part of the layers. ``exchange`` reaches the experts of other engines; None: this one has all.
-        ``balancer`` knows where experts are that move; None: they do not."""
+        ``balancer`` knows where experts are that move; None: they do not.
+        ``source`` has the tensors; None: the files of ``path``."""
         self.path = path
         self.adapt = adapt
         self.group = group
@@ -77,7 +81,7 @@ class Checkpoint:
         self.balancer = balancer
         self.dtype = dtype
         self.device = device
-        self._source: WeightSource = GgufSource(path) if is_gguf(path) else DirectorySource(path, scheme)
+        self._source = source or _open(path, scheme)
         self._taken: set[str] = set()
         self._copied = 0  # bytes of the files since memory was dropped last
 
@@ -151,7 +155,7 @@ class Checkpoint:
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor | PackedWeight:
         if name not in self._source.names:
             raise ValueError(f"the checkpoint has no tensor {name}, which its {self._source.described_by} asks for")
-        stored = self._source.read(name)
+        stored = self._source.read(name, shape)
         if tuple(stored.shape) != shape:
             wanted = f"{self._source.described_by} asks for {list(shape)}"
             raise ValueError(f"{name} has shape {list(stored.shape)}, {wanted}")
@@ -161,21 +165,26 @@ class Checkpoint:
         return stored
 
 
+def _open(path: Path, scheme: Scheme | None) -> WeightSource:
+    return GgufSource(path) if is_gguf(path) else DirectorySource(path, scheme)
+
+
 FileStamps = tuple[tuple[str, int, int, int], ...]
 
 
-def file_stamps(path: Path) -> FileStamps:
+def file_stamps(path: Path, load_format: LoadFormat = "auto") -> FileStamps:
     """Return (name, size, time of change, inode) of a checkpoint's configuration and weight files. Equal results mean
     equal weights; the cache of fingerprints relies on it. Raises ``ValueError`` if a file is missing."""
-    files = [path] if is_gguf(path) else [path / "config.json", *weight_files(path)]
+    weights = weight_files(path) if load_format == "auto" and not is_gguf(path) else []
+    files = [path] if is_gguf(path) else [path / "config.json", *weights]
     stats = [(file.name, file.stat()) for file in files]
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
 
 
-def check_unchanged(path: Path, stamps: FileStamps | None) -> None:
+def check_unchanged(path: Path, stamps: FileStamps | None, load_format: LoadFormat = "auto") -> None:
     """Raise ``ValueError`` if the checkpoint ``path`` may not be loaded again: its files have no longer the ``stamps``
     that they had when they were loaded, or ``stamps`` is None because the weights were dropped for good."""
     if stamps is None:
         raise ValueError("the weights were dropped for good; call reload_weights")
-    if file_stamps(path) != stamps:
+    if file_stamps(path, load_format) != stamps:
         raise ValueError("the checkpoint's files changed after they were loaded; call reload_weights to use them")

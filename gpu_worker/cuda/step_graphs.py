@@ -1,25 +1,36 @@
-"""Replays decode steps as CUDA graphs: one call launches all kernels of a step.
+"""Replays steps as CUDA graphs: one call launches all kernels of a step.
 
-A graph belongs to a number of rows, and a step takes the next larger one. The rows behind its requests are padding:
-they have no slot, so they write no KV, and no entry in the list of the attention kernel, so they read none. All graphs
-share one pool of memory, because only the results of the latest step are needed.
+A graph belongs to a size, and a step takes the next larger one. Decode steps have graphs of up to all requests, and
+steps with prompts or drafts of up to 512 tokens. What lies behind a step's requests is padding: its tokens have no
+slot, so they write no KV, and no entry in the list of the attention kernel, so they read none. All graphs share one
+pool of memory, because only the results of the latest step are needed.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionBackend, AttentionPlan, KVCache
 from ..attention.attention_work import num_splits
 from ..attention.grouped_backend import GroupedBackend
-from ..attention.triton_backend import PlanTensors, TritonBackend, TritonPlan
-from ..batch.input_batch import StepInputs
+from ..attention.triton_backend import PlanTensors, TritonBackend
 from ..recorded.recorded_model import StepModel
-from .graphs import Capture, Graph
-from .step_buffers import Layout, StepBuffers
+from .step_tensors import StepSize, StepTensors
+from .step_tools import Capture, Graph
+
+MOST_TOKENS = 512
+"""Larger steps are computed operation by operation: the device takes longer than the calls."""
+_TOKEN_BUCKETS = (32, 64, 96, 128, 192, 256, 384, MOST_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSize:
+    """Says what a graph holds."""
+
+    step: StepSize
+    is_decode: bool
+    """Whether every request has one token and draws; otherwise the logits are not part of the graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,135 +38,117 @@ class _Step:
     """Holds the graph of one size."""
 
     graph: Graph
-    buffers: StepBuffers
     results: list[Tensor]
-    """The last hidden states [rows, hidden_size] and the logits [rows, vocab], written by each replay."""
+    """The last hidden states [tokens, hidden_size], and of a decode the logits [tokens, vocab]; replays write them."""
 
 
 def row_buckets(most: int) -> list[int]:
-    """Return the sizes of graphs: 1, 2, 4, the multiples of 8 up to 64, and then those of 32; the last is ``most``."""
+    """Return the sizes of decode graphs: 1, 2, 4, the multiples of 8 up to 64, and then those of 32; the last is
+    ``most``."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(96, most + 1, 32)]
     return [size for size in sizes if size < most] + [most]
 
 
-class StepGraphs:
-    """Fulfils what the runner needs of ``recorded.RecordedModel``, on a GPU. Belongs to one thread."""
+def token_buckets(most: int) -> list[int]:
+    """Return the sizes of graphs of other steps, of which the largest has ``most`` tokens at most."""
+    largest = min(most, MOST_TOKENS)
+    return [size for size in _TOKEN_BUCKETS if size < largest] + [largest]
 
-    def __init__(
-        self, backend: AttentionBackend, most_rows: int, most_blocks: int, device: torch.device, capture: Capture
-    ) -> None:
-        """``most_rows``: requests of a step; ``most_blocks``: of a request, in one group of layers."""
+
+class StepPlans:
+    """Makes attention plans that read the arrays of a step from the device."""
+
+    def __init__(self, backend: AttentionBackend, parts: Sequence[TritonBackend]) -> None:
+        """``parts``: the backends of the groups of layers."""
         self._backend = backend
-        self._parts = _parts(backend)
-        self._buckets = row_buckets(most_rows)
-        self._most_blocks = most_blocks
-        self._device = device
-        self._capture = capture
-        self._steps: dict[int, _Step] = {}
+        self._parts = parts
 
     @property
-    def sizes_ahead(self) -> list[int]:
-        """Return all sizes, the largest first, whose memory the others then share: compiling and capturing one takes
-        seconds."""
-        return self._buckets[::-1]
+    def block_size(self) -> int:
+        return self._parts[0].block_size
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._parts)
+
+    def queries(self, most_queries: int) -> int:
+        """Return how many queries an entry of the attention kernel's list has, if no request has more."""
+        part = self._parts[0]
+        return max(1, part.shape(most_queries).rows // part.group)
+
+    def plan(self, tensors: StepTensors, most_queries: int, longest: int) -> AttentionPlan:
+        """Return the plan of a step. ``longest``: tokens of a request that it may have."""
+        plans = list[AttentionPlan]()
+        for index, part in enumerate(self._parts):
+            shape = part.shape(most_queries)
+            splits = num_splits(len(tensors.token_ids), len(tensors.work), part.num_kv_heads, longest, shape.tile)
+            arrays = PlanTensors(
+                tensors.slots[index], tensors.work, tensors.query_starts, tensors.seq_lens, tensors.tables[index]
+            )
+            plans.append(part.plan_of(arrays, shape, splits))
+        return self._backend.join(plans) if isinstance(self._backend, GroupedBackend) else plans[0]
+
+
+class StepGraphs:
+    """Holds the graphs of a model. Belongs to one thread."""
+
+    def __init__(self, plans: StepPlans, tensors: StepTensors, capture: Capture, most: StepSize) -> None:
+        """``tensors``: what the graphs read, with room for ``most``."""
+        self._plans = plans
+        self._tensors = tensors
+        self._capture = capture
+        self._most_requests = min(most.requests, most.tokens)
+        self._rows = row_buckets(self._most_requests)
+        self._tokens = token_buckets(most.tokens)
+        self._steps: dict[GraphSize, _Step] = {}
+
+    @property
+    def sizes(self) -> list[GraphSize]:
+        """Return all sizes, the largest first, whose memory the others then share."""
+        mixed = [self._mixed(tokens) for tokens in self._tokens[::-1]]
+        return mixed + [self._decode(rows) for rows in self._rows[::-1]]
+
+    def size_for(self, num_tokens: int, num_requests: int, *, is_decode: bool) -> GraphSize | None:
+        """Return the least size for a step; None: it is larger than any."""
+        buckets = self._rows if is_decode else self._tokens
+        if not 0 < num_tokens <= buckets[-1] or num_requests > self._most_requests:
+            return None
+        bucket = next(size for size in buckets if size >= num_tokens)
+        return self._decode(bucket) if is_decode else self._mixed(bucket)
+
+    def _decode(self, rows: int) -> GraphSize:
+        return GraphSize(StepSize(rows, rows, rows), is_decode=True)
+
+    def _mixed(self, tokens: int) -> GraphSize:
+        # Each request may end with an entry that is not full.
+        requests = min(tokens, self._most_requests)
+        entries = requests + tokens // self._plans.queries(tokens)
+        return GraphSize(StepSize(tokens, self._most_requests, entries), is_decode=False)
 
     def forget(self) -> None:
         """Drop all graphs: the weights or the KV caches are others from now on."""
         self._steps.clear()
 
-    @torch.inference_mode()
-    def compute(
-        self, model: StepModel, inputs: StepInputs, kv_caches: list[KVCache], *, adapted: bool = False
-    ) -> tuple[Tensor, Tensor] | None:
-        """Compute a step in which every request decodes one token. Returns the last hidden states [T, hidden_size] and
-        the logits [T, vocab], which hold until the next step; None: the step must be computed operation by operation.
-        """
-        count = len(inputs.token_ids)
-        decodes = count == len(inputs.seq_lens) == len(inputs.sampled)
-        if adapted or inputs.embeds or not decodes or not 0 < count <= self._buckets[-1]:
-            return None
-        rows = next(size for size in self._buckets if size >= count)
-        step = self._steps.get(rows)
-        if step is None:
-            buffers = StepBuffers(self._layout(rows), self._device)
-            self._fill(buffers, rows, inputs)
-            step = self._steps[rows] = self._record(model, buffers, rows, kv_caches)
-        else:
-            self._fill(step.buffers, rows, inputs)
+    def record(self, size: GraphSize, model: StepModel, kv_caches: list[KVCache]) -> None:
+        """Capture the graph of a size, if there is none. The tensors must hold a step of it, which may be padding."""
+        if size not in self._steps:
+            self._steps[size] = self._record(size, model, kv_caches)
+
+    def run(self, size: GraphSize, model: StepModel, kv_caches: list[KVCache]) -> tuple[Tensor, Tensor | None]:
+        """Compute the step in the tensors, padded to ``size``. Returns the last hidden states [tokens, hidden_size] and
+        the logits, if it is a decode, [tokens, vocab]; both hold until the next step."""
+        self.record(size, model, kv_caches)
+        step = self._steps[size]
         step.graph.replay()
-        hidden, logits = step.results
-        return hidden[:count], logits[:count]
+        return step.results[0], step.results[1] if size.is_decode else None
 
-    def _layout(self, rows: int) -> Layout:
-        layout: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
-            "token_ids": (np.int64, (rows,)),
-            "positions": (np.int64, (rows,)),
-            "query_starts": (np.int32, (rows + 1,)),
-            "seq_lens": (np.int32, (rows,)),
-            "work": (np.int32, (rows, 2)),
-        }
-        for index in range(len(self._parts)):
-            layout[f"slots {index}"] = (np.int64, (rows,))
-            layout[f"tables {index}"] = (np.int32, (rows, self._most_blocks))
-        return layout
-
-    def _fill(self, buffers: StepBuffers, rows: int, inputs: StepInputs) -> None:
-        """Write a step to the device, with one copy."""
-        arrays, count = buffers.begin(), len(inputs.token_ids)
-        for name, values in (("token_ids", inputs.token_ids), ("positions", inputs.positions)):
-            arrays[name][:count], arrays[name][count:] = values, 0
-        arrays["query_starts"][:] = np.arange(rows + 1)
-        arrays["seq_lens"][:count], arrays["seq_lens"][count:] = inputs.seq_lens, 1
-        arrays["work"][:, 0], arrays["work"][:, 1] = np.arange(rows), 0
-        arrays["work"][count:, 0] = -1
-        num_parts = len(self._parts)
-        for index in range(num_parts):
-            slots = inputs.slot_mapping if num_parts == 1 else inputs.slot_mapping[index]
-            arrays[f"slots {index}"][:count], arrays[f"slots {index}"][count:] = slots, -1
-            tables = inputs.block_tables[:, index::num_parts]
-            arrays[f"tables {index}"][:count, : tables.shape[1]] = tables
-        buffers.send()
-
-    def _record(self, model: StepModel, buffers: StepBuffers, rows: int, kv_caches: list[KVCache]) -> _Step:
-        tensors, results = buffers.tensors, list[Tensor]()
-        plan = self._plan(buffers, rows)
+    def _record(self, size: GraphSize, model: StepModel, kv_caches: list[KVCache]) -> _Step:
+        tensors, results = self._tensors.part(size.step), list[Tensor]()
+        longest = tensors.tables.shape[2] * self._plans.block_size
+        plan = self._plans.plan(tensors, 1 if size.is_decode else size.step.tokens, longest)
 
         def compute() -> None:
-            hidden = model.forward(tensors["token_ids"], tensors["positions"], kv_caches, plan)
-            results[:] = [hidden, model.compute_logits(hidden)]
+            hidden = model.forward(tensors.token_ids, tensors.positions, kv_caches, plan)
+            results[:] = [hidden, model.compute_logits(hidden)] if size.is_decode else [hidden]
 
-        return _Step(self._capture(compute), buffers, results)
-
-    def _plan(self, buffers: StepBuffers, rows: int) -> AttentionPlan:
-        tensors, plans = buffers.tensors, list[AttentionPlan]()
-        for index, part in enumerate(self._parts):
-            shape = part.shape(1)
-            longest = self._most_blocks * part.block_size
-            splits = num_splits(rows, rows, part.num_kv_heads, longest, shape.tile)
-            arrays = PlanTensors(
-                tensors[f"slots {index}"],
-                tensors["work"],
-                tensors["query_starts"],
-                tensors["seq_lens"],
-                tensors[f"tables {index}"],
-            )
-            plans.append(TritonPlan(part, arrays, shape, splits))
-        return self._backend.join(plans) if isinstance(self._backend, GroupedBackend) else plans[0]
-
-
-def make_step_graphs(
-    backend: AttentionBackend, most_rows: int, most_blocks: int, device: torch.device, capture: Capture
-) -> StepGraphs | None:
-    """Return graphs of decode steps, see :class:`StepGraphs`; None: the backend's plans keep on the host what differs
-    between steps."""
-    if not all(isinstance(part, TritonBackend) for part in _all_parts(backend)):
-        return None
-    return StepGraphs(backend, most_rows, most_blocks, device, capture)
-
-
-def _all_parts(backend: AttentionBackend) -> Sequence[AttentionBackend]:
-    return backend.parts if isinstance(backend, GroupedBackend) else [backend]
-
-
-def _parts(backend: AttentionBackend) -> list[TritonBackend]:
-    return [part for part in _all_parts(backend) if isinstance(part, TritonBackend)]
+        return _Step(self._capture(compute), results)

@@ -70,6 +70,8 @@ class EncoderWorker:
 
     def _load(self, path: Path) -> None:
         settings = self._config.worker
+        if settings.load_format == "dummy":
+            raise ValueError("load_format dummy makes weights for models that generate text, not for encoders")
         stamps = file_stamps(path)  # before loading, so that a file that changes during the load is noticed later
         model = load_encoder(path, settings.dtype, self._platform.device, settings.quantization)
         pooler = make_pooler(path, settings, model.config.hidden_size, model.head, is_encoder=True)

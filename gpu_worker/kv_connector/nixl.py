@@ -75,7 +75,7 @@ class NixlTransport:
         self._attendant = _Attendant(self._progress)
 
     def serve(self, pool: KVPool) -> bytes | None:
-        address = self.register(pool.memory)
+        address = self.register(pool.host)
         with self._lock:
             metadata = self.agent().get_agent_metadata()
         return msgspec.msgpack.encode(_Endpoint(metadata, address, pool.layout, pool.num_blocks, list(pool.regions)))
@@ -186,13 +186,13 @@ class NixlReader:
         self._closed = False
 
     def read(self, source_block_ids: BlockIds, target_block_ids: BlockIds, pool: KVPool) -> None:
-        if [region.block_bytes for region in self._owner.regions] != [region.block_bytes for region in pool.regions]:
+        if [region.block_bytes for region in self._owner.regions] != pool.region_bytes:
             raise KVTransferError("layout", "the owner's regions are of other sizes than this pool's")
         source, target = checked_pairs(source_block_ids, self._owner.num_blocks, target_block_ids, pool)
         if not len(source):
             return
         theirs = _descriptors(self._owner.address, self._owner.regions, source)
-        ours = _descriptors(self._transport.register(pool.memory), pool.regions, target)
+        ours = _descriptors(self._transport.register(pool.host), pool.regions, target)
         try:
             self._transfer(ours, theirs)
         except KVTransferError:

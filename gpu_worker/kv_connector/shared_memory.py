@@ -1,22 +1,21 @@
 """Moves blocks between engines of one host: the reader maps the owner's pool, read-only, and copies once.
 
 The owner passes its sealed memfd over a unix socket. Two engines share memory exactly if that succeeds; equal host
-names prove nothing in containers.
+names prove nothing in containers. The owner of a pool on a device passes a window instead (:mod:`.shared_window`).
 """
 
 import contextlib
 import fcntl
-import hmac
 import mmap
 import os
-import secrets
 import socket
-import struct
 import threading
 import weakref
 
 import msgspec
+import numpy as np
 
+from tokenloom.engine_core.kv_transfer.device_memory import BlockIds as BlockArray
 from tokenloom.engine_core.kv_transfer.kv_transport import (
     BlockIds,
     Bytes,
@@ -29,26 +28,22 @@ from tokenloom.engine_core.kv_transfer.kv_transport import (
     region_planes,
 )
 
-from .listener import Listener
+from .listener import Listener, hang_up
+from .shared_window import WindowOwner, WindowReader
+from .staging import Part, Stagings
+from .unix_offer import connect, serve_offers
 
-_SECONDS = 5.0
-"""The timeout for a handshake of two messages."""
 _MAX_OFFER_BYTES = 64 << 10
-_MAX_CONNECTIONS = 16
-"""Each connection lives only for its handshake."""
-
-
-class _Endpoint(msgspec.Struct, array_like=True):
-    name: str
-    """The name of an abstract unix socket, which leaves no file behind when the engine is killed."""
-    token: bytes
-    """Readers show it, because every process on the host can see the socket's name."""
+_MAX_CONNECTIONS = 64
+"""Readers of a device's pool, of which each has a window; other connections live only for their handshake."""
 
 
 class _Offer(msgspec.Struct, array_like=True):
     layout: str
     num_blocks: int
     regions: list[KVRegion]
+    is_window: bool = False
+    """Whether the memory is a window, through which a device's blocks are asked for, instead of the pool."""
 
 
 class SharedMemoryTransport:
@@ -63,36 +58,39 @@ class SharedMemoryTransport:
         self._lock = threading.Lock()
 
     def serve(self, pool: KVPool) -> bytes | None:
-        """Return the offer, or None for a pool whose memory is not shared."""
+        """Return the offer, or None for a pool of the host whose memory is not shared."""
         assert self._listener is None, "a transport serves one pool"
-        if pool.memory.fd is None:
+        if pool.device is None and pool.host.fd is None:
             return None
-        offer = msgspec.msgpack.encode(_Offer(pool.layout, pool.num_blocks, list(pool.regions)))
-        endpoint = _Endpoint(f"tokenloom-kv-{secrets.token_hex(8)}", secrets.token_bytes(16))
-        server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        server.bind(f"\0{endpoint.name}")
+        offer = _Offer(pool.layout, pool.num_blocks, list(pool.regions), pool.device is not None)
+        data = msgspec.msgpack.encode(offer)
 
         def pass_memory(connection: socket.socket) -> None:
-            token = connection.recv(len(endpoint.token))
-            fd = pool.memory.fd
-            if fd is not None and _same_user(connection) and hmac.compare_digest(token, endpoint.token):
-                socket.send_fds(connection, [offer], [fd])
+            if pool.device is not None:
+                owner = WindowOwner(pool, pool.device)
+                try:
+                    socket.send_fds(connection, [data], [owner.fd])
+                    owner.serve(connection)
+                finally:
+                    owner.close()
+            elif (fd := pool.host.fd) is not None:
+                socket.send_fds(connection, [data], [fd])
 
-        self._listener = Listener(server, pass_memory, name="kv-shm", max_connections=_MAX_CONNECTIONS)
-        return msgspec.msgpack.encode(endpoint)
+        self._listener, endpoint = serve_offers(pass_memory, name="kv-shm", max_connections=_MAX_CONNECTIONS)
+        return endpoint
 
     def attend(self, seconds: float) -> None:
         """Do nothing: readers copy from the memory on their own."""
 
     def open(self, endpoint: bytes, layout: str) -> KVReader:
+        connection = connect(endpoint)
         try:
-            offer, fd = _ask(msgspec.msgpack.decode(endpoint, type=_Endpoint))
-        except (OSError, msgspec.DecodeError) as error:
-            raise KVTransferError("transport", f"the owner's memory was not passed: {error}") from error
-        try:
-            reader = SharedMemoryReader(fd, offer, layout)
-        finally:
-            os.close(fd)  # the mapping stays
+            reader = _open(connection, layout)
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, (OSError, msgspec.DecodeError)):
+                raise KVTransferError("transport", f"the owner's memory was not passed: {error}") from error
+            raise
         with self._lock:
             self._readers.add(reader)
         return reader
@@ -107,43 +105,123 @@ class SharedMemoryTransport:
 
 
 class SharedMemoryReader:
-    """Maps an owner's pool. The memory outlives its owner; leases say whether its content is still valid."""
+    """Reads from a mapping of an owner's memory. The memory outlives its owner; leases say whether its content is still
+    valid."""
 
-    def __init__(self, fd: int, offer: _Offer, layout: str) -> None:
-        """Map ``fd``, which the caller keeps. Raises :class:`KVTransferError`."""
-        if offer.layout != layout:
-            raise KVTransferError("layout", f"the owner's blocks are {offer.layout}, this engine's {layout}")
-        self._num_blocks = offer.num_blocks
-        self._sizes = [region.block_bytes for region in offer.regions]
-        try:
-            # Memory that can shrink under a mapping ends the process that reads it.
-            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise ValueError("it is not sealed")
-            memory = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
-            self._planes: tuple[Bytes, ...] | None = region_planes(memory, offer.regions, offer.num_blocks)
-        except (OSError, TypeError, ValueError, OverflowError) as error:
-            raise KVTransferError("transport", f"the owner's memory cannot be mapped: {error}") from error
+    def __init__(self, source: "_MappedBlocks | _WindowBlocks") -> None:
+        self._source: _MappedBlocks | _WindowBlocks | None = source
+        self._stagings = Stagings()
 
     def read(self, source_block_ids: BlockIds, target_block_ids: BlockIds, pool: KVPool) -> None:
-        planes = self._planes
-        if planes is None:
+        there = self._source
+        if there is None:
             raise KVTransferError("transport", "the reader is closed")
-        if self._sizes != [region.block_bytes for region in pool.regions]:
+        if there.sizes != pool.region_bytes:
             raise KVTransferError("layout", "the owner's regions are of other sizes than this pool's")
-        source, target = checked_pairs(source_block_ids, self._num_blocks, target_block_ids, pool)
-        copy_blocks(planes, source, pool.planes, target)
+        source, target = checked_pairs(source_block_ids, there.num_blocks, target_block_ids, pool)
+        there.read(source, target, pool, self._stagings)
 
     def close(self) -> None:
-        self._planes = None  # unmapped with the last view, which a read in progress may hold
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
 
 
-def _ask(endpoint: _Endpoint) -> tuple[_Offer, int]:
+class _MappedBlocks:
+    """Maps an owner's pool of the host."""
+
+    def __init__(self, fd: int, offer: _Offer) -> None:
+        """Map ``fd``, which the caller keeps. Raises ``OSError`` or ``ValueError``."""
+        self.num_blocks = offer.num_blocks
+        self.sizes = [region.block_bytes for region in offer.regions]
+        memory = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
+        self._planes = region_planes(memory, offer.regions, offer.num_blocks)
+
+    def read(self, source: BlockArray, target: BlockArray, pool: KVPool, stagings: Stagings) -> None:
+        if pool.device is None:
+            copy_blocks(self._planes, source, pool.planes, target)
+            return
+        views = [view for plane in self._planes for view in plane]
+
+        def fill(packed: Bytes, part: Part) -> None:
+            count = len(source[part.blocks])
+            rows = packed.reshape(-1, count, packed.size // count // len(views[part.regions]))
+            for view, row in zip(views[part.regions], rows, strict=True):
+                np.take(view, source[part.blocks], axis=0, out=row)
+
+        stagings.receive(pool, pool.device, target, fill)
+
+    def close(self) -> None:
+        """Do nothing: unmapped with the last view, which a read in progress may hold."""
+
+
+class _WindowBlocks:
+    """Asks an owner for the blocks of its device."""
+
+    def __init__(self, connection: socket.socket, fd: int, offer: _Offer) -> None:
+        """Take ownership of the connection. The caller keeps ``fd``. Raises ``OSError`` or ``ValueError``."""
+        self.num_blocks = offer.num_blocks
+        self.sizes = [region.block_bytes for region in offer.regions]
+        self._connection = connection
+        self._window = WindowReader(connection, fd, len(self.sizes), sum(self.sizes))
+        weakref.finalize(self, connection.close)  # with the last reference to the reader at the latest
+
+    def read(self, source: BlockArray, target: BlockArray, pool: KVPool, stagings: Stagings) -> None:
+        try:
+            with contextlib.closing(self._window.parts(source)) as parts:
+                for piece, packed in parts:
+                    self._take(packed, target[piece], pool, stagings)
+        except (OSError, msgspec.DecodeError) as error:
+            raise KVTransferError("transport", f"the owner of the memory: {error}") from error
+
+    def _take(self, there: Bytes, target: BlockArray, pool: KVPool, stagings: Stagings) -> None:
+        if pool.device is None:
+            copy_blocks((there,), np.arange(len(target)), pool.planes, target)
+            return
+
+        def fill(packed: Bytes, part: Part) -> None:
+            some = there[part.regions, part.blocks]
+            np.copyto(packed.reshape(some.shape), some)
+
+        stagings.receive(pool, pool.device, target, fill)
+
+    def close(self) -> None:
+        hang_up(self._connection)
+        self._window.close()
+
+
+def _open(connection: socket.socket, layout: str) -> SharedMemoryReader:
+    """Receive the offer and map the memory. The connection is closed, or belongs to the reader."""
+    offer, fd = _receive(connection)
+    try:
+        return map_offer(connection, fd, offer, layout)
+    finally:
+        os.close(fd)  # the mapping stays
+
+
+def map_offer(connection: socket.socket, fd: int, offer: _Offer, layout: str) -> SharedMemoryReader:
+    """Map ``fd``, which the caller keeps. The connection is closed, or belongs to the reader.
+
+    Raises :class:`KVTransferError`.
+    """
+    try:
+        if offer.layout != layout:
+            raise KVTransferError("layout", f"the owner's blocks are {offer.layout}, this engine's {layout}")
+        # Memory that can shrink under a mapping ends the process that reads it.
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise ValueError("it is not sealed")
+        if offer.is_window:
+            return SharedMemoryReader(_WindowBlocks(connection, fd, offer))
+        reader = SharedMemoryReader(_MappedBlocks(fd, offer))
+        connection.close()
+        return reader
+    except (OSError, TypeError, ValueError, OverflowError) as error:
+        raise KVTransferError("transport", f"the owner's memory cannot be mapped: {error}") from error
+
+
+def _receive(connection: socket.socket) -> tuple[_Offer, int]:
     """Return the offer and the file descriptor, which the caller closes."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.settimeout(_SECONDS)
-        connection.connect(f"\0{endpoint.name}")
-        connection.sendall(endpoint.token)
-        data, fds, flags, _ = socket.recv_fds(connection, _MAX_OFFER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    data, fds, flags, _ = socket.recv_fds(connection, _MAX_OFFER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     try:
         if len(fds) != 1 or flags & socket.MSG_TRUNC:
             raise OSError("refused")
@@ -152,9 +230,3 @@ def _ask(endpoint: _Endpoint) -> tuple[_Offer, int]:
         for fd in fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
-
-
-def _same_user(connection: socket.socket) -> bool:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return bool(uid == os.geteuid())

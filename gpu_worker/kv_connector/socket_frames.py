@@ -43,7 +43,7 @@ def pieces(pool: KVPool, block_ids: IntArray) -> list[memoryview]:
     begins = np.concatenate(([0], np.flatnonzero(np.diff(block_ids) != 1) + 1))
     counts = np.diff(np.concatenate((begins, [len(block_ids)]))).tolist()
     runs = list(zip(block_ids[begins].tolist(), counts, strict=True))
-    memory = pool.memory.buffer
+    memory = pool.host.buffer
     found = []
     for region in pool.regions:
         for block_id, count in runs:

@@ -2,10 +2,11 @@
 
 A reader opens a connection, shows the endpoint's token, and asks for batches of blocks; the owner's kernel gathers the
 pieces out of its pool and the reader's scatters them into its own. A batch travels region by region, so that blocks
-that follow each other travel as one piece.
+that follow each other travel as one piece. The blocks of a device go through pinned memory on that side.
 """
 
 import contextlib
+import functools
 import hmac
 import secrets
 import socket
@@ -17,10 +18,19 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from tokenloom.engine_core.kv_transfer.kv_transport import BlockIds, KVPool, KVReader, KVTransferError, checked_pairs
+from tokenloom.engine_core.kv_transfer.kv_transport import (
+    BlockIds,
+    Bytes,
+    IntArray,
+    KVPool,
+    KVReader,
+    KVTransferError,
+    checked_pairs,
+)
 
 from .listener import Listener, hang_up
 from .socket_frames import pieces, receive_frame, receive_into, send, send_frame
+from .staging import Part, Staging, Stagings
 
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 30.0
@@ -157,19 +167,24 @@ class _Owner:
             if not hmac.compare_digest(hello.token, self.token) or not _is_named(connection, self._peer_name):
                 return
             pool = self._pool
-            sizes = [region.block_bytes for region in pool.regions]
-            send_frame(connection, _Welcome(pool.layout, pool.num_blocks, sizes))
+            send_frame(connection, _Welcome(pool.layout, pool.num_blocks, pool.region_bytes))
+            staging = None
+            if hello.layout == pool.layout and pool.device is not None:
+                staging = Staging(pool, pool.device)
             while hello.layout == pool.layout:
-                self._answer(connection)
+                self._answer(connection, staging)
 
-    def _answer(self, connection: socket.socket) -> None:
+    def _answer(self, connection: socket.socket, staging: Staging | None) -> None:
         connection.settimeout(None)  # an idle reader keeps its connection; one that is gone is found by keepalive
         batch = receive_frame(connection, _Batch)
         connection.settimeout(_READ_SECONDS)
         if len(batch.block_ids) % 4:
             raise KVTransferError("transport", "a torn list of blocks")
         block_ids = self._pool.checked(np.frombuffer(batch.block_ids, dtype="<u4"))
-        send(connection, pieces(self._pool, block_ids))
+        if staging is None:
+            send(connection, pieces(self._pool, block_ids))
+        else:
+            staging.send(block_ids, lambda packed: send(connection, [packed.data]))
 
 
 class SocketReader:
@@ -187,11 +202,12 @@ class SocketReader:
         self._closed = False
         self._idle: list[socket.socket] = []
         self._all: set[socket.socket] = set()
+        self._stagings = Stagings()
         connection, self._welcome = self._connect()
         self._idle.append(connection)
 
     def read(self, source_block_ids: BlockIds, target_block_ids: BlockIds, pool: KVPool) -> None:
-        if self._welcome.block_bytes != [region.block_bytes for region in pool.regions]:
+        if self._welcome.block_bytes != pool.region_bytes:
             raise KVTransferError("layout", "the owner's regions are of other sizes than this pool's")
         source, target = checked_pairs(source_block_ids, self._welcome.num_blocks, target_block_ids, pool)
         per_batch = max(1, _BATCH_BYTES // pool.block_bytes)
@@ -200,7 +216,7 @@ class SocketReader:
             for begin in range(0, len(source), per_batch):
                 batch = slice(begin, begin + per_batch)
                 send_frame(connection, _Batch(source[batch].astype("<u4").tobytes()))
-                receive_into(connection, pieces(pool, target[batch]))
+                self._receive(connection, pool, target[batch])
         except OSError as error:
             self._drop(connection)
             raise KVTransferError("transport", f"reading blocks from {self._endpoint.address}: {error}") from error
@@ -208,6 +224,13 @@ class SocketReader:
             self._drop(connection)  # an answer may be half read
             raise
         self._give_back(connection)
+
+    def _receive(self, connection: socket.socket, pool: KVPool, target: IntArray) -> None:
+        if pool.device is None:
+            receive_into(connection, pieces(pool, target))
+            return
+        take = functools.partial(_fill, connection)
+        self._stagings.receive(pool, pool.device, target, take)
 
     def close(self) -> None:
         with self._lock:
@@ -258,6 +281,10 @@ class SocketReader:
             raise
         connection.settimeout(_READ_SECONDS)
         return connection, welcome
+
+
+def _fill(connection: socket.socket, packed: Bytes, part: Part) -> None:
+    receive_into(connection, [packed.data])
 
 
 def _dial(address: str, tls: TLS | None) -> socket.socket:

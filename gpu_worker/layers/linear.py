@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint.model_config import INT4, INT8_DYNAMIC
+from ..checkpoint.model_config import FP8, INT4, INT8_DYNAMIC
 from ..checkpoint.packed_weight import PackedWeight
 from ..checkpoint.weights import Checkpoint
 from ..kernels.compiler import KernelsUnavailable
@@ -15,6 +15,7 @@ from ..kernels.library import warn_unavailable
 from ..parallel.group import Group
 from ..parallel.sharding import Dimension, length
 from .bfloat16_linear import Bfloat16Linear
+from .fp8_linear import Fp8Linear, can_round
 from .int8_linear import Int8Linear
 from .interface import Linear as Linear
 from .packed_linear import PackedLinear, can_pack
@@ -55,6 +56,8 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, quantization: str | 
         return Int8Linear(weight, bias)
     if quantization == INT4 and _can_group(weight):
         return make_quantized(round_to_4_bits(weight), bias, weight.dtype)
+    if quantization == FP8 and can_round(weight):
+        return Fp8Linear(weight, bias)
     if uses_triton(weight.device):
         from .triton_linear import TritonLinear
 

@@ -55,10 +55,23 @@ class ExpertTiles:
 class TritonExperts:
     """Holds the matrices of all experts of a layer."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, activation: str) -> None:
-        """``gate_up`` [experts, 2 * size, hidden_size], ``down`` [experts, hidden_size, size]."""
+    def __init__(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        activation: str,
+        gate_up_scales: Tensor | None = None,
+        down_scales: Tensor | None = None,
+    ) -> None:
+        """``gate_up`` [experts, 2 * size, hidden_size], ``down`` [experts, hidden_size, size], of 8-bit floats if
+        there are scales.
+
+        ``gate_up_scales`` [experts, 2 * size] and ``down_scales`` [experts, hidden_size]: factors on them, or None.
+        """
         self._gate_up = gate_up
         self._down = down
+        self._gate_up_scales = gate_up_scales
+        self._down_scales = down_scales
         self._kind = KINDS[activation]
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -66,15 +79,17 @@ class TritonExperts:
         num_tokens, per_token = chosen.shape
         tiles = ExpertTiles.sort(chosen, len(self._down))
         num_places = num_tokens * per_token
-        inner = self._product(x.contiguous(), self._gate_up, tiles, num_places, share=per_token)
+        inner = self._product(x.contiguous(), self._gate_up, self._gate_up_scales, tiles, num_places, share=per_token)
         size = inner.shape[1] // 2
         active = inner.new_empty(num_places, size)
         grid = (num_places, -(-size // _GATE_WIDTH))
         launch(gate, grid, inner, active, size, KIND=self._kind, WIDTH=_GATE_WIDTH, num_warps=4)
-        results = self._product(active, self._down, tiles, num_places, share=1)
+        results = self._product(active, self._down, self._down_scales, tiles, num_places, share=1)
         return (results.view(num_tokens, per_token, -1) * weights[..., None]).sum(1).to(x.dtype)
 
-    def _product(self, x: Tensor, matrices: Tensor, tiles: ExpertTiles, num_places: int, share: int) -> Tensor:
+    def _product(
+        self, x: Tensor, matrices: Tensor, scales: Tensor | None, tiles: ExpertTiles, num_places: int, share: int
+    ) -> Tensor:
         _, outputs, inputs = matrices.shape
         out = x.new_empty(num_places, outputs)
         launch(
@@ -82,6 +97,7 @@ class TritonExperts:
             (len(tiles.experts), -(-outputs // _COLUMNS)),
             x,
             matrices,
+            x if scales is None else scales,
             out,
             tiles.places,
             tiles.experts,
@@ -89,6 +105,7 @@ class TritonExperts:
             inputs,
             outputs,
             SHARE=share,
+            HAS_SCALES=scales is not None,
             EVEN=inputs % _DEPTH == 0 and outputs % _COLUMNS == 0,
             ROWS=tiles.rows,
             COLUMNS=_COLUMNS,

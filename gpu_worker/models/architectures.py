@@ -7,9 +7,11 @@ from types import ModuleType
 
 import torch
 
+from tokenloom.engine_core.config import LoadFormat
 from tokenloom.gguf.gguf_file import is_gguf
 
 from ..checkpoint.config_reader import UnsupportedError
+from ..checkpoint.dummy_source import DummySource
 from ..checkpoint.model_config import (
     ARCHITECTURES,
     CLASSIFIERS,
@@ -52,24 +54,30 @@ def load_model(
     max_model_len: int | None = None,
     adapt: Adapt | None = None,
     ranks: Ranks = ONLY_RANK,
+    load_format: LoadFormat = "auto",
 ) -> Model:
     """Load the checkpoint directory ``path``, or the part of it that this one of ``ranks`` computes.
 
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``device`` is the CPU by default, ``ops``
     are PyTorch's, ``quantization`` is None, ``int8-dynamic`` or ``int4``; ``model_impl`` is that of the engine's
-    options, and so is ``max_model_len``. ``adapt`` as in :class:`Checkpoint`. Raises ``ValueError`` naming what the
-    checkpoint lacks, or a feature that is not supported.
+    options, and so are ``max_model_len`` and ``load_format``. ``adapt`` as in :class:`Checkpoint`. Raises
+    ``ValueError`` naming what the checkpoint lacks, or a feature that is not supported.
     """
     device = device or torch.device("cpu")
+    if load_format == "dummy":
+        _check_dummy(path, model_impl)
     if uses_transformers(path, model_impl):
         check_quantization(quantization)
         return _load_transformers(path, read_dtype(path, dtype), device, ops or TorchOps(), quantization)
     config = local_config(load_model_config(path, dtype, quantization, max_model_len), ranks.place)
     if config.shard.spreads_context:
         ops = TorchOps(config.num_kv_heads)  # the kernels write keys and values where they rotate them
+    source = None
+    if load_format == "dummy":
+        source = _make_dummy(config, device)
     stage = Stage(ranks, config.hidden_size, config.dtype) if ranks.place.num_stages > 1 else None
     kernels = _kernels(config) if device.type == "cpu" else []
-    joined = (ranks.group, ranks.experts, ranks.balancer)
+    joined = (ranks.group, ranks.experts, ranks.balancer, source)
     opened = Checkpoint(path, config.dtype, device, config.scheme, adapt, *joined)
     with parallel_build(kernels), opened as checkpoint:
         model: Model
@@ -83,6 +91,24 @@ def load_model(
         if ranks.place.is_whole:  # other ranks read the rest, and :meth:`ModelLoader.load` has checked the whole
             checkpoint.refuse_rest()
     return model
+
+
+def _check_dummy(path: Path, model_impl: str) -> None:
+    """Raise ``ValueError`` if random weights cannot stand for those of the model."""
+    if is_gguf(path) or uses_transformers(path, model_impl):
+        raise ValueError(
+            f"load_format dummy makes weights for the built-in architectures of a directory with config.json; "
+            f"{path.name} is a GGUF file, or transformers' modules compute it"
+        )
+
+
+def _make_dummy(config: ModelConfig, device: torch.device) -> DummySource:
+    if config.scheme is not None:
+        raise ValueError(
+            f"load_format dummy makes no weights that are quantized as {config.scheme.name}: leave quantization_config "
+            "out of config.json, or choose --quantization"
+        )
+    return DummySource(config.dtype, device, has_output=not config.tie_word_embeddings)
 
 
 def _kernels(config: ModelConfig) -> list[Variant]:
@@ -164,6 +190,7 @@ class ModelLoader:
     max_model_len: int | None = None
     adapt: Adapt | None = None
     ranks: Ranks = ONLY_RANK
+    load_format: LoadFormat = "auto"
 
     def read_config(self, path: Path) -> ModelConfig:
         """Return the configuration of a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
@@ -189,6 +216,7 @@ class ModelLoader:
             self.max_model_len,
             self.adapt,
             self.ranks,
+            self.load_format,
         )
 
     def _check_for_ranks(self, path: Path) -> None:
@@ -203,7 +231,8 @@ class ModelLoader:
         if uses_transformers(path, self.model_impl):
             _transformers(path).check_checkpoint(path, read_dtype(path, self.dtype))
         else:
-            load_model(path, self.dtype, torch.device("meta"), quantization=self.quantization)
+            meta = torch.device("meta")
+            load_model(path, self.dtype, meta, quantization=self.quantization, load_format=self.load_format)
 
     def replace_weights(self, model: Model, path: Path) -> None:
         """Replace the weights of ``model`` with those of a checkpoint that passed :meth:`check`, layer by layer."""

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.expert_switches import ExpertSwitches
-from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.model_config import FP8, ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..kernels.gpu_kernels import uses_triton
+from ..layers.fp8_linear import round_weight
 from ..parallel.sharding import WHOLE
 from .mlp import MLPNames
 
@@ -21,11 +22,12 @@ class GroupedExperts(Protocol):
 
 
 def can_group(checkpoint: Checkpoint, config: ModelConfig) -> bool:
-    """Return whether the device groups experts: on a GPU, without quantized weights, adapters and biases, and
+    """Return whether the device groups experts: on a GPU, without stored quantized weights, adapters and biases, and
     on one rank."""
-    plain = config.quantization is None and config.scheme is None and checkpoint.adapt is None and not config.mlp_bias
+    plain = config.scheme is None and checkpoint.adapt is None and not config.mlp_bias
+    computes = config.quantization in (None, FP8)
     is_whole = config.shard == WHOLE and (config.experts is None or config.experts.own is None)
-    return plain and is_whole and uses_triton(checkpoint.device)
+    return plain and computes and is_whole and uses_triton(checkpoint.device)
 
 
 def load_grouped(
@@ -35,11 +37,29 @@ def load_grouped(
     from ..layers.triton_experts import TritonExperts
 
     count, size, hidden = experts.count, experts.intermediate_size, config.hidden_size
-    gate_up = torch.empty(count, 2 * size, hidden, dtype=checkpoint.dtype, device=checkpoint.device)
-    down = torch.empty(count, hidden, size, dtype=checkpoint.dtype, device=checkpoint.device)
+    gate_up = _Matrices(count, 2 * size, hidden, checkpoint, config)
+    down = _Matrices(count, hidden, size, checkpoint, config)
     for expert in range(count):
         at = f"{prefix}.experts.{expert}"
-        gate_up[expert, :size] = checkpoint.take(f"{at}.{names.gate}.weight", size, hidden)
-        gate_up[expert, size:] = checkpoint.take(f"{at}.{names.up}.weight", size, hidden)
-        down[expert] = checkpoint.take(f"{at}.{names.down}.weight", hidden, size)
-    return TritonExperts(gate_up, down, config.hidden_act)
+        gates, ups = (checkpoint.take(f"{at}.{name}.weight", size, hidden) for name in (names.gate, names.up))
+        gate_up.put(expert, torch.cat((gates, ups)))
+        down.put(expert, checkpoint.take(f"{at}.{names.down}.weight", hidden, size))
+    return TritonExperts(gate_up.values, down.values, config.hidden_act, gate_up.scales, down.scales)
+
+
+class _Matrices:
+    """Holds a matrix of each expert, in the model's dtype or rounded to 8-bit floats as they come."""
+
+    def __init__(self, count: int, outputs: int, inputs: int, checkpoint: Checkpoint, config: ModelConfig) -> None:
+        rounds, device = config.quantization == FP8, checkpoint.device
+        self.values = torch.empty(
+            count, outputs, inputs, dtype=torch.float8_e4m3fn if rounds else checkpoint.dtype, device=device
+        )
+        self.scales = torch.empty(count, outputs, dtype=torch.float32, device=device) if rounds else None
+
+    def put(self, expert: int, matrix: Tensor) -> None:
+        """Keep a matrix [outputs, inputs]."""
+        if self.scales is None:
+            self.values[expert] = matrix
+        else:
+            self.values[expert], self.scales[expert] = round_weight(matrix)

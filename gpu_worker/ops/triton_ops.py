@@ -4,8 +4,10 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
+from ..attention.fp8_cache import FP8_KV
 from ..kernels.triton import activations, add_norm, rotate_and_write
 from ..kernels.triton.launch import launch, power_of_2
+from ..layers.fp8_linear import Fp8Linear
 from ..layers.interface import Linear
 from ..layers.triton_linear import KINDS, TritonLinear
 from .ops import HeadNorm, Rotation
@@ -55,7 +57,7 @@ class TritonOps:
         return out
 
     def gated(self, linear: Linear, x: Tensor, activation: str) -> Tensor:
-        if isinstance(linear, TritonLinear) and linear.takes(x):
+        if isinstance(linear, (TritonLinear, Fp8Linear)) and linear.takes(x):
             return linear.gated(x, activation)
         return self.gate(linear(x), activation)
 
@@ -93,6 +95,7 @@ class TritonOps:
             PADDED_HALF=power_of_2(head // 2),
             BLOCK=block_size,
             HEADS=_HEADS,
+            IS_FP8=kv_cache.dtype == FP8_KV,
             num_warps=4,
         )
         return heads[:, :num_heads]

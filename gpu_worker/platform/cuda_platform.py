@@ -1,14 +1,22 @@
 """Describes a CUDA device, and how much of its memory the KV pool may use."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from ..cuda.capture import GraphCapture
-from ..cuda.graphs import Capture
+from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
+
+from ..attention.attention_backend import KVCache
+from ..cuda.device_link import CUDALink
 from ..cuda.sampler import DeviceSampler
+from ..cuda.step_tools import Capture, GraphCapture, StepTools
 from ..kernels.gpu_kernels import uses_triton
+from ..kv_connector.cuda_ipc import CudaIpc
+from ..kv_connector.device_pool import copy_with_torch, make_device_pool
+
+_FP8_CAPABILITY = (8, 9)
+"""Of the first GPUs whose tensor cores multiply 8-bit floats (Ada); Hopper has 9.0."""
 
 
 class CUDAPlatform:
@@ -47,12 +55,29 @@ class CUDAPlatform:
     def make_sampler(self) -> DeviceSampler | None:
         if not uses_triton(self.device):
             return None
-        from ..cuda.draw_kernel import draw
+        from ..cuda.sampler_kernels import TritonSamplerKernels
 
-        return DeviceSampler(draw)
+        return DeviceSampler(TritonSamplerKernels())
+
+    def make_step_tools(self) -> StepTools | None:
+        if not uses_triton(self.device):
+            return None
+        from ..cuda.row_kernels import TritonRowKernels
+
+        return StepTools(CUDALink(), TritonRowKernels())
 
     def make_capture(self) -> Capture | None:
         return GraphCapture() if uses_triton(self.device) else None
+
+    def device_pool(self, caches: Sequence[KVCache], num_blocks: int, layout: str) -> KVPool:
+        copy = copy_with_torch
+        if uses_triton(self.device):
+            from ..cuda.block_copy import copy_pool_blocks as copy
+        return make_device_pool(caches, num_blocks, layout, copy, CudaIpc())
+
+    @property
+    def computes_fp8(self) -> bool:
+        return torch.cuda.get_device_capability(self.device) >= _FP8_CAPABILITY
 
     @property
     def hardware(self) -> str:

@@ -1,14 +1,16 @@
 """Describes how the devices differ that a model may run on, apart from the operations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from tokenloom.control_groups import cpu_limit
+from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 
-from ..cuda.graphs import Capture
+from ..attention.attention_backend import KVCache
 from ..cuda.sampler import DeviceSampler
+from ..cuda.step_tools import Capture, StepTools
 from ..kernels.threads import prepare_sharing
 from . import memory
 from .core_watch import CoreWatch, ProcessThreads, cores_within
@@ -35,6 +37,10 @@ class Platform(Protocol):
     def make_sampler(self) -> DeviceSampler | None:
         """Return what draws tokens on the device, so that only their ids come to the host; None: the host draws."""
 
+    def make_step_tools(self) -> StepTools | None:
+        """Return what keeps the rows of the batch on the device, so that a step is one copy; None: steps are on the
+        host."""
+
     def make_capture(self) -> Capture | None:
         """Return what captures steps, so that one call gives the device all of a step; None: the device cannot."""
 
@@ -52,6 +58,13 @@ class Platform(Protocol):
         """Return how much the KV pool of one of ``num_engines`` engines that share the memory may take, if a step of
         each needs ``activations`` in addition."""
 
+    def device_pool(self, caches: Sequence[KVCache], num_blocks: int, layout: str) -> KVPool:
+        """Return the pool of these caches, of all layers, for transports. Called if the pool is not on the host."""
+
+    @property
+    def computes_fp8(self) -> bool:
+        """Whether the device multiplies 8-bit floats."""
+
     def return_freed(self) -> None:
         """Return free memory to the system."""
 
@@ -65,6 +78,7 @@ class CPUPlatform:
     device = torch.device("cpu")
     hardware = ""
     pool_is_on_host = True
+    computes_fp8 = False
 
     def __init__(self) -> None:
         self._watch: CoreWatch | None = None
@@ -87,8 +101,14 @@ class CPUPlatform:
     def make_sampler(self) -> None:
         return None
 
+    def make_step_tools(self) -> None:
+        return None
+
     def make_capture(self) -> None:
         return None
+
+    def device_pool(self, caches: Sequence[KVCache], num_blocks: int, layout: str) -> KVPool:
+        raise AssertionError("the pool of a CPU is memory of the host")
 
     def kv_memory(self, activations: int, num_engines: int) -> int:
         """Return this engine's part of half of what the host (or control group) has free after a step of every

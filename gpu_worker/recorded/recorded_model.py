@@ -60,6 +60,9 @@ class _Step:
 class RecordedModel:
     """Holds the recordings of a model over one attention backend. Belongs to one thread."""
 
+    computes_every_step = False
+    draws: None = None
+
     def __init__(self, plan: FixedPlan) -> None:
         """``plan`` holds the arrays from which every recorded step computes."""
         self._plan = plan
@@ -80,10 +83,8 @@ class RecordedModel:
         """Return whether every recording computes the logits, too."""
         return all(step.logits is not None for step in self._steps.values())
 
-    @property
-    def sizes_ahead(self) -> tuple[int, ...]:
-        """Return none: the first step of a size takes hardly longer than others."""
-        return ()
+    def record_ahead(self, model: StepModel, kv_caches: list[KVCache]) -> None:
+        """Record nothing: the first step of a size takes hardly longer than others."""
 
     def forget(self) -> None:
         """Drop all recordings: the weights or the KV caches are others from now on."""

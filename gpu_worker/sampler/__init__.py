@@ -6,9 +6,10 @@ from .logit_bias import LogitBias
 from .logits_processor import LogitsProcessor, LogitsProcessors
 from .logprobs import LogprobRows
 from .min_tokens import MinTokens
-from .penalties import Penalties, SeenTokens
+from .penalties import Penalties
 from .philox import Purpose, uniform
 from .sampler import NO_TOKEN, Sampler
+from .seen_tokens import SeenTokens
 
 __all__ = [
     "NO_TOKEN",

@@ -7,6 +7,8 @@ import numpy.typing as npt
 
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 
+from .row_edit import RowEdit, Words, pack_bits
+
 
 class AllowedTokens:
     """Fulfils :class:`~.logits_processor.LogitsProcessor`."""
@@ -15,6 +17,7 @@ class AllowedTokens:
 
     def __init__(self) -> None:
         self._token_ids: dict[int, npt.NDArray[np.int64]] = {}
+        self._bitmasks: dict[int, Words] = {}
 
     def add(
         self, row: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
@@ -23,6 +26,7 @@ class AllowedTokens:
 
     def remove(self, row: int) -> None:
         del self._token_ids[row]
+        self._bitmasks.pop(row, None)
 
     def append(self, row: int, token_id: int) -> None:
         pass
@@ -33,3 +37,11 @@ class AllowedTokens:
                 allowed = logits[index, token_ids]
                 logits[index] = -np.inf
                 logits[index, token_ids] = allowed
+
+    def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
+        if row not in self._bitmasks:
+            self._bitmasks[row] = pack_bits(self._token_ids[row])
+        edit.allowed.append(self._bitmasks[row])
+
+    def follows_output(self, row: int) -> bool:
+        return False

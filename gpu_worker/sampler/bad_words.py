@@ -8,6 +8,8 @@ import numpy.typing as npt
 
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 
+from .row_edit import RowEdit
+
 
 class BadWords:
     """Fulfils :class:`~.logits_processor.LogitsProcessor`."""
@@ -33,6 +35,12 @@ class BadWords:
             if (index := index_of.get(row)) is not None:
                 logits[index, request.masked()] = -np.inf
 
+    def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
+        edit.masked.append(np.array(self._requests[row].masked(), dtype=np.int64))
+
+    def follows_output(self, row: int) -> bool:
+        return self._requests[row].has_prefixes
+
 
 class _Request:
     """Indexes one request's words by the token before the last, so that a step looks only at words that may end now."""
@@ -50,6 +58,11 @@ class _Request:
         if self._longest:
             self._tail.append(token_id)
             del self._tail[: -self._longest]
+
+    @property
+    def has_prefixes(self) -> bool:
+        """Return whether any word has more than one token."""
+        return self._longest > 0
 
     def masked(self) -> list[int]:
         """Return the tokens that would complete a word."""

@@ -7,6 +7,8 @@ import numpy.typing as npt
 
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 
+from .row_edit import RowEdit
+
 
 class LogitBias:
     """Fulfils :class:`~.logits_processor.LogitsProcessor`."""
@@ -35,3 +37,9 @@ class LogitBias:
         for row, (token_ids, biases) in self._biases.items():
             if (index := index_of.get(row)) is not None:
                 logits[index, token_ids] += biases
+
+    def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
+        edit.bias = self._biases[row]
+
+    def follows_output(self, row: int) -> bool:
+        return False

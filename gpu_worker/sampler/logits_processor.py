@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 
+from .row_edit import RowEdit
+
 _DEFAULTS = SamplingParams(max_tokens=1, seed=0)
 
 
@@ -31,6 +33,13 @@ class LogitsProcessor(Protocol):
 
     def apply(self, logits: npt.NDArray[np.float32], index_of: Mapping[int, int]) -> None:
         """Change logits [n, vocab] in place: the rows ``index_of[row]`` of its own batch rows."""
+
+    def describe(self, row: int, output_index: int, edit: RowEdit) -> None:
+        """Add to ``edit`` what :meth:`apply` would do to the logits of the token ``output_index`` of this row."""
+
+    def follows_output(self, row: int) -> bool:
+        """Return whether :meth:`describe` depends on the tokens of the output, and not on their number alone; tokens
+        that a device counts by itself do not count."""
 
 
 class LogitsProcessors:
@@ -70,6 +79,14 @@ class LogitsProcessors:
             for processor in self._of_row.get(row, ()):
                 processor.append(row, token_id)
 
+    def follow_output(self, rows: npt.NDArray[np.int64]) -> bool:
+        """Return whether what any of these rows [n] asks for depends on the tokens of its output, as the host has to
+        know them."""
+        if not self._of_row:
+            return False
+        of_rows = ((row, processor) for row in rows.tolist() for processor in self._of_row.get(row, ()))
+        return any(processor.follows_output(row) for row, processor in of_rows)
+
     def apply(self, logits: npt.NDArray[np.float32], rows: npt.NDArray[np.int64]) -> None:
         """Change logits [n, vocab] of these batch rows, [n], in place."""
         if not self._of_row:
@@ -78,3 +95,10 @@ class LogitsProcessors:
         if index_of:
             for processor in self._in_order:
                 processor.apply(logits, index_of)
+
+    def describe(self, row: int, output_index: int) -> RowEdit:
+        """Return what :meth:`apply` would do to a row's logits of the token ``output_index`` of its output."""
+        edit = RowEdit()
+        for processor in self._of_row.get(row, ()):
+            processor.describe(row, output_index, edit)
+        return edit

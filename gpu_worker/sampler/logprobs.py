@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +92,30 @@ def _ranks(rows: Logits, values: Logits, token_ids: npt.NDArray[np.intp]) -> npt
     return 1 + num_better + num_equal_before
 
 
+class RowLogprobs(Protocol):
+    """Has the log probabilities of a step once its tokens are drawn."""
+
+    def logprobs_of(self, token_ids: Sequence[int]) -> dict[int, Logprobs]:
+        """Return them by row of the step, of the rows that ask; ``token_ids`` has a token for each row."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedLogprobs:
+    """Fulfils :class:`RowLogprobs` for rows that the device drew, and for some that the host drew."""
+
+    by_row: dict[int, Logprobs]
+    """Of the tokens that the device drew."""
+    others: RowLogprobs | None = None
+    hosted: Sequence[int] = ()
+    """The rows of the step that are those of ``others``."""
+
+    def logprobs_of(self, token_ids: Sequence[int]) -> dict[int, Logprobs]:
+        if self.others is None:
+            return self.by_row
+        found = self.others.logprobs_of([token_ids[row] for row in self.hosted])
+        return self.by_row | {self.hosted[index]: logprobs for index, logprobs in found.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class KeptLogits:
     """Holds the unchanged logits of the rows that ask."""
@@ -138,6 +163,11 @@ class LogprobRows:
     def remove(self, row: int) -> None:
         """Remove a request."""
         self._params.pop(row, None)
+
+    def wanted(self, row: int) -> tuple[int, Sequence[int]]:
+        """Return how many of the best tokens a row that asks wants, and which others it names."""
+        params = self._params[row]
+        return params.logprobs or 0, params.logprob_token_ids or ()
 
     def keep(self, logits: Logits, rows: npt.NDArray[np.int64]) -> KeptLogits | None:
         """Copy the logits [n, vocab] of these batch rows, [n], before they are changed; None if no row asks."""

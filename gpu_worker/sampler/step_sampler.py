@@ -1,22 +1,26 @@
 """Draws the tokens of a step from the model's logits: one for each row that it is asked for."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput
 
+from ..batch.expected_tokens import ExpectedTokens
 from ..batch.input_batch import InputBatch, StepInputs
+from ..cuda.device_rows import RowDraws
+from ..cuda.drawn_rows import DrawnRows
 from ..cuda.packed_copy import to_device
-from ..cuda.sampler import DeviceSampler
+from ..cuda.sampler import NO_CHOICE, NOTHING, Asked, DeviceSampler
 from .grammar_mask import allow_only, force
 from .logits_stats import LogitsMeter
-from .logprobs import KeptLogits
+from .logprobs import JoinedLogprobs, RowLogprobs
+from .pending_step import PendingStep, by_request, drop_undrawn
 from .sampler import NO_TOKEN, Sampler
 
 Ints = npt.NDArray[np.int64]
@@ -56,10 +60,15 @@ class StepSampler:
         self, inputs: StepInputs, logits: Tensor, grammar: GrammarOutput | None, output: ModelRunnerOutput
     ) -> None:
         """Draw a token for each request of ``inputs.sampled`` [S] from its row of ``logits`` [S, vocab]."""
-        indices = inputs.sampled.tolist()
         self.measure(inputs, logits, output)
-        tokens, kept = self.draw_rows(inputs, inputs.sampled, logits, grammar, output)
-        output.sampled_token_ids = _by_request(tokens, indices, len(inputs.req_ids))
+        self._complete(inputs, *self.draw_rows(inputs, inputs.sampled, logits, grammar, output), output)
+
+    def _complete(
+        self, inputs: StepInputs, tokens: list[int], kept: RowLogprobs | None, output: ModelRunnerOutput
+    ) -> None:
+        """Give the batch and the output the tokens [S], and the output their log probabilities."""
+        indices = inputs.sampled.tolist()
+        output.sampled_token_ids = by_request(tokens, indices, len(inputs.req_ids))
         if NO_TOKEN in tokens:
             tokens = drop_undrawn(output, tokens, indices)
         drawn = np.array(tokens, dtype=np.int64)
@@ -69,6 +78,38 @@ class StepSampler:
         if kept is not None:
             by_row = kept.logprobs_of(tokens)
             output.logprobs = {inputs.req_ids[indices[row]]: logprobs for row, logprobs in by_row.items()}
+
+    def start(
+        self,
+        inputs: StepInputs,
+        logits: Tensor,
+        grammar: GrammarOutput | None,
+        draws: RowDraws,
+        output: ModelRunnerOutput,
+        expected: ExpectedTokens,
+    ) -> PendingStep | None:
+        """Do what :meth:`sample` does, without waiting for the device if it draws all tokens and no later step needs
+        them on the host: then the batch and the output get them later.
+
+        ``draws``: what the rows of ``inputs.sampled`` ask for, on the device. ``expected`` gets the tokens when they
+        are there. Returns what completes the output; None: it is complete.
+        """
+        assert self.device_sampler is not None, "draws come only where the device draws"
+        self.measure(inputs, logits, output)
+        if self._count_nans:
+            output.num_nans_in_logits = _count_nans(logits, [inputs.req_ids[index] for index in inputs.sampled])
+        rows, processors = rows_of(inputs, inputs.sampled), self.batch.logits_processors
+        indices = self.batch.output_indices(rows)
+        asked = self._asked(inputs, inputs.sampled, indices, grammar)
+        drawn = self.device_sampler.start_with(logits, draws.columns, indices, asked)
+        if drawn.left_out or self._publish is not None or processors.follow_output(rows):
+            expected.settle_all()  # the host may look at tokens of earlier steps
+            found = self._finish(drawn, inputs, inputs.sampled, logits, grammar, output)
+            self._complete(inputs, *found, output)
+            return None
+        draws.keep(drawn.token_ids)
+        expected.add(self.batch.expect_tokens(rows), drawn.tokens)
+        return PendingStep(output, drawn, inputs.sampled.tolist(), has_masks=bool(processors))
 
     @property
     def measures(self) -> bool:
@@ -94,13 +135,15 @@ class StepSampler:
         grammar: GrammarOutput | None,
         output: ModelRunnerOutput,
         draw: Draw | None = None,
-    ) -> tuple[list[int], KeptLogits | None]:
+    ) -> tuple[list[int], RowLogprobs | None]:
         """Draw the next token of the requests ``places`` [n] of the step from ``logits`` [n, vocab].
 
         Returns the tokens, ``NO_TOKEN`` where no token can be drawn, and what log probabilities need. Adds to
         ``output`` what only the logits show. ``draw`` replaces :attr:`draw`.
         """
-        if self.device_sampler is not None and draw is None and not self._count_nans:
+        if self._count_nans:
+            output.num_nans_in_logits = _count_nans(logits, [inputs.req_ids[index] for index in places.tolist()])
+        if self.device_sampler is not None and draw is None:
             return self._draw_on_device(self.device_sampler, inputs, places, logits, grammar, output)
         return self._draw_on_host(inputs, places, logits, grammar, output, draw or self.draw)
 
@@ -112,32 +155,62 @@ class StepSampler:
         logits: Tensor,
         grammar: GrammarOutput | None,
         output: ModelRunnerOutput,
-    ) -> tuple[list[int], KeptLogits | None]:
-        """Let the device draw, but for the rows that ask for changed logits or for log probabilities: only their logits
-        come to the host."""
-        pending = device_sampler.start(logits, *self.batch.sampling(rows_of(inputs, places)))
-        hosted = self._places_on_host(inputs, places, grammar)
-        if not len(hosted):
-            return pending.wait(), None
-        own = logits[to_device(hosted, logits.device)]
-        drawn, kept = self._draw_on_host(inputs, places[hosted], own, grammar, output, self.draw)
-        tokens = pending.wait()
-        for index, token_id in zip(hosted.tolist(), drawn, strict=True):
-            tokens[index] = token_id
-        if kept is not None:
-            kept = replace(kept, indices=[int(hosted[index]) for index in kept.indices])
-        return tokens, kept
+    ) -> tuple[list[int], RowLogprobs | None]:
+        params, indices = self.batch.sampling(rows_of(inputs, places))
+        drawn = device_sampler.start(logits, params, indices, self._asked(inputs, places, indices, grammar))
+        return self._finish(drawn, inputs, places, logits, grammar, output)
 
-    def _places_on_host(self, inputs: StepInputs, places: Ints, grammar: GrammarOutput | None) -> Ints:
-        """Return the indices among ``places`` of the requests whose tokens the host draws."""
-        if self.only_draws(grammar):
-            return places[:0]
-        constrained = set() if grammar is None else {*grammar.req_ids, *grammar.forced}
-        wanted = [
-            self.batch.draws_on_host(row) or inputs.req_ids[place] in constrained
-            for place, row in zip(places.tolist(), inputs.rows[places].tolist(), strict=True)
-        ]
-        return np.flatnonzero(wanted)
+    def _finish(
+        self,
+        drawn: DrawnRows,
+        inputs: StepInputs,
+        places: Ints,
+        logits: Tensor,
+        grammar: GrammarOutput | None,
+        output: ModelRunnerOutput,
+    ) -> tuple[list[int], RowLogprobs | None]:
+        """Draw on the host for the rows that the device left out, only their logits come to it, and wait for the
+        others."""
+        hosted, found = np.array(sorted(drawn.left_out), dtype=np.int64), None
+        if len(hosted):
+            own = logits[to_device(hosted, logits.device)]
+            found = self._draw_on_host(inputs, places[hosted], own, grammar, output, self.draw)
+        tokens = drawn.tokens.wait()
+        if found is not None:
+            for index, token_id in zip(hosted.tolist(), found[0], strict=True):
+                tokens[index] = token_id
+        if NO_CHOICE in tokens:
+            self._report_choices(tokens, inputs, places, output)
+        if found is None:
+            return tokens, None if drawn.logprobs is None else JoinedLogprobs(drawn.wait_for_logprobs())
+        return tokens, JoinedLogprobs(drawn.wait_for_logprobs(), found[1], hosted.tolist())
+
+    def _asked(self, inputs: StepInputs, places: Ints, output_indices: Ints, grammar: GrammarOutput | None) -> Asked:
+        """Return what the requests ``places`` [n] of the step ask for beside a token, whose index each has."""
+        batch = self.batch
+        if batch.only_draws and grammar is None:
+            return NOTHING
+        asked, rows = Asked({}, {}), rows_of(inputs, places)
+        masks = {} if grammar is None else _masks(grammar)
+        forced = {} if grammar is None else grammar.forced
+        columns = zip(places.tolist(), rows.tolist(), output_indices.tolist(), strict=True)
+        for index, (place, row, output_index) in enumerate(columns):
+            req_id = inputs.req_ids[place]
+            if row in batch.logits_processors or req_id in masks or req_id in forced:
+                edit = asked.edits[index] = batch.logits_processors.describe(row, output_index)
+                edit.allowed += masks.get(req_id, ())
+                edit.forced = forced.get(req_id, -1)
+            if row in batch.logprobs:
+                asked.logprobs[index] = batch.logprobs.wanted(row)
+        return asked
+
+    def _report_choices(self, tokens: list[int], inputs: StepInputs, places: Ints, output: ModelRunnerOutput) -> None:
+        """Replace ``NO_CHOICE`` by ``NO_TOKEN``, and list the requests if masks can be the reason."""
+        for index, place in enumerate(places.tolist()):
+            if tokens[index] == NO_CHOICE:
+                tokens[index] = NO_TOKEN
+                if self.batch.logits_processors:
+                    output.without_choice.append(inputs.req_ids[place])
 
     def _draw_on_host(
         self,
@@ -147,12 +220,10 @@ class StepSampler:
         grammar: GrammarOutput | None,
         output: ModelRunnerOutput,
         draw: Draw,
-    ) -> tuple[list[int], KeptLogits | None]:
+    ) -> tuple[list[int], RowLogprobs | None]:
         logits: Logits = on_device.cpu().numpy()
         rows, batch = rows_of(inputs, places), self.batch
-        req_ids = [inputs.req_ids[index] for index in places.tolist()] if self._count_nans or grammar else []
-        if self._count_nans:
-            output.num_nans_in_logits = _count_nans(logits, req_ids)
+        req_ids = [inputs.req_ids[index] for index in places.tolist()] if grammar else []
         kept = batch.logprobs.keep(logits, rows)
         if grammar is not None:
             allow_only(grammar, req_ids, logits)
@@ -172,31 +243,15 @@ def rows_of(inputs: StepInputs, places: Ints) -> Ints:
     return inputs.rows if len(places) == len(inputs.rows) else inputs.rows[places]
 
 
-def _by_request(tokens: list[int], indices: list[int], num_requests: int) -> list[list[int]]:
-    """Return the tokens [S] of the requests ``indices`` [S] in a list for each request of the step."""
-    if len(tokens) == num_requests:  # every request decodes
-        return [[token_id] for token_id in tokens]
-    by_request: list[list[int]] = [[] for _ in range(num_requests)]
-    for index, token_id in zip(indices, tokens, strict=True):
-        by_request[index] = [token_id]
-    return by_request
+def _masks(grammar: GrammarOutput) -> dict[str, list[npt.NDArray[np.int32]]]:
+    """Return the bitmasks of each request."""
+    masks: dict[str, list[npt.NDArray[np.int32]]] = {}
+    for req_id, words in zip(grammar.req_ids, grammar.bitmask, strict=True):
+        masks.setdefault(req_id, []).append(words)
+    return masks
 
 
-def drop_undrawn(output: ModelRunnerOutput, tokens: list[int], indices: list[int]) -> list[int]:
-    """List the requests of the rows without a token in ``output``, unless they are listed as without choice.
-
-    Returns the tokens with an arbitrary one for these rows, as the requests may be in the next step already.
-    """
-    for row, token_id in enumerate(tokens):
-        if token_id == NO_TOKEN:
-            output.sampled_token_ids[indices[row]] = []
-            req_id = output.req_ids[indices[row]]
-            if req_id not in output.without_choice:
-                output.without_finite_logit.append(req_id)
-    return [max(token_id, 0) for token_id in tokens]
-
-
-def _count_nans(logits: Logits, req_ids: Sequence[str]) -> dict[str, int]:
-    """Count the NaN logits of the rows, [n, vocab], that have any."""
-    counts = np.isnan(logits).sum(axis=1).tolist()
+def _count_nans(logits: Tensor, req_ids: Sequence[str]) -> dict[str, int]:
+    """Count the NaN logits of the rows, [n, vocab], that have any. Waits for the device."""
+    counts = torch.isnan(logits).sum(1).tolist()
     return {req_id: count for req_id, count in zip(req_ids, counts, strict=True) if count}

@@ -95,7 +95,7 @@ class Drafting:
         """Return the model's ``pool`` with the regions of these layers behind its own."""
         if self.kv_config is None:
             return pool
-        own = make_kv_pool(self.kv_config, num_blocks, block_size, pool.memory)
+        own = make_kv_pool(self.kv_config, num_blocks, block_size, pool.host)
         offset = self._offset(num_blocks, block_size)
         behind = tuple(KVRegion(region.offset + offset, region.block_bytes) for region in own.regions)
         return KVPool(pool.memory, pool.regions + behind, num_blocks, self.kv_layout(pool.layout, block_size))

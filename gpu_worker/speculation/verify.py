@@ -17,8 +17,9 @@ from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunn
 from ..batch.input_batch import StepInputs
 from ..cuda.packed_copy import to_device
 from ..sampler import NO_TOKEN
-from ..sampler.logprobs import KeptLogits
-from ..sampler.step_sampler import StepSampler, drop_undrawn, rows_of
+from ..sampler.logprobs import RowLogprobs
+from ..sampler.pending_step import drop_undrawn
+from ..sampler.step_sampler import StepSampler, rows_of
 from .rejection import RejectionSampler
 
 Ints = npt.NDArray[np.int64]
@@ -124,7 +125,7 @@ class Verifier:
         inputs: StepInputs,
         places: Ints,
         tokens: list[int],
-        kept: KeptLogits | None,
+        kept: RowLogprobs | None,
         output: ModelRunnerOutput,
         drafts: Sequence[int | None],
         is_first: bool,

@@ -52,7 +52,7 @@ class EngineRecord:
         columns.max_tokens[row] = min(size, limit or size) if size else limit  # encoders keep no KV
         columns.block_size[row] = identity.fingerprint.block_size
         columns.name_hash[row] = name_hash(f"{identity.engine_id} {identity.epoch}")
-        columns.last_turn[row] = 0
+        columns.begin_turns(row)
         columns.progressed_at[row] = now
         self._take(report, now)
 
@@ -166,6 +166,7 @@ class EngineRecord:
         columns.step_seconds[row] = report.step_seconds
         columns.start_rate[row] = report.starts_per_second
         columns.reported_at[row] = now
+        columns.num_reports += 1
         self._recount()
         self.refresh(now)
 

@@ -81,7 +81,6 @@ class Registry:
         self._columns = EngineColumns()
         self._kinds = FingerprintKinds()
         self._by_row: dict[int, EngineRecord] = {}
-        self._num_joins = 0
         self.prefixes = PrefixIndex(prefix_index_bytes)
         self.uses_prefixes = False
         self._placement = Placement(self._columns, self._kinds, policy or Policy())
@@ -128,8 +127,6 @@ class Registry:
         older = self._records.get(identity.engine_id)
         if older is None:
             row = columns.add()
-            self._num_joins += 1
-            columns.order[row] = self._num_joins
         else:
             row = older.row
         last_turn = columns.last_turn[row]
@@ -231,7 +228,7 @@ class Registry:
             return [(record.identity.engine_id, record.report.role) for record in records]
 
         def make(numbers: list[int]) -> Pool:
-            return make_pool(self._columns, self._kinds, pool.rows[numbers])
+            return make_pool(self._columns, self._kinds, np.sort(pool.rows[numbers]))
 
         return self._subsets.find(key, engines, make, request.subset)
 

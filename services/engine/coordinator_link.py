@@ -5,6 +5,7 @@ import contextlib
 import logging
 from typing import NoReturn, Protocol, TypeAlias
 
+import grpc
 import grpc.aio
 
 from tokenloom.request.errors import Aborted, TokenloomError, Unavailable
@@ -51,7 +52,7 @@ class CoordinatorLink:
     def __init__(
         self, channel: grpc.aio.Channel, identity: Identity, load: LoadTracker, role: types_pb2.EngineRole
     ) -> None:
-        """``channel``: the channel to the coordinator; :meth:`run` closes it."""
+        """``channel``: the channel to the coordinator; its owner closes it."""
         self._channel = channel
         self._identity = identity
         self._load = load
@@ -87,23 +88,35 @@ class CoordinatorLink:
         ``commands`` obeys what the coordinator asks for.
         """
         backoff, loop = MIN_BACKOFF_SECONDS, asyncio.get_running_loop()
-        async with self._channel as channel:
-            stub = coordinator_pb2_grpc.CoordinatorStub(channel)
-            while True:
-                joined_at = loop.time()
-                try:
-                    await self._join(stub.Join(), commands)
-                except (TokenloomError, grpc.aio.AioRpcError, TimeoutError) as cause:
-                    is_silent = isinstance(cause, TimeoutError)
-                    error = Unavailable("the coordinator did not answer") if is_silent else of_exception(cause)
-                if isinstance(error, Aborted):
-                    log.error("removed from the coordinator's registry: %s", error.message)
-                    return
-                if loop.time() - joined_at > MAX_BACKOFF_SECONDS:
-                    backoff = MIN_BACKOFF_SECONDS
-                log.info("not in the coordinator's registry (%s); joining again", error.message)
-                await asyncio.sleep(backoff)
-                backoff = min(backoff * 2, MAX_BACKOFF_SECONDS)
+        stub = coordinator_pb2_grpc.CoordinatorStub(self._channel)
+        while True:
+            joined_at = loop.time()
+            try:
+                await self._join(stub.Join(), commands)
+            except (TokenloomError, grpc.aio.AioRpcError, TimeoutError) as cause:
+                is_silent = isinstance(cause, TimeoutError)
+                error = Unavailable("the coordinator did not answer") if is_silent else of_exception(cause)
+            if isinstance(error, Aborted):
+                log.error("removed from the coordinator's registry: %s", error.message)
+                return
+            if loop.time() - joined_at > MAX_BACKOFF_SECONDS:
+                backoff = MIN_BACKOFF_SECONDS
+            log.info("not in the coordinator's registry (%s); joining again", error.message)
+            await self._wait_to_join(backoff)
+            backoff = min(backoff * 2, MAX_BACKOFF_SECONDS)
+
+    async def _wait_to_join(self, seconds: float) -> None:
+        """Wait for so long, or until the channel is connected again: a coordinator that was restarted is joined at
+        once, and one that refuses the engine is not asked more often."""
+        ready, state = grpc.ChannelConnectivity.READY, self._channel.get_state()
+        if state == ready:
+            await asyncio.sleep(seconds)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while state != ready:
+                    await self._channel.wait_for_state_change(state)
+                    state = self._channel.get_state()
 
     async def _join(self, call: _Call, commands: Commands) -> NoReturn:
         """Keep one stream until it fails."""

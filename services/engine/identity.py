@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenloom import checkpoint
+from tokenloom.engine_core.config import WorkerConfig
 from tokenloom.engine_core.wire.core_pooling_params import ModelPooling
 from tokenloom.engine_core.wire.handshake import CoreReady
 from tokenloom.services.runtime.peers.hello import make_hello
@@ -90,10 +91,16 @@ def make_fingerprint(path: Path, name: str, ready: CoreReady, settings: EngineSe
     """
     return types_pb2.Fingerprint(
         model=name,
-        weights=checkpoint.weights_fingerprint(path) if settings.engine.worker.worker == "model" else b"",
+        weights=_weights_fingerprint(path, settings.engine.worker),
         tokenizer=checkpoint.tokenizer_fingerprint(path),
         block_hash_seed=settings.engine.cache.block_hash_seed,
         block_size=ready.block_size,
         kv_layout=ready.kv_layout,
         numerics=ready.numerics,
     )
+
+
+def _weights_fingerprint(path: Path, config: WorkerConfig) -> bytes:
+    if config.worker != "model":
+        return b""
+    return checkpoint.weights_fingerprint(path) if config.load_format == "auto" else checkpoint.dummy_fingerprint(path)

@@ -4,6 +4,9 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from typing import NoReturn
+
+import grpc.aio
 
 from tokenloom import model_path
 from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
@@ -66,28 +69,31 @@ class EngineService:
 async def _start(
     settings: EngineSettings, client: AsyncClient | None, host: Host, undo: contextlib.AsyncExitStack
 ) -> RunningEngine:
-    path = await asyncio.to_thread(model_path.resolve, settings.engine.worker.model)
+    needs_weights = settings.engine.worker.load_format == "auto"
+    path = await asyncio.to_thread(model_path.resolve, settings.engine.worker.model, weights=needs_weights)
     name = settings.served_model_name or model_path.served_name(path, settings.engine.worker.model)
     load = LoadTracker(settings.engine.scheduler.max_num_seqs, settings.max_waiting, host.clock.seconds)
     client = client or process_client(settings, str(path))
     undo.push_async_callback(client.close)
     core = await start_core(settings, client, load, host, name)
     fingerprint = await asyncio.to_thread(make_fingerprint, path, name, core.ready, settings)
-    kv = KVFront(settings, core, load, host) if settings.kv_transports else None
+    to_coordinator = host.channels.open(settings.coordinator, "coordinator") if settings.coordinator else None
+    if to_coordinator is not None:
+        host.spawn(_hold(to_coordinator), name="engine-coordinator-channel")
+    kv = KVFront(settings, core, load, host, to_coordinator) if settings.kv_transports else None
     if kv is not None:
         undo.push_async_callback(kv.close)
     address = settings.advertise_address or host.address
     identity = Identity(settings, core.ready, fingerprint, host.epoch, address, kv.address if kv is not None else "")
     streams = EngineServicer(identity, core, load, kv, host.random, frame_interval=settings.frame_interval)
-    coordinator = _link_coordinator(settings, identity, load, host)
+    role = BY_NAME[settings.engine.kv.role]
+    coordinator = CoordinatorLink(to_coordinator, identity, load, role) if to_coordinator is not None else None
     pause, loras = Pause(core, load), Loras(core, load, are_enabled=settings.engine.lora.enable)
     group = _group(settings, core, load)
     engine = RunningEngine(host, identity, core, load, streams, pause, loras, kv, coordinator, settings.drain, group)
     undo.push_async_callback(engine.end_streams, TryElsewhere(STOPPED))
     host.add_servicer(engine_pb2_grpc.add_EngineServicer_to_server, engine.streams)
-    host.add_servicer(
-        engine_pb2_grpc.add_EngineAdminServicer_to_server, EngineAdminServicer(engine, BY_NAME[settings.engine.kv.role])
-    )
+    host.add_servicer(engine_pb2_grpc.add_EngineAdminServicer_to_server, EngineAdminServicer(engine, role))
     if isinstance(client, AsyncMPClient):
         host.spawn(CoreWatch(client).run(), name="engine-core-watch")
     if coordinator is not None:
@@ -103,13 +109,11 @@ def _group(settings: EngineSettings, core: CoreLink, load: LoadTracker) -> DataP
     return DataParallel(core, load, parallel.data_parallel_rank, parallel.data_parallel_size)
 
 
-def _link_coordinator(
-    settings: EngineSettings, identity: Identity, load: LoadTracker, host: Host
-) -> CoordinatorLink | None:
-    if not settings.coordinator:
-        return None
-    channel = host.channels.open(settings.coordinator, "coordinator")
-    return CoordinatorLink(channel, identity, load, BY_NAME[settings.engine.kv.role])
+async def _hold(channel: grpc.aio.Channel) -> NoReturn:
+    """Close the channel when the tasks that use it are cancelled too."""
+    async with channel:
+        await asyncio.Event().wait()
+    raise AssertionError("nothing sets the event")
 
 
 async def _nothing() -> None:

@@ -1,16 +1,26 @@
 """Drives a worker step by step, without an engine core: what the check needs of a scheduler is little."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.pending_output import await_output
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tokenloom.engine_core.wire.scheduler_output import (
+    CachedRequestData,
+    ModelRunnerOutput,
+    NewRequestData,
+    SchedulerOutput,
+)
 from tokenloom.gpu_worker.model_worker import ModelWorker
 from tokenloom.gpu_worker.platform.devices import make_worker
 
 _BLOCK = 16
+MOST_TOKENS = 8192
+"""Of a step."""
 Requests = dict[str, tuple[list[int], SamplingParams]]
 """Prompts and parameters by name."""
 
@@ -25,22 +35,27 @@ class Driver:
         device: str,
         max_num_seqs: int,
         max_model_len: int,
-        dtype: str = "auto",
-        eager: bool = False,
+        pool_tokens: int = 0,
+        make: Callable[[EngineConfig], Any] = make_worker,
+        kv_cache_dtype: str = "auto",
+        **options: Any,
     ) -> None:
+        """``pool_tokens``: of the KV pool; 0: room for all requests of any length. ``options``: of the worker."""
         config = EngineConfig(
-            worker=WorkerConfig(model=str(model), device=device, dtype=dtype, enforce_eager=eager),  # type: ignore[arg-type]
-            cache=CacheConfig(block_size=_BLOCK),
-            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=8192),
+            worker=WorkerConfig(model=str(model), device=device, **options),  # type: ignore[arg-type]
+            cache=CacheConfig(block_size=_BLOCK, dtype=kv_cache_dtype),  # type: ignore[arg-type]
+            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=MOST_TOKENS),
             max_model_len=max_model_len,
         )
-        worker = make_worker(config)
+        worker = make(config)
         assert isinstance(worker, ModelWorker)
         self.worker = worker
         self.info = worker.load_model()
         self._computed: dict[str, int] = {}
-        self._blocks_each = -(-max_model_len // _BLOCK)
-        self._config = KVCacheConfig(num_blocks=max_num_seqs * self._blocks_each, max_model_len=max_model_len)
+        self._most_blocks = -(-max_model_len // _BLOCK)
+        num_blocks = -(-(pool_tokens or max_num_seqs * max_model_len) // _BLOCK) + max_num_seqs
+        self._config = KVCacheConfig(num_blocks=num_blocks, max_model_len=max_model_len)
+        self._next_block = itertools.count()
 
     def start(self) -> None:
         """Make the pool, and compute the steps of warm-up."""
@@ -52,12 +67,16 @@ class Driver:
         for start in range(0, len(items), most):
             self.begin(dict(items[start : start + most]))
 
-    def begin(self, requests: Requests) -> dict[str, list[int]]:
-        """Compute the prompts of these requests in one step. Returns the first tokens."""
-        first = len(self._computed)
+    def begin(self, requests: Requests, *, room: int = 64) -> dict[str, list[int]]:
+        """Compute the prompts of these requests in one step, with blocks for ``room`` more tokens. Returns the first
+        tokens."""
+        return _tokens(self.begin_step(requests, room))
+
+    def begin_step(self, requests: Requests, room: int = 64) -> ModelRunnerOutput:
+        """Do the same, and return all of the step's output."""
         news = [
-            NewRequestData(name, prompt, [], params, self._blocks(first + index), 0)
-            for index, (name, (prompt, params)) in enumerate(requests.items())
+            NewRequestData(name, prompt, [], params, self._blocks(len(prompt) + room), 0)
+            for name, (prompt, params) in requests.items()
         ]
         counts = {name: len(prompt) for name, (prompt, _) in requests.items()}
         self._computed |= counts
@@ -68,28 +87,34 @@ class Driver:
         cached = CachedRequestData(list(names), [[]] * len(names), [self._computed[name] for name in names], {})
         for name in names:
             self._computed[name] += 1
-        return self._step([], cached, dict.fromkeys(names, 1), [])
+        return _tokens(self._step([], cached, dict.fromkeys(names, 1), []))
 
     def end(self, names: Sequence[str]) -> None:
         """Forget these requests, which are all that there are."""
         self._computed.clear()
+        self._next_block = itertools.count()
         self._step([], CachedRequestData([], [], [], {}), {}, list(names))
 
     def generate(self, requests: Requests, num_tokens: int) -> dict[str, list[int]]:
         """Return the tokens of requests that run together."""
-        outputs = self.begin(requests)
+        outputs = self.begin(requests, room=num_tokens)
         for _ in range(num_tokens - 1):
             for name, tokens in self.decode(list(requests)).items():
                 outputs[name] += tokens
         self.end(list(requests))
         return outputs
 
-    def _blocks(self, index: int) -> list[int]:
-        return list(range(index * self._blocks_each, (index + 1) * self._blocks_each))
+    def _blocks(self, num_tokens: int) -> list[int]:
+        blocks = list(itertools.islice(self._next_block, min(-(-num_tokens // _BLOCK), self._most_blocks)))
+        assert not blocks or blocks[-1] < self._config.num_blocks, "the requests do not fit into the pool"
+        return blocks
 
     def _step(
         self, news: list[NewRequestData], cached: CachedRequestData, counts: dict[str, int], finished: list[str]
-    ) -> dict[str, list[int]]:
+    ) -> ModelRunnerOutput:
         self.worker.execute_model(SchedulerOutput(news, cached, counts, sum(counts.values()), finished, []))
-        output = self.worker.sample_tokens(None)
-        return dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
+        return await_output(self.worker.sample_tokens(None))
+
+
+def _tokens(output: ModelRunnerOutput) -> dict[str, list[int]]:
+    return dict(zip(output.req_ids, output.sampled_token_ids, strict=True))

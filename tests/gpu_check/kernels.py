@@ -1,54 +1,55 @@
 """The kernels on the device against a reference in float64 or float32, on random data."""
 
-import functools
+import itertools
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tests.gpu_check.rows import Rows
+from tests.gpu_check.sampler_kernels import check_asking_rows, check_draws
+from tests.gpu_check.target import GPU, Target
 from tests.gpu_worker.attention import steps
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.gpu_worker.attention.fp8_cache import FP8_KV
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
-from tokenloom.gpu_worker.cuda.draw_kernel import draw
-from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
+from tokenloom.gpu_worker.cuda.block_copy import copy_pool_blocks, pool_words
+from tokenloom.gpu_worker.layers.fp8_linear import Fp8Linear, round_rows, round_weight
 from tokenloom.gpu_worker.layers.triton_experts import TritonExperts
-from tokenloom.gpu_worker.layers.triton_linear import TritonLinear
+from tokenloom.gpu_worker.layers.triton_linear import TritonLinear, multiply_few, round_rows_at_once
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 from tokenloom.gpu_worker.ops.triton_ops import TritonOps
-from tokenloom.gpu_worker.sampler import Sampler
 
-GPU = torch.device("cuda")
 LIMITS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """The largest ‖found - expected‖ / ‖expected‖."""
-_NEAR_BOUNDARY = 2
-"""Of 256 rows: their number falls within rounding of a boundary."""
+_EXPERT = (512, 256)
+"""Hidden size, and what gates and ups of an expert lead to."""
 
 
-def run(rows: Rows) -> None:
+def run(rows: Rows, target: Target = GPU) -> None:
     """Check in several processes, because compiling a kernel keeps one core busy for seconds."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=2 * len(LIMITS) + 1, mp_context=spawn) as pool:
-        tasks = [pool.submit(_check, rows, parts, dtype) for dtype in LIMITS for parts in ("attention", "others")]
-        tasks.append(pool.submit(_sampler, rows))
+    with ProcessPoolExecutor(max_workers=2 * len(LIMITS) + 2, mp_context=spawn) as pool:
+        cases = itertools.product(("attention", "others"), LIMITS)
+        tasks = [pool.submit(_check, rows, target, parts, dtype) for parts, dtype in cases]
+        tasks += [pool.submit(part, rows, target) for part in (check_draws, check_asking_rows)]
         wrong = [name for task in tasks for name in task.result()]
     if wrong:
         raise SystemExit(f"wrong: {', '.join(wrong)}")
 
 
-def _check(rows: Rows, parts: str, dtype: torch.dtype) -> list[str]:
+def _check(rows: Rows, target: Target, parts: str, dtype: torch.dtype) -> list[str]:
     """Run a part of the checks of a dtype. Returns the names of those that are wrong."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    checks: list[Callable[[Rows, torch.dtype], list[str]]] = [_products, _layer, _experts]
+    checks: list[Callable[[Rows, Target, torch.dtype], list[str]]]
+    checks = [_products, _layer, _experts, _eight_bits, _block_copy]
     if parts == "attention":
         checks = [_attention]
-    return [name for check in checks for name in check(rows, dtype)]
+    return [name for check in checks for name in check(rows, target, dtype)]
 
 
 def _compare(rows: Rows, name: str, dtype: torch.dtype, found: Tensor, expected: Tensor) -> list[str]:
@@ -59,40 +60,45 @@ def _compare(rows: Rows, name: str, dtype: torch.dtype, found: Tensor, expected:
     return [] if error <= LIMITS[dtype] else [name]  # NaN does not pass
 
 
-def _attention(rows: Rows, dtype: torch.dtype) -> list[str]:
+def _attention(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
     wrong = []
     batches = {
         "decodes": ([1] * 20, list(range(1, 800, 40))),
         "a split decode": ([1, 1], [3000, 5]),
         "mixed": ([1, 300, 1, 70], [500, 300, 90, 400]),
     }
+    shapes = (((32, 8), 128, None), ((8, 4), 256, 200), ((14, 2), 64, None), ((32, 32), 80, 64))
+    if target.is_tiny:
+        batches, shapes = {"mixed": ([1, 5], [40, 20])}, (((4, 2), 32, None),)
     for batch, (query_lens, seq_lens) in batches.items():
-        for heads, size, window in (((32, 8), 128, None), ((8, 4), 256, 200), ((14, 2), 64, None), ((32, 32), 80, 64)):
-            config = steps.shape(heads[1], dtype, heads[0], size)
+        for (heads, size, window), kv_dtype in itertools.product(shapes, (None, FP8_KV)):
+            config = steps.shape(heads[1], dtype, heads[0], size, kv_dtype)
             step = steps.make_step(query_lens, seq_lens, heads[0], config)
             sinks = torch.linspace(-2, 4, heads[0]) if size == 64 else None
             softcap = 30.0 if size == 256 else None
             rule = ScoreRule(size**-0.5, window, softcap, sinks)
             expected, _ = steps.run_rule(ReferenceBackend(config, 16, steps.CPU), step, rule)
             step.query, step.key, step.value, step.cache = (
-                each.to(GPU) for each in (step.query, step.key, step.value, step.cache)
+                each.to(target.device) for each in (step.query, step.key, step.value, step.cache)
             )
-            on_gpu = ScoreRule(size**-0.5, window, softcap, None if sinks is None else sinks.to(GPU))
-            found, _ = steps.run_rule(TritonBackend(config, 16, GPU), step, on_gpu)
-            wrong += _compare(rows, f"attention, {batch}, heads of {size}", dtype, found, expected)
+            on_gpu = ScoreRule(size**-0.5, window, softcap, None if sinks is None else sinks.to(target.device))
+            found, _ = steps.run_rule(TritonBackend(config, 16, target.device), step, on_gpu)
+            name = f"attention, {batch}, heads of {size}" + (", fp8 KV" if kv_dtype else "")
+            wrong += _compare(rows, name, dtype, found, expected)
     return wrong
 
 
-def _random(dtype: torch.dtype, *size: int) -> Tensor:
-    generator = torch.Generator(GPU).manual_seed(sum(size))
-    return torch.randn(*size, generator=generator, device=GPU).to(dtype)
+def _random(target: Target, dtype: torch.dtype, *size: int) -> Tensor:
+    generator = torch.Generator(target.device).manual_seed(sum(size))
+    return torch.randn(*size, generator=generator, device=target.device).to(dtype)
 
 
-def _products(rows: Rows, dtype: torch.dtype) -> list[str]:
+def _products(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
     wrong = []
-    for count, inputs, outputs in ((1, 4096, 6144), (7, 1000, 333), (16, 14336, 4096), (300, 1024, 1024)):
-        x, weight = _random(dtype, count, inputs), _random(dtype, outputs, inputs) / 32
-        bias = _random(dtype, outputs)
+    shapes = ((1, 4096, 6144), (7, 1000, 333), (16, 14336, 4096), (300, 1024, 1024))
+    for count, inputs, outputs in target.pick(shapes, ((2, 128, 64),)):
+        x, weight = _random(target, dtype, count, inputs), _random(target, dtype, outputs, inputs) / 32
+        bias = _random(target, dtype, outputs)
         expected = F.linear(x.double(), weight.double(), bias.double())
         wrong += _compare(
             rows, f"product {count} x {inputs} x {outputs}", dtype, TritonLinear(weight, bias)(x), expected
@@ -100,31 +106,35 @@ def _products(rows: Rows, dtype: torch.dtype) -> list[str]:
     return wrong
 
 
-def _layer(rows: Rows, dtype: torch.dtype) -> list[str]:
+def _layer(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
     wrong = []
-    x, delta, weight = _random(dtype, 33, 4096), _random(dtype, 34, 4096)[1:], _random(dtype, 4096)
+    size, inner = target.pick((4096, 14336), (64, 96))
+    x, delta, weight = (_random(target, dtype, *each) for each in ((33, size), (34, size), (size,)))
+    delta = delta[1:]
     expected = TorchOps().add_norm(x.double(), delta.double(), weight.double(), 1e-6)
     wrong += _compare(rows, "add and norm", dtype, TritonOps().add_norm(x, delta, weight, 1e-6), expected)
     for activation in ("silu", "gelu", "gelu_new"):
-        both = _random(dtype, 33, 2 * 14336)
+        both = _random(target, dtype, 33, 2 * inner)
         found = TritonOps().gate(both, activation)
         wrong += _compare(rows, f"gate, {activation}", dtype, found, TorchOps().gate(both.double(), activation))
     if dtype != torch.float32:
-        x, weight = _random(dtype, 5, 4096), _random(dtype, 2 * 1000, 4096) / 32
+        x, weight = _random(target, dtype, 5, size), _random(target, dtype, 2 * target.pick(1000, 48), size) / 32
         expected = TorchOps().gate(x.double() @ weight.double().T, "silu")
         wrong += _compare(rows, "product with gates", dtype, TritonLinear(weight).gated(x, "silu"), expected)
     return wrong
 
 
-def _experts(rows: Rows, dtype: torch.dtype) -> list[str]:
+def _experts(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
     wrong = []
-    for tokens in (1, 9, 400):
-        x, chosen = _random(dtype, tokens, 512), torch.rand(tokens, 8, device=GPU).topk(2).indices
-        gate_up, down = _random(dtype, 8, 2 * 256, 512) / 16, _random(dtype, 8, 512, 256) / 16
-        weights = torch.rand(tokens, 2, device=GPU)
+    for tokens in target.pick((1, 9, 400), (3,)):
+        hidden, inner = target.pick(_EXPERT, (64, 48))
+        x, chosen = _random(target, dtype, tokens, hidden), torch.rand(tokens, 8, device=target.device).topk(2).indices
+        gate_up = _random(target, dtype, 8, 2 * inner, hidden) / 16
+        down = _random(target, dtype, 8, hidden, inner) / 16
+        weights = torch.rand(tokens, 2, device=target.device)
         gates, ups = torch.einsum("th,eih->tei", x.double(), gate_up.double()).chunk(2, dim=-1)
         every = torch.einsum("tei,ehi->teh", F.silu(gates) * ups, down.double())
-        picked = every.gather(1, chosen[..., None].expand(-1, -1, 512))
+        picked = every.gather(1, chosen[..., None].expand(-1, -1, hidden))
         expected = (picked * weights.double()[..., None]).sum(1)
         wrong += _compare(
             rows, f"experts, {tokens} rows", dtype, TritonExperts(gate_up, down, "silu")(x, weights, chosen), expected
@@ -132,19 +142,54 @@ def _experts(rows: Rows, dtype: torch.dtype) -> list[str]:
     return wrong
 
 
-def _sampler(rows: Rows, count: int = 256, vocab: int = 151_936) -> list[str]:
-    kinds = (
-        {"temperature": 0.0},
-        {"temperature": 1.0},
-        {"temperature": 0.7, "top_k": 50},
-        {"temperature": 1.3, "top_p": 0.9},
-        {"temperature": 0.8, "top_k": 100, "top_p": 0.95, "min_p": 0.02},
-    )
-    logits = np.random.default_rng(3).normal(0.0, 3.0, (count, vocab)).astype(np.float32)
-    params = [SamplingParams(max_tokens=4, seed=row, **kinds[row % len(kinds)]) for row in range(count)]
-    indices = np.arange(count)
-    found = DeviceSampler(functools.partial(draw)).sample(torch.from_numpy(logits).to(GPU), params, indices)
-    expected = Sampler().sample(logits, params, indices)
-    different = sum(a != b for a, b in zip(found, expected, strict=True))
-    rows.add("sampler", rows_drawn=count, different=different)
-    return [] if different <= _NEAR_BOUNDARY else ["sampler"]
+def _eight_bits(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
+    """Products and experts with weights of 8-bit floats, against the same numbers in float64."""
+    wrong = []
+    shapes = ((1, 4096, 6144), (16, 14336, 4096))
+    for count, inputs, outputs in target.pick(shapes, ((2, 128, 64),)):
+        x, weight = _random(target, dtype, count, inputs), _random(target, dtype, outputs, inputs) / 32
+        values, scales = round_weight(weight)
+        expected = F.linear(x.double(), values.double() * scales[:, None])
+        if dtype != torch.float32:
+            found = multiply_few(x, values, scales, None)
+            wrong += _compare(rows, f"fp8 product {count} x {inputs} x {outputs}", dtype, found, expected)
+    numbers, scales = round_rows_at_once(x)
+    wrong += _compare(rows, "rows as fp8", dtype, scales, round_rows(x)[1])
+    different = int((numbers.view(torch.uint8) != round_rows(x)[0].view(torch.uint8)).sum())
+    rows.add(f"rows as fp8, {str(dtype).removeprefix('torch.')}", different=different, of=numbers.numel())
+    hidden, inner = target.pick(_EXPERT, (64, 48))
+    gate_up, down = _random(target, dtype, 8, 2 * inner, hidden) / 16, _random(target, dtype, 8, hidden, inner) / 16
+    (up_values, up_scales), (down_values, down_scales) = round_rows(gate_up), round_rows(down)
+    x, chosen = _random(target, dtype, 9, hidden), torch.rand(9, 8, device=target.device).topk(2).indices
+    weights = torch.rand(9, 2, device=target.device)
+    plain = [
+        values.float() * scales[..., None] for values, scales in ((up_values, up_scales), (down_values, down_scales))
+    ]
+    expected = TritonExperts(*plain, "silu")(x.float(), weights, chosen)
+    found = TritonExperts(up_values, down_values, "silu", up_scales, down_scales)(x, weights, chosen)
+    wrong += _compare(rows, "fp8 experts, 9 rows", dtype, found, expected)
+    return wrong + _many_fp8_rows(rows, target, dtype)
+
+
+def _many_fp8_rows(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
+    """The tensor cores' product of 8-bit floats with a scale for each row, against float64."""
+    if not target.has_gpu or dtype != torch.bfloat16:
+        return []
+    x, weight = _random(target, dtype, 300, 4096), _random(target, dtype, 6144, 4096) / 32
+    (numbers, units), (values, scales) = round_rows(x), round_weight(weight)
+    expected = F.linear(numbers.double() * units[:, None], values.double() * scales[:, None])
+    return _compare(rows, "fp8 product 300 x 4096 x 6144", dtype, Fp8Linear(weight)(x), expected)
+
+
+def _block_copy(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
+    regions, blocks, size = target.pick((64, 500, 2048), (2, 9, 64))
+    source, copied = (_random(target, dtype, regions, blocks, size) for _ in range(2))
+    copied.zero_()
+    ids = torch.randperm(blocks, device=target.device)[: blocks // 2]
+    expected = copied.clone()
+    expected[:, ids.flip(0)] = source[:, ids]
+    copy_pool_blocks(pool_words(source), pool_words(copied), ids, ids.flip(0))
+    name = f"block copy, {str(dtype).removeprefix('torch.')}"
+    equal = torch.equal(copied, expected)
+    rows.add(name, equal=str(equal))
+    return [] if equal else [name]

@@ -1,102 +1,67 @@
-"""Steps of a random 8B model: time, share of the ceiling, and a trace of decoding."""
+"""Steps of a random 8B model: time, share of the ceilings, and how long the GPU is idle."""
 
-import gzip
-import json
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import torch
-
-from tests.gpu_check.driver import Driver, Requests
+from tests.gpu_check import llama_8b
+from tests.gpu_check.ceilings import PRODUCT, READ
+from tests.gpu_check.driver import Driver
 from tests.gpu_check.rows import Rows
-from tokenloom.bench.random_model import write_zero_model
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.gpu_worker.models.on_host import tensors_of
+from tests.gpu_check.target import GPU, Target
+from tests.gpu_check.traces import idle_share, profiled
 
 _STEPS = 20
-_GREEDY = SamplingParams(max_tokens=1000, seed=0, temperature=0.0)
-_LARGEST_TRACE = 16 << 20
 
 
-def run(rows: Rows) -> None:
+def run(rows: Rows, target: Target = GPU) -> None:
+    longest = target.pick(8256, 160)
+    counts, lengths = target.pick((1, 8, 32, 128), (1, 3)), target.pick((512, 2048), (16, 40))
+    pool = counts[-1] * (lengths[-1] + 128)
     with tempfile.TemporaryDirectory(prefix="tl-8b-") as folder:
-        write_zero_model("llama-8b", Path(folder))
-        driver = Driver(Path(folder), device="cuda", max_num_seqs=128, max_model_len=2560)
-        _fill(driver)
-        driver.start()
-    weights = sum(tensor.nbytes for tensor in tensors_of(driver.worker._model))
-    speed = _ceiling(rows, "read (sum)", "gb_per_s")
-    for length in (512, 2048):
-        for count in (1, 8, 32, 128):
-            names = _begin(driver, count, length)
-            ms = _ms_of(lambda names=names: driver.decode(names))
-            nbytes = weights + count * (length + _STEPS // 2) * driver.info.kv_bytes_per_token
-            share = nbytes / ms / 1e6 / speed if speed else 0.0
-            rows.add(f"8B, {count} decodes of {length}", ms=ms, gb_per_s=nbytes / ms / 1e6, share_of_ceiling=share)
-            if (count, length) == (1, 512):
-                _trace(rows, driver, names)
-            driver.end(names)
-    prompts = _requests(4, 2048)
-    started = time.perf_counter()
-    driver.begin(prompts)
-    ms = (time.perf_counter() - started) * 1e3
-    driver.end(list(prompts))
-    rows.add("8B, prefill of 4 x 2048", ms=ms, tflop_per_s=weights / 2 * 2 * 8192 / ms / 1e9)
+        started = time.perf_counter()
+        with llama_8b.loaded(
+            Path(folder), target, max_num_seqs=counts[-1], max_model_len=longest, pool_tokens=pool
+        ) as driver:
+            rows.add("8B, start", seconds=time.perf_counter() - started)
+            for length in lengths:
+                for count in counts:
+                    _decode(rows, target, driver, count, length)
+            _prefill(rows, target, driver, target.pick(8192, 128))
+        _decode_fp8(rows, target, Path(folder), longest)
 
 
-@torch.inference_mode()
-def _fill(driver: Driver) -> None:
-    """Make the weights random: zeros would be multiplied faster."""
-    generator = torch.Generator("cuda").manual_seed(1)
-    for tensor in tensors_of(driver.worker._model):
-        if tensor.dim() > 1:
-            tensor.normal_(0.0, 0.02, generator=generator)
-        elif tensor.dtype == torch.bfloat16:  # norms; others are frequencies
-            tensor.fill_(1.0)
+def _decode(rows: Rows, target: Target, driver: Driver, count: int, length: int, name: str = "8B") -> None:
+    names, num_steps = llama_8b.begin(driver, count, length), target.pick(_STEPS, 2)
+    ms = llama_8b.step_ms(lambda: driver.decode(names), num_steps)
+    nbytes = llama_8b.weight_bytes(driver) + count * (length + num_steps // 2) * driver.info.kv_bytes_per_token
+    speed, rate = rows.find(READ, "gb_per_s"), nbytes / ms / 1e6
+    idle = idle_share(profiled(target, lambda: driver.decode(names), target.pick(5, 1)))
+    share = rate / speed if speed else 0.0
+    rows.add(f"{name}, {count} decodes of {length}", ms=ms, gb_per_s=rate, share_of_ceiling=share, gpu_idle=idle)
+    driver.end(names)
 
 
-def _requests(count: int, length: int) -> Requests:
-    rng = np.random.default_rng(count)
-    return {f"{count}-{length}-{index}": (rng.integers(1, 128_000, length).tolist(), _GREEDY) for index in range(count)}
+def _prefill(rows: Rows, target: Target, driver: Driver, length: int) -> None:
+    times = []
+    for _ in range(target.pick(3, 1)):
+        prompt = llama_8b.requests(1, length)
+        started = time.perf_counter()
+        driver.begin(prompt)
+        times.append((time.perf_counter() - started) * 1e3)
+        driver.end(list(prompt))
+    ms = min(times)
+    # Two operations a weight and token; the embeddings are read, not multiplied, which 1 % of an 8B's are.
+    rate = llama_8b.weight_bytes(driver) * length / ms / 1e9
+    ceiling = rows.find(PRODUCT, "tflop_per_s")
+    share = rate / ceiling if ceiling else 0.0
+    rows.add(f"8B, prefill of {length}", ms=ms, tflop_per_s=rate, share_of_ceiling=share)
 
 
-def _begin(driver: Driver, count: int, length: int) -> list[str]:
-    """Begin the requests a few at a time: a step computes 8,192 tokens at most."""
-    everything = _requests(count, length)
-    driver.begin_in_parts(everything, 8192 // length)
-    return list(everything)
-
-
-def _ms_of(step: Callable[[], object]) -> float:
-    for _ in range(3):
-        step()
-    started = time.perf_counter()
-    for _ in range(_STEPS):
-        step()  # each waits for its tokens
-    return (time.perf_counter() - started) / _STEPS * 1e3
-
-
-def _ceiling(rows: Rows, name: str, column: str) -> float:
-    """Return what an earlier section measured; 0: it did not."""
-    try:
-        found = [json.loads(line) for line in rows.file.read_text().splitlines()]
-    except FileNotFoundError:
-        return 0.0
-    return next((float(row[column]) for row in reversed(found) if row["name"] == name), 0.0)
-
-
-def _trace(rows: Rows, driver: Driver, names: list[str]) -> None:
-    with torch.profiler.profile() as profile:
-        for _ in range(4):
-            driver.decode(names)
-    events = [event for event in profile.key_averages() if event.device_time_total > 0]
-    for event in sorted(events, key=lambda event: -event.self_device_time_total)[:20]:
-        rows.add(f"kernel {event.key[:60]}", us_in_all=float(event.self_device_time_total), calls=event.count)
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        profile.export_chrome_trace(file.name)
-        packed = gzip.compress(Path(file.name).read_bytes())
-    if len(packed) <= _LARGEST_TRACE:
-        (rows.file.parent / "decode.json.gz").write_bytes(packed)
+def _decode_fp8(rows: Rows, target: Target, folder: Path, longest: int) -> None:
+    """One decode with weights and KV of 8 bits, to compare with the same in bfloat16."""
+    if not target.has_gpu:
+        return
+    options = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+    with llama_8b.loaded(folder, target, max_num_seqs=1, max_model_len=longest, pool_tokens=2048, **options) as driver:
+        _decode(rows, target, driver, 1, 512, "8B in fp8")

@@ -1,76 +1,147 @@
-"""How fast the kernels are alone, from graphs; the ceilings say which share of the memory's speed that is."""
+"""How fast the kernels are alone, from graphs, and which of several wins; the ceilings say which share that is."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tests.gpu_check.rows import Rows, graph_ms
+from tests.gpu_check import sampler_speeds
+from tests.gpu_check.ceilings import PRODUCT, READ
+from tests.gpu_check.rows import Rows
+from tests.gpu_check.target import GPU, Target
 from tests.gpu_worker.attention.steps import shape
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
-from tokenloom.gpu_worker.cuda.draw_kernel import draw
-from tokenloom.gpu_worker.layers.triton_linear import TritonLinear
+from tokenloom.gpu_worker.layers.fp8_linear import Fp8Linear
+from tokenloom.gpu_worker.layers.triton_linear import TritonLinear, multiply_few
 
-GPU = torch.device("cuda")
-_COPIES = 8
-"""Sets of data that take turns, so that none stays in the cache."""
-
-
-def run(rows: Rows) -> None:
-    for count, length in ((1, 512), (1, 8192), (8, 2048), (32, 512), (128, 512), (128, 2048)):
-        _decode(rows, count, length)
-    _prefill(rows, 8192)
-    for count in (1, 8, 16, 32, 128, 8192):
-        _product(rows, count, 4096, 6144)
-        _product(rows, count, 4096, 28672)
-        _product(rows, count, 14336, 4096)
-    for top_k, top_p in ((0, 1.0), (50, 1.0), (0, 0.9), (50, 0.9)):
-        _sampler(rows, top_k, top_p)
+_BLOCK = 16
+_FP8_KV = torch.float8_e4m3fn
 
 
-def _plan(backend: TritonBackend, query_lens: list[int], length: int):  # type: ignore[no-untyped-def]
-    count, blocks = len(query_lens), -(-length // 16)
+def run(rows: Rows, target: Target = GPU) -> None:
+    for count, length in target.pick(((1, 512), (1, 8192), (8, 2048), (32, 512), (128, 512), (128, 2048)), ((2, 40),)):
+        _attention(rows, target, [1] * count, length)
+    _attention(rows, target, [target.pick(8192, 20)], target.pick(8192, 20))
+    _attention(rows, target, [1] * target.pick(128, 2), target.pick(512, 40), _FP8_KV)
+    counts = target.pick((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), (1, 20))
+    for inputs, outputs in target.pick(((4096, 6144), (4096, 28672), (14336, 4096)), ((64, 32),)):
+        for count in counts:
+            _product(rows, target, count, inputs, outputs)
+    sampler_speeds.run(rows, target)
+
+
+def _attention(
+    rows: Rows, target: Target, query_lens: list[int], length: int, kv_dtype: torch.dtype | None = None
+) -> None:
+    """The kernel of ours, and FlashInfer's where it is installed, over the same pages."""
+    heads, kv_heads, size = target.pick((32, 8, 128), (4, 2, 16))
+    backend = TritonBackend(shape(kv_heads, target.dtype, heads, size, kv_dtype), _BLOCK, target.device)
+    count, blocks = len(query_lens), -(-length // _BLOCK)
     tables = np.random.default_rng(0).permutation(count * blocks).reshape(count, blocks)
     slots = np.zeros(sum(query_lens), dtype=np.int64)
-    return backend.plan(np.cumsum([0, *query_lens]), np.full(count, length), tables, slots)
+    starts = np.cumsum([0, *query_lens])
+    plan = backend.plan(starts, np.full(count, length), tables, slots)
+    query = target.random(sum(query_lens), heads, size)
+    # Several take turns, so that none stays in the device's cache.
+    caches = [
+        target.random(2, count * blocks, kv_heads, _BLOCK, size).to(kv_dtype or target.dtype)
+        for _ in range(target.pick(4 if count * length < 1 << 18 else 1, 1))
+    ]
+    rule = ScoreRule(size**-0.5)
+    ways: dict[str, Callable[[torch.Tensor], object]] = {"Triton": lambda cache: plan.attend(query, cache, rule)}
+    if kv_dtype is None and (theirs := _flashinfer(target, starts, tables, length, query, heads, kv_heads)) is not None:
+        ways["FlashInfer"] = theirs
+    is_prefill = query_lens[0] > 1
+    what = f"prefill of {length}" if is_prefill else f"{count} decodes of {length}"
+    if kv_dtype is not None:
+        what += ", fp8 KV"
+    found = {}
+    for name, way in ways.items():
+        calls = target.pick(2 if is_prefill else 8, 1)
+        ms = target.graph_ms(lambda way=way: [way(cache) for cache in caches], calls) / len(caches)
+        found[name] = ms
+        if is_prefill:
+            rate = 2 * heads * size * length * length / ms / 1e9
+            values = {"tflop_per_s": rate, **_share(rows, PRODUCT, "tflop_per_s", rate)}
+        else:
+            rate = 2 * count * length * kv_heads * size * caches[0].itemsize / ms / 1e6
+            values = {"gb_per_s": rate, **_share(rows, READ, "gb_per_s", rate)}
+        rows.add(f"attention, {what}, {name}", us=ms * 1e3, **values)
+    _winner(rows, f"attention, {what}", found)
 
 
-def _decode(rows: Rows, count: int, length: int) -> None:
-    backend = TritonBackend(shape(8, torch.bfloat16, 32, 128), 16, GPU)
-    plan = _plan(backend, [1] * count, length)
-    caches = [torch.randn(2, count * -(-length // 16), 8, 16, 128, device=GPU, dtype=torch.bfloat16) for _ in range(4)]
-    query = torch.randn(count, 32, 128, device=GPU, dtype=torch.bfloat16)
-    ms = graph_ms(lambda: [plan.attend(query, cache, ScoreRule(128**-0.5)) for cache in caches]) / len(caches)
-    rows.add(f"attention, {count} decodes of {length}", us=ms * 1e3, gb_per_s=2 * count * length * 2048 / ms / 1e6)
+def _flashinfer(
+    target: Target, starts: Any, tables: Any, length: int, query: torch.Tensor, heads: int, kv_heads: int
+) -> Callable[[torch.Tensor], object] | None:
+    """Return FlashInfer's attention over a cache [2, blocks, kv_heads, block, size]; None: it is not there."""
+    if not target.has_gpu or importlib.util.find_spec("flashinfer") is None:
+        return None
+    try:
+        import flashinfer
+
+        workspace = torch.empty(256 << 20, dtype=torch.uint8, device=target.device)
+        (count, blocks), in_last = tables.shape, (length - 1) % _BLOCK + 1
+        arrays = [
+            torch.from_numpy(np.asarray(each, dtype=np.int32))
+            for each in (
+                starts,
+                np.arange(count + 1) * blocks,
+                tables.reshape(-1),
+                np.full(count, in_last),
+            )
+        ]
+        query_starts, pages, indices, last = (each.to(target.device) for each in arrays)
+        size = query.shape[2]
+        if len(query) == count:
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+            wrapper.plan(pages, indices, last, heads, kv_heads, size, _BLOCK, q_data_type=query.dtype)
+        else:
+            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+            wrapper.plan(
+                query_starts, pages, indices, last, heads, kv_heads, size, _BLOCK, causal=True, q_data_type=query.dtype
+            )
+        return lambda cache: wrapper.run(query, (cache[0], cache[1]))
+    except Exception as error:  # compilers, wheels and versions of it differ
+        print(f"FlashInfer cannot be used: {type(error).__name__}: {error}", flush=True)
+        return None
 
 
-def _prefill(rows: Rows, length: int) -> None:
-    backend = TritonBackend(shape(8, torch.bfloat16, 32, 128), 16, GPU)
-    plan = _plan(backend, [length], length)
-    cache = torch.randn(2, length // 16, 8, 16, 128, device=GPU, dtype=torch.bfloat16)
-    query = torch.randn(length, 32, 128, device=GPU, dtype=torch.bfloat16)
-    ms = graph_ms(lambda: plan.attend(query, cache, ScoreRule(128**-0.5)), 2)
-    rows.add(f"attention, prefill of {length}", ms=ms, tflop_per_s=2 * 2 * 32 * 128 * length * length / 2 / ms / 1e9)
+def _product(rows: Rows, target: Target, count: int, inputs: int, outputs: int) -> None:
+    # Several weights take turns, so that none stays in the device's cache.
+    weights = [target.random(outputs, inputs) / 8 for _ in range(target.pick(6, 1))]
+    x = target.random(count, inputs)
+    ways: dict[str, list[Callable[[torch.Tensor], object]]] = {
+        "cuBLAS": [lambda x, weight=weight: F.linear(x, weight) for weight in weights]
+    }
+    if count <= 16:
+        ways["Triton"] = [TritonLinear(weight) for weight in weights]
+        rounded = [(layer._weight, layer._scales) for layer in map(Fp8Linear, weights)]
+        ways["Triton, fp8"] = [lambda x, pair=pair: multiply_few(x, *pair, None) for pair in rounded]
+    elif target.has_gpu:
+        ways["fp8"] = [Fp8Linear(weight) for weight in weights]
+    found = {}
+    for name, layers in ways.items():
+        ms = target.graph_ms(lambda layers=layers: [layer(x) for layer in layers], target.pick(2, 1)) / len(layers)
+        found[name] = ms
+        width = 1 if "fp8" in name else weights[0].itemsize
+        speed, rate = inputs * outputs * width / ms / 1e6, 2 * count * inputs * outputs / ms / 1e9
+        share = _share(rows, READ, "gb_per_s", speed) if count <= 64 else _share(rows, PRODUCT, "tflop_per_s", rate)
+        name = f"product {count} x {inputs} x {outputs}, {name}"
+        rows.add(name, us=ms * 1e3, gb_per_s=speed, tflop_per_s=rate, **share)
+    _winner(rows, f"product {count} x {inputs} x {outputs}", {k: v for k, v in found.items() if "fp8" not in k})
 
 
-def _product(rows: Rows, count: int, inputs: int, outputs: int) -> None:
-    weights = [torch.randn(outputs, inputs, device=GPU, dtype=torch.bfloat16) for _ in range(_COPIES)]
-    x = torch.randn(count, inputs, device=GPU, dtype=torch.bfloat16)
-    for name, layers in (
-        ("Triton", [TritonLinear(weight) for weight in weights] if count <= 16 else []),
-        ("cuBLAS", [lambda x, weight=weight: F.linear(x, weight) for weight in weights]),
-    ):
-        if layers:
-            ms = graph_ms(lambda layers=layers: [layer(x) for layer in layers], 2) / len(layers)
-            speed = weights[0].nbytes / ms / 1e6
-            rate = 2 * count * inputs * outputs / ms / 1e9
-            rows.add(f"product {count} x {inputs} x {outputs}, {name}", us=ms * 1e3, gb_per_s=speed, tflop_per_s=rate)
+def _share(rows: Rows, name: str, column: str, value: float) -> dict[str, float]:
+    ceiling = rows.find(name, column)
+    return {"share_of_ceiling": value / ceiling} if ceiling else {}
 
 
-def _sampler(rows: Rows, top_k: int, top_p: float) -> None:
-    logits = torch.randn(128, 151_936, device=GPU) * 3
-    ones = torch.ones(128, device=GPU, dtype=torch.float64)
-    columns = (ones, ones * top_p, ones * 0, torch.rand(128, device=GPU, dtype=torch.float64))
-    top_ks = torch.full((128,), top_k, device=GPU, dtype=torch.int32)
-    ms = graph_ms(lambda: draw(logits, (*columns, top_ks)), 4)
-    rows.add(f"sampler, 128 x 151,936, top-k {top_k}, top-p {top_p}", ms=ms)
+def _winner(rows: Rows, what: str, found: dict[str, float]) -> None:
+    """Say which of several ways took the least time."""
+    if len(found) > 1:
+        best, second = sorted(found.items(), key=lambda each: each[1])[:2]
+        rows.add(f"winner: {what}", winner=best[0], faster=second[1] / best[1] - 1)

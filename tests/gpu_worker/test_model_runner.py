@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu_worker.cuda.host_draw import host_draw
+from tests.gpu_worker.cuda.host_draw import make_device_sampler
 from tokenloom import demo_model
+from tokenloom.engine_core.pending_output import await_output
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import Logprobs
 from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
-from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
 from tokenloom.gpu_worker.model_runner import ModelRunner
 from tokenloom.gpu_worker.models.architectures import load_model
 
@@ -67,7 +67,7 @@ def run(runner, scheduled, news=(), computed=None, resumed=None, preempted=(), f
     runner.execute(
         SchedulerOutput(list(news), cached, scheduled, sum(scheduled.values()), list(finished), list(preempted))
     )
-    output = runner.sample()
+    output = await_output(runner.sample())
     return dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
 
 
@@ -200,7 +200,7 @@ def poison(runner, blocks, first):
         cache[:, blocks, :, first:] = float("nan")
 
 
-@pytest.mark.parametrize("device_sampler", [None, DeviceSampler(host_draw)])
+@pytest.mark.parametrize("device_sampler", [None, make_device_sampler()])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"allowed_token_ids": (3, 4), "logprobs": 2}])
 def test_a_row_without_a_finite_logit_ends_its_request_alone(model, params, bad, device_sampler):
@@ -223,7 +223,7 @@ def test_a_row_without_a_finite_logit_ends_its_request_alone(model, params, bad,
     assert run(runner, {"a": 1, "b": 1}, computed={"a": 11, "b": 2})["b"]
 
 
-@pytest.mark.parametrize("device_sampler", [None, DeviceSampler(host_draw)])
+@pytest.mark.parametrize("device_sampler", [None, make_device_sampler()])
 def test_logits_are_measured_before_they_are_changed(model, device_sampler):
     backend = make_attention_backend("torch", model.config, 16, torch.device("cpu"))
 

@@ -10,9 +10,18 @@ from safetensors.torch import load_file
 
 from tests.gpu_worker.platform.device_platform import ApartPlatform
 from tokenloom import demo_model
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, KVConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.config import (
+    CacheConfig,
+    EngineConfig,
+    KVConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.gpu_worker import model_worker
@@ -116,10 +125,31 @@ def test_what_only_the_cpu_computes_is_refused_by_name():
         ModelWorker(config, ApartPlatform())
 
 
-def test_its_kv_does_not_move_between_engines():
-    config = make_config(transports=("auto",))
-    with pytest.raises(ValueError, match="kv_transports"):
+@pytest.mark.parametrize("option", ["quantization", "kv_cache_dtype"])
+def test_fp8_needs_a_device_that_computes_it(option, monkeypatch):
+    config = make_config()
+    if option == "quantization":
+        config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, quantization="fp8"))
+    else:
+        config = msgspec.structs.replace(config, cache=CacheConfig(dtype="fp8"))
+    with pytest.raises(ValueError, match=f"{option} fp8 is .* on a GPU only"):
+        CPUWorker(config)
+    monkeypatch.setattr(ApartPlatform, "computes_fp8", False)
+    with pytest.raises(ValueError, match=f"{option}: fp8 needs a GPU of compute capability 8.9 .* apart has not"):
         ModelWorker(config, ApartPlatform())
+
+
+def test_its_pool_stays_while_it_sleeps_if_others_may_have_mapped_it():
+    config = make_config(transports=("cuda",))
+    worker = ModelWorker(config, ApartPlatform())
+    worker.load_model()
+    worker.initialize_kv_cache(KVCacheConfig(num_blocks=64, max_model_len=128))
+    pool, before = worker.kv_pool(), worker.kv_pool().checksums([3])
+    pool.damage(3)
+    worker.sleep(1)
+    worker.wake_up(["weights", "kv_cache"])
+    assert worker.kv_pool() is pool
+    assert pool.checksums([3]) != before
 
 
 def test_it_computes_at_the_level_of_processors_that_is_asked_for(monkeypatch):
@@ -136,12 +166,25 @@ def test_it_computes_at_the_level_of_processors_that_is_asked_for(monkeypatch):
     ("config", "message"),
     [
         (EngineConfig(kv=KVConfig(offload_path="/somewhere")), "kv_offload_path: KV on cpu is not offloaded"),
-        (EngineConfig(kv=KVConfig(transports=("shm",))), "kv_transports"),
+        (EngineConfig(kv=KVConfig(transports=("nixl",))), "kv_transports: nixl moves no KV on cpu"),
+        (
+            EngineConfig(kv=KVConfig(transports=("cuda",)), parallel=ParallelConfig(distributed_executor_backend="mp")),
+            "kv_transports: .* in the core's process",
+        ),
+        (
+            EngineConfig(kv=KVConfig(transports=("shm",)), speculative=SpeculativeConfig(method="eagle", model="x")),
+            "kv_transports: the KV of a draft model",
+        ),
     ],
 )
 def test_what_a_pool_on_a_device_cannot_do_is_refused_at_once(config, message):
     with pytest.raises(ValueError, match=message):
         ModelWorker(config, ApartPlatform())
+
+
+def test_a_cpu_moves_no_kv_between_gpus():
+    with pytest.raises(ValueError, match="kv_transports: cuda moves KV between GPUs"):
+        CPUWorker(EngineConfig(kv=KVConfig(transports=("cuda",))))
 
 
 def test_float16_is_of_gpus():

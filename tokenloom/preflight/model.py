@@ -14,10 +14,10 @@ from .weights import check_weights
 __all__ = ["check_checkpoint", "check_place"]
 
 
-def check_checkpoint(path: Path, model_impl: str = "auto") -> None:
+def check_checkpoint(path: Path, model_impl: str = "auto", load_format: str = "auto") -> None:
     """Check the configuration, the weights and the tokenizer of a checkpoint directory or GGUF file.
 
-    Raises `Refused`.
+    With ``load_format`` dummy no weights are needed. Raises `Refused`.
     """
     if is_gguf(path):
         if model_impl == "transformers":
@@ -25,5 +25,6 @@ def check_checkpoint(path: Path, model_impl: str = "auto") -> None:
         check_gguf(path)
         return
     config = check_config(path, model_impl)
-    check_weights(path, config)
+    if load_format == "auto":
+        check_weights(path, config)
     check_tokenizer(path, config)

@@ -36,7 +36,7 @@ class GgufSource:
     def names(self) -> Collection[str]:
         return self._places.keys()
 
-    def read(self, name: str) -> Tensor | PackedWeight:
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor | PackedWeight:
         place = self._places[name]
         tensor = self._tensors[place.stored]
         if place.expert is not None:

@@ -16,11 +16,13 @@ MOST_ROWS = 16
 def few_rows(
     x,
     weight,
+    scales,
     bias,
     out,
     num_rows,
     inputs,
     outputs,
+    HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     KIND: tl.constexpr,
     EVEN: tl.constexpr,
@@ -34,6 +36,7 @@ def few_rows(
     Args:
         x: [num_rows, inputs]; num_rows is at most 16.
         weight: [outputs, inputs]; with an activation [2 * outputs, inputs], all gates before the ups.
+        scales: [rows of ``weight``] float32, factors on 8-bit floats, read if HAS_SCALES.
         bias: As many numbers as ``weight`` has rows, read if HAS_BIAS.
         out: [num_rows, outputs]: the product; with an activation activation(gates) * ups.
         KIND: The activation, see ``activations.activate``; "none": there is none.
@@ -50,18 +53,22 @@ def few_rows(
     for begin in tl.range(0, inputs, DEPTH):
         if EVEN:
             part = tl.load(x + at_x + begin, mask=is_row[:, None], other=0.0)
-            matrix = tl.load(weight + at_weight + begin, eviction_policy="evict_first")
+            matrix = tl.load(weight + at_weight + begin, eviction_policy="evict_first").to(part.dtype)
             if KIND != "none":
-                other = tl.load(weight + at_up + begin, eviction_policy="evict_first")
+                other = tl.load(weight + at_up + begin, eviction_policy="evict_first").to(part.dtype)
                 ups = tl.dot(part, tl.trans(other), ups, input_precision="ieee")
         else:
             is_deep = (depth + begin < inputs)[None, :]
             part = tl.load(x + at_x + begin, mask=is_row[:, None] & is_deep, other=0.0)
-            matrix = tl.load(weight + at_weight + begin, mask=is_column[:, None] & is_deep, other=0.0)
+            matrix = tl.load(weight + at_weight + begin, mask=is_column[:, None] & is_deep, other=0.0).to(part.dtype)
             if KIND != "none":
-                other = tl.load(weight + at_up + begin, mask=is_column[:, None] & is_deep, other=0.0)
+                other = tl.load(weight + at_up + begin, mask=is_column[:, None] & is_deep, other=0.0).to(part.dtype)
                 ups = tl.dot(part, tl.trans(other), ups, input_precision="ieee")
         found = tl.dot(part, tl.trans(matrix), found, input_precision="ieee")
+    if HAS_SCALES:
+        found *= tl.load(scales + columns, mask=is_column, other=0.0)[None, :]
+        if KIND != "none":
+            ups *= tl.load(scales + outputs + columns, mask=is_column, other=0.0)[None, :]
     if HAS_BIAS:
         found += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if KIND != "none":

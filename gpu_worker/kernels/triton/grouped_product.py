@@ -12,6 +12,7 @@ import triton.language as tl
 def grouped_product(
     x,
     weights,
+    scales,
     out,
     places,
     experts,
@@ -19,6 +20,7 @@ def grouped_product(
     inputs,
     outputs,
     SHARE: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -31,6 +33,7 @@ def grouped_product(
     Args:
         x: [num_places / SHARE, inputs]: place p reads row p / SHARE.
         weights: [experts, outputs, inputs].
+        scales: [experts, outputs] float32, factors on 8-bit floats, read if HAS_SCALES.
         out: [num_places, outputs].
         places: [tiles * ROWS] int32: a place, or num_places where a tile is padded.
         experts: [tiles] int32: the expert of a tile, -1 for a tile without rows.
@@ -51,12 +54,14 @@ def grouped_product(
     for begin in tl.range(0, inputs, DEPTH):
         if EVEN:
             part = tl.load(x + at_x + begin, mask=is_row[:, None], other=0.0)
-            matrix = tl.load(weights + at_weight + begin)
+            matrix = tl.load(weights + at_weight + begin).to(part.dtype)
         else:
             is_deep = (depth + begin < inputs)[None, :]
             part = tl.load(x + at_x + begin, mask=is_row[:, None] & is_deep, other=0.0)
-            matrix = tl.load(weights + at_weight + begin, mask=is_column[:, None] & is_deep, other=0.0)
+            matrix = tl.load(weights + at_weight + begin, mask=is_column[:, None] & is_deep, other=0.0).to(part.dtype)
         found = tl.dot(part, tl.trans(matrix), found, input_precision="ieee")
+    if HAS_SCALES:
+        found *= tl.load(scales + expert.to(tl.int64) * outputs + columns, mask=is_column, other=0.0)[None, :]
     tl.store(
         out + place.to(tl.int64)[:, None] * outputs + columns[None, :],
         found.to(out.dtype.element_ty),

@@ -51,7 +51,8 @@ def attend(
 
     Args:
         query: [T, num_kv_heads * GROUP, HEAD]; tokens lie ``query_stride`` elements apart.
-        keys: [num_blocks, num_kv_heads, BLOCK, CACHE_HEAD], as are ``values``. Zeros follow a head's HEAD elements.
+        keys: [num_blocks, num_kv_heads, BLOCK, CACHE_HEAD], as are ``values``; of the queries' dtype or 8-bit floats.
+            Zeros follow a head's HEAD elements.
         out: As query, contiguous. Written if SPLITS is 1.
         partial: [T, num_heads, SPLITS, PADDED_HEAD] float32: what a split found. Written if SPLITS is more than 1.
         sums: [T, num_heads, SPLITS, 2] float32: the largest score of a split, in powers of two, and its sum of weights.
@@ -117,8 +118,8 @@ def attend(
             is_element = is_key[:, None]
         else:
             is_element = is_key[:, None] & (dims < CACHE_HEAD)[None, :]
-        k = tl.load(keys + at, mask=is_element, other=0.0)
-        v = tl.load(values + at, mask=is_element, other=0.0)
+        k = tl.load(keys + at, mask=is_element, other=0.0).to(q.dtype)
+        v = tl.load(values + at, mask=is_element, other=0.0).to(q.dtype)
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if HAS_SOFTCAP:

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .write_kv import within_fp8
+
 
 @triton.jit
 def rotate_and_write(
@@ -23,6 +25,7 @@ def rotate_and_write(
     PADDED_HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
     """Compute HEADS heads of one token. Queries replace themselves in ``heads``; keys and values go to their slot.
 
@@ -31,6 +34,7 @@ def rotate_and_write(
     Args:
         heads: [T, num_heads + 2 * num_kv_heads, HEAD]: queries, keys, values.
         weights: [num_heads + num_kv_heads, HEAD], of an RMSNorm of each head, read if HAS_NORM.
+        IS_FP8: Whether the cache has 8-bit floats, whose range keys and values are limited to.
         cosines: [T, HEAD / 2] float32, as are ``sines``.
         slots: [T] int64: block id * BLOCK + place in it; negative: keys and values of the token are not written.
         keys: [num_blocks, num_kv_heads, BLOCK, CACHE_HEAD], as are ``values``.
@@ -71,9 +75,13 @@ def rotate_and_write(
     place = slot % BLOCK
     kv_head = tl.where(is_rotated, head - num_heads, head - num_rotated)
     at_cache = ((slot // BLOCK * num_kv_heads + kv_head) * BLOCK + place)[:, None] * CACHE_HEAD + dims[None, :]
+    if IS_FP8:
+        turned_first, turned_second = within_fp8(turned_first), within_fp8(turned_second)
+        stored_first, stored_second = within_fp8(stored_first), within_fp8(stored_second)
+    dtype = keys.dtype.element_ty
     is_key = ((head >= num_heads) & is_rotated & (slot >= 0))[:, None] & is_dim
-    tl.store(keys + at_cache, turned_first, mask=is_key)
-    tl.store(keys + at_cache + HALF, turned_second, mask=is_key)
+    tl.store(keys + at_cache, turned_first.to(dtype), mask=is_key)
+    tl.store(keys + at_cache + HALF, turned_second.to(dtype), mask=is_key)
     is_value = ((head >= num_rotated) & (head < num_all) & (slot >= 0))[:, None] & is_dim
-    tl.store(values + at_cache, stored_first, mask=is_value)
-    tl.store(values + at_cache + HALF, stored_second, mask=is_value)
+    tl.store(values + at_cache, stored_first.to(dtype), mask=is_value)
+    tl.store(values + at_cache + HALF, stored_second.to(dtype), mask=is_value)

@@ -31,13 +31,13 @@ def sample(
         temperatures, top_ps, min_ps: [rows] float64. A temperature of 0 takes the largest logit.
         top_ks: [rows] int32; 0: no limit.
         numbers: [rows] float64: the uniform number in [0, 1) of each row's draw.
-        out: [rows] int64. -1: no logit of the row is finite. A row whose largest logit is not finite, but which has a
-            finite one, gives the first NaN, or else the first of the largest.
+        out: [rows] int64. -1: no logit of the row is finite; -2: all are -inf. A row whose largest logit is not finite,
+            but which has a finite one, gives the first NaN, or else the first of the largest.
         WIDTH: Logits that one turn of a loop reads. PARTS: a power of two, at least vocab / WIDTH.
     """
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * row_stride
-    largest, best, is_drawable = _best(base, vocab, WIDTH)
+    largest, best, is_drawable = find_best(base, vocab, WIDTH)
     temperature = tl.load(temperatures + row)
     token = best.to(tl.int64)
     if is_drawable & (temperature != 0.0):
@@ -49,15 +49,16 @@ def sample(
 
 
 @triton.jit
-def _ordered(x):
+def ordered(x):
     """Return uint32 in the order of float32 ``x``; both zeros give the same."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _best(base, vocab, WIDTH: tl.constexpr):
-    """Return the largest logit, the token of a greedy draw (-1: none is finite), and whether the rest is finite."""
+def find_best(base, vocab, WIDTH: tl.constexpr):
+    """Return the largest logit, the token of a greedy draw (-1: no logit is finite; -2: all are -inf), and whether the
+    row has a distribution."""
     lanes = tl.arange(0, WIDTH)
     values = tl.full([WIDTH], float("-inf"), tl.float32)
     places = lanes
@@ -75,8 +76,9 @@ def _best(base, vocab, WIDTH: tl.constexpr):
     best = tl.min(tl.where(values == largest, places, 2147483647), 0)
     nan = tl.min(first_nan, 0)
     is_drawable = (nan == 2147483647) & (tl.abs(largest) < float("inf"))
+    none = tl.where((nan == 2147483647) & (largest == float("-inf")), -2, -1)
     best = tl.where(nan < 2147483647, nan, best)
-    return largest, tl.where(tl.sum(num_finite, 0) > 0, best, -1), is_drawable
+    return largest, tl.where(tl.sum(num_finite, 0) > 0, best, none), is_drawable
 
 
 @triton.jit
@@ -85,11 +87,11 @@ def _limits(base, vocab, largest, temperature, top_k, top_p, min_p, WIDTH: tl.co
     lowest = tl.zeros([1], tl.uint32)
     num_equal = tl.full([1], 2147483647, tl.int32)
     if (top_k > 0) & (top_k < vocab):
-        lowest, above = _reached(base, vocab, largest, temperature, lowest, top_k.to(tl.float32), 0.0, False, WIDTH)
+        lowest, above = find_reached(base, vocab, largest, temperature, lowest, top_k.to(tl.float32), 0.0, False, WIDTH)
         num_equal = top_k - above.to(tl.int32)
     if min_p > 0.0:
         limit = (largest.to(tl.float64) + temperature * tl.log(min_p)).to(tl.float32)
-        by_min_p = _ordered(tl.zeros([1], tl.float32) + limit)
+        by_min_p = ordered(tl.zeros([1], tl.float32) + limit)
         num_equal = tl.where(by_min_p > lowest, 2147483647, num_equal)
         lowest = tl.where(by_min_p > lowest, by_min_p, lowest)
     if top_p < 1.0:
@@ -97,7 +99,7 @@ def _limits(base, vocab, largest, temperature, top_k, top_p, min_p, WIDTH: tl.co
         each = equal_mass / tl.maximum(equal_count, 1.0)
         total = above + each * tl.minimum(equal_count, num_equal.to(tl.float32))
         target = total * top_p.to(tl.float32)
-        found, above = _reached(base, vocab, largest, temperature, lowest, target, total, True, WIDTH)
+        found, above = find_reached(base, vocab, largest, temperature, lowest, target, total, True, WIDTH)
         if tl.max(found, 0) > tl.max(lowest, 0):
             num_equal = tl.full([1], 2147483647, tl.int32)
         lowest = found
@@ -124,7 +126,7 @@ def _mass(base, vocab, largest, temperature, limit, WIDTH: tl.constexpr):
     for begin in tl.range(0, vocab, WIDTH):
         at = begin + lanes
         x = tl.load(base + at, mask=at < vocab, other=float("-inf"))
-        keys, weights = _ordered(x), _weights(x, largest, temperature)
+        keys, weights = ordered(x), _weights(x, largest, temperature)
         above += tl.where(keys > limit, weights, 0.0)
         is_equal = (keys == limit) & (at < vocab)
         equal += tl.where(is_equal, weights, 0.0)
@@ -134,7 +136,7 @@ def _mass(base, vocab, largest, temperature, limit, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _reached(base, vocab, largest, temperature, lowest, wanted, total, BY_MASS: tl.constexpr, WIDTH: tl.constexpr):
+def find_reached(base, vocab, largest, temperature, lowest, wanted, total, BY_MASS: tl.constexpr, WIDTH: tl.constexpr):
     """Return the largest integer, [1], that so much of the row reaches, and how much is above it.
 
     What is measured is mass, or with BY_MASS false the number of tokens. ``lowest`` is known to be reached by
@@ -155,7 +157,7 @@ def _reached(base, vocab, largest, temperature, lowest, wanted, total, BY_MASS: 
         for begin in tl.range(0, vocab, WIDTH):
             at = begin + lanes
             x = tl.load(base + at, mask=at < vocab, other=float("-inf"))
-            keys = _ordered(x)
+            keys = ordered(x)
             if BY_MASS:
                 measure = _weights(x, largest, temperature)
             else:
@@ -176,7 +178,7 @@ def _kept_weights(base, at, vocab, largest, temperature, threshold, num_equal, n
     """Return the float64 probabilities of the tokens ``at``, 0 for those that may not be drawn, and how many of them
     equal the threshold. ``num_before``: how many tokens before them do."""
     x = tl.load(base + at, mask=at < vocab, other=float("-inf"))
-    keys = _ordered(x)
+    keys = ordered(x)
     weights = tl.exp((x.to(tl.float64) - largest.to(tl.float64)) / temperature)
     is_equal = ((keys == threshold) & (at < vocab)).to(tl.int32)
     count = tl.sum(is_equal, 0)

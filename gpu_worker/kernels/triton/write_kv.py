@@ -3,6 +3,14 @@
 import triton
 import triton.language as tl
 
+LARGEST_FP8 = tl.constexpr(448.0)
+
+
+@triton.jit
+def within_fp8(x):
+    """Return float32 in the range of 8-bit floats (e4m3), which have no infinity; NaN stays NaN."""
+    return tl.clamp(x.to(tl.float32), -LARGEST_FP8, LARGEST_FP8, propagate_nan=tl.PropagateNan.ALL)
+
 
 @triton.jit
 def write_kv(
@@ -17,6 +25,7 @@ def write_kv(
     CACHE_HEAD: tl.constexpr,
     PADDED_HEAD: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
     """Store one head of one token's key and value. Grid: (T, num_kv_heads).
 
@@ -30,5 +39,9 @@ def write_kv(
     dims = tl.arange(0, PADDED_HEAD)
     is_dim = dims < HEAD
     at = ((slot // BLOCK * tl.num_programs(1) + head) * BLOCK + slot % BLOCK) * CACHE_HEAD + dims
-    tl.store(keys + at, tl.load(key + token * key_stride + head * HEAD + dims, mask=is_dim), mask=is_dim)
-    tl.store(values + at, tl.load(value + token * value_stride + head * HEAD + dims, mask=is_dim), mask=is_dim)
+    stored_key = tl.load(key + token * key_stride + head * HEAD + dims, mask=is_dim)
+    stored_value = tl.load(value + token * value_stride + head * HEAD + dims, mask=is_dim)
+    if IS_FP8:
+        stored_key, stored_value = within_fp8(stored_key), within_fp8(stored_value)
+    tl.store(keys + at, stored_key.to(keys.dtype.element_ty), mask=is_dim)
+    tl.store(values + at, stored_value.to(values.dtype.element_ty), mask=is_dim)

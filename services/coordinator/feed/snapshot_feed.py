@@ -16,6 +16,10 @@ everything else."""
 MAX_STATE_MESSAGES_PER_SECOND = 2500
 """Messages that the watchers without loads, one in each engine, get at most together."""
 
+_JOINING_FACTOR = 10
+"""While engines join a new coordinator, so many times fewer messages are sent: each change would be one engine among a
+thousand, watchers keep the complete view that they have, and the joins need the processor's time."""
+
 
 @dataclass(slots=True)
 class _Shown:
@@ -69,7 +73,8 @@ class SnapshotFeed:
         self._num_joined = 0
         self._pending, self._pending_states = _Pending(self._constants()), _Pending(self._constants())
         self._loads: dict[str, None] = {}  # engines of which only the load is to be sent
-        self._loads_at = self._states_at = 0.0
+        self._loads_at = self._states_at = self._others_at = 0.0
+        self._was_complete = False
         self._body: bytes | None = None  # all engines, serialized
         self._outlines: bytes | None = None  # the same for watchers without loads
         self._everything = ChangeLog(registry.revision, self._whole)
@@ -90,9 +95,14 @@ class SnapshotFeed:
         self._look(changed.take_others())
         if with_loads:
             self._note_loads(changed.take_loads())
+        are_joining = self._are_joining(now)
+        wait = len(self._shown) / MAX_STATE_MESSAGES_PER_SECOND
         if now >= self._states_at and (others := self._others(self._pending_states, self._outline)):
-            self._states_at = now + len(self._shown) / MAX_STATE_MESSAGES_PER_SECOND
+            self._states_at = now + wait * (_JOINING_FACTOR if are_joining else 1)
             self._add(self._without_loads, others)
+        if now < self._others_at:
+            return
+        self._others_at = now + wait * are_joining
         others = self._others(self._pending, self._part)
         if with_loads and self._loads:
             others += Snapshot(loads=loads_of(list(map(self._load, self._loads)))).SerializeToString()
@@ -101,6 +111,14 @@ class SnapshotFeed:
         if others:
             self._add(self._everything, others)
             self._add(self._uncut, b"")
+
+    def _are_joining(self, now: float) -> bool:
+        """Return whether engines join a new coordinator. When they have, everything is due."""
+        is_complete = self._registry.is_complete
+        if is_complete and not self._was_complete:
+            self._states_at = self._others_at = now
+        self._was_complete = is_complete
+        return not is_complete
 
     def _others(self, pending: _Pending, part: Callable[[str, bool], bytes]) -> bytes:
         """Return what is pending, as a part of a message, and forget it; empty if nothing is.

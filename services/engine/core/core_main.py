@@ -38,7 +38,11 @@ def make_transports(config: EngineConfig) -> list[KVTransport]:
         mesh = MeshTLS(CertificateFiles(Path(files.ca), Path(files.cert), Path(files.key)))
         tls = TLS(mesh.server_context(), mesh.client_context, files.peer_name)
     return kv_transports.make_transports(
-        kv.transports, socket_listen=kv.socket_listen, socket_advertise=kv.socket_advertise, tls=tls
+        kv.transports,
+        on_host=config.worker.device == "cpu" or config.worker.worker != "model",
+        socket_listen=kv.socket_listen,
+        socket_advertise=kv.socket_advertise,
+        tls=tls,
     )
 
 

@@ -2,6 +2,8 @@
 
 import socket
 
+import grpc.aio
+
 from tokenloom.gpu_worker.kv_connector.kv_transports import expanded
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.surroundings import Port
@@ -29,12 +31,19 @@ class KVFront:
         loads: The loads from other engines.
     """
 
-    def __init__(self, settings: EngineSettings, core: CoreLink, load: LoadTracker, host: Host) -> None:
-        """Bind the KV port. Raises as :func:`serve_kv`."""
+    def __init__(
+        self,
+        settings: EngineSettings,
+        core: CoreLink,
+        load: LoadTracker,
+        host: Host,
+        coordinator: grpc.aio.Channel | None,
+    ) -> None:
+        """Bind the KV port. ``coordinator``: a channel to it, if there is one. Raises as :func:`serve_kv`."""
         self._core = core
         self._load = load
         self._link = KVLink(core.client)
-        self._registry = EngineRegistry(settings.coordinator, host.channels)
+        self._registry = EngineRegistry(coordinator)
         self._server: Port | None = None
         self.owner: coordinator_pb2.EngineRef | None = None
         self.address = ""
@@ -49,7 +58,7 @@ class KVFront:
             kv_layout=core.ready.kv_layout,
             block_size=core.ready.block_size,
             num_kv_groups=core.ready.num_kv_groups,
-            transports=expanded(settings.kv_transports),
+            transports=expanded(settings.kv_transports, on_host=core.ready.pool_is_on_host),
             must_load=settings.engine.kv.policy == "fail",
         )
         self.loads = KVLoads(reader, core, self._link, self._registry, host.channels)

@@ -22,7 +22,7 @@ UNKNOWN_SECONDS = 0.5
 """How long to wait for an engine that this engine's view of the registry does not show yet."""
 AVOID_SECONDS = 60.0
 """How long a transport that failed is avoided."""
-_SAME_HOST = ("shm",)
+_SAME_HOST = ("cuda", "shm")
 """Transports that work only on one host."""
 
 
@@ -39,19 +39,18 @@ class Owner:
 class EngineRegistry:
     """Watches the coordinator's registry of engines; keeps the last view while the coordinator is away."""
 
-    def __init__(self, coordinator: str, channels: Channels) -> None:
-        """``coordinator``: its address; empty without one, and then no engine is ever found."""
+    def __init__(self, coordinator: grpc.aio.Channel | None) -> None:
+        """``coordinator``: a channel to it; None without one, and then no engine is ever found."""
         self._coordinator = coordinator
-        self._channels = channels
         self._view = self._complete = RegistryView()  # the newest one, and the newest one that was complete
         self._changed = asyncio.Event()  # a new one for each message
 
     async def run(self) -> None:
         """Watch and reconnect, without end."""
-        if not self._coordinator:
+        if self._coordinator is None:
             await asyncio.Event().wait()  # nothing to watch
-        async with self._channels.open(self._coordinator, "coordinator") as channel:
-            stub = coordinator_pb2_grpc.CoordinatorStub(channel)
+        else:
+            stub = coordinator_pb2_grpc.CoordinatorStub(self._coordinator)
             await watch_registry(stub, self.update, without_loads=True)
 
     def update(self, view: RegistryView) -> None:

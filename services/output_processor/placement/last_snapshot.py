@@ -190,7 +190,6 @@ class LastSnapshot:
         for entry in self._entries:
             key, columns, row = _key(entry), self._columns, self._columns.add()
             self._rows[key] = row
-            columns.order[row] = row
             columns.kind[row] = self._kinds.number(entry.identity.fingerprint)
             columns.name_hash[row] = name_hash(f"{key.engine_id} {key.epoch}")
             columns.role[row] = entry.report.role

@@ -1,4 +1,8 @@
-"""Asks the coordinator for picks over one stream, several in one message; answers come in the order of the picks."""
+"""Asks the coordinator for picks over one stream, several in one message; answers come in the order of the picks.
+
+One message is unanswered at a time: what comes meanwhile goes with the next one (Nagle, RFC 896). A message costs the
+coordinator as much as several picks, so a busy one gets fewer and larger messages, and an idle one answers at once.
+"""
 
 import asyncio
 import logging
@@ -17,6 +21,8 @@ log = logging.getLogger(__name__)
 ANSWER_SECONDS = 1.0
 """How long the coordinator may take to answer a pick. Then it counts as away, for every request, until it answers."""
 _LATE_SECONDS = 0.5
+_MAX_BATCH = 256
+"""Picks of one message: about half a megabyte if each names 256 blocks."""
 _REOPEN_SECONDS = 0.2
 
 
@@ -38,7 +44,8 @@ class PickStream:
         self._timer: asyncio.TimerHandle | None = None
         self._look_at = 0.0
         self._has_waited_longer = False
-        self._batch = PickBatch()  # bounded by the same number: the writer takes it whole
+        self._unsent: deque[PickRequest] = deque()  # the last ones of those
+        self._num_unanswered = 0  # of the message that the coordinator has
         self._wake = asyncio.Event()
         self.is_open = False
         self.is_away = False
@@ -52,18 +59,21 @@ class PickStream:
         self._waiting.append((future, loop.time()))
         if self._timer is None:
             self._look_after(ANSWER_SECONDS)
-        self._batch.pick.append(request)
+        self._unsent.append(request)
         self._wake.set()
         return future
 
     def suspend(self) -> None:
         """Take no picks until the coordinator sends a message, because it left a call unanswered; waiting picks fail.
-        The message is provoked here."""
+        The message is provoked here, unless one is due."""
         if self.is_open:
             self.is_open, self.is_away = False, True
             log.warning("the coordinator does not answer; requests are placed by its last snapshot")
-            for future, _ in self._waiting:  # they stay, because their answers still come in this order
+            for future, _ in self._waiting:
                 _fail_unless_done(future)
+            for _ in self._unsent:  # the others stay, because their answers still come in this order
+                self._waiting.pop()
+            self._unsent.clear()
             self._wake.set()  # an empty batch is answered too
 
     async def run(self) -> None:
@@ -86,8 +96,10 @@ class PickStream:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            batch, self._batch = self._batch, PickBatch()
-            await call.write(batch)
+            if not self._num_unanswered:
+                batch = [self._unsent.popleft() for _ in range(min(len(self._unsent), _MAX_BATCH))]
+                self._num_unanswered = len(batch)
+                await call.write(PickBatch(pick=batch))
 
     async def _read(self, call: "grpc.aio.StreamStreamCall[PickBatch, PickResults]") -> None:
         while True:
@@ -132,6 +144,9 @@ class PickStream:
         if not self._waiting:
             raise errors.Internal("the coordinator sent more answers than it was asked for")
         future, _ = self._waiting.popleft()
+        self._num_unanswered -= 1
+        if not self._num_unanswered and self._unsent:
+            self._wake.set()
         if future.done():
             return  # the request ended meanwhile
         if result.HasField("error"):
@@ -142,7 +157,8 @@ class PickStream:
     def _close(self) -> None:
         self.is_away = self.is_away or self.is_open
         self.is_open = False
-        self._batch = PickBatch()
+        self._unsent.clear()
+        self._num_unanswered = 0
         self._wake.clear()
         if self._timer is not None:
             self._timer.cancel()

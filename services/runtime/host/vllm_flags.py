@@ -116,7 +116,6 @@ UNNEEDED = {
     "--enable-auto-tool-choice": "tools work whenever --tool-call-parser knows the model's format",
     "--response-role": "answers always have the role assistant",
     "--chat-template-content-format": "content parts reach the template as it expects them",
-    "--load-format": "the format of the weights is recognized from their files: safetensors, pytorch_model.bin or GGUF",
     "--config-format": "config.json and GGUF metadata are recognized from the files",
     "--task": "--runner chooses between generating text and pooling",
     "--skip-tokenizer-init": "prompts may be token ids, and the tokenizer is a process of its own",

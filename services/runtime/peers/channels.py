@@ -36,11 +36,25 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 
+COORDINATOR_OPTIONS = [("grpc.min_reconnect_backoff_ms", 3000)]
+"""A coordinator that was restarted is called by a thousand engines at one moment, and needs longer than the tenth of a
+second that an attempt to connect lasts otherwise: those that were given up would come again, and it would be longer."""
 
-def open_channel(address: str, keepalive: Sequence[tuple[str, int]] = KEEPALIVE_OPTIONS) -> grpc.aio.Channel:
-    """Return a lazily connecting, unencrypted channel to ``host:port`` or ``unix:/path``; the caller closes it."""
-    options = [*CHANNEL_OPTIONS, *keepalive, ("grpc.default_authority", "localhost")]
+
+def open_channel(
+    address: str, keepalive: Sequence[tuple[str, int]] = KEEPALIVE_OPTIONS, service: str = ""
+) -> grpc.aio.Channel:
+    """Return a lazily connecting, unencrypted channel to ``host:port`` or ``unix:/path``; the caller closes it.
+
+    ``service``: what is there, if that matters for the options.
+    """
+    options = [*_options(service), *keepalive, ("grpc.default_authority", "localhost")]
     return grpc.aio.insecure_channel(address, options=options)
+
+
+def _options(service: str) -> list[tuple[str, int | str]]:
+    """Return the options of a channel to a service, of which gRPC takes the first of two values."""
+    return [*(COORDINATOR_OPTIONS if service == "coordinator" else ()), *CHANNEL_OPTIONS]
 
 
 class Channels:
@@ -65,9 +79,9 @@ class Channels:
 
     def _connect(self, address: str, service: str) -> grpc.aio.Channel:
         if (tls := self._tls) is None:
-            channel, path = open_channel(address, self._asking()), sockets.path_beside(address)
+            channel, path = open_channel(address, self._asking(), service), sockets.path_beside(address)
             return LocalChannel(channel, path, MAX_MESSAGE_BYTES) if path is not None else channel
-        options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", dns_name(service))]
+        options = [*_options(service), ("grpc.ssl_target_name_override", dns_name(service))]
 
         def connect() -> grpc.aio.Channel:
             return grpc.aio.secure_channel(address, tls.channel_credentials(), options=[*options, *self._asking()])

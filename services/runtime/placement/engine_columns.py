@@ -9,9 +9,10 @@ IntColumn: TypeAlias = NDArray[np.int64]
 FloatColumn: TypeAlias = NDArray[np.float64]
 BoolColumn: TypeAlias = NDArray[np.bool_]
 Rows: TypeAlias = NDArray[np.intp]
-"""Numbers of rows, shape [n]: some of the engines, in the order in which equals are chosen."""
+"""Numbers of rows, shape [n]: some of the engines, growing."""
 
 _FIRST_ROWS = 16
+_BEFORE_ALL_PICKS = 1 << 62
 
 
 class EngineColumns:
@@ -32,10 +33,10 @@ class EngineColumns:
         uncached_tokens: Prompt tokens that are to be computed for the requests there, as far as is known.
         step_seconds: Mean duration of a step; 0: not known.
         start_rate: Requests per second that leave the queue while requests wait for a seat; 0: not known.
-        last_turn: Number of the last pick that chose the engine; 0: none did.
+        last_turn: Number of the last pick that chose the engine; below 0: none did. Of equal engines the one with the
+            least is chosen, so :meth:`add` gives each new one a number of its own.
         role: An ``EngineRole``.
         kind: Number of its fingerprint, see :class:`.FingerprintKinds`.
-        order: Engines that are equal in all else are chosen in this order.
         name_hash: Of name and incarnation, see :mod:`.rendezvous`.
         reported_at: When it last reported, in seconds of the owner's clock.
         progressed_at: When its step number last grew, or it had no work.
@@ -49,6 +50,9 @@ class EngineColumns:
         """Rows below this number have been used."""
         self.num_late = 0
         """Engines that are late."""
+        self.num_reports = 0
+        """How often an engine's load was written here."""
+        self._num_added = 0
         self.waiting: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
         self.running: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
         self.waiting_tokens: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
@@ -64,7 +68,6 @@ class EngineColumns:
         self.last_turn: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
         self.role: NDArray[np.int8] = np.zeros(_FIRST_ROWS, np.int8)
         self.kind: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
-        self.order: IntColumn = np.zeros(_FIRST_ROWS, np.int64)
         self.name_hash: NDArray[np.uint64] = np.zeros(_FIRST_ROWS, np.uint64)
         self.reported_at: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
         self.progressed_at: FloatColumn = np.zeros(_FIRST_ROWS, np.float64)
@@ -76,14 +79,21 @@ class EngineColumns:
         return len(self.waiting)
 
     def add(self) -> int:
-        """Return the number of a row of zeros, for one more engine."""
+        """Return the number of a row of zeros, for one more engine, except that no pick has chosen it."""
         if self._free:
-            return self._free.pop()
-        if self.num_rows == self.capacity:
-            for name, column in self._columns().items():
-                setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
-        self.num_rows += 1
-        return self.num_rows - 1
+            row = self._free.pop()
+        else:
+            if self.num_rows == self.capacity:
+                for name, column in self._columns().items():
+                    setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+            row, self.num_rows = self.num_rows, self.num_rows + 1
+        self.begin_turns(row)
+        return row
+
+    def begin_turns(self, row: int) -> None:
+        """Note that no pick has chosen the engine; it comes after others of which that is true."""
+        self._num_added += 1
+        self.last_turn[row] = self._num_added - _BEFORE_ALL_PICKS
 
     def set_late(self, row: int, is_late: bool) -> None:
         """Note whether an engine is late with its report."""
@@ -98,9 +108,8 @@ class EngineColumns:
         self._free.append(row)
 
     def serving(self, is_of_pool: BoolColumn) -> Rows:
-        """Return the engines that serve and whose kind ``is_of_pool`` (shape [kinds]), by their order."""
-        rows = np.flatnonzero(self.is_serving[: self.num_rows] & is_of_pool[self.kind[: self.num_rows]])
-        return rows[self.order[rows].argsort(kind="stable")]
+        """Return the engines that serve and whose kind ``is_of_pool`` (shape [kinds])."""
+        return np.flatnonzero(self.is_serving[: self.num_rows] & is_of_pool[self.kind[: self.num_rows]])
 
     def _columns(self) -> dict[str, NDArray[np.generic]]:
         return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}

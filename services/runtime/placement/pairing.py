@@ -22,10 +22,10 @@ def choose(engines: EngineColumns, pool: Pool, ask: Ask, rule: Rule, pd_threshol
     begins on an engine that prefills, if that can hand over to another. If a role is missing, engines of the other role
     replace it.
     """
-    decoders = pool.decoders if len(pool.decoders) else pool.rows
+    decoders = pool.decoders if len(pool.decoders) else pool.engines
     if ask.role in (_BOTH, _DECODE):
         return best(engines, decoders, ask, rule), ask.role == _BOTH
-    prefillers = pool.prefillers if len(pool.prefillers) else pool.rows
+    prefillers = pool.prefillers if len(pool.prefillers) else pool.engines
     if pd_threshold and len(pool.decoders):
         chosen = best(engines, pool.decoders, ask, rule)
         cached = 0 if ask.cached_tokens is None else int(ask.cached_tokens[chosen])

@@ -6,6 +6,7 @@ import numpy as np
 
 from tokenloom.v1.types_pb2 import EngineRole
 
+from .candidates import Candidates
 from .engine_columns import BoolColumn, EngineColumns, Rows
 from .fingerprint_kinds import FingerprintKinds
 
@@ -18,21 +19,26 @@ class Pool:
     """Holds the engines that could run a leg. It is valid until one of them changes its role or is gone.
 
     Attributes:
-        rows: All of them.
+        engines: All of them.
         decoders: Those that decode.
-        prefillers: Those that do everything, or prefill and can hand over; the same array as ``decoders`` if they are
+        prefillers: Those that do everything, or prefill and can hand over; the same object as ``decoders`` if they are
             the same engines.
         hands_over: Whether another engine of the pool can continue from its KV, by row, shape [capacity].
         min_max_tokens: A prompt of so many tokens fits into any of them.
         homes: Where prefixes are at home that were asked for, by the hash of the prefix (:mod:`.prefix_homes`).
     """
 
-    rows: Rows
-    decoders: Rows
-    prefillers: Rows
+    engines: Candidates
+    decoders: Candidates
+    prefillers: Candidates
     hands_over: BoolColumn
     min_max_tokens: int
     homes: dict[int, Rows] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of all engines."""
+        return self.engines.rows
 
 
 def make_pool(engines: EngineColumns, kinds: FingerprintKinds, rows: Rows) -> Pool:
@@ -44,10 +50,15 @@ def make_pool(engines: EngineColumns, kinds: FingerprintKinds, rows: Rows) -> Po
     hands_over = np.zeros(engines.capacity, np.bool_)
     hands_over[rows] = _handing_over(engines, kinds, rows, decoders)
     prefillers = rows[(roles == _BOTH) | hands_over[rows]]
+    everything = Candidates(rows)
+
+    def among(some: Rows) -> Candidates:
+        return everything if len(some) == len(rows) else Candidates(some)
+
     return Pool(
-        rows=rows,
-        decoders=decoders,
-        prefillers=rows if len(prefillers) == len(rows) else prefillers,
+        engines=everything,
+        decoders=among(decoders),
+        prefillers=among(prefillers),
         hands_over=hands_over,
         min_max_tokens=int(engines.max_tokens[rows].min(initial=np.iinfo(np.int64).max)),
     )

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from . import rendezvous
-from .engine_columns import BoolColumn, EngineColumns, FloatColumn, Rows
+from .candidates import Candidates
+from .engine_columns import BoolColumn, EngineColumns, FloatColumn
 from .pool import Pool
 from .rules import WAITING_WEIGHT, Ask, Rule
 
@@ -41,7 +42,7 @@ def keys_of(block_hashes: Sequence[int]) -> Iterator[int]:
 def is_home(engines: EngineColumns, pool: Pool, block_hashes: Sequence[int]) -> BoolColumn | None:
     """Return whether the beginning of a prompt is at home on each engine, by row, shape [capacity]; None if it is at
     home on no engine, or on all that prefill."""
-    rows = pool.prefillers
+    rows = pool.prefillers.rows
     if not block_hashes or len(rows) <= NUM_HOMES:
         return None
     key = next(keys_of(block_hashes))
@@ -64,9 +65,9 @@ def rule(keys: Sequence[int], loads: FloatColumn) -> Rule:
         loads: What each engine has to do, by row, shape [capacity].
     """
 
-    def cost(engines: EngineColumns, rows: Rows, ask: Ask) -> FloatColumn:
-        costs = np.ones(len(rows))
-        costs[_best(engines.name_hash[rows], loads[rows], keys)] = 0
+    def cost(engines: EngineColumns, candidates: Candidates, ask: Ask) -> FloatColumn:
+        costs = np.ones(len(candidates))
+        costs[_best(engines.name_hash[candidates.index], loads[candidates.index], keys)] = 0
         return costs
 
     return cost

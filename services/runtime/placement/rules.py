@@ -13,20 +13,23 @@ from numpy.typing import NDArray
 
 from tokenloom.v1.types_pb2 import EngineRole
 
-from .engine_columns import BoolColumn, EngineColumns, FloatColumn, IntColumn, Rows
+from .candidates import Candidates
+from .engine_columns import BoolColumn, EngineColumns, FloatColumn, IntColumn
 
 WAITING_WEIGHT = 4
 """A waiting request weighs four running ones: it will cost a prefill, and it shows that there was no room."""
 
-HOME_SHARE = 0.25
+HOME_SHARE = 0.1
 """A home is preferred as if it had computed so much of the prompt already."""
 BATCH_STEPS = 64.0
 """As many steps of a full batch count for the share of it that is taken: what a request costs and is cost after its
 prefill, while it and the others decode together."""
-UNKNOWN_RATE = 10_000.0
-"""Prompt tokens per second of engines of which none has measured its own."""
-UNKNOWN_STEP_SECONDS = 0.02
-"""Duration of a step of an engine that has not measured it."""
+EXCESS = 1.2
+"""An engine with more than so many times the mean of the requests is passed over, also by what it has cached, unless it
+saves more than :data:`EXCESS_STEPS` for each request that it has too many: a prefix that many requests share is
+computed once more elsewhere then (Mirrokni et al., Consistent hashing with bounded loads, 2018)."""
+EXCESS_STEPS = 24.0
+"""As many steps count for each request that an engine has above :data:`EXCESS`."""
 
 _DECODE = EngineRole.ENGINE_ROLE_DECODE
 # Operands of arrays are arrays: NumPy takes a microsecond longer for each number of Python.
@@ -51,62 +54,56 @@ class Ask:
     cached_tokens: IntColumn | None = None
     is_home: BoolColumn | None = None
 
-    def uncached_tokens(self, rows: Rows) -> IntColumn:
-        """Return the prompt tokens to compute on each of ``rows``, shape [n]."""
-        if self.cached_tokens is None:
-            return np.full(len(rows), self.prompt_tokens, np.int64)
-        return self.prompt_tokens - self.cached_tokens[rows]
+
+Rule: TypeAlias = Callable[[EngineColumns, Candidates, Ask], NDArray[np.int64] | NDArray[np.float64]]
+"""Returns what the leg costs on each of the engines, shape [n]; it must not change the columns."""
 
 
-Rule: TypeAlias = Callable[[EngineColumns, Rows, Ask], NDArray[np.int64] | NDArray[np.float64]]
-"""Returns what the leg costs on each of the rows, shape [n]; it must not change the columns."""
-
-
-def score(engines: EngineColumns, rows: Rows, ask: Ask) -> IntColumn | FloatColumn:
+def score(engines: EngineColumns, candidates: Candidates, ask: Ask) -> IntColumn | FloatColumn:
     """Return waiting * 4 + running, less what a cached prefix saves.
 
     A prefill that is cached in full saves what a waiting request weighs, and no engine becomes better than an idle one.
     A decode leg saves no prefill, only a copy: its cached prefix decides between equals.
     """
-    scores: IntColumn = engines.waiting * _WAITING_WEIGHT  # all rows: faster than to take some of each
-    scores += engines.running
+    index = candidates.index
+    scores: IntColumn = engines.waiting[index] * _WAITING_WEIGHT
+    scores += engines.running[index]
     if ask.cached_tokens is None or ask.role == _DECODE:
-        return scores.take(rows)
-    reduced: FloatColumn = ask.cached_tokens / np.array(ask.prompt_tokens / WAITING_WEIGHT)
+        return scores
+    reduced: FloatColumn = ask.cached_tokens[index] / np.array(ask.prompt_tokens / WAITING_WEIGHT)
     np.rint(reduced, out=reduced)
     np.subtract(scores, reduced, out=reduced)
     np.maximum(reduced, _NONE, out=reduced)
-    return reduced.take(rows)
+    return reduced
 
 
-def cost(engines: EngineColumns, rows: Rows, ask: Ask) -> FloatColumn:
+def cost(engines: EngineColumns, candidates: Candidates, ask: Ask) -> FloatColumn:
     """Return the seconds that the leg is expected to cost there.
 
     They are the time to compute the uncached prompt tokens that wait there and those of the leg, at the engine's own
-    rate, and :data:`BATCH_STEPS` of the pool's mean steps as far as its batch is full, waiting requests included. An
-    engine that has not measured its rate gets the mean of the others. A decode leg computes no prompt. A home of the
-    prompt counts as if it had computed :data:`HOME_SHARE` of it.
+    rate, :data:`BATCH_STEPS` of the mean steps as far as its batch is full, waiting requests included, and
+    :data:`EXCESS_STEPS` for each request above :data:`EXCESS` times the mean. A decode leg computes no prompt. A home
+    of the prompt counts as if it had computed :data:`HOME_SHARE` of it.
     """
-    requests = engines.waiting[rows] + engines.running[rows]
-    step_seconds = _known(engines.step_seconds[rows], UNKNOWN_STEP_SECONDS).mean()
-    seconds: FloatColumn = BATCH_STEPS * step_seconds * requests / np.maximum(engines.seats[rows], 1)
+    index, speeds = candidates.index, candidates.speeds(engines)
+    requests: FloatColumn = (engines.waiting[index] + engines.running[index]).astype(np.float64)
+    excess = requests - np.array(EXCESS * requests.sum() / len(requests))
+    np.maximum(excess, _NONE, out=excess)
+    excess *= np.array(EXCESS_STEPS * speeds.step_seconds)
+    requests /= speeds.seats
+    requests *= np.array(BATCH_STEPS * speeds.step_seconds)
+    requests += excess
+    seconds = requests
     if ask.role == _DECODE:
         return seconds
-    rates = _known(engines.computed_rate[rows], UNKNOWN_RATE)
-    tokens = engines.uncached_tokens[rows] + ask.uncached_tokens(rows)
+    tokens: FloatColumn = engines.uncached_tokens[index] + np.array(float(ask.prompt_tokens))
+    if ask.cached_tokens is not None:
+        tokens -= ask.cached_tokens[index]
     if ask.is_home is not None:
-        tokens -= ask.is_home[rows] * (HOME_SHARE * ask.prompt_tokens)
-    seconds += tokens / rates
+        tokens -= ask.is_home[index] * np.array(HOME_SHARE * ask.prompt_tokens)
+    tokens *= speeds.seconds_per_token
+    seconds += tokens
     return seconds
-
-
-def _known(values: FloatColumn, default: float) -> FloatColumn:
-    """Return the values with the mean of the known ones, or ``default``, in place of those that are 0."""
-    is_known = values > 0
-    if is_known.all():
-        return values
-    filled: FloatColumn = np.where(is_known, values, values[is_known].mean() if is_known.any() else default)
-    return filled
 
 
 RULES: dict[str, Rule] = {"score": score, "cost": cost}

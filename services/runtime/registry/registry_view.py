@@ -73,8 +73,8 @@ class RegistryView:
         self._num_pending = 0
 
     def take(self, message: Snapshot) -> bool:
-        """Take the next message. Returns False if it is a change to another view than this: the watcher lacks something
-        and has to watch again."""
+        """Take the next message, which is this view's own from then on. Returns False if it is a change to another view
+        than this: the watcher lacks something and has to watch again."""
         if not message.base_revision:
             self._replace(message)
             return True
@@ -98,8 +98,9 @@ class RegistryView:
         header = self.complete, self.pd_threshold
         for name in message.left:
             self._remove(name)
+        has_loads = message.HasField("loads")
         for entry in message.engines:
-            if not self._put(entry):
+            if not self._put(_copy(entry) if has_loads else entry):
                 return False
         numbers = message.loads.number
         if not all(map(self._names.__contains__, numbers)):
@@ -123,12 +124,10 @@ class RegistryView:
         self.complete = message.complete
         self.pd_threshold = message.pd_threshold
 
-    def _put(self, shown: EngineEntry) -> bool:
+    def _put(self, entry: EngineEntry) -> bool:
         """Add or replace an engine. Returns False if its identity is not known."""
-        entry = EngineEntry()
-        entry.CopyFrom(shown)  # a reference would keep the whole message
-        if not shown.HasField("identity"):
-            if (name := self._names.get(shown.number)) is None:
+        if not entry.HasField("identity"):
+            if (name := self._names.get(entry.number)) is None:
                 return False
             entry.identity.CopyFrom(self._entries[name].identity)
         name = entry.identity.engine_id
@@ -151,3 +150,10 @@ class RegistryView:
         self._num_pending += 1
         if self._num_pending >= _MAX_PENDING:
             self.update_loads()
+
+
+def _copy(shown: EngineEntry) -> EngineEntry:
+    """Return an entry that does not keep the message, with the loads of all other engines, in memory."""
+    entry = EngineEntry()
+    entry.CopyFrom(shown)
+    return entry

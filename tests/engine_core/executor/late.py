@@ -6,6 +6,7 @@ from collections.abc import Callable
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.threaded import ThreadedExecutor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.pending_output import PendingOutput, as_pending
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.worker import Worker
 
@@ -37,12 +38,12 @@ class LateOutput:
     def __init__(self, executor: LateExecutor, scheduled: SchedulerOutput) -> None:
         self.grammar: GrammarOutput | None = None
         self._executor, self._scheduled = executor, scheduled
-        self._output: ModelRunnerOutput | Exception | None = None
+        self._output: PendingOutput | Exception | None = None
 
     def compute(self, worker: Worker) -> None:
         try:
             worker.execute_model(self._scheduled)
-            self._output = worker.sample_tokens(self.grammar)
+            self._output = as_pending(worker.sample_tokens(self.grammar))
         except Exception as error:
             self._output = error
 
@@ -51,7 +52,7 @@ class LateOutput:
             self._executor.compute_oldest()
         if isinstance(self._output, Exception):
             raise self._output
-        return self._output
+        return self._output.result()
 
 
 EXECUTORS: dict[str, Callable[[Worker], Executor]] = {

@@ -9,7 +9,7 @@ from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.errors import ExecutorFailedError
 from tokenloom.engine_core.executor.threaded import ThreadedExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
+from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
 def test_a_core_with_async_scheduling_gives_every_request_its_tokens() -> None:
@@ -49,6 +49,43 @@ def test_the_caller_continues_while_a_step_runs() -> None:
     outputs = finish(core)
     assert tokens_of([first, *outputs["a"]]) == expected_tokens([1, 2], 4, VOCAB_SIZE)
     assert tokens_of(outputs["b"]) == expected_tokens([3, 4], 1, VOCAB_SIZE)
+    core.shutdown()
+
+
+class Promise:
+    """The output of a step, which is there once the next step has begun."""
+
+    def __init__(self, output: ModelRunnerOutput, next_began: threading.Event) -> None:
+        self._output, self._next_began = output, next_began
+
+    def result(self) -> ModelRunnerOutput:
+        assert self._next_began.wait(10), "the worker's thread waits for the output, too"
+        return self._output
+
+
+class PromisingWorker(HashWorker):
+    """Returns from a step before its tokens are there, as a worker of a device does. There are four steps."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, vocab_size=VOCAB_SIZE)
+        self.began = [threading.Event() for _ in range(5)]
+        self.began[4].set()
+        self.num_steps = 0
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        self.began[self.num_steps].set()
+        self.num_steps += 1
+        super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Promise:  # type: ignore[override]
+        return Promise(super().sample_tokens(grammar), self.began[self.num_steps])
+
+
+def test_a_step_begins_before_the_tokens_of_the_last_one_are_there() -> None:
+    config = make_config(async_scheduling=True)
+    core = EngineCore(config, ThreadedExecutor(PromisingWorker(config)))
+    core.add_request(make_request("a", [1, 2], 4))
+    assert tokens_of(finish(core)["a"]) == expected_tokens([1, 2], 4, VOCAB_SIZE)
     core.shutdown()
 
 

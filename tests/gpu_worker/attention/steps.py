@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenloom.gpu_worker.attention.attention_backend import AttentionBackend
+from tokenloom.gpu_worker.attention.fp8_cache import FP8_KV, to_fp8
 from tokenloom.gpu_worker.attention.int8_cache import SCALE_BYTES, quantize
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 
@@ -35,9 +36,9 @@ def shape(
     head_size: int = HEAD_SIZE,
     kv_dtype: torch.dtype | None = None,
 ) -> Any:
-    """``kv_dtype``: None or int8."""
+    """``kv_dtype``: None, int8 or 8-bit floats."""
     cache_size = -(-head_size // 16) * 16
-    row_bytes = cache_size * dtype.itemsize if kv_dtype is None else cache_size + SCALE_BYTES
+    row_bytes = cache_size * (kv_dtype or dtype).itemsize + (SCALE_BYTES if kv_dtype == torch.int8 else 0)
     return SimpleNamespace(
         num_layers=1,
         num_heads=num_heads,
@@ -74,6 +75,8 @@ def make_step(query_lens: list[int], seq_lens: list[int], num_heads: int, config
     cache[..., config.head_size :] = 0
     if config.kv_dtype == torch.int8:
         cache = rounded(cache)
+    elif config.kv_dtype == FP8_KV:
+        cache = to_fp8(cache)
     return Step(
         arrays,
         query=normal(total, num_heads, config.head_size),

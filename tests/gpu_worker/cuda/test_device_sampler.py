@@ -1,106 +1,149 @@
-"""Which rows a step draws on the device, and which on the host."""
+"""What a device draws is what the host draws, and only the rows that the device cannot serve come to the host."""
+
+import gc
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.gpu_worker.cuda.host_draw import host_draw
+from tests.gpu_worker.cuda.host_draw import make_device_sampler
+from tests.gpu_worker.cuda.sampling_params import PARAMS
+from tests.gpu_worker.cuda.sampling_steps import VOCAB, Steps, bitmask, check_equal
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.scheduler_output import (
-    CachedRequestData,
-    GrammarOutput,
-    ModelRunnerOutput,
-    NewRequestData,
-    SchedulerOutput,
-)
-from tokenloom.gpu_worker.batch.input_batch import InputBatch
-from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
+from tokenloom.engine_core.wire.scheduler_output import GrammarOutput
+from tokenloom.gpu_worker.cuda import sampler as device_sampling
+from tokenloom.gpu_worker.cuda import seen_counts
 from tokenloom.gpu_worker.sampler import NO_TOKEN, Sampler, step_sampler
-from tokenloom.gpu_worker.sampler.step_sampler import StepSampler
 
-VOCAB = 100
-PARAMS = {
-    "greedy": {"temperature": 0.0},
-    "drawn": {"temperature": 1.0, "top_p": 0.9},
-    "penalized": {"temperature": 1.0, "frequency_penalty": 0.5},
-    "constrained": {"temperature": 1.0},
-    "measured": {"temperature": 0.7, "logprobs": 2},
-}
+PENALIZED = {"temperature": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
 
 
-def make_step(names, device_sampler, grammar=None, spoil=None):
-    """A step in which each of these requests draws its first token."""
-    batch = InputBatch(8, 64, 16)
-    news = [
-        NewRequestData(name, [1, 2], [], SamplingParams(max_tokens=4, seed=index, **PARAMS[name]), [index], 0)
-        for index, name in enumerate(PARAMS)
-        if name in names
-    ]
-    counts = {new.req_id: 2 for new in news}
-    batch.update(SchedulerOutput(news, CachedRequestData([], [], [], {}), counts, 2 * len(news), [], []))
-    inputs = batch.prepare(counts)
-    logits = torch.from_numpy(np.random.default_rng(3).normal(0, 2, (len(news), VOCAB)).astype(np.float32))
-    if spoil is not None:
-        logits[spoil] = float("nan")
-    output = ModelRunnerOutput(inputs.req_ids, [])
-    StepSampler(batch, device_sampler).sample(inputs, logits, grammar, output)
-    return output
+def compare(requests, num_steps=3, grammar=None, spoil=None, **options):
+    device, host = Steps(requests, make_device_sampler(), **options), Steps(requests, None, **options)
+    for _ in range(num_steps):
+        found = device.run(grammar, spoil)
+        check_equal(found, host.run(grammar, spoil))
+    return found
 
 
 @pytest.fixture
 def fetched(monkeypatch):
-    """How many rows of logits came to the host in each step."""
-    rows = []
+    """How many bytes of logits came to the host for each of its draws."""
+    sizes = []
     draw = step_sampler.StepSampler._draw_on_host
 
     def counted(self, inputs, places, on_device, *others):
-        rows.append(len(on_device))
+        sizes.append(on_device.nbytes)
         return draw(self, inputs, places, on_device, *others)
 
     monkeypatch.setattr(step_sampler.StepSampler, "_draw_on_host", counted)
-    return rows
+    return sizes
 
 
-def bitmask(*token_ids):
-    allowed = np.zeros(128, dtype=np.uint8)
-    allowed[list(token_ids)] = 1
-    return np.packbits(allowed, bitorder="little").view(np.int32)[None]
+@settings(max_examples=60, deadline=None)
+@given(st.lists(PARAMS, min_size=1, max_size=4), st.data())
+def test_any_mixture_draws_the_host_s_tokens(requests, data):
+    row = data.draw(st.integers(0, len(requests) - 1))
+    words = bitmask(*data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30)))
+    grammar = data.draw(
+        st.sampled_from([None, GrammarOutput([f"r{row}"], words), GrammarOutput([f"r{row}"], words, {f"r{row}": 7})])
+    )
+    compare(requests, grammar=grammar)
 
 
 @pytest.mark.parametrize(
-    ("names", "num_hosted"),
+    "asking",
     [
-        (["greedy", "drawn"], 0),
-        (["greedy", "penalized"], 1),
-        (["greedy", "drawn", "constrained"], 1),
-        (list(PARAMS), 3),
-        (["measured"], 1),
+        PENALIZED,
+        {"logit_bias": {3: 5.0}},
+        {"bad_words": ((4,), (1, 2))},
+        {"min_tokens": 2, "stop_token_ids": (5, 6)},
+        {"allowed_token_ids": (3, 90)},
+        {"logprobs": 3, "logprob_token_ids": (7,)},
     ],
+    ids=lambda asking: next(iter(asking)) if "temperature" not in asking else "penalties",
 )
-def test_only_rows_that_ask_for_more_come_to_the_host(names, num_hosted, fetched):
-    grammar = GrammarOutput(["constrained"], bitmask(5, 9)) if "constrained" in names else None
-    found = make_step(names, DeviceSampler(host_draw), grammar)
-    assert sum(fetched) == num_hosted
-    expected = make_step(names, None, grammar)
-    assert found == expected
-    assert all(len(tokens) == 1 for tokens in found.sampled_token_ids)
+def test_no_logits_come_to_the_host(asking, fetched):
+    device = Steps([{"temperature": 0.0}, {"temperature": 1.0} | asking], make_device_sampler())
+    for _ in range(3):
+        device.run(GrammarOutput(["r0"], bitmask(5, 9), {}))
+    assert fetched == []
 
 
-def test_a_row_without_a_token_beside_one_of_the_host(fetched):
-    found = make_step(["greedy", "drawn", "measured"], DeviceSampler(host_draw), spoil=1)
-    assert found == make_step(["greedy", "drawn", "measured"], None, spoil=1)
-    assert found.without_finite_logit == ["drawn"]
+def test_a_row_that_the_device_cannot_serve_comes_alone(fetched, monkeypatch):
+    monkeypatch.setattr(device_sampling, "MOST_LISTED", 10)
+    requests = [{"temperature": 1.0}, {"logprobs": 20, "temperature": 1.0}, PENALIZED, {"logprobs": 2}]
+    found = compare(requests, num_steps=1)
+    assert fetched[0] == VOCAB * 4
+    assert found.logprobs.keys() == {"r1", "r3"}
+
+
+def test_a_penalized_row_comes_alone_where_the_device_has_no_memory_for_its_counts(fetched, monkeypatch):
+    requests = [{"temperature": 1.0}, PENALIZED, PENALIZED | {"logprobs": 2}]
+    device, host = Steps(requests, make_device_sampler()), Steps(requests, None)
+    check_equal(device.run(), host.run())
+    fetched.clear()
+
+    class NoMemory:
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        def empty(self, *size, **options):
+            if size[0]:
+                raise torch.OutOfMemoryError
+            return torch.empty(*size, **options)
+
+    monkeypatch.setattr(seen_counts, "torch", NoMemory())
+    check_equal(device.run(), host.run())
+    assert fetched == [3 * VOCAB * 4], "the host's own draw: the counts of the device were there already"
+    fetched.clear()
+    first = Steps(requests, make_device_sampler()).run()
+    assert fetched == [2 * VOCAB * 4]
+    check_equal(first, Steps(requests, None).run())
+
+
+def test_a_row_without_a_token_beside_one_that_asks_for_more():
+    requests = [{"temperature": 0.0}, {"temperature": 1.0}, {"logprobs": 2}]
+    found = compare(requests, 1, spoil={1: float("nan"), 2: float("nan")})
+    assert found.without_finite_logit == ["r1", "r2"]
+    found = compare([*requests, {"allowed_token_ids": (3,)}], 1, spoil={3: float("-inf")})
+    assert found.without_choice == ["r3"]
+
+
+def test_logits_that_are_not_finite_are_counted_before_they_change():
+    found = compare([PENALIZED, {"temperature": 0.0}], 1, spoil={0: float("nan")}, count_nans=True)
+    assert found.num_nans_in_logits == {"r0": VOCAB}
+
+
+def test_counts_follow_tokens_that_the_host_drew():
+    """As after drafts were verified by another rule."""
+    device, host = Steps([PENALIZED], make_device_sampler()), Steps([PENALIZED], None)
+    sampler = device._sampler
+    for on_host in (False, True, True, False, False):
+        sampler.device_sampler, kept = (None if on_host else sampler.device_sampler), sampler.device_sampler
+        check_equal(device.run(), host.run())
+        sampler.device_sampler = kept
+
+
+def test_a_slot_is_free_again_when_its_request_ends():
+    sampler = make_device_sampler()
+    for _ in range(3):
+        Steps([PENALIZED] * 8, sampler).run()
+        gc.collect()
+        assert len(sampler._seen.words) == 8
+    Steps([PENALIZED] * 9, sampler).run()
+    assert len(sampler._seen.words) == 16
 
 
 def test_the_device_gets_the_numbers_of_the_host():
     rng = np.random.default_rng(1)
     logits = rng.normal(0, 2, (40, VOCAB)).astype(np.float32)
     logits[7] = np.nan
-    params = [
-        SamplingParams(max_tokens=4, seed=row, **list(PARAMS.values())[row % 2], top_k=row % 3 * 10)
-        for row in range(40)
-    ]
+    kinds = [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}]
+    params = [SamplingParams(max_tokens=4, seed=row, **kinds[row % 2], top_k=row % 3 * 10) for row in range(40)]
     indices = rng.integers(0, 1 << 40, 40)
-    found = DeviceSampler(host_draw).sample(torch.from_numpy(logits), params, indices)
+    found = make_device_sampler().sample(torch.from_numpy(logits.copy()), params, indices)
     assert found == Sampler().sample(logits, params, indices)
     assert found[7] == NO_TOKEN

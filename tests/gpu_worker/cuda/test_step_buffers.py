@@ -1,30 +1,58 @@
-"""Arrays of a step with twins on the host."""
+"""The arrays of a step, sent with one copy."""
 
 import numpy as np
 import torch
 
+from tests.gpu_worker.cuda.late_link import LateLink
 from tokenloom.gpu_worker.cuda.packed_copy import copy_packed, to_device
 from tokenloom.gpu_worker.cuda.step_buffers import StepBuffers
 
 CPU = torch.device("cpu")
-LAYOUT = {"ids": (np.int64, (3,)), "lens": (np.int32, (5,)), "tables": (np.int32, (2, 3)), "u": (np.float64, (1,))}
 
 
-def test_what_is_written_comes_with_send() -> None:
-    buffers = StepBuffers(LAYOUT, CPU)
-    places = {name: tensor.data_ptr() for name, tensor in buffers.tensors.items()}
-    assert all(place % 16 == 0 for place in places.values())
+def arrays_of(step):
+    return {
+        "ids": np.arange(3) + step,
+        "lens": np.arange(5, dtype=np.int32) * step,
+        "tables": np.arange(6, dtype=np.int32).reshape(2, 3) + step,
+        "none": np.zeros((0, 2), dtype=np.int32),
+        "u": np.array([0.5 * step]),
+    }
+
+
+def test_one_copy_of_all_arrays() -> None:
+    link = LateLink()
+    buffers = StepBuffers(CPU, link)
+    for step in range(5):
+        arrays = arrays_of(step)
+        sent = buffers.send(arrays)
+        assert link.num_sends == step + 1
+        for name, array in arrays.items():
+            assert np.array_equal(sent[name].numpy(), array)
+            assert sent[name].numpy().dtype == array.dtype
+            assert sent[name].data_ptr() % 16 == 0
+            array[...] = 0  # which the copy does not see
+        assert sent["ids"].tolist() == [step, step + 1, step + 2]
+        assert len({tensor.untyped_storage().data_ptr() for tensor in sent.values()}) == 1
+
+
+def test_there_is_room_for_a_long_prompt() -> None:
+    buffers = StepBuffers(CPU, LateLink())
+    for size in (10, 100_000, 10):
+        ids = np.arange(size)
+        assert np.array_equal(buffers.send({"ids": ids})["ids"].numpy(), ids)
+
+
+def test_memory_is_written_again_only_after_its_copy() -> None:
+    link = LateLink()
+    buffers = StepBuffers(CPU, link)
     for step in range(3):
-        arrays = buffers.begin()
-        for values in arrays.values():
-            values[...] = np.arange(values.size).reshape(values.shape) + step
-        buffers.send()
-        for name, (dtype, shape) in LAYOUT.items():
-            tensor = buffers.tensors[name]
-            assert tensor.shape == shape
-            assert tensor.numpy().dtype == dtype
-            assert np.array_equal(tensor.numpy().ravel(), np.arange(tensor.numel()) + step)
-            assert tensor.data_ptr() == places[name], "a graph reads it there"
+        link.fetch(torch.zeros(1), torch.ones(1))  # so that each event is still to come
+        buffers.send(arrays_of(step))
+    assert link.num_waits == 0
+    buffers.send(arrays_of(3))
+    assert link.num_waits == 1
+    assert link.num_done == 1, "only the oldest copy was waited for"
 
 
 def test_one_copy_of_several_arrays() -> None:

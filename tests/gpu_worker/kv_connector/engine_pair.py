@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.gpu_worker.platform.device_platform import ApartPlatform
 from tokenloom import demo_model
 from tokenloom.engine_core.config import (
     CacheConfig,
@@ -28,6 +29,7 @@ from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.gpu_worker.kv_connector.kv_transports import make_transports
 from tokenloom.gpu_worker.kv_connector.tcp_socket import SocketTransport
+from tokenloom.gpu_worker.model_worker import ModelWorker
 from tokenloom.request.adapters.adapter_salt import adapter_salt
 from tokenloom.services.engine.core.workers import WORKER_COMMAND, make_worker
 
@@ -35,6 +37,7 @@ MODEL = str(Path(demo_model.__file__).parent)
 MakeTransports = Callable[[], list[KVTransport]]
 MakeExecutor = Callable[[EngineConfig], Executor]
 MAKE: dict[str, MakeTransports] = {
+    "cuda": lambda: make_transports(["cuda"]),
     "shm": lambda: make_transports(["shm"]),
     "unix": lambda: make_transports(["socket"]),
     "tcp": lambda: [SocketTransport("127.0.0.1:0")],
@@ -45,6 +48,11 @@ MAKE: dict[str, MakeTransports] = {
 def uni(config: EngineConfig) -> Executor:
     """Run the worker in this process."""
     return UniProcExecutor(make_worker(config))
+
+
+def apart(config: EngineConfig) -> Executor:
+    """Run the worker in this process, on a device apart from the host."""
+    return UniProcExecutor(ModelWorker(config, ApartPlatform()))
 
 
 def mp(config: EngineConfig, world_size: int = 1) -> Executor:

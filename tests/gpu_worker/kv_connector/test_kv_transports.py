@@ -30,13 +30,19 @@ def test_order_is_as_named_and_auto_is_what_works(
     assert names(*wanted) == found
 
 
+def test_a_device_has_a_way_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "is_available", lambda: True)
+    assert kv_transports.expanded(["auto"], on_host=False) == ["cuda", "shm", "socket"]
+    assert kv_transports.expanded(["auto"]) == ["shm", "nixl", "socket"]
+
+
 @pytest.mark.skipif(not nixl.is_available(), reason="nixl is not installed")
 def test_auto_prefers_nixl_to_sockets() -> None:
     assert names("auto") == ["shm", "nixl", "socket"]
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="shm, nixl, socket, not 'carrier pigeon'"):
+    with pytest.raises(ValueError, match="cuda, shm, nixl, socket, not 'carrier pigeon'"):
         names("carrier pigeon")
 
 

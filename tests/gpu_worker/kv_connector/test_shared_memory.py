@@ -3,6 +3,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,8 @@ from tests.gpu_worker.kv_connector.conftest import LAYOUT, SIZES, MakePool, bloc
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVRegion, KVTransferError
 from tokenloom.gpu_worker.kv_connector.listener import Listener
-from tokenloom.gpu_worker.kv_connector.shared_memory import SharedMemoryReader, SharedMemoryTransport, _Endpoint, _Offer
+from tokenloom.gpu_worker.kv_connector.shared_memory import SharedMemoryTransport, _Offer, map_offer
+from tokenloom.gpu_worker.kv_connector.unix_offer import Endpoint
 
 
 @pytest.fixture
@@ -27,8 +29,8 @@ def test_private_memory_cannot_be_served(transport, make_pool: MakePool) -> None
 
 
 def test_a_wrong_token_gets_no_memory(transport, make_pool: MakePool) -> None:
-    endpoint = msgspec.msgpack.decode(transport.serve(make_pool(4, shared=True)), type=_Endpoint)
-    wrong = msgspec.msgpack.encode(_Endpoint(endpoint.name, b"x" * 16))
+    endpoint = msgspec.msgpack.decode(transport.serve(make_pool(4, shared=True)), type=Endpoint)
+    wrong = msgspec.msgpack.encode(Endpoint(endpoint.name, b"x" * 16))
     with pytest.raises(KVTransferError, match="not passed") as caught:
         transport.open(wrong, LAYOUT)
     assert caught.value.reason == "transport"
@@ -76,6 +78,13 @@ def _held() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd")
 
 
+@pytest.fixture
+def connection() -> Iterator[socket.socket]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours
+
+
 def offer(num_blocks: int = 4, regions: list[KVRegion] | None = None) -> _Offer:
     return _Offer(LAYOUT, num_blocks, [KVRegion(0, 8)] if regions is None else regions)
 
@@ -90,18 +99,18 @@ def offer(num_blocks: int = 4, regions: list[KVRegion] | None = None) -> _Offer:
         offer(regions=[KVRegion(-8, 8)]),
     ],
 )
-def test_an_offer_beyond_the_memory_is_refused(wrong: _Offer) -> None:
+def test_an_offer_beyond_the_memory_is_refused(connection: socket.socket, wrong: _Offer) -> None:
     memory = PoolMemory.allocate(4096, shared=True)
     with pytest.raises(KVTransferError, match="cannot be mapped"):
-        SharedMemoryReader(memory.fd, wrong, LAYOUT)
+        map_offer(connection, memory.fd, wrong, LAYOUT)
     memory.close()
 
 
-def test_memory_that_could_shrink_is_refused() -> None:
+def test_memory_that_could_shrink_is_refused(connection: socket.socket) -> None:
     fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 4096)
     with pytest.raises(KVTransferError, match="not sealed"):
-        SharedMemoryReader(fd, offer(), LAYOUT)
+        map_offer(connection, fd, offer(), LAYOUT)
     os.close(fd)
 
 
@@ -112,7 +121,7 @@ def test_an_owner_that_passes_nothing_is_refused(transport, answer: bytes) -> No
     server.bind(f"\0{name}")
     owner = Listener(server, lambda connection: connection.sendall(answer), name="test", max_connections=1)
     with pytest.raises(KVTransferError, match="not passed"):
-        transport.open(msgspec.msgpack.encode(_Endpoint(name, b"x" * 16)), LAYOUT)
+        transport.open(msgspec.msgpack.encode(Endpoint(name, b"x" * 16)), LAYOUT)
     owner.close()
 
 

@@ -259,5 +259,5 @@ def test_int4_computes_the_model_of_its_dequantized_weights(
 
 
 def test_another_quantization_is_refused_by_name(save_checkpoint: SaveCheckpoint) -> None:
-    with pytest.raises(ValueError, match="quantization must be int8-dynamic, int4 or none, not 'gptq'"):
+    with pytest.raises(ValueError, match="quantization must be int8-dynamic, int4, fp8 or none, not 'gptq'"):
         load_model(save_checkpoint("llama"), quantization="gptq")

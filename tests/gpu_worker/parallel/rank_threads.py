@@ -8,11 +8,12 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from tokenloom.engine_core.config import EngineConfig, ParallelConfig
-from tokenloom.engine_core.executor.executor import PendingOutput, PoolSpec, call_worker
+from tokenloom.engine_core.executor.executor import PoolSpec, call_worker
 from tokenloom.engine_core.executor.merged_info import merged_info
 from tokenloom.engine_core.executor.rank_config import most_in_flight, rank_config
 from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
+from tokenloom.engine_core.pending_output import PendingOutput, await_output
 from tokenloom.engine_core.wire.handshake import WarmUp
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, SchedulerOutput
 from tokenloom.engine_core.wire.serialization import from_raw, to_raw
@@ -54,7 +55,7 @@ class RankThreads:
         self._begin(lambda worker: worker.execute_model(scheduler_output))
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> PendingOutput:
-        return self._begin(lambda worker: worker.sample_tokens(grammar))[self.output_rank]
+        return self._begin(lambda worker: await_output(worker.sample_tokens(grammar)))[self.output_rank]
 
     def collective_rpc(self, method: str, *args: object) -> list[object]:
         raw = [to_raw(arg) for arg in args]

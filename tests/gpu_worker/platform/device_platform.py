@@ -2,8 +2,11 @@
 
 import torch
 
-from tests.gpu_worker.cuda.host_draw import host_draw
+from tests.gpu_worker.cuda.host_draw import make_device_sampler
+from tests.gpu_worker.kv_connector.fake_device import FakeIpc
+from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
+from tokenloom.gpu_worker.kv_connector.device_pool import copy_with_torch, make_device_pool
 from tokenloom.gpu_worker.platform.memory import status_bytes
 
 
@@ -13,16 +16,23 @@ class ApartPlatform:
     device = torch.device("cpu")
     pool_is_on_host = False
     hardware = "apart"
+    computes_fp8 = True
 
     def __init__(self, kv_memory: int = 1 << 22) -> None:
         self._kv_memory = kv_memory
         self.num_returned = 0
 
     def make_sampler(self) -> DeviceSampler:
-        return DeviceSampler(host_draw)
+        return make_device_sampler()
+
+    def make_step_tools(self) -> None:
+        return None
 
     def make_capture(self) -> None:
         return None
+
+    def device_pool(self, caches, num_blocks: int, layout: str) -> KVPool:
+        return make_device_pool(caches, num_blocks, layout, copy_with_torch, FakeIpc())
 
     def start(self, num_threads: int, num_engines: int) -> None:
         torch.set_num_threads(num_threads or 1)

@@ -5,10 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from tests.gpu_worker.cuda.host_draw import host_draw
+from tests.gpu_worker.cuda.host_draw import make_device_sampler
 from tests.gpu_worker.speculation.steps import Driver
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
 
 VOCAB = 2048
 NUM_TOKENS = 24
@@ -69,7 +68,7 @@ def test_drafts_change_no_token(model, reference, rate, requests):
 
 def test_a_device_draws_the_same(model, reference):
     driver = Driver(model)
-    driver.runner._sampler.device_sampler = DeviceSampler(host_draw)
+    driver.runner._sampler.device_sampler = make_device_sampler()
     outputs = driver.generate(PLAIN, NUM_TOKENS, make_draft(reference[0], 0.8))
     assert {name: tokens[:NUM_TOKENS] for name, tokens in outputs.items()} == {
         name: reference[0][name][:NUM_TOKENS] for name in PLAIN

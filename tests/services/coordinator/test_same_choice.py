@@ -99,6 +99,7 @@ class SameChoiceMachine(RuleBasedStateMachine):
     def join(self, name: str, role: EngineRole, layout: str, max_model_len: int) -> None:
         self.num_epochs += 1
         engine = Engine(name, self.num_epochs, layout, max_model_len, role, reported_at=self.clock.now)
+        self.engines.pop(name, None)  # an engine that was restarted comes after the others
         self.engines[name] = engine
         self.join_registry(engine)
 

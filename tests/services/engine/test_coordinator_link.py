@@ -283,3 +283,46 @@ async def test_the_coordinator_decides_how_often_it_reports() -> None:
     await settle()
     assert len(again.reports) == 2
     joining.cancel()
+
+
+class ChannelState:
+    """The state of a channel, which a test changes."""
+
+    def __init__(self, state: grpc.ChannelConnectivity) -> None:
+        self._state = state
+        self._changed = asyncio.Event()
+
+    def become(self, state: grpc.ChannelConnectivity) -> None:
+        self._state = state
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def get_state(self) -> grpc.ChannelConnectivity:
+        return self._state
+
+    async def wait_for_state_change(self, last: grpc.ChannelConnectivity) -> None:
+        while self._state == last:
+            await self._changed.wait()
+
+
+async def test_it_joins_again_as_soon_as_the_channel_is_connected() -> None:
+    states = grpc.ChannelConnectivity
+    channel: Any = ChannelState(states.TRANSIENT_FAILURE)
+    identity: Any = FakeIdentity()
+    link = coordinator_link.CoordinatorLink(channel, identity, LoadTracker(4, 4), ENGINE_ROLE_BOTH)
+    waiting = asyncio.create_task(link._wait_to_join(1.0))
+    await settle()
+    channel.become(states.CONNECTING)
+    await settle()
+    assert not waiting.done()
+    channel.become(states.READY)
+    await settle()
+    assert waiting.done()
+    refused = asyncio.create_task(link._wait_to_join(1.0))  # by a coordinator that is there
+    await settle()
+    pass_time(0.9)
+    await settle()
+    assert not refused.done()
+    pass_time(0.2)
+    await settle()
+    assert refused.done()

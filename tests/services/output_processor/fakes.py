@@ -162,6 +162,7 @@ class FakeCoordinator(CoordinatorServicer):
         self.roles = list(roles)
         self.error: errors.TokenloomError | None = None
         self.requests: list[PickRequest] = []
+        self.batch_sizes: list[int] = []
         self._arrived: asyncio.Queue[PickRequest] = asyncio.Queue()
         self.watched = asyncio.Event()
         self._changed = asyncio.Event()
@@ -185,6 +186,7 @@ class FakeCoordinator(CoordinatorServicer):
     ) -> AsyncIterator[PickResults]:
         yield PickResults()
         async for batch in requests:
+            self.batch_sizes.append(len(batch.pick))
             if not batch.pick:
                 await self.hold.wait()
                 yield PickResults()

@@ -11,17 +11,20 @@ from tokenloom.request.errors import TokenloomError
 from ..failures import reported
 
 
-def model_directory(model: str, served_name: str | None, hint: str = "MODEL") -> tuple[Path, str]:
+def model_directory(
+    model: str, served_name: str | None, hint: str = "MODEL", *, weights: bool = True
+) -> tuple[Path, str]:
     """Return the checkpoint's path and the name it is served as; exits with a usage error if it is not found.
 
     Args:
         hint: What the error names: the argument or the option that holds the model.
+        weights: Whether the files of weights are needed; a hub's other files are downloaded in any case.
     """
     if model != model_path.DEMO_MODEL_NAME:
         with reported():
             check_place(model, Path(model).expanduser())
     try:
-        path = model_path.resolve(model)
+        path = model_path.resolve(model, weights=weights)
     except TokenloomError as error:
         raise typer.BadParameter(error.message, param_hint=hint) from None
     return path, served_name or model_path.served_name(path, model)

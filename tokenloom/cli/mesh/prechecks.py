@@ -28,7 +28,7 @@ def check_model(path: Path, values: Mapping[str, Any]) -> None:
         typer.echo(f"Warning: {note}", err=True)
     if values.get("worker", "model") == "model":  # the others compute no model
         check_engine_packages()
-        check_checkpoint(path, str(values.get("model_impl", "auto")))
+        check_checkpoint(path, str(values.get("model_impl", "auto")), str(values.get("load_format", "auto")))
         length = values.get("max_model_len")
         check_context(path, None if length is None else int(length))
 

@@ -35,7 +35,7 @@ def serve_model(
         values: The chosen options by name.
     """
     _check_template(values.get("chat_template"))
-    path, name = model_directory(model, None)
+    path, name = model_directory(model, None, weights=values.get("load_format", "auto") == "auto")
     options = _mesh_options(path, name, values, service_flags(config))
     options = _with_more_models(with_names(options, _names(names, more_names)))
     with reported():

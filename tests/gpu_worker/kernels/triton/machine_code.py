@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,9 @@ from tests.gpu_worker.attention.steps import shape
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
-from tokenloom.gpu_worker.cuda import block_copy, draw_kernel
+from tokenloom.gpu_worker.cuda import block_copy, draw_kernel, row_kernels, sampler_kernels
+from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels
+from tokenloom.gpu_worker.cuda.step_tensors import SentStep, StepSize, StepTensors
 from tokenloom.gpu_worker.layers import triton_experts, triton_linear
 from tokenloom.gpu_worker.layers.triton_experts import TritonExperts
 from tokenloom.gpu_worker.layers.triton_linear import TritonLinear
@@ -36,17 +39,28 @@ from tokenloom.gpu_worker.ops.ops import HeadNorm
 from tokenloom.gpu_worker.ops.triton_ops import TritonOps
 
 META = torch.device("meta")
+FP8 = torch.float8_e4m3fn
 _HOPPER = GPUTarget("cuda", 90, 32)
 _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int64: "*i64",
     torch.int32: "*i32",
 }
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-_LAUNCHERS = (triton_backend, block_copy, draw_kernel, triton_experts, triton_linear, triton_ops)
+_LAUNCHERS = (
+    triton_backend,
+    block_copy,
+    draw_kernel,
+    row_kernels,
+    sampler_kernels,
+    triton_experts,
+    triton_linear,
+    triton_ops,
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +93,7 @@ def compile_launch(kernel: Any, arguments: tuple[Any, ...], constants: dict[str,
             signature[name] = "i32" if value < 1 << 31 else "i64"
             if value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    options = {name: values.pop(name) for name in ("num_warps", "num_stages") if name in values}
+    options = {name: values.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion") if name in values}
     signature |= dict.fromkeys(constants.keys() - options.keys(), "constexpr")
     ordered = {name: signature[name] for name in names}
     source = ASTSource(kernel, ordered, values, attrs=attributes)
@@ -111,10 +125,15 @@ def _empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def attention(
-    query_lens: list[int], length: int, head: int = 128, heads: tuple[int, int] = (32, 8), **rule: Any
+    query_lens: list[int],
+    length: int,
+    head: int = 128,
+    heads: tuple[int, int] = (32, 8),
+    kv_dtype: torch.dtype | None = None,
+    **rule: Any,
 ) -> None:
     num_heads, num_kv_heads = heads
-    config = shape(num_kv_heads, torch.bfloat16, num_heads, head)
+    config = shape(num_kv_heads, torch.bfloat16, num_heads, head, kv_dtype)
     count, blocks = len(query_lens), -(-length // 16)
     backend = TritonBackend(config, 16, META)
     plan = backend.plan(
@@ -124,15 +143,16 @@ def attention(
         np.zeros(sum(query_lens), dtype=np.int64),
     )
     rows = _empty(sum(query_lens), num_heads + 2 * num_kv_heads, head)
-    cache = _empty(2, 64, num_kv_heads, 16, config.cache_head_size)
+    cache = _empty(2, 64, num_kv_heads, 16, config.cache_head_size, dtype=config.kv_dtype)
     plan.attend(rows[:, :num_heads], cache, ScoreRule(head**-0.5, **rule))
 
 
-def rotation() -> None:
+def rotation(kv_dtype: torch.dtype = torch.bfloat16) -> None:
     plan = SimpleNamespace(slots_of=lambda cache: _empty(4, dtype=torch.int64))
     norm = HeadNorm(_empty(40, 128), 1e-6)
     angles = _empty(4, 1, 64, dtype=torch.float32)
-    TritonOps().rotate_and_write(_empty(4, 48, 128), norm, (angles, angles), _empty(2, 64, 8, 16, 128), plan)
+    cache = _empty(2, 64, 8, 16, 128, dtype=kv_dtype)
+    TritonOps().rotate_and_write(_empty(4, 48, 128), norm, (angles, angles), cache, plan)
 
 
 def experts(tokens: int) -> None:
@@ -140,9 +160,47 @@ def experts(tokens: int) -> None:
     layer(_empty(tokens, 2048), _empty(tokens, 2, dtype=torch.float32), _empty(tokens, 2, dtype=torch.int64))
 
 
+def fp8_experts(tokens: int) -> None:
+    matrices = _empty(8, 2 * 1024, 2048, dtype=FP8), _empty(8, 2048, 1024, dtype=FP8)
+    scales = _empty(8, 2 * 1024, dtype=torch.float32), _empty(8, 2048, dtype=torch.float32)
+    layer = TritonExperts(*matrices, "silu", *scales)
+    layer(_empty(tokens, 2048), _empty(tokens, 2, dtype=torch.float32), _empty(tokens, 2, dtype=torch.int64))
+
+
+def fp8_product(rows: int, outputs: int, inputs: int, kind: str = "none") -> None:
+    weight, scales = _empty(outputs, inputs, dtype=FP8), _empty(outputs, dtype=torch.float32)
+    triton_linear.multiply_few(_empty(rows, inputs), weight, scales, None, kind)
+
+
 def sampling() -> None:
     columns = [_empty(128, dtype=torch.float64) for _ in range(4)]
     draw_kernel.draw(_empty(128, 151_936, dtype=torch.float32), [*columns, _empty(128, dtype=torch.int32)])
+
+
+def rows_of_a_step() -> None:
+    def ints(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return _empty(*size, dtype=dtype)
+
+    kernels, count, size = row_kernels.TritonRowKernels(), 100, StepSize(128, 128, 128)
+    sent = SentStep(ints(count), ints(count + 1), ints(count), ints(count), ints(count, 2))
+    made = StepTensors.allocate(size, 1, 512, META)
+    kernels.prepare(sent, ints(128, 512), ints(128, dtype=torch.int64), made, size, 16)
+    kernels.scatter(ints(128, 512), ints(count, dtype=torch.int64), ints(count))
+
+
+def changes() -> None:
+    ints, doubles = partial(_empty, dtype=torch.int32), [_empty(8, dtype=torch.float64) for _ in range(3)]
+    listed = (ints(9), ints(20), _empty(20, dtype=torch.float32))
+    edits = [ints(8), *listed, ints(8), ints(2, 4748), ints(8), *doubles, ints(8)]
+    kernels, seen = TritonSamplerKernels(), ints(8, 151_936)
+    kernels.change(_empty(128, 151_936, dtype=torch.float32), edits, seen)
+    kernels.count(seen, edits, _empty(128, dtype=torch.int64))
+
+
+def log_probabilities() -> None:
+    wanted = [_empty(size, dtype=torch.int32) for size in (16, 17, 3)]
+    logits, tokens = _empty(16, 151_936, dtype=torch.float32), _empty(16, dtype=torch.int64)
+    TritonSamplerKernels().find_logprobs(logits, wanted, tokens, 20)
 
 
 def block_copies() -> None:
@@ -165,8 +223,19 @@ CASES: dict[str, Callable[[], object]] = {
     "logits": lambda: TritonLinear(_empty(128_256, 4096))(_empty(16, 4096), torch.float32),
     "few rows of experts": lambda: experts(4),
     "many rows of experts": lambda: experts(512),
+    "decode, fp8 KV": lambda: attention([1] * 32, 512, kv_dtype=FP8),
+    "prefill, fp8 KV": lambda: attention([512, 1], 2048, kv_dtype=FP8),
+    "rotation, fp8 KV": lambda: rotation(FP8),
+    "fp8 product": lambda: fp8_product(1, 4096, 14336),
+    "fp8 product with gates": lambda: fp8_product(8, 2 * 14336, 4096, "silu"),
+    "few rows of fp8 experts": lambda: fp8_experts(4),
+    "many rows of fp8 experts": lambda: fp8_experts(512),
+    "rounding rows": lambda: triton_linear.round_rows_at_once(_empty(512, 4096)),
     "sampling": sampling,
+    "changed logits": changes,
+    "log probabilities": log_probabilities,
     "block copy": block_copies,
+    "step of rows": rows_of_a_step,
 }
 
 

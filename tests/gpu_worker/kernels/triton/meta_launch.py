@@ -5,11 +5,29 @@ from typing import Any
 import torch
 
 from tokenloom.gpu_worker.attention import attention_backends
+from tokenloom.gpu_worker.cuda.device_link import Past
 from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.models import grouped_experts
 from tokenloom.gpu_worker.ops import ops_choice
 
 META = torch.device("meta")
+
+
+class MetaLink:
+    """Fulfils ``cuda.device_link.DeviceLink`` without content on either side."""
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=META)
+
+    def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert source.device == META
+        target.copy_(source)
+
+    def event(self) -> Past:
+        return Past()
 
 
 def use_kernels_on_meta(monkeypatch, modules) -> list[str]:
@@ -24,7 +42,7 @@ def use_kernels_on_meta(monkeypatch, modules) -> list[str]:
             if isinstance(each, torch.Tensor) and each.device != META
         ]
         assert not wrong, f"{kernel.__name__} gets tensors of another device: {wrong}"
-        options = {"num_warps", "num_stages"}
+        options = {"num_warps", "num_stages", "enable_fp_fusion"}
         assert {*names[: len(arguments)], *(constants.keys() - options)} == set(names)
         assert all(0 <= size < 1 << 31 for size in grid)
         assert all(size < 1 << 16 for size in grid[1:]), f"CUDA has no grid {grid}"

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from tests.gpu_worker.kv_connector.fake_device import LAYOUT, fake_pool
 from tokenloom.gpu_worker.cuda.block_copy import copy_pool_blocks, pool_words
+from tokenloom.gpu_worker.kv_connector.device_transport import DeviceTransport
+from tokenloom.gpu_worker.kv_connector.shared_memory import SharedMemoryTransport
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -32,3 +35,30 @@ def test_blocks_of_different_sizes_are_refused():
             torch.tensor([0]),
             torch.tensor([1]),
         )
+
+
+@pytest.mark.parametrize("make", [DeviceTransport, SharedMemoryTransport])
+def test_transports_move_blocks_of_all_layers_with_the_kernel(make):
+    owner, pool = fake_pool(9, seed=1, copy=copy_pool_blocks), fake_pool(7, seed=2, copy=copy_pool_blocks)
+    serving, reading = make(), make()
+    reader = reading.open(serving.serve(owner), LAYOUT)
+    reader.read([8, 0, 3], [1, 6, 2], pool)
+    assert pool.checksums([1, 6, 2]) == owner.checksums([8, 0, 3])
+    assert pool.checksums([0, 3, 4, 5]) == fake_pool(7, seed=2).checksums([0, 3, 4, 5])
+    reading.close()
+    serving.close()
+
+
+def test_one_launch_moves_all_blocks_and_layers():
+    launched = []
+
+    def copy(*arguments):
+        launched.append(arguments[0].shape)
+        copy_pool_blocks(*arguments)
+
+    owner, pool = fake_pool(9, seed=1), fake_pool(9, seed=2, copy=copy)
+    serving, reading = DeviceTransport(), DeviceTransport()
+    reading.open(serving.serve(owner), LAYOUT).read(range(9), range(9), pool)
+    assert launched == [(6, 9, 32)]
+    reading.close()
+    serving.close()

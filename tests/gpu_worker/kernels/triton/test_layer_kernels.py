@@ -84,3 +84,24 @@ def test_a_token_without_a_slot_writes_nothing():
     TritonOps().rotate_and_write(heads, None, (torch.ones(2, 1, 8), torch.zeros(2, 1, 8)), cache, plan)
     assert cache.count_nonzero() == 2 * 16
     assert torch.equal(cache[:, 1, 0, 1], heads[1, 2:])
+
+
+@dtypes
+def test_keys_and_values_become_8_bit_floats(dtype):
+    heads = 30 * random(dtype, 3, 4, 32)
+    heads[0, 2, 0], heads[1, 3, 1] = 5000.0, -5000.0  # beyond the format's largest number
+    angles, slots = random(torch.float32, 3, 1, 16), torch.tensor([17, 0, 40])
+    norm = None
+    caches = []
+    for ops in (TorchOps(), TritonOps()):
+        cache = torch.zeros(2, 3, 1, 16, 32, dtype=torch.float8_e4m3fn)
+
+        def write_kv(key, value, kv_cache):
+            write_slots(key, value, kv_cache, slots // 16, slots % 16)
+
+        plan = SimpleNamespace(slots_of=lambda kv_cache: slots, write_kv=write_kv)
+        ops.rotate_and_write(heads.clone(), norm, (angles.cos(), angles.sin()), cache, plan)
+        caches.append(cache.float())
+    torch.testing.assert_close(caches[1][0], caches[0][0], rtol=0.126, atol=2e-3)  # a step of the format
+    assert torch.equal(caches[1][1], caches[0][1])
+    assert caches[0].abs().max() == 448

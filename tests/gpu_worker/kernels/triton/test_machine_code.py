@@ -24,8 +24,19 @@ CASES = {
     "logits": {"loads": "LDGSTS.128", "products": "HMMA"},
     "few rows of experts": {"loads": "LDGSTS.128", "products": "HMMA"},
     "many rows of experts": {"loads": "LDGSTS.128", "products": "HGMMA"},
+    "decode, fp8 KV": {"loads": "LDGSTS.128", "products": "HMMA"},
+    "prefill, fp8 KV": {"loads": "LDGSTS.128", "products": "HGMMA"},
+    "rotation, fp8 KV": {},
+    "fp8 product": {"loads": "LDGSTS.128", "products": "HMMA"},
+    "fp8 product with gates": {"loads": "LDGSTS.128", "products": "HMMA"},
+    "few rows of fp8 experts": {"loads": "LDGSTS.128", "products": "HMMA"},
+    "many rows of fp8 experts": {"loads": "LDGSTS.128", "products": "HGMMA"},
+    "rounding rows": {},
     "sampling": {},
+    "changed logits": {},
+    "log probabilities": {},
     "block copy": {},
+    "step of rows": {},
 }
 _SHARED_MEMORY = 227 << 10
 """Bytes that a program may use of a multiprocessor's."""

@@ -6,15 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu_worker.kernels.triton.meta_launch import META, use_kernels_on_meta
+from tests.gpu_worker.kernels.triton.meta_launch import META, MetaLink, use_kernels_on_meta
 from tests.gpu_worker.models.test_models import MODELS
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
+from tokenloom.gpu_worker.cuda import draw_kernel, sampler_kernels
+from tokenloom.gpu_worker.cuda.sampler import Asked, DeviceSampler
+from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels
 from tokenloom.gpu_worker.layers import triton_experts, triton_linear
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
 from tokenloom.gpu_worker.ops.triton_ops import TritonOps
+from tokenloom.gpu_worker.sampler import SeenTokens
+from tokenloom.gpu_worker.sampler.row_edit import RowEdit, pack_bits
 
 STEPS = {
     "one decode": ([1], [40]),
@@ -25,7 +31,8 @@ STEPS = {
 
 @pytest.fixture
 def launched(monkeypatch):
-    return use_kernels_on_meta(monkeypatch, (triton_backend, triton_experts, triton_linear, triton_ops))
+    modules = (triton_backend, triton_experts, triton_linear, triton_ops, draw_kernel, sampler_kernels)
+    return use_kernels_on_meta(monkeypatch, modules)
 
 
 @torch.inference_mode()
@@ -62,6 +69,25 @@ def test_a_layer_is_at_most_nine_kernels(length, model_type, launched, save_chec
     assert counts["merge_splits"] == (3 if length > 64 else 0)
     in_layers = len(launched) - 2  # without the last norm and the logits
     assert in_layers <= 9 * 3
+
+
+def test_the_draw_of_a_step_stays_on_the_device(launched, save_checkpoint):
+    """With everything that requests may ask for, and twice: the second time nothing is written for penalties."""
+    logits = compute(save_checkpoint("llama"), [1] * 4, [40] * 4)
+    seen, params = SeenTokens([1, 2]), SamplingParams(max_tokens=4, seed=1, frequency_penalty=1.0)
+    bias = (np.array([5]), np.array([2.0], dtype=np.float32))
+    edit = RowEdit([np.array([3, 4])], [pack_bits(np.array([1, 2, 40]))], bias, (seen, params))
+    asked = Asked({1: edit, 2: RowEdit(forced=7)}, {0: (3, (1,)), 1: (0, ())})
+    sampler = DeviceSampler(TritonSamplerKernels(), MetaLink())
+    for index in range(2):
+        launched.clear()
+        pending = sampler.start(logits, [params] * 4, np.full(4, index), asked)
+        assert pending.token_ids.device == META
+        assert not pending.left_out
+        assert launched == ["add_listed", "change_rows", "sample", "count_drawn", "logprobs"]
+    launched.clear()
+    sampler.start_logprobs(logits, [1, 2, 3, 4], 5)
+    assert launched == ["logprobs"]
 
 
 def test_the_operations_follow_the_device():

@@ -23,6 +23,8 @@ def compare(query_lens, seq_lens, config, rule, block_size=16):
     step = make_step(query_lens, seq_lens, config.num_heads, config)
     expected, expected_cache = run_rule(ReferenceBackend(config, block_size, CPU), step, rule)
     found, cache = run_rule(TritonBackend(config, block_size, CPU), step, rule)
+    if cache.dtype == torch.float8_e4m3fn:
+        cache, expected_cache = cache.view(torch.uint8), expected_cache.view(torch.uint8)
     assert torch.equal(cache, expected_cache)
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, **TOLERANCE[config.dtype])
@@ -114,3 +116,11 @@ def test_one_long_decode_fills_the_device_and_many_do_not_split():
 def test_shapes_that_the_kernel_does_not_know(wrong):
     with pytest.raises(KernelsUnavailable):
         TritonBackend(shape(1, **wrong), 16, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("batch", [([1, 20, 1], [5, 100, 20]), ([1], [300])])
+def test_keys_and_values_of_8_bits(dtype, batch):
+    """The kernel rounds and reads as the reference does; what rounding costs is measured elsewhere."""
+    config = shape(2, dtype, 4, 32, torch.float8_e4m3fn)
+    compare(*batch, config, ScoreRule(0.3, 30))

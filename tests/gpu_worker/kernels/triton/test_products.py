@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from tests.pairwise import pairs
 from tokenloom.gpu_worker.layers import triton_linear
 from tokenloom.gpu_worker.layers.activation import ACTIVATIONS
+from tokenloom.gpu_worker.layers.fp8_linear import round_rows, round_weight
 from tokenloom.gpu_worker.layers.triton_experts import ExpertTiles, TritonExperts
 from tokenloom.gpu_worker.layers.triton_linear import TritonLinear
 
@@ -92,3 +93,44 @@ def test_experts(dtype, tokens, experts, hidden, size):
             expected[token] += weights[token, place] * (inner @ down[expert].float().T)
     found = TritonExperts(gate_up, down, "silu")(x, weights, chosen)
     torch.testing.assert_close(found, expected.to(dtype), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "inputs", "outputs", "has_bias"), pairs(TOLERANCE, [1, 16], [128, 112], [64, 48], [False, True])
+)
+def test_few_rows_of_8_bit_floats(dtype, rows, inputs, outputs, has_bias):
+    x, weight = random(dtype, rows, inputs), random(dtype, outputs, inputs) / 8
+    bias = random(dtype, outputs) if has_bias else None
+    values, scales = round_weight(weight)
+    expected = F.linear(x.double(), values.double() * scales[:, None], None if bias is None else bias.double())
+    found = triton_linear.multiply_few(x, values, scales, bias)
+    torch.testing.assert_close(found, expected.to(dtype), **TOLERANCE[dtype])
+    gates, ups = expected.to(dtype).chunk(2, dim=1)
+    gated = triton_linear.multiply_few(x, values, scales, bias, "silu")
+    torch.testing.assert_close(gated, F.silu(gates) * ups, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_experts_of_8_bit_floats(dtype):
+    """Against the same numbers in the dtype of the activations."""
+    x, chosen = random(dtype, 9, 64), torch.tensor([[0, 2], [1, 0], [2, 1]]).repeat(3, 1)
+    weights = torch.rand(9, 2, generator=torch.Generator().manual_seed(1))
+    gate_up, down = random(dtype, 3, 2 * 48, 64) / 8, random(dtype, 3, 64, 48) / 8
+    rounded = [round_rows(matrices) for matrices in (gate_up, down)]
+    plain = [(values.float() * scales[..., None]) for values, scales in rounded]
+    expected = TritonExperts(plain[0], plain[1], "silu")(x.float(), weights, chosen)
+    found = TritonExperts(rounded[0][0], rounded[1][0], "silu", rounded[0][1], rounded[1][1])(x, weights, chosen)
+    torch.testing.assert_close(found, expected.to(dtype), **TOLERANCE[dtype])
+    exact = TritonExperts(gate_up.float(), down.float(), "silu")(x.float(), weights, chosen)
+    assert (found.float() - exact).norm() / exact.norm() < 0.05  # what rounding the weights costs
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("size", [16, 3000])
+def test_rows_are_rounded_as_without_the_kernel(dtype, size):
+    x = random(dtype, 5, size) * torch.tensor([[1e-3], [1.0], [100.0], [0.0], [1.0]]).to(dtype)
+    x[4, 3] = float("inf")
+    numbers, scales = triton_linear.round_rows_at_once(x)
+    expected, expected_scales = round_rows(x)
+    torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0, equal_nan=True)
+    assert torch.equal(numbers[:4].view(torch.uint8), expected[:4].view(torch.uint8))

@@ -161,7 +161,7 @@ TestWatched.settings = settings(max_examples=60, stateful_step_count=30, deadlin
 
 
 def watched(num_engines: int) -> tuple[Registry, SnapshotFeed, list[EngineRecord], Watcher]:
-    registry = Registry(7, Clock())
+    registry = Registry(7, Clock(), settle_seconds=0)
     feed = SnapshotFeed(registry)
     watcher = Watcher(feed, CHANGES)
     records = [registry.join(identity(f"e{number}"), report()) for number in range(num_engines)]
@@ -237,3 +237,30 @@ def test_a_watcher_that_is_late_gets_what_it_missed_or_everything() -> None:
     watcher.send()
     (data,) = watcher.on_the_way
     assert not Snapshot.FromString(data).base_revision
+
+
+def test_engines_that_join_a_new_coordinator_are_published_less_often_until_all_have_joined() -> None:
+    clock = Clock()
+    registry = Registry(7, clock, settle_seconds=3.0)
+    feed = SnapshotFeed(registry)
+    watchers = [Watcher(feed, STATES), Watcher(feed, CHANGES)]
+    for watcher in watchers:
+        watcher.send()
+        watcher.receive()
+    num_messages = [0, 0]
+    for tick in range(30):
+        for number in range(20):
+            registry.join(identity(f"e{tick}-{number}"), report())
+        feed.publish(tick / 10)
+        for index, watcher in enumerate(watchers):
+            watcher.send()
+            num_messages[index] += len(watcher.on_the_way)
+            watcher.receive()
+    assert num_messages[0] < num_messages[1] / 2 < 15
+    clock.now += 4
+    registry.refresh()
+    feed.publish(3.0)
+    for watcher in watchers:
+        watcher.send()
+        watcher.receive()
+        assert (watcher.view.complete, len(watcher.view.engines)) == (True, 600)

@@ -5,7 +5,6 @@ import pytest
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.services.engine.kv import kv_peers
 from tokenloom.services.engine.kv.kv_peers import AVOID_SECONDS, EngineRegistry, KVPaths, Owner
-from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, Snapshot
 
@@ -32,7 +31,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_an_incarnation_is_found_and_no_other() -> None:
-    registry = EngineRegistry("", Channels())
+    registry = EngineRegistry(None)
     registry.update(snapshot(("a", 1), ("b", 2)))
     assert await registry.find("b", 2) == Owner("b", 2, "unix:/b.2", "h")
     assert registry.has_address("unix:/a.1")
@@ -46,7 +45,7 @@ async def test_an_incarnation_is_found_and_no_other() -> None:
 
 async def test_an_engine_may_be_named_before_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_peers, "UNKNOWN_SECONDS", 60.0)
-    registry = EngineRegistry("", Channels())
+    registry = EngineRegistry(None)
     finding = asyncio.create_task(registry.find("a", 2))
     await asyncio.sleep(0)
     registry.update(snapshot(("a", 1)))
@@ -56,7 +55,7 @@ async def test_an_engine_may_be_named_before_it_is_shown(monkeypatch: pytest.Mon
 
 
 async def test_while_engines_rejoin_a_new_coordinator_those_known_stay() -> None:
-    registry = EngineRegistry("", Channels())
+    registry = EngineRegistry(None)
     registry.update(snapshot(("a", 1), ("b", 1)))
     registry.update(snapshot(("b", 2), complete=False))
     assert (await registry.find("a", 1)).epoch == 1
@@ -64,7 +63,7 @@ async def test_while_engines_rejoin_a_new_coordinator_those_known_stay() -> None
 
 
 async def test_an_engine_without_a_kv_port_has_nothing_to_read() -> None:
-    registry = EngineRegistry("", Channels())
+    registry = EngineRegistry(None)
     registry.update(
         view_of(Snapshot(engines=[EngineEntry(identity=EngineIdentity(engine_id="a", epoch=1))], complete=True))
     )

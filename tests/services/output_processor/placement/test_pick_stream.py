@@ -117,7 +117,8 @@ async def test_only_the_first_request_waits_for_a_coordinator_that_does_not_answ
         await until(picks, is_open=True)
         assert not picks.is_away
         third = picks.pick(PickRequest(role=BOTH, prompt_tokens=3))
-        assert (await asyncio.wait_for(third, SOON)).pick.number == 3, "the late answers were the earlier picks'"
+        assert (await asyncio.wait_for(third, SOON)).pick.number == 2, "the late answer was the first one's"
+    assert [each.prompt_tokens for each in fake.requests] == [1, 3], "what was not sent yet is not counted anywhere"
 
 
 async def test_a_pick_that_is_answered_in_time_does_not_count_for_the_next(socket_dir: Path) -> None:
@@ -143,6 +144,21 @@ async def test_a_suspended_stream_opens_when_the_coordinator_answers(socket_dir:
         assert (picks.is_open, picks.is_away) == (False, True)
         await until(picks, is_open=True)
         assert (await picks.pick(PickRequest(role=BOTH))).pick.number == 1
+
+
+async def test_picks_that_come_before_an_answer_share_the_next_message(socket_dir: Path) -> None:
+    fake = coordinator()
+    async with serve_coordinator(socket_dir / "c", fake), opened(socket_dir) as picks, asyncio.timeout(SOON):
+        await until(picks, is_open=True)
+        fake.hold.clear()
+        first = picks.pick(PickRequest(role=BOTH, prompt_tokens=1))
+        await fake.next_pick()
+        others = [picks.pick(PickRequest(role=BOTH, prompt_tokens=n)) for n in (2, 3)]
+        await settle()
+        assert len(fake.requests) == 1, "the coordinator gets one message at a time"
+        fake.hold.set()
+        assert [(await each).pick.number for each in (first, *others)] == [1, 2, 3]
+    assert fake.batch_sizes == [1, 2]
 
 
 async def test_a_starved_process_gives_the_coordinator_more_time(socket_dir: Path) -> None:

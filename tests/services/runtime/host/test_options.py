@@ -93,11 +93,12 @@ def test_a_wrong_value_is_named_with_what_is_right(values: dict[str, Any], messa
 
 def test_a_value_of_other_servers_is_refused_with_the_alternative() -> None:
     with pytest.raises(OptionError) as error:
-        build(EngineConfig, {"kv_cache_dtype": "fp8"})
+        build(EngineConfig, {"kv_cache_dtype": "fp8_e5m2"})
     assert str(error.value) == (
-        "kv_cache_dtype: must be one of auto, int8, not 'fp8'; FP8 is not supported; int8 takes the same memory"
+        "kv_cache_dtype: must be one of auto, int8, fp8, not 'fp8_e5m2'; only fp8 (e4m3) is supported; it takes the "
+        "same memory"
     )
-    with pytest.raises(OptionError, match=r"kv_cache_dtype: must be one of auto, int8, not 'int3'$"):
+    with pytest.raises(OptionError, match=r"kv_cache_dtype: must be one of auto, int8, fp8, not 'int3'$"):
         build(EngineConfig, {"kv_cache_dtype": "int3"})
 
 

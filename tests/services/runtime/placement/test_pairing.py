@@ -38,7 +38,7 @@ def chosen_of(fleet: list[Engine], leg: EngineRole, threshold: int) -> tuple[Eng
     for engine in fleet:
         row = columns.add()
         columns.kind[row] = kinds.number(Fingerprint(kv_layout=engine.kv_layout))
-        columns.role[row], columns.waiting[row], columns.order[row] = engine.role, engine.waiting, row
+        columns.role[row], columns.waiting[row] = engine.role, engine.waiting
         columns.free_tokens[row], columns.is_serving[row] = 10_000, True
     cached = np.zeros(columns.capacity, np.int64)
     cached[: len(fleet)] = [PROMPT_TOKENS - engine.uncached_tokens for engine in fleet]

@@ -33,7 +33,7 @@ def test_the_coordinator_prefers_the_homes_that_output_processors_know() -> None
         homes = set(np.flatnonzero(at_home).tolist())
         assert len(homes) == NUM_HOMES
         chosen = prefix_homes.rule(tuple(prefix_homes.keys_of(hashes)), np.zeros(columns.capacity))
-        assert int(chosen(columns, pool.rows, Ask(BOTH, 320)).argmin()) in homes
+        assert int(chosen(columns, pool.engines, Ask(BOTH, 320)).argmin()) in homes
         again = prefix_homes.is_home(columns, pool, hashes)
         assert again is not None
         assert set(np.flatnonzero(again).tolist()) == homes

@@ -3,13 +3,18 @@
 import numpy as np
 import pytest
 
-from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
+from tokenloom.services.runtime.placement.candidates import Candidates
+from tokenloom.services.runtime.placement.engine_columns import EngineColumns
 from tokenloom.services.runtime.placement.rank import best
-from tokenloom.services.runtime.placement.rules import BATCH_STEPS, HOME_SHARE, Ask, cost
+from tokenloom.services.runtime.placement.rules import BATCH_STEPS, EXCESS, EXCESS_STEPS, HOME_SHARE, Ask, cost
 from tokenloom.v1.types_pb2 import EngineRole
 
 PREFILL, DECODE = EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
-ROWS: Rows = np.arange(2)
+
+
+def both() -> Candidates:
+    """The two engines, of whose speeds nothing is remembered."""
+    return Candidates(np.arange(2))
 
 
 @pytest.fixture
@@ -33,36 +38,49 @@ def cached(tokens: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
 
 def test_the_cost_is_the_time_of_all_uncached_tokens(engines: EngineColumns) -> None:
     engines.uncached_tokens[0] = 500
-    assert cost(engines, ROWS, Ask(PREFILL, 2000)) == pytest.approx([2.5, 2.0])
-    assert cost(engines, ROWS, Ask(PREFILL, 2000, cached(1600))) == pytest.approx([2.5, 0.4])
+    assert cost(engines, both(), Ask(PREFILL, 2000)) == pytest.approx([2.5, 2.0])
+    assert cost(engines, both(), Ask(PREFILL, 2000, cached(1600))) == pytest.approx([2.5, 0.4])
 
 
 def test_a_faster_engine_may_have_more_to_compute(engines: EngineColumns) -> None:
     engines.computed_rate[1], engines.uncached_tokens[1] = 4000.0, 2000
-    assert best(engines, ROWS, Ask(PREFILL, 2000), cost) == 1
+    assert best(engines, both(), Ask(PREFILL, 2000), cost) == 1
     engines.uncached_tokens[1] = 6100
-    assert best(engines, ROWS, Ask(PREFILL, 2000), cost) == 0
+    assert best(engines, both(), Ask(PREFILL, 2000), cost) == 0
 
 
 def test_a_cached_prefix_draws_until_the_queue_there_takes_longer(engines: EngineColumns) -> None:
     ask = Ask(PREFILL, 4000, cached(3000))
     engines.uncached_tokens[1] = 2900
-    assert best(engines, ROWS, ask, cost) == 1
+    assert best(engines, both(), ask, cost) == 1
     engines.uncached_tokens[1] = 3100
-    assert best(engines, ROWS, ask, cost) == 0
+    assert best(engines, both(), ask, cost) == 0
 
 
 def test_a_share_of_the_batch_costs_steps(engines: EngineColumns) -> None:
-    engines.running[0], engines.waiting[0] = 4, 1
-    assert cost(engines, ROWS, Ask(DECODE, 2000)) == pytest.approx([BATCH_STEPS * 0.02 / 2, 0])
-    assert best(engines, ROWS, Ask(DECODE, 2000), cost) == 1
+    engines.running[0], engines.waiting[0], engines.running[1] = 4, 1, 4
+    assert cost(engines, both(), Ask(DECODE, 2000)) == pytest.approx([BATCH_STEPS * 0.02 * each for each in (0.5, 0.4)])
+    assert best(engines, both(), Ask(DECODE, 2000), cost) == 1
+
+
+def test_requests_above_the_mean_cost_steps_each_so_that_a_popular_prefix_is_computed_twice(
+    engines: EngineColumns,
+) -> None:
+    engines.seats[:] = 1 << 20
+    engines.running[0], engines.running[1] = 2, 18
+    excess = 18 - EXCESS * 10
+    assert cost(engines, both(), Ask(DECODE, 2000)) == pytest.approx([0, excess * EXCESS_STEPS * 0.02], abs=0.01)
+    ask = Ask(PREFILL, 3000, cached(2500))
+    assert best(engines, both(), ask, cost) == 0
+    engines.running[0] = 17
+    assert best(engines, both(), ask, cost) == 1
 
 
 def test_what_was_not_measured_is_as_for_the_others(engines: EngineColumns) -> None:
     engines.computed_rate[1] = engines.step_seconds[1] = engines.seats[1] = 0
-    assert cost(engines, ROWS, Ask(PREFILL, 2000)) == pytest.approx([2.0, 2.0])
+    assert cost(engines, both(), Ask(PREFILL, 2000)) == pytest.approx([2.0, 2.0])
     engines.computed_rate[0] = 0
-    first, second = cost(engines, ROWS, Ask(PREFILL, 2000))
+    first, second = cost(engines, both(), Ask(PREFILL, 2000))
     assert first == second > 0
 
 
@@ -70,5 +88,5 @@ def test_a_home_of_the_prompt_counts_as_if_it_had_computed_a_share(engines: Engi
     at_home = np.zeros(16, np.bool_)
     at_home[1] = True
     ask = Ask(PREFILL, 2000, None, at_home)
-    assert cost(engines, ROWS, ask) == pytest.approx([2.0, 2.0 * (1 - HOME_SHARE)])
-    assert cost(engines, ROWS, Ask(DECODE, 2000, None, at_home)) == pytest.approx([0, 0])
+    assert cost(engines, both(), ask) == pytest.approx([2.0, 2.0 * (1 - HOME_SHARE)])
+    assert cost(engines, both(), Ask(DECODE, 2000, None, at_home)) == pytest.approx([0, 0])

@@ -1,0 +1,174 @@
+"""Computes steps of a device that get all their arrays with one copy: from graphs, or operation by operation."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..attention.attention_backend import AttentionBackend, KVCache
+from ..attention.attention_work import work_entries
+from ..attention.grouped_backend import GroupedBackend
+from ..attention.triton_backend import TritonBackend
+from ..batch.input_batch import InputBatch, StepInputs
+from ..models.model import Model
+from ..speculation.verify import rows_to_verify
+from .device_rows import DeviceRows, RowDraws
+from .packed_copy import to_device
+from .step_buffers import StepBuffers
+from .step_graphs import StepGraphs, StepPlans
+from .step_tensors import SentStep, StepSize, StepTensors
+from .step_tools import Capture, StepTools
+
+
+class DeviceSteps:
+    """Fulfils :class:`~..recorded.recorded_steps.RecordedSteps`: computes every step that fits. Belongs to one thread.
+
+    A step costs one copy to the device, the kernels that make its arrays there from the rows that the device keeps, and
+    then a graph, or the kernels of the model one after the other.
+    """
+
+    computes_every_step = True
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        plans: StepPlans,
+        most_tokens: int,
+        device: torch.device,
+        tools: StepTools,
+        capture: Capture | None,
+    ) -> None:
+        """``batch``: whose steps these are; ``most_tokens``: of a step; ``capture``: None: there are no graphs."""
+        self._most_requests = requests = min(batch.max_num_seqs, most_tokens)
+        entries = requests + most_tokens // min(plans.queries(1), plans.queries(most_tokens))
+        most = StepSize(most_tokens, requests, entries)
+        self._plans = plans
+        self._device = device
+        self._kernels = tools.kernels
+        self._rows = DeviceRows(batch, tools.kernels, device)
+        self._buffers = StepBuffers(device, tools.link)
+        most_blocks = self._rows.tables.shape[1] // plans.num_groups
+        self._tensors = StepTensors.allocate(most, plans.num_groups, most_blocks, device)
+        self._most_tokens = most_tokens
+        self._graphs = None if capture is None else StepGraphs(plans, self._tensors, capture, most)
+        self.draws: RowDraws | None = None
+        """What the rows that draw in the latest step ask for; None: none does."""
+
+    def forget(self) -> None:
+        """Drop all graphs: the weights or the KV caches are others from now on."""
+        if self._graphs is not None:
+            self._graphs.forget()
+
+    @torch.inference_mode()
+    def record_ahead(self, model: Model, kv_caches: list[KVCache]) -> None:
+        """Capture all graphs, over padding alone: compiling and capturing one takes seconds."""
+        if self._graphs is None:
+            return
+        nothing = {name: np.zeros(0, dtype=np.int32) for name in ("rows", "lengths", "token_ids")}
+        starts, work = np.zeros(1, dtype=np.int32), np.zeros((0, 2), dtype=np.int32)
+        for size in self._graphs.sizes:
+            self._prepare(self._buffers.send({**nothing, "starts": starts, "work": work}), size.step)
+            self._graphs.record(size, model, kv_caches)
+
+    @torch.inference_mode()
+    def compute(
+        self, model: Model, inputs: StepInputs, kv_caches: list[KVCache], *, adapted: bool = False
+    ) -> tuple[Tensor, Tensor] | None:
+        """Compute a step. Returns the last hidden states [T, hidden_size] and the logits of the rows that draw, which
+        hold until the next step; None: the step has more requests or tokens than fit, as warm-up steps may.
+        ``adapted``: the step is not computed from a graph, because its rows have LoRA adapters or its experts are
+        reported."""
+        self.draws = None
+        num_tokens, num_requests = len(inputs.token_ids), len(inputs.rows)
+        if num_requests > self._most_requests or num_tokens > self._most_tokens:
+            return None
+        query_lens = np.diff(inputs.cu_query_lens)
+        is_decode = num_tokens == num_requests == len(inputs.sampled)
+        size = None
+        if self._graphs is not None and not (adapted or inputs.embeds):
+            size = self._graphs.size_for(num_tokens, num_requests, is_decode=is_decode)
+        most_queries = size.step.tokens if size is not None and not is_decode else int(query_lens.max(initial=1))
+        work = work_entries(query_lens, self._plans.queries(most_queries))
+        sent = self._send(inputs, work, None if is_decode else _logit_rows(inputs))
+        exact = StepSize(num_tokens, num_requests, len(work))
+        self._prepare(sent, exact if size is None else size.step)
+        if len(inputs.sampled):
+            self.draws = self._rows.draws(sent["drawn rows"], sent["numbers"])
+        if size is None:
+            hidden = self._forward(model, inputs, kv_caches, exact, most_queries)
+            logits = None
+        else:
+            hidden, logits = self._graphs_or_fail().run(size, model, kv_caches)
+            hidden, logits = hidden[:num_tokens], None if logits is None else logits[:num_tokens]
+        if logits is None:
+            logits = _logits(model, hidden, sent.get("logit rows"))
+        return hidden, logits
+
+    def _graphs_or_fail(self) -> StepGraphs:
+        assert self._graphs is not None, "a size comes from the graphs"
+        return self._graphs
+
+    def _send(self, inputs: StepInputs, work: npt.NDArray[np.int32], logit_rows: Any) -> dict[str, Tensor]:
+        """Send a step, and what has changed in the rows, with one copy."""
+        drawing = inputs.rows[inputs.sampled]
+        arrays: dict[str, npt.NDArray[Any]] = self._rows.changes()
+        arrays |= {
+            "rows": inputs.rows.astype(np.int32),
+            "starts": inputs.cu_query_lens,
+            "lengths": inputs.seq_lens,
+            "token_ids": inputs.token_ids.astype(np.int32),
+            "work": work,
+            "drawn rows": drawing,
+            "numbers": self._rows.numbers(drawing),
+        }
+        if logit_rows is not None:
+            arrays["logit rows"] = logit_rows
+        sent = self._buffers.send(arrays)
+        self._rows.apply(sent)
+        return sent
+
+    def _prepare(self, sent: dict[str, Tensor], padded: StepSize) -> None:
+        step = SentStep(sent["rows"], sent["starts"], sent["lengths"], sent["token_ids"], sent["work"])
+        rows = self._rows
+        self._kernels.prepare(step, rows.tables, rows.last_tokens, self._tensors, padded, self._plans.block_size)
+
+    def _forward(
+        self, model: Model, inputs: StepInputs, kv_caches: list[KVCache], size: StepSize, most_queries: int
+    ) -> Tensor:
+        tensors = self._tensors.part(size)
+        plan = self._plans.plan(tensors, most_queries, int(inputs.seq_lens.max(initial=1)))
+        # Copied: arrays from a message are read-only, which torch does not support.
+        embeds = [(start, to_device(rows.copy(), self._device)) for start, rows in inputs.embeds]
+        return model.forward(tensors.token_ids, tensors.positions, kv_caches, plan, embeds)
+
+
+def _logit_rows(inputs: StepInputs) -> npt.NDArray[np.int64]:
+    """Return the rows [S] of a step whose logits are needed."""
+    last: npt.NDArray[np.int64] = inputs.cu_query_lens[1:][inputs.sampled].astype(np.int64) - 1
+    return rows_to_verify(inputs, last) if inputs.drafts else last
+
+
+def _logits(model: Model, hidden: Tensor, rows: Tensor | None) -> Tensor:
+    """Return the logits [S, vocab] of these rows, or of all."""
+    if rows is None:
+        return model.compute_logits(hidden)
+    return model.compute_logits(hidden.index_select(0, rows)) if len(rows) else torch.empty(0, 0)
+
+
+def make_device_steps(
+    backend: AttentionBackend,
+    batch: InputBatch,
+    most_tokens: int,
+    device: torch.device,
+    tools: StepTools,
+    capture: Capture | None,
+) -> DeviceSteps | None:
+    """Return what computes the steps of a device, see :class:`DeviceSteps`; None: the backend's plans keep on the host
+    what differs between steps."""
+    every = backend.parts if isinstance(backend, GroupedBackend) else [backend]
+    parts = [part for part in every if isinstance(part, TritonBackend)]
+    if len(parts) < len(every):
+        return None
+    return DeviceSteps(batch, StepPlans(backend, parts), most_tokens, device, tools, capture)

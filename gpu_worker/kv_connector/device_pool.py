@@ -1,0 +1,230 @@
+"""Gives transports the KV pool of a device: copies between it and the host, and the pools of other processes."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenloom.engine_core.kv_transfer.device_memory import BlockIds, Bytes, Wait
+from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion, KVTransferError
+
+from ..attention.attention_backend import KVCache
+
+log = logging.getLogger(__name__)
+
+CopyBlocks = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""Copies blocks of a pool, see ``cuda.block_copy.copy_pool_blocks``."""
+
+
+class Mapping(Protocol):
+    """Holds memory of another process, mapped into this one."""
+
+    def words(self, shape: tuple[int, int, int]) -> Tensor:
+        """Return the memory as int64 words of this shape."""
+
+    def close(self) -> None:
+        """Release the mapping. No tensor over it may be used from now on. Idempotent."""
+
+
+class IpcLayer(Protocol):
+    """Passes memory of a device between processes of one host. Raises ``OSError`` where that does not work."""
+
+    def export(self, memory: Tensor) -> bytes:
+        """Return a handle of the memory that ``memory`` begins."""
+
+    def open(self, handle: bytes, device: torch.device) -> Mapping:
+        """Map what another process exported, for kernels on ``device``."""
+
+
+class DevicePool:
+    """Fulfils :class:`tokenloom.engine_core.kv_transfer.device_memory.DeviceMemory` over the caches of a worker.
+
+    Copies run on a stream of their own, next to steps. Each waits for the steps that were given to the device before
+    it: those may still write blocks that it reads, or read blocks that it fills.
+    """
+
+    def __init__(self, words: Tensor, copy: CopyBlocks, ipc: IpcLayer) -> None:
+        """``words`` [regions, num_blocks, words of a block] int64: the pool. It must not move while this is used."""
+        self._words = words
+        self._copy = copy
+        self._ipc = ipc
+        self._device = words.device
+        self._lock = threading.Lock()  # held while copies are launched: one stream serves all threads
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    @property
+    def nbytes(self) -> int:
+        return self._words.nbytes
+
+    def start_read(self, block_ids: BlockIds, regions: slice, packed: Bytes) -> Wait:
+        source = self._words[regions]
+        with self._launching():
+            gathered = torch.empty(
+                (len(source), len(block_ids), source.shape[2]), dtype=torch.int64, device=self._device
+            )
+            self._copy(source, gathered, self._ids(block_ids), self._range(len(block_ids)))
+            _words_of(packed, gathered).copy_(gathered, non_blocking=True)
+            return self._ended(gathered)
+
+    def start_write(self, block_ids: BlockIds, regions: slice, packed: Bytes) -> Wait:
+        target = self._words[regions]
+        shape = (len(target), len(block_ids), target.shape[2])
+        with self._launching():
+            arrived = torch.empty(shape, dtype=torch.int64, device=self._device)
+            arrived.copy_(_words_of(packed, arrived), non_blocking=True)
+            self._copy(arrived, target, self._range(len(block_ids)), self._ids(block_ids))
+            return self._ended(arrived)
+
+    def staging(self, nbytes: int) -> Bytes:
+        staged: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._stream is not None).numpy()
+        return staged
+
+    def pin(self, memory: Bytes) -> None:
+        if self._stream is not None:
+            status = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+            if int(status):
+                log.warning("KV is copied through memory that is not pinned, at less speed: CUDA error %s", status)
+
+    def unpin(self, memory: Bytes) -> None:
+        if self._stream is not None:
+            torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
+
+    def settle(self) -> None:
+        if self._stream is not None:
+            torch.cuda.default_stream(self._device).synchronize()
+
+    def export(self) -> bytes:
+        try:
+            return self._ipc.export(self._words)
+        except OSError as error:
+            raise KVTransferError("transport", f"the pool cannot be shared with other processes: {error}") from error
+
+    def map_peer(self, handle: bytes, num_blocks: int) -> "MappedPool":
+        regions, _, words = self._words.shape
+        try:
+            mapping = self._ipc.open(handle, self._device)
+            return MappedPool(mapping, mapping.words((regions, num_blocks, words)), self)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise KVTransferError("transport", f"the owner's memory cannot be mapped: {error}") from error
+
+    def copy_from(self, source: Tensor, source_ids: BlockIds, target_ids: BlockIds) -> None:
+        """Copy blocks of another pool [regions, its blocks, words] over blocks of this one; wait for the end."""
+        with self._launching():
+            self._copy(source, self._words, self._ids(source_ids), self._ids(target_ids))
+            ended = self._ended()
+        ended()
+
+    def _launching(self) -> Any:
+        """Return a context in which work goes to the stream of copies, behind the steps of this moment."""
+        return _OnStream(self._lock, self._stream, self._device) if self._stream is not None else nullcontext()
+
+    def _ended(self, *used: Tensor) -> Wait:
+        """Return what waits for the work launched so far. It keeps the tensors that the work uses."""
+        if self._stream is None:
+            return lambda: None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+
+        def wait() -> None:
+            try:
+                event.synchronize()
+            except RuntimeError as error:
+                raise KVTransferError("transport", f"the device failed: {error}") from error
+            kept.clear()
+
+        kept = list(used)
+        return wait
+
+    def _ids(self, block_ids: BlockIds) -> Tensor:
+        ids = torch.from_numpy(np.ascontiguousarray(block_ids, dtype=np.int64))
+        if self._stream is None:
+            return ids
+        return ids.pin_memory().to(self._device, non_blocking=True)
+
+    def _range(self, count: int) -> Tensor:
+        return torch.arange(count, device=self._device)
+
+
+class _OnStream:
+    """Holds the lock of a stream, and makes it the current one of this thread."""
+
+    def __init__(self, lock: threading.Lock, stream: torch.cuda.Stream, device: torch.device) -> None:
+        self._lock = lock
+        self._stream = stream
+        self._device = device
+        self._context = torch.cuda.stream(stream)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            torch.cuda.set_device(self._device)  # a thread of transports begins with the first device
+            self._context.__enter__()
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._context.__exit__(*error)
+        finally:
+            self._lock.release()
+
+
+class MappedPool:
+    """Fulfils :class:`tokenloom.engine_core.kv_transfer.device_memory.PeerMemory`."""
+
+    def __init__(self, mapping: Mapping, words: Tensor, own: DevicePool) -> None:
+        self._mapping = mapping
+        self._words: Tensor | None = words
+        self._own = own
+
+    def copy(self, source_ids: BlockIds, target_ids: BlockIds) -> None:
+        assert self._words is not None, "the mapping is released"
+        self._own.copy_from(self._words, source_ids, target_ids)
+
+    def close(self) -> None:
+        self._words = None
+        self._mapping.close()
+
+
+def copy_with_torch(source: Tensor, target: Tensor, source_blocks: Tensor, target_blocks: Tensor) -> None:
+    """Do what ``cuda.block_copy.copy_pool_blocks`` does, where Triton is not installed."""
+    target.index_copy_(1, target_blocks, source.index_select(1, source_blocks.to(source.device)).to(target.device))
+
+
+def make_device_pool(
+    caches: Sequence[KVCache], num_blocks: int, layout: str, copy: CopyBlocks, ipc: IpcLayer
+) -> KVPool:
+    """Describe the caches of all layers, which ``allocate_kv_caches`` made at once, to transports.
+
+    Layers that share a tensor are one. For each tensor there is the region of its keys, then of its values.
+    """
+    distinct = {cache.data_ptr(): cache for cache in caches}
+    first = distinct[min(distinct)]
+    words = _words(first, len(distinct), num_blocks)
+    ends = {first.data_ptr() + index * first.nbytes for index in range(len(distinct))}
+    if ends != distinct.keys():
+        raise ValueError("the KV caches of the layers do not lie behind each other")
+    block_bytes = words.shape[2] * words.itemsize
+    regions = tuple(KVRegion(index * num_blocks * block_bytes, block_bytes) for index in range(len(words)))
+    return KVPool(DevicePool(words, copy, ipc), regions, num_blocks, layout)
+
+
+def _words(first: KVCache, count: int, num_blocks: int) -> Tensor:
+    """Return ``count`` caches from ``first`` on as [2 * count, num_blocks, words] int64."""
+    size = first.nbytes * count
+    begin = first.storage_offset() * first.itemsize
+    flat = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage(), begin, (size,), (1,))
+    words: Tensor = flat.view(torch.int64).view(2 * count, num_blocks, -1)
+    return words
+
+
+def _words_of(packed: Bytes, like: Tensor) -> Tensor:
+    """Return memory of the host as a tensor of the shape of ``like``."""
+    return torch.from_numpy(packed.reshape(-1)).view(torch.int64).view(like.shape)

@@ -1,0 +1,98 @@
+"""Computes linear layers with weights of 8-bit floats (e4m3), of which each output has a scale.
+
+Few rows are multiplied in their own dtype by a kernel that reads half the bytes of a bfloat16 weight. Of more rows each
+is rounded to 8-bit floats by its own scale, and the tensor cores multiply those (``torch._scaled_mm``).
+"""
+
+import torch
+from torch import Tensor
+
+from ..kernels.gpu_kernels import uses_triton
+
+FP8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(FP8).max
+_MULTIPLE = 16
+"""Inputs and outputs come in whole 16s in the tensor cores' product."""
+_AT_ONCE = 1 << 24
+"""Numbers that are rounded at a time, because their float32 copies take four times the memory of the result."""
+
+
+class Fp8Linear:
+    """Fulfils :class:`.linear.Linear`; keeps an 8-bit copy of ``weight`` [out, in], not the weight."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Raises ``ValueError`` unless inputs and outputs are multiples of 16."""
+        if not can_round(weight):
+            raise ValueError(f"a matrix of {list(weight.shape)} has no whole {_MULTIPLE}s of inputs and outputs")
+        self._weight, self._scales = round_weight(weight)
+        self._bias = bias
+        self._has_kernel = uses_triton(weight.device)
+
+    def takes(self, x: Tensor) -> bool:
+        """Return whether the kernel for few rows computes these."""
+        if not self._has_kernel:
+            return False
+        from .triton_linear import are_few
+
+        return are_few(x)
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        if self.takes(x):
+            return self._few(x, "none", dtype)
+        result = self._many(x)
+        return result if dtype is None else result.to(dtype)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """Return activation(gate) * up [n, out / 2] for rows that it :meth:`takes`; gates are the first outputs."""
+        from .triton_linear import KINDS
+
+        return self._few(x, KINDS[activation], None)
+
+    def _few(self, x: Tensor, kind: str, dtype: torch.dtype | None) -> Tensor:
+        from .triton_linear import multiply_few
+
+        return multiply_few(x, self._weight, self._scales, self._bias, kind, dtype)
+
+    def _many(self, x: Tensor) -> Tensor:
+        if not len(x):
+            return x.new_empty(0, len(self._weight))
+        rounded, scales = self._rounded(x)
+        # Scales of rows come with results in bfloat16 only; its rounding is little next to that to 8 bits.
+        product = torch._scaled_mm(
+            rounded, self._weight.t(), scales[:, None], self._scales[None, :], out_dtype=torch.bfloat16
+        )
+        result = product if self._bias is None else product + self._bias
+        return result.to(x.dtype)
+
+    def _rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._has_kernel:
+            return round_rows(x)
+        from .triton_linear import round_rows_at_once
+
+        return round_rows_at_once(x)
+
+
+def can_round(weight: Tensor) -> bool:
+    """Return whether the tensor cores multiply a matrix of this shape."""
+    return weight.dim() == 2 and all(size and size % _MULTIPLE == 0 for size in weight.shape)
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x [..., m] as 8-bit floats of the same shape, and the scale of each row [...] float32: a number times its
+    row's scale is about the element. The scale of a row that is not finite is NaN, so that its results are."""
+    exact = x.float()
+    largest = exact.abs().amax(-1)
+    scales = torch.where(largest > 0, largest / _LARGEST, 1.0)
+    numbers = (exact / scales[..., None]).clamp(-_LARGEST, _LARGEST).to(FP8)
+    return numbers, torch.where(largest.isfinite(), scales, torch.nan)
+
+
+def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``weight`` [out, in] as 8-bit floats, and the scale of each output [out] float32, a part at a time."""
+    values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+    scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    step = max(1, _AT_ONCE // weight.shape[1])
+    for first in range(0, len(weight), step):
+        some = slice(first, first + step)
+        values[some], scales[some] = round_rows(weight[some])
+    return values, scales

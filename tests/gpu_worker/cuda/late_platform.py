@@ -1,0 +1,42 @@
+"""A platform whose device is always behind the host, on tensors of the CPU: a GPU's worker without a GPU."""
+
+import pytest
+
+from tests.gpu_worker.cuda.host_draw import HostKernels
+from tests.gpu_worker.cuda.host_rows import HostRowKernels
+from tests.gpu_worker.cuda.late_link import LateLink
+from tests.gpu_worker.cuda.op_capture import OpCapture
+from tests.gpu_worker.cuda.tensor_backend import TensorBackend
+from tests.gpu_worker.platform.device_platform import ApartPlatform
+from tokenloom.gpu_worker import model_worker
+from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
+from tokenloom.gpu_worker.cuda.step_tools import StepTools
+from tokenloom.gpu_worker.layers import linear
+
+
+class LatePlatform(ApartPlatform):
+    """Draws on the device, keeps rows there, and captures graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.link = LateLink()
+        self.capture = OpCapture()
+
+    def make_sampler(self) -> DeviceSampler:
+        return DeviceSampler(HostKernels(), self.link)
+
+    def make_step_tools(self) -> StepTools:
+        return StepTools(self.link, HostRowKernels())
+
+    def make_capture(self) -> OpCapture:
+        return self.capture
+
+
+def use_tensor_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers attend as on a GPU, and multiply with operations that can be captured."""
+    monkeypatch.setattr(
+        model_worker,
+        "make_attention_backend",
+        lambda name, config, block_size, device: TensorBackend(config, block_size, device),
+    )
+    monkeypatch.setattr(linear, "can_pack", lambda *_: False)

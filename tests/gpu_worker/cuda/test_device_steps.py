@@ -1,0 +1,149 @@
+"""Which steps come from graphs, and where graphs read and write."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu_worker.cuda.host_draw import HostKernels
+from tests.gpu_worker.cuda.host_rows import HostRowKernels
+from tests.gpu_worker.cuda.late_link import LateLink
+from tests.gpu_worker.cuda.late_platform import use_tensor_backend
+from tests.gpu_worker.cuda.op_capture import OpCapture
+from tests.gpu_worker.cuda.tensor_backend import TensorBackend
+from tests.gpu_worker.test_model_runner import DEMO_MODEL, PARAMS, PROMPTS, new, run
+from tokenloom.gpu_worker.batch.input_batch import InputBatch, StepInputs
+from tokenloom.gpu_worker.cuda.device_steps import DeviceSteps
+from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
+from tokenloom.gpu_worker.cuda.step_graphs import StepGraphs, StepPlans, row_buckets, token_buckets
+from tokenloom.gpu_worker.cuda.step_tensors import StepSize, StepTensors
+from tokenloom.gpu_worker.cuda.step_tools import StepTools
+from tokenloom.gpu_worker.model_runner import ModelRunner
+from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.ops.torch_ops import TorchOps
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def model(monkeypatch):
+    use_tensor_backend(monkeypatch)
+    return load_model(DEMO_MODEL, "float32", ops=TorchOps())
+
+
+def make_steps(model, batch, capture, link=None):
+    backend = TensorBackend(model.config, 16, CPU)
+    tools = StepTools(link or LateLink(), HostRowKernels())
+    return backend, DeviceSteps(batch, StepPlans(backend, [backend]), 48, CPU, tools, capture)
+
+
+def make_runner(model, capture, link):
+    batch = InputBatch(4, 128, 16)
+    backend, steps = make_steps(model, batch, capture, link)
+    return ModelRunner(model, backend, batch, 8, None, CPU, DeviceSampler(HostKernels(), link), recorded=steps)
+
+
+def lives(runner):
+    """Chunks of a prompt next to decodes, an end whose row another request gets, and a return after a preemption."""
+    tokens = {name: list[int]() for name in PARAMS}
+
+    def step(scheduled, **changes):
+        for name, drawn in run(runner, scheduled, **changes).items():
+            tokens[name] += drawn
+
+    def computed(name):
+        return len(PROMPTS[name]) + len(tokens[name]) - 1
+
+    step({"a": 11}, news=[new("a")])
+    step({"a": 1, "b": 2}, news=[new("b")], computed={"a": computed("a")})
+    step({"a": 1, "b": 1, "c": 17}, news=[new("c")], computed={name: computed(name) for name in "ab"})
+    step({"c": 23, "a": 1}, computed={"c": 17, "a": computed("a")}, finished=["b"])
+    step({"a": 1, "c": 1}, computed={name: computed(name) for name in "ac"})
+    step({"c": 1}, computed={"c": computed("c")}, preempted=["a"])
+    known = PROMPTS["a"] + tokens["a"]
+    step({"a": len(known), "c": 1}, computed={"a": 0, "c": computed("c")}, resumed={"a": known})
+    step({"a": 1, "c": 1}, computed={name: computed(name) for name in "ac"})
+    step({}, finished=["a", "c"])
+    return tokens
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_the_same_tokens_as_on_the_host(model, with_graphs):
+    expected = lives(ModelRunner(model, TensorBackend(model.config, 16, CPU), InputBatch(4, 128, 16), 8))
+    capture, link = OpCapture(), LateLink()
+    runner = make_runner(model, capture if with_graphs else None, link)
+    assert lives(runner) == expected
+    assert link.num_sends == 8, "one copy to the device a step"
+    assert capture.num_replays == (8 if with_graphs else 0)
+
+
+def test_all_graphs_are_captured_ahead_and_replayed_in_place(model):
+    capture = OpCapture()
+    runner = make_runner(model, capture, LateLink())
+    runner.record_ahead()
+    assert len(capture.graphs) == len(row_buckets(4)) + len(token_buckets(48))
+    places = [tensor.data_ptr() for tensor in tensors_of(runner)]
+    lives(runner)
+    assert len(capture.graphs) == len(row_buckets(4)) + len(token_buckets(48)), "none was captured for a request"
+    assert [tensor.data_ptr() for tensor in tensors_of(runner)] == places
+    assert capture.num_replays == 8
+    runner.set_model(model)
+    lives(runner)
+    assert capture.num_replays == 16, "other weights have other graphs"
+    assert len(capture.graphs) > len(row_buckets(4)) + len(token_buckets(48))
+
+
+def tensors_of(runner):
+    tensors = runner._recorded._tensors
+    return [getattr(tensors, name) for name in StepTensors.__dataclass_fields__]
+
+
+def inputs(num_tokens, num_requests, embeds=()):
+    tokens, rows = np.zeros(num_tokens, dtype=np.int64), np.arange(num_requests)
+    starts = np.append(rows, num_tokens).astype(np.int32)
+    lengths = np.ones(num_requests, dtype=np.int32) * num_tokens
+    return StepInputs([], rows, tokens, tokens, starts, lengths, rows[:, None], tokens, rows, embeds)
+
+
+def test_steps_that_have_no_graph(model):
+    capture = OpCapture()
+    backend, steps = make_steps(model, InputBatch(4, 128, 16), capture)
+    caches = backend.allocate(8)
+    assert steps.compute(model, inputs(49, 2), caches) is None, "more tokens than a step may have"
+    assert steps.compute(model, inputs(5, 5), caches) is None, "more requests than there are rows"
+    width = model.config.hidden_size
+    for changes in ({"adapted": True}, {"embeds": [(0, np.zeros((1, width), dtype=np.float32))]}):
+        hidden, logits = steps.compute(
+            model, inputs(2, 2, changes.get("embeds", ())), caches, adapted="adapted" in changes
+        )
+        assert len(hidden) == len(logits) == 2
+    assert not capture.graphs
+    assert steps.compute(model, inputs(2, 2), caches) is not None
+    assert len(capture.graphs) == 1
+
+
+def test_sizes_of_graphs():
+    assert row_buckets(1) == [1]
+    assert row_buckets(3) == [1, 2, 3]
+    assert row_buckets(128) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128]
+    assert token_buckets(20) == [20]
+    assert token_buckets(100) == [32, 64, 96, 100]
+    assert token_buckets(8192) == [32, 64, 96, 128, 192, 256, 384, 512]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_requests", "is_decode", "bucket"),
+    [(1, 1, True, 1), (9, 9, True, 16), (9, 5, False, 32), (33, 9, False, 64), (512, 16, False, 512)],
+)
+def test_a_step_takes_the_next_larger_graph(model, num_tokens, num_requests, is_decode, bucket):
+    backend = TensorBackend(model.config, 16, CPU)
+    plans, most = StepPlans(backend, [backend]), StepSize(2048, 16, 2064)
+    graphs = StepGraphs(plans, StepTensors.allocate(most, 1, 8, CPU), OpCapture(), most)
+    size = graphs.size_for(num_tokens, num_requests, is_decode=is_decode)
+    assert size.step.tokens == bucket
+    assert size.is_decode == is_decode
+    # Each request may end with an entry that is not full.
+    assert size.step.entries >= (num_requests if is_decode else num_requests + (num_tokens - num_requests) // 128)
+    assert size in graphs.sizes
+    assert graphs.size_for(513, 1, is_decode=False) is None
+    assert graphs.size_for(17, 17, is_decode=True) is None
+    assert graphs.size_for(40, 17, is_decode=False) is None

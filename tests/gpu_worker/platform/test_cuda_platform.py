@@ -1,0 +1,87 @@
+"""How much of a GPU's memory the KV pool gets. What the driver would say takes the place of a GPU."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from tokenloom.engine_core.config import EngineConfig, KVConfig
+from tokenloom.gpu_worker.platform.cuda_platform import CUDAPlatform
+from tokenloom.gpu_worker.platform.device_check import check_device
+
+GIB = 1 << 30
+
+
+@dataclass
+class FakeGPU:
+    """A GPU of 80 GiB, of which other processes and the driver hold some."""
+
+    others: int = GIB
+    reserved: int = 0
+    """By PyTorch in this process."""
+    allocated: int = 0
+    peak: int = 0
+    calls: list[str] = field(default_factory=list)
+
+    def mem_get_info(self, device):
+        return 80 * GIB - self.others - self.reserved, 80 * GIB
+
+    def install(self, monkeypatch):
+        cuda = {
+            "is_available": lambda: True,
+            "mem_get_info": self.mem_get_info,
+            "memory_reserved": lambda device: self.reserved,
+            "memory_allocated": lambda device: self.allocated,
+            "max_memory_allocated": lambda device: self.peak,
+            "reset_peak_memory_stats": lambda device: self.calls.append("reset"),
+            "synchronize": lambda device: self.calls.append("synchronize"),
+            "empty_cache": lambda: self.calls.append("empty"),
+            "get_device_name": lambda device: "NVIDIA H100 80GB HBM3",
+        }
+        for name, function in cuda.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    fake = FakeGPU()
+    fake.install(monkeypatch)
+    return fake
+
+
+def test_the_share_of_the_gpu_less_weights_and_activations(gpu):
+    gpu.reserved = 15 * GIB
+    assert CUDAPlatform(0.9).kv_memory(2 * GIB, 1) == (72 - 1 - 15 - 2) * GIB
+    assert CUDAPlatform(0.5).kv_memory(2 * GIB, 1) == (40 - 1 - 15 - 2) * GIB
+    gpu.others = 50 * GIB
+    assert CUDAPlatform(0.9).kv_memory(2 * GIB, 1) == (72 - 50 - 15 - 2) * GIB
+
+
+def test_nothing_is_left_where_the_weights_fill_the_share(gpu):
+    gpu.reserved = 60 * GIB
+    assert CUDAPlatform(0.5).kv_memory(0, 1) == 0
+
+
+def test_engines_on_one_gpu_get_equal_parts(gpu):
+    gpu.reserved = 15 * GIB
+    assert CUDAPlatform(0.9).kv_memory(GIB, 2) == (36 - 15 - 1) * GIB
+
+
+def test_the_peak_of_a_call_is_what_it_adds(gpu):
+    gpu.allocated = 10 * GIB
+
+    def call():
+        gpu.calls.append("call")
+        gpu.peak = 13 * GIB
+
+    assert CUDAPlatform(0.9).peak_of(call) == 3 * GIB
+    assert gpu.calls == ["reset", "call", "synchronize", "empty"], "kernels run behind the call that launches them"
+
+
+def test_the_name_of_the_gpu_is_one_word_of_the_numerics(gpu):
+    assert CUDAPlatform(0.9).hardware == "NVIDIA-H100-80GB-HBM3"
+
+
+def test_files_for_evicted_blocks_are_refused_at_start(gpu):
+    with pytest.raises(ValueError, match="kv_offload_path: KV on cuda is not offloaded to files yet"):
+        check_device(EngineConfig(kv=KVConfig(offload_path="/somewhere")), CUDAPlatform(0.9))

@@ -108,7 +108,7 @@ class ModelWorker:
         if self._config.speculative is not None:
             files = replace(loader, load_format="auto")  # what drafts has weights of its own
             self._drafting = Drafting(self._config.speculative, files, lambda: self._model, self._config.cache.dtype)
-        library, routes = None, routes_of(self._model)
+        library, routes, place = None, routes_of(self._model), self._ranks.place
         self._ranks.balance(lambda: expert_layers(self._model), lambda: expert_counts(self._model))
         if isinstance(self._model, CheckedModel):
             # Over a KV cache of its own dtype: rounding would hide what its modules do.
@@ -120,10 +120,9 @@ class ModelWorker:
         dtype, quantization = model_config.dtype_name, model_config.quantization
         scheme = model_config.scheme.name if model_config.scheme else None
         rounding = input_rounding() if self._device.type == "cpu" and (scheme or quantization) else None
-        place, versions = self._ranks.place, (f"torch-{torch.__version__}", library)
-        long_rope = "long-rope" if model_config.has_long_rope else None
+        versions = ("long-rope" if model_config.has_long_rope else None, f"torch-{torch.__version__}", library)
         hardware = (self._device.type, self._platform.hardware)
-        numerics = (*hardware, dtype, scheme, quantization, self._backend.name, rounding, long_rope, *versions)
+        numerics = (*hardware, dtype, scheme, quantization, self._backend.name, rounding, *versions)
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.embedding_size,

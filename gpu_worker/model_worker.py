@@ -28,15 +28,15 @@ from .attention.pool_layers import PoolLayers
 from .batch.input_batch import InputBatch
 from .checkpoint.model_config import ModelConfig
 from .kernels.levels import limit_level
-from .layers.rounding import input_rounding
 from .lora.slots import LoraSlots
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
-from .models.decoder import DecoderModel
-from .models.expert_routes import routes_of
+from .models.decoder import DecoderModel, expert_layers
+from .models.expert_routes import expert_counts, routes_of
 from .models.model import Model
 from .models.self_check import CheckedModel, check_model
+from .numerics import numerics_of
 from .ops.ops_choice import make_ops
 from .parallel.context import ContextBackend
 from .parallel.group import ONLY_RANK, join_ranks
@@ -94,8 +94,7 @@ class ModelWorker:
             limit_level(config.processor_level)
         self._platform.start(config.num_threads, self._num_sharing)
         self._ranks = join_ranks(self._config.parallel, self._device)
-        ops = make_ops(config.attention_backend, self._device)
-        longest = self._config.max_model_len
+        ops, longest = make_ops(config.attention_backend, self._device), self._config.max_model_len
         kinds = (config.quantization, config.model_impl, longest, None, self._ranks, config.load_format)
         loader = ModelLoader(config.dtype, self._device, ops, *kinds)
         self._slot = ModelSlot(Path(config.model), self._adapting(loader))
@@ -106,9 +105,9 @@ class ModelWorker:
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
         if self._config.speculative is not None:
-            files = replace(loader, load_format="auto")  # what drafts has weights of its own
-            self._drafting = Drafting(self._config.speculative, files, lambda: self._model, self._config.cache.dtype)
-        library, routes = None, routes_of(self._model)
+            self._drafting = Drafting(self._config.speculative, loader, lambda: self._model, self._config.cache.dtype)
+        library, routes, place = None, routes_of(self._model), self._ranks.place
+        self._ranks.balance(lambda: expert_layers(self._model), lambda: expert_counts(self._model))
         if isinstance(self._model, CheckedModel):
             # Over a KV cache of its own dtype: rounding would hide what its modules do.
             check_model(self._model, self._make_backend(self._model.config), block_size, self._device)
@@ -116,13 +115,6 @@ class ModelWorker:
         self._layers = PoolLayers(model_config, self._choose_groups(model_config))
         layout = self._layers.layout(block_size)
         self._backend = self._layers.make_backend(self._make_backend, block_size)
-        dtype, quantization = model_config.dtype_name, model_config.quantization
-        scheme = model_config.scheme.name if model_config.scheme else None
-        rounding = input_rounding() if self._device.type == "cpu" and (scheme or quantization) else None
-        place, versions = self._ranks.place, (f"torch-{torch.__version__}", library)
-        long_rope = "long-rope" if model_config.has_long_rope else None
-        hardware = (self._device.type, self._platform.hardware)
-        numerics = (*hardware, dtype, scheme, quantization, self._backend.name, rounding, long_rope, *versions)
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.embedding_size,
@@ -131,7 +123,7 @@ class ModelWorker:
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=self._kv_bytes_per_token,
             kv_layout=self._drafting.kv_layout(layout, block_size) if self._drafting else layout,
-            numerics="/".join(part for part in (*numerics, place.numerics) if part),
+            numerics=numerics_of(model_config, self._platform, self._backend.name, library, place),
             kv_groups=self._layers.groups,
             pooling=self._pooler.info if self._pooler is not None else ModelPooling(),
             pool_is_on_host=self._platform.pool_is_on_host,
@@ -146,8 +138,7 @@ class ModelWorker:
         return model_groups(config.sliding_windows, self._max_model_len, self._config, config.kv_sources)
 
     def determine_available_memory(self) -> int:
-        """Return what memory remains for KV, next to the weights and a step's largest activations, if the engines of
-        this host share it."""
+        """Return what memory remains for KV, next to weights and a step's activations, if engines share the host."""
         self._largest = self._run_largest_step(largest_step(self._config.scheduler, self._max_model_len))
         return self._platform.kv_memory(self._largest.activation_bytes, self._num_sharing)
 
@@ -244,8 +235,7 @@ class ModelWorker:
         """Drop the weights and the KV pool, or its pages. At level 1 the weights of a GPU are kept in host memory;
         those of a CPU can be read from the files again. A device's pool stays if other processes may have mapped it."""
         assert self._slot is not None, "load_model comes first"
-        before = self._platform.bytes_in_use()
-        kept = 0
+        before, kept = self._platform.bytes_in_use(), 0
         if level == 1 and not self._platform.pool_is_on_host:
             kept = self._slot.move_to_host()
         else:
@@ -260,8 +250,7 @@ class ModelWorker:
         elif self._pool.device is None:
             self._pool.host.discard()
         self._platform.return_freed()
-        after = self._platform.bytes_in_use()
-        return FreedMemory(max(0, before - with_kv), max(0, with_kv - after), kept)
+        return FreedMemory(max(0, before - with_kv), max(0, with_kv - self._platform.bytes_in_use()), kept)
 
     def wake_up(self, tags: Sequence[str]) -> None:
         assert self._slot is not None, "load_model comes first"
@@ -290,14 +279,12 @@ class ModelWorker:
         self._require_loras().drop(digest)
 
     def profile(self, start: bool) -> None:
-        if start:
-            self._profiler.start()
-        else:
-            self._profiler.stop()
+        (self._profiler.start if start else self._profiler.stop)()
 
     def execute_dummy_batch(self) -> None:
         self._platform.before_step()
         self._require_runner().dummy_run([1], self._config.cache.block_size)
+        self._ranks.forward_passed()
 
     def join_experts(self, rendezvous: str) -> None:
         self._ranks.join_experts(rendezvous)
@@ -342,6 +329,7 @@ class ModelWorker:
         if self._slot.is_loaded:
             self._pooler = self._make_pooler()
         self._require_runner().set_model(self._model, self._pooler)
+        self._ranks.weights_changed()
 
     def _make_pooler(self) -> Pooler | None:
         if not self._ranks.place.is_alone:

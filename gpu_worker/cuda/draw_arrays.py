@@ -34,5 +34,5 @@ class DrawArrays:
         )
 
     def in_order(self) -> tuple[npt.NDArray[np.float64] | npt.NDArray[np.int32], ...]:
-        """Return the arrays in the order of ``draw_kernel.draw``'s columns."""
+        """Return the arrays in the order of ``sampler_kernels.draw``'s columns."""
         return self.temperatures, self.top_ps, self.min_ps, self.numbers, self.top_ks

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from ..kernels.triton.change_logits import add_listed, change_rows, count_drawn
-from ..kernels.triton.launch import launch
+from ..kernels.triton.launch import launch, power_of_2
 from ..kernels.triton.logprobs import logprobs
-from .draw_kernel import draw
+from ..kernels.triton.sample import sample
 from .logprob_arrays import FoundLogprobs
 
+_WIDTH = 4096
+"""Logits that a program reads at a time: eight for each thread of the draw."""
+_WARPS = 16
 _LISTED = 256
 """Listed tokens that a program reads at a time."""
 
@@ -18,7 +21,7 @@ _LISTED = 256
 class TritonSamplerKernels:
     """Fulfils :class:`~.sampler.SamplerKernels`."""
 
-    def __init__(self, width: int = 4096) -> None:
+    def __init__(self, width: int = _WIDTH) -> None:
         """``width``: logits that a program reads at a time."""
         self._width = width
 
@@ -92,6 +95,33 @@ class TritonSamplerKernels:
             1 + most_listed,
             WIDTH=self._width,
             LISTED=_LISTED,
-            num_warps=16,
+            num_warps=_WARPS,
         )
         return found
+
+
+def draw(logits: Tensor, columns: Sequence[Tensor], width: int = _WIDTH) -> Tensor:
+    """Return [rows] int64: a token for each row of float32 logits [rows, vocab]; -1 if no logit of it is finite.
+
+    ``columns``: the arrays of ``DrawArrays.in_order``, on the device.
+    """
+    num_rows, vocab = logits.shape
+    temperatures, top_ps, min_ps, numbers, top_ks = columns
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    launch(
+        sample,
+        (num_rows,),
+        logits,
+        temperatures,
+        top_ks,
+        top_ps,
+        min_ps,
+        numbers,
+        out,
+        vocab,
+        logits.stride(0),
+        WIDTH=width,
+        PARTS=power_of_2(-(-vocab // width)),
+        num_warps=_WARPS,
+    )
+    return out

@@ -89,6 +89,9 @@ class RecordedModel:
     def record_ahead(self, model: StepModel, kv_caches: list[KVCache]) -> None:
         """Record nothing: the first step of a size takes hardly longer than others."""
 
+    def event(self) -> None:
+        """Return None: a step has ended when it was computed."""
+
     def forget(self) -> None:
         """Drop all recordings: the weights or the KV caches are others from now on."""
         self._steps.clear()

@@ -46,7 +46,7 @@ class Drafting:
         """Load what drafts. Raises ``ValueError`` naming what does not fit the model."""
         self._kv_cache_dtype = kv_cache_dtype
         self._config = config
-        self._loader = loader
+        self._loader = replace(loader, load_format="auto")  # what drafts has weights of its own
         self._target = target
         self._path = Path(config.model)
         self._proposers: list[ModelProposer] = []

@@ -1,7 +1,7 @@
 """The kernels on the device against a reference in float64 or float32, on random data."""
 
-import itertools
 import multiprocessing
+import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
@@ -33,23 +33,19 @@ _EXPERT = (512, 256)
 def run(rows: Rows, target: Target = GPU) -> None:
     """Check in several processes, because compiling a kernel keeps one core busy for seconds."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=2 * len(LIMITS) + 2, mp_context=spawn) as pool:
-        cases = itertools.product(("attention", "others"), LIMITS)
-        tasks = [pool.submit(_check, rows, target, parts, dtype) for parts, dtype in cases]
+    with ProcessPoolExecutor(max_workers=os.cpu_count(), mp_context=spawn) as pool:
+        # What takes longest comes first.
+        tasks = [pool.submit(check, rows, target, part, dtype) for part in PARTS for dtype in LIMITS]
         tasks += [pool.submit(part, rows, target) for part in (check_draws, check_asking_rows)]
         wrong = [name for task in tasks for name in task.result()]
     if wrong:
         raise SystemExit(f"wrong: {', '.join(wrong)}")
 
 
-def _check(rows: Rows, target: Target, parts: str, dtype: torch.dtype) -> list[str]:
+def check(rows: Rows, target: Target, part: str, dtype: torch.dtype) -> list[str]:
     """Run a part of the checks of a dtype. Returns the names of those that are wrong."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    checks: list[Callable[[Rows, Target, torch.dtype], list[str]]]
-    checks = [_products, _layer, _experts, _eight_bits, _block_copy]
-    if parts == "attention":
-        checks = [_attention]
-    return [name for check in checks for name in check(rows, target, dtype)]
+    return PARTS[part](rows, target, dtype)
 
 
 def _compare(rows: Rows, name: str, dtype: torch.dtype, found: Tensor, expected: Tensor) -> list[str]:
@@ -60,7 +56,11 @@ def _compare(rows: Rows, name: str, dtype: torch.dtype, found: Tensor, expected:
     return [] if error <= LIMITS[dtype] else [name]  # NaN does not pass
 
 
-def _attention(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
+def _attention_of_fp8(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
+    return _attention(rows, target, dtype, FP8_KV)
+
+
+def _attention(rows: Rows, target: Target, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> list[str]:
     wrong = []
     batches = {
         "decodes": ([1] * 20, list(range(1, 800, 40))),
@@ -71,7 +71,7 @@ def _attention(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
     if target.is_tiny:
         batches, shapes = {"mixed": ([1, 5], [40, 20])}, (((4, 2), 32, None),)
     for batch, (query_lens, seq_lens) in batches.items():
-        for (heads, size, window), kv_dtype in itertools.product(shapes, (None, FP8_KV)):
+        for heads, size, window in shapes:
             config = steps.shape(heads[1], dtype, heads[0], size, kv_dtype)
             step = steps.make_step(query_lens, seq_lens, heads[0], config)
             sinks = torch.linspace(-2, 4, heads[0]) if size == 64 else None
@@ -193,3 +193,15 @@ def _block_copy(rows: Rows, target: Target, dtype: torch.dtype) -> list[str]:
     equal = torch.equal(copied, expected)
     rows.add(name, equal=str(equal))
     return [] if equal else [name]
+
+
+PARTS: dict[str, Callable[[Rows, Target, torch.dtype], list[str]]] = {
+    "attention": _attention,
+    "attention, fp8 KV": _attention_of_fp8,
+    "fp8": _eight_bits,
+    "experts": _experts,
+    "products": _products,
+    "layer": _layer,
+    "block copy": _block_copy,
+}
+"""What is checked in a process of its own for each dtype."""

@@ -4,8 +4,7 @@ import torch
 
 from tests.gpu_check.rows import Rows
 from tests.gpu_check.target import Target
-from tokenloom.gpu_worker.cuda.draw_kernel import draw
-from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels
+from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels, draw
 
 
 def run(rows: Rows, target: Target) -> None:

@@ -59,7 +59,8 @@ def new(req_id, output=()):
     return NewRequestData(req_id, PROMPTS[req_id], list(output), PARAMS[req_id], BLOCKS[req_id], 0)
 
 
-def run(runner, scheduled, news=(), computed=None, resumed=None, preempted=(), finished=()):
+def begin(runner, scheduled, news=(), computed=None, resumed=None, preempted=(), finished=()):
+    """Returns the output of a step, or the promise of it."""
     known = computed or {}
     cached = CachedRequestData(
         list(known), [BLOCKS[r] if r in (resumed or {}) else [] for r in known], list(known.values()), resumed or {}
@@ -67,7 +68,11 @@ def run(runner, scheduled, news=(), computed=None, resumed=None, preempted=(), f
     runner.execute(
         SchedulerOutput(list(news), cached, scheduled, sum(scheduled.values()), list(finished), list(preempted))
     )
-    output = await_output(runner.sample())
+    return runner.sample()
+
+
+def run(runner, scheduled, **changes):
+    output = await_output(begin(runner, scheduled, **changes))
     return dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
 
 

@@ -1,6 +1,7 @@
 """A data-parallel group in a mesh: requests that name their rank, waves, another size under load, a lost rank."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import grpc
 import psutil
 import pytest
 
+from tests.engine_core.data_parallel.cores import free_port
 from tests.engine_core.processes import has_ended, wait_until
 from tests.mesh.asking import ask
 from tests.mesh.harness import MODEL, SOON, Mesh, Part
@@ -70,6 +72,37 @@ async def test_a_request_names_its_rank(socket_dir: Path, experts: Path) -> None
             error = (await ask(http, [1], 1)).error
             assert error is not None
             assert error["message"] == "data_parallel_rank 2 does not exist: there are 2 ranks, from 0 on"
+
+
+async def test_the_ranks_of_two_meshes_compute_in_waves(socket_dir: Path, experts: Path) -> None:
+    """As on two machines with hybrid balancing: neither coordinator knows the ranks of the other one."""
+    address = f"127.0.0.1:{free_port()}"
+    secret = socket_dir / "secret"
+    secret.write_text("a secret of both machines")
+
+    def settings(rank: int) -> dict[str, Any]:
+        group = ranks(socket_dir, experts, 2)(rank)
+        return group | {"data_parallel_address": address, "data_parallel_secret_file": str(secret)}
+
+    directories = [socket_dir / name for name in ("a", "b")]
+    for directory in directories:
+        directory.mkdir()
+    async with asyncio.timeout(SOON), contextlib.AsyncExitStack() as stack:
+        made = [
+            Mesh(directory, engines=1, engine=lambda _, rank=rank: settings(rank))  # type: ignore[misc]
+            for rank, directory in enumerate(directories)
+        ]
+        meshes = await asyncio.gather(*(stack.enter_async_context(mesh.running()) for mesh in made))
+        for turn in range(2):
+            for number, mesh in enumerate(meshes):  # the ranks rest in between
+                async with mesh.http() as http:
+                    prompt = [number, turn, 9]
+                    answers = await asyncio.gather(*(ask(http, [*prompt, each], 40) for each in range(3)))
+                for each, answer in enumerate(answers):
+                    assert answer.error is None
+                    assert answer.token_ids == mesh.expected([*prompt, each], 40)
+        # One after the other, the first mesh to stop would take the other one's rank along.
+        await asyncio.gather(*(mesh.engines[0].kill() for mesh in meshes))
 
 
 @pytest.mark.parametrize("has_experts", [True, False])

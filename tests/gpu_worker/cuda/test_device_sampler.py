@@ -8,13 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.gpu_worker.cuda.host_draw import make_device_sampler
+from tests.gpu_worker.cuda.host_draw import HostKernels, make_device_sampler
 from tests.gpu_worker.cuda.sampling_params import PARAMS
 from tests.gpu_worker.cuda.sampling_steps import VOCAB, Steps, bitmask, check_equal
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput
 from tokenloom.gpu_worker.cuda import sampler as device_sampling
 from tokenloom.gpu_worker.cuda import seen_counts
+from tokenloom.gpu_worker.cuda.device_link import HostLink
+from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
 from tokenloom.gpu_worker.sampler import NO_TOKEN, Sampler, step_sampler
 
 PENALIZED = {"temperature": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
@@ -69,6 +71,23 @@ def test_no_logits_come_to_the_host(asking, fetched):
     device = Steps([{"temperature": 0.0}, {"temperature": 1.0} | asking], make_device_sampler())
     for _ in range(3):
         device.run(GrammarOutput(["r0"], bitmask(5, 9), {}))
+    assert fetched == []
+
+
+def test_only_ids_and_listed_log_probabilities_cross_the_link(fetched):
+    """A row of logits has 400 bytes here."""
+
+    class CountingLink(HostLink):
+        num_bytes = 0
+
+        def fetch(self, target, source):
+            self.num_bytes += source.nbytes
+            super().fetch(target, source)
+
+    for asking, expected in ((PENALIZED, 3 * 8), (PENALIZED | {"logprobs": 2}, 3 * 8 + 3 * (4 + 4) + 4 + 8)):
+        link = CountingLink()
+        Steps([{"temperature": 0.0}, {"temperature": 1.0} | asking, {}], DeviceSampler(HostKernels(), link)).run()
+        assert link.num_bytes == expected
     assert fetched == []
 
 

@@ -1,5 +1,7 @@
 """Which steps come from graphs, and where graphs read and write."""
 
+from collections import Counter, deque
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,8 @@ from tests.gpu_worker.cuda.late_link import LateLink
 from tests.gpu_worker.cuda.late_platform import use_tensor_backend
 from tests.gpu_worker.cuda.op_capture import OpCapture
 from tests.gpu_worker.cuda.tensor_backend import TensorBackend
-from tests.gpu_worker.test_model_runner import DEMO_MODEL, PARAMS, PROMPTS, new, run
+from tests.gpu_worker.test_model_runner import DEMO_MODEL, PARAMS, PROMPTS, begin, new
+from tokenloom.engine_core.pending_output import await_output
 from tokenloom.gpu_worker.batch.input_batch import InputBatch, StepInputs
 from tokenloom.gpu_worker.cuda.device_steps import DeviceSteps
 from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
@@ -42,16 +45,27 @@ def make_runner(model, capture, link):
     return ModelRunner(model, backend, batch, 8, None, CPU, DeviceSampler(HostKernels(), link), recorded=steps)
 
 
-def lives(runner):
-    """Chunks of a prompt next to decodes, an end whose row another request gets, and a return after a preemption."""
-    tokens = {name: list[int]() for name in PARAMS}
+def lives(runner, lag=0):
+    """Chunks of a prompt next to decodes, an end whose row another request gets, and a return after a preemption.
+
+    The tokens of a step are taken ``lag`` steps later.
+    """
+    tokens, pending = {name: list[int]() for name in PARAMS}, deque()
+    num_drawn = Counter()
+
+    def take(num_left):
+        while len(pending) > num_left:
+            output = await_output(pending.popleft())
+            for name, drawn in zip(output.req_ids, output.sampled_token_ids, strict=True):
+                tokens[name] += drawn
 
     def step(scheduled, **changes):
-        for name, drawn in run(runner, scheduled, **changes).items():
-            tokens[name] += drawn
+        pending.append(begin(runner, scheduled, **changes))
+        num_drawn.update(name for name, count in scheduled.items() if count != 17)  # the first chunk of a prompt
+        take(lag)
 
     def computed(name):
-        return len(PROMPTS[name]) + len(tokens[name]) - 1
+        return len(PROMPTS[name]) + num_drawn[name] - 1
 
     step({"a": 11}, news=[new("a")])
     step({"a": 1, "b": 2}, news=[new("b")], computed={"a": computed("a")})
@@ -59,10 +73,12 @@ def lives(runner):
     step({"c": 23, "a": 1}, computed={"c": 17, "a": computed("a")}, finished=["b"])
     step({"a": 1, "c": 1}, computed={name: computed(name) for name in "ac"})
     step({"c": 1}, computed={"c": computed("c")}, preempted=["a"])
+    take(1)  # the step in flight has no token of it
     known = PROMPTS["a"] + tokens["a"]
     step({"a": len(known), "c": 1}, computed={"a": 0, "c": computed("c")}, resumed={"a": known})
     step({"a": 1, "c": 1}, computed={name: computed(name) for name in "ac"})
     step({}, finished=["a", "c"])
+    take(0)
     return tokens
 
 
@@ -74,6 +90,33 @@ def test_the_same_tokens_as_on_the_host(model, with_graphs):
     assert lives(runner) == expected
     assert link.num_sends == 8, "one copy to the device a step"
     assert capture.num_replays == (8 if with_graphs else 0)
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_the_same_tokens_where_they_come_later_than_the_next_step(model, with_graphs, monkeypatch):
+    link, unknown = LateLink(), []
+    runner = make_runner(model, OpCapture() if with_graphs else None, link)
+    compute = runner._recorded.compute
+    monkeypatch.setattr(
+        runner._recorded,
+        "compute",
+        lambda model, inputs, *rest, **options: (
+            unknown.append(int((inputs.token_ids < 0).sum())) or compute(model, inputs, *rest, **options)
+        ),
+    )
+    assert lives(runner, lag=1) == lives(make_runner(model, None, LateLink()))
+    assert unknown == [0, 1, 2, 1, 2, 1, 1, 2]
+    assert link.num_sends == len(unknown)
+
+
+def test_a_step_that_draws_nothing_ends_with_the_device(model):
+    link = LateLink()
+    runner = make_runner(model, None, link)
+    begin(runner, {"a": 11}, news=[new("a")])
+    pending = begin(runner, {"c": 17}, news=[new("c")])
+    assert link.num_done == 0
+    assert pending.result().sampled_token_ids == [[]]
+    assert link.num_done == 1, "what the device was given before is done, too"
 
 
 def test_all_graphs_are_captured_ahead_and_replayed_in_place(model):

@@ -43,6 +43,7 @@ def test_processes_give_the_tokens_of_one(name: str, shape: tuple[int, ...], tmp
     assert engine.generate(prompts, LIMITS, **drawn) == alone.generate(prompts, LIMITS, **drawn)
     executor = engine.core.executor
     assert isinstance(executor, MultiprocExecutor)
+    assert executor._rendezvous is None, "the workers have met, so that nothing is left if all are killed now"
     lost, killed_at = threading.Event(), time.monotonic()
     executor.on_failure(lost.set)
     os.kill(executor.workers[0].pid, signal.SIGKILL)

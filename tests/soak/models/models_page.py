@@ -26,7 +26,8 @@ exists and has the features that the checkpoint asks for, and transformers' modu
 
 ## Built in
 
-[features.md](features.md) lists what is read of quantized checkpoints, in safetensors and in GGUF files.
+[features.md](features.md) lists what is read of quantized checkpoints, in safetensors and in GGUF files. `fp8` is
+computed on GPUs, the other quantizations on CPUs.
 
 | architecture | files | `--quantization` | tests |
 |---|---|---|---|

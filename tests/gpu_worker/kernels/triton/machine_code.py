@@ -28,7 +28,7 @@ from tests.gpu_worker.attention.steps import shape
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
-from tokenloom.gpu_worker.cuda import block_copy, draw_kernel, row_kernels, sampler_kernels
+from tokenloom.gpu_worker.cuda import block_copy, row_kernels, sampler_kernels
 from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels
 from tokenloom.gpu_worker.cuda.step_tensors import SentStep, StepSize, StepTensors
 from tokenloom.gpu_worker.layers import triton_experts, triton_linear
@@ -54,7 +54,6 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _LAUNCHERS = (
     triton_backend,
     block_copy,
-    draw_kernel,
     row_kernels,
     sampler_kernels,
     triton_experts,
@@ -174,7 +173,7 @@ def fp8_product(rows: int, outputs: int, inputs: int, kind: str = "none") -> Non
 
 def sampling() -> None:
     columns = [_empty(128, dtype=torch.float64) for _ in range(4)]
-    draw_kernel.draw(_empty(128, 151_936, dtype=torch.float32), [*columns, _empty(128, dtype=torch.int32)])
+    sampler_kernels.draw(_empty(128, 151_936, dtype=torch.float32), [*columns, _empty(128, dtype=torch.int32)])
 
 
 def rows_of_a_step() -> None:

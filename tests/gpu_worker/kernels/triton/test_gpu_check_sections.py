@@ -12,11 +12,10 @@ from tests.gpu_check.target import CPU
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("part", ["attention", "others"])
+@pytest.mark.parametrize("part", kernels.PARTS)
 def test_kernels(part, dtype, tmp_path):
-    assert not kernels._check(Rows("kernels", tmp_path), CPU, part, dtype)
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert len(rows) >= (2 if part == "attention" else 10)
+    assert not kernels.check(Rows("kernels", tmp_path), CPU, part, dtype)
+    assert (tmp_path / "rows.jsonl").read_text()
 
 
 def test_what_draws_and_what_changes_logits(tmp_path):

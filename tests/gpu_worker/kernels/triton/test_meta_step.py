@@ -11,7 +11,7 @@ from tests.gpu_worker.models.test_models import MODELS
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
-from tokenloom.gpu_worker.cuda import draw_kernel, sampler_kernels
+from tokenloom.gpu_worker.cuda import sampler_kernels
 from tokenloom.gpu_worker.cuda.sampler import Asked, DeviceSampler
 from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels
 from tokenloom.gpu_worker.layers import triton_experts, triton_linear
@@ -31,7 +31,7 @@ STEPS = {
 
 @pytest.fixture
 def launched(monkeypatch):
-    modules = (triton_backend, triton_experts, triton_linear, triton_ops, draw_kernel, sampler_kernels)
+    modules = (triton_backend, triton_experts, triton_linear, triton_ops, sampler_kernels)
     return use_kernels_on_meta(monkeypatch, modules)
 
 
@@ -58,6 +58,11 @@ def test_a_step_stays_on_the_device(name, launched, save_checkpoint):
         assert logits.device == META
         assert logits.dtype == torch.float32
     assert "attend" in launched
+
+
+def test_weights_in_float16_stay_so(launched, save_checkpoint):
+    logits = compute(save_checkpoint("llama", dtype=torch.float16), [1, 5], [40, 60], "float16")
+    assert (logits.device, logits.dtype) == (META, torch.float32)
 
 
 @pytest.mark.parametrize("length", [40, 400])

@@ -6,8 +6,8 @@ import torch
 
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.cuda.draw_arrays import DrawArrays
-from tokenloom.gpu_worker.cuda.draw_kernel import draw
 from tokenloom.gpu_worker.cuda.sampler import NO_CHOICE
+from tokenloom.gpu_worker.cuda.sampler_kernels import draw
 from tokenloom.gpu_worker.sampler import NO_TOKEN, Sampler
 
 CASES = {

@@ -12,7 +12,7 @@ from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRe
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
-from tokenloom.gpu_worker.cuda import draw_kernel, row_kernels, sampler_kernels
+from tokenloom.gpu_worker.cuda import row_kernels, sampler_kernels
 from tokenloom.gpu_worker.cuda.device_link import Past
 from tokenloom.gpu_worker.cuda.device_steps import make_device_steps
 from tokenloom.gpu_worker.cuda.row_kernels import TritonRowKernels
@@ -82,7 +82,7 @@ class Crossings(TorchDispatchMode):
 
 @pytest.fixture
 def launched(monkeypatch):
-    modules = (draw_kernel, row_kernels, sampler_kernels, triton_backend, triton_experts, triton_linear, triton_ops)
+    modules = (row_kernels, sampler_kernels, triton_backend, triton_experts, triton_linear, triton_ops)
     return use_kernels_on_meta(monkeypatch, modules)
 
 
@@ -134,3 +134,31 @@ def test_tokens_that_were_taken_are_not_waited_for_again(launched, save_checkpoi
         assert link.log == ["send", "fetch", "wait"]
         link.log.clear()
         runner.execute(SchedulerOutput([], CachedRequestData(["a"], [[]], [computed], {}), {"a": 1}, 1, [], []))
+
+
+def test_what_rows_ask_for_beside_a_token_is_one_more_copy(launched, save_checkpoint):
+    link = MetaLink()
+    runner = make_runner(save_checkpoint("llama"), link)
+    asking = {"frequency_penalty": 1.0, "logit_bias": {3: 1.0}, "allowed_token_ids": (0, 3), "logprobs": 2}
+    news = [
+        NewRequestData(str(index), [1] * 5, [], SamplingParams(max_tokens=9, seed=index, **kind), [index], 0)
+        for index, kind in enumerate(({}, asking))
+    ]
+    counts = {new.req_id: 5 for new in news}
+    runner.execute(SchedulerOutput(news, CachedRequestData([], [], [], {}), counts, 10, [], []))
+    pending = [runner.sample()]
+    for computed in range(5, 9):
+        link.log.clear()
+        launched.clear()
+        cached = CachedRequestData(list(counts), [[], []], [computed] * 2, {})
+        with Crossings() as crossings:
+            runner.execute(SchedulerOutput([], cached, dict.fromkeys(counts, 1), 2, [], []))
+            pending.append(runner.sample())
+        assert crossings.found == ["copy_.default", "to.dtype_layout"], computed
+        assert link.log.count("send") == 1
+        sampling = [
+            name for name in launched if name in ("add_listed", "change_rows", "sample", "count_drawn", "logprobs")
+        ]
+        assert sampling == ["add_listed", "change_rows", "sample", "count_drawn", "logprobs"]
+    for each in pending:
+        assert await_output(each).logprobs.keys() == {"1"}

@@ -1,0 +1,19 @@
+"""Names how a worker computes: engines whose names differ give other logits for the same tokens."""
+
+import torch
+
+from .checkpoint.model_config import ModelConfig
+from .layers.rounding import input_rounding
+from .parallel.sharding import Place
+from .platform.platform import Platform
+
+
+def numerics_of(config: ModelConfig, platform: Platform, backend: str, library: str | None, place: Place) -> str:
+    """Return ``ModelInfo.numerics``. ``backend``: of attention; ``library``: whose modules compute, None: our own."""
+    scheme = config.scheme.name if config.scheme else None
+    kind, quantization = platform.device.type, config.quantization
+    rounding = input_rounding() if kind == "cpu" and (scheme or quantization) else None
+    long_rope = "long-rope" if config.has_long_rope else None
+    layers = (config.dtype_name, scheme, quantization, backend, rounding, long_rope)
+    parts = (kind, platform.hardware, *layers, f"torch-{torch.__version__}", library, place.numerics)
+    return "/".join(part for part in parts if part)

@@ -79,7 +79,6 @@ EXTRA_LIBRARIES = {
     "tokenloom.engine_core.structured_output.llguidance_backend": {"llguidance"},
     "tokenloom.engine_core.structured_output.xgrammar_backend": {"xgrammar"},
     "tokenloom.engine_core.executor.ray_cluster": {"ray"},
-    "tokenloom.engine_core.executor.ray_executor": {"ray"},
     "tokenloom.engine_core.executor.ray_worker": {"ray"},
 }
 

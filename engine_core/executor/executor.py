@@ -20,7 +20,6 @@ WORKER_METHODS: Final = CLIENT_METHODS | {
     *("load_model", "determine_available_memory", "initialize_kv_cache"),
     *("sleep", "wake_up", "reload_weights", "check_health", "load_lora", "drop_lora"),
     *("execute_dummy_batch", "join_experts"),
-    "join_experts",
 }
 """Methods of workers that may be called by name. Their arguments and results are msgspec types."""
 

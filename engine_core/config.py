@@ -12,7 +12,9 @@ from msgspec import Meta, Struct
 
 from tokenloom.request.reasoning import ReasoningMarks, ReasoningParserName
 
+from .eplb_config import EplbConfig as EplbConfig
 from .lora_config import LoraConfig as LoraConfig
+from .parallel_config import ParallelConfig as ParallelConfig
 from .pooler_config import PoolerConfig as PoolerConfig
 from .speculative_config import SpeculativeConfig as SpeculativeConfig
 
@@ -289,78 +291,6 @@ class ReasoningConfig(Struct, frozen=True):
     ] = False
     marks: ReasoningMarks | None = None
     """The marks around the reasoning in the model's tokens; None: reasoning is not distinguished from the answer."""
-
-
-class ParallelConfig(Struct, frozen=True):
-    """Where the workers run, and how arrays move between processes."""
-
-    tensor_parallel_size: Annotated[
-        Count,
-        "Workers that compute each layer together: each holds a part of the heads, of the MLP and of the KV cache.",
-    ] = 1
-    pipeline_parallel_size: Annotated[
-        Count, "Stages of the model: each has a part of the layers, and --tensor-parallel-size workers."
-    ] = 1
-    decode_context_parallel_size: Annotated[
-        Count,
-        "Of the workers of a stage, over how many the tokens of each sequence are spread: 1 (each keeps the KV of its "
-        "heads for all tokens) or --tensor-parallel-size (each keeps the KV of all heads for a part of the tokens).",
-    ] = 1
-    enable_expert_parallel: Annotated[
-        bool,
-        "Give each worker of a stage whole experts of a model with experts, instead of a part of every expert; with "
-        "--data-parallel-size and one worker an engine, spread the experts over the engines of the group.",
-    ] = False
-    distributed_executor_backend: Annotated[
-        Literal["auto", "uni", "mp", "ray"],
-        "Where the workers run: uni: one in the core's process; mp: each in a process of its own on this machine; ray: "
-        "each in an actor on any machine of a Ray cluster; auto: uni for one worker, mp for several.",
-    ] = "auto"
-    rank: int = 0
-    """Of the worker that this configuration is for, in [0, world_size): stage * tensor_parallel_size + its place."""
-    rendezvous: str = ""
-    """Where the workers find each other: the path of a file on their machine, or ``HOST:PORT``, which rank 0 serves.
-    Empty: there is one worker."""
-    array_arena_bytes: Annotated[
-        Size,
-        "Shared memory that the front and the core each use to pass large arrays (prompt embeddings, "
-        "masks) to the next process; larger arrays, and with 0 all arrays, are sent over sockets.",
-    ] = 256 << 20
-    data_parallel_size: Annotated[
-        Count, "Engines of a data-parallel group: each has all layers, and its own requests and KV cache."
-    ] = 1
-    data_parallel_rank: Annotated[Size, "Number of this engine in its data-parallel group."] = 0
-    data_parallel_group: Annotated[
-        str, "Name of the data-parallel group; by default data-parallel if there are several ranks."
-    ] = ""
-    data_parallel_address: Annotated[
-        str,
-        "Where rank 0 of a mixture-of-experts model listens for the other ranks of its group: unix:/path or "
-        "127.0.0.1:port. Ranks of other models need no address.",
-    ] = ""
-    data_parallel_timeout: Annotated[
-        Seconds, "Seconds that a rank tries to reach its group after it has loaded the model."
-    ] = 300.0
-
-    @property
-    def group_id(self) -> str:
-        """The name of the data-parallel group; empty: the engine belongs to none."""
-        return self.data_parallel_group or ("data-parallel" if self.data_parallel_size > 1 else "")
-
-    @property
-    def spreads_experts_over_engines(self) -> bool:
-        """Whether each engine of the data-parallel group holds a part of the experts of each layer."""
-        return self.enable_expert_parallel and self.data_parallel_size > 1 and self.world_size == 1
-
-    @property
-    def world_size(self) -> int:
-        """Return how many workers the engine has."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
-
-    @property
-    def output_rank(self) -> int:
-        """Return the rank that draws and reports the tokens: the first one of the last stage."""
-        return self.world_size - self.tensor_parallel_size
 
 
 class ObservabilityConfig(Struct, frozen=True):

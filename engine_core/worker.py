@@ -138,8 +138,10 @@ class Worker(Protocol):
         step and this one has no request."""
 
     def join_experts(self, rendezvous: str) -> None:
-        """Join the workers of the data-parallel group over which the experts are spread, at a file of this host, and
-        wait for them. From then on all of them compute their steps together."""
+        """Join the workers of the data-parallel group over which the experts are spread, and wait for them. From then
+        on all of them compute their steps together.
+
+        ``rendezvous``: the path of a file of this host, or ``HOST:PORT``, which the worker of rank 0 serves."""
 
     def check_health(self) -> None:
         """Raise an exception if the worker cannot compute."""

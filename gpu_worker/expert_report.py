@@ -1,12 +1,17 @@
 """Reports which experts computed the tokens of a step, and how tokens are spread over all experts."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.wire.messages import ExpertLoads, RoutedExperts
+from tokenloom.engine_core.wire.messages import ExpertBalance, ExpertLoads, RoutedExperts
 
 from .batch.input_batch import StepInputs
 from .models.expert_routes import ExpertRoutes
+
+if TYPE_CHECKING:  # engines that do not move experts import none of it
+    from .parallel.balance.balancer import BalanceStats
 
 
 def routed_experts(
@@ -27,7 +32,10 @@ def routed_experts(
     return result
 
 
-def expert_loads(routes: ExpertRoutes) -> ExpertLoads:
-    """Return how the tokens of all steps were spread."""
+def expert_loads(routes: ExpertRoutes, balance: "BalanceStats | None" = None) -> ExpertLoads:
+    """Return how the tokens of all steps were spread. ``balance``: what was done to balance the ranks, if anything."""
     tokens, imbalance = routes.loads()
-    return ExpertLoads(tokens.tolist(), imbalance.tolist())
+    loads = ExpertLoads(tokens.tolist(), imbalance.tolist())
+    if balance is not None:
+        loads.balance = ExpertBalance(balance.balancedness, balance.num_plans, balance.num_moved)
+    return loads

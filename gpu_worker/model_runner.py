@@ -11,7 +11,7 @@ import torch
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.pending_output import PendingOutput
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import RoutedExperts
+from tokenloom.engine_core.wire.messages import ExpertLoads, RoutedExperts
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 from .attention.attention_backend import AttentionBackend, IntArray, KVCache
@@ -23,13 +23,14 @@ from .cuda.packed_copy import to_device
 from .cuda.sampler import DeviceSampler
 from .expert_report import expert_loads, routed_experts
 from .lora.slots import LoraSlots
-from .models.expert_routes import routes_of
+from .models.expert_routes import ExpertRoutes, routes_of
 from .models.model import Model
 from .parallel.drawn_tokens import DrawnTokens
 from .parallel.group import ONLY_RANK, Ranks
 from .pooling.pooled_rows import Floats
 from .pooling.pooler import Pooler
 from .recorded.recorded_steps import RecordedSteps
+from .sampler.pending_step import EndingStep
 from .sampler.step_sampler import StepSampler, rows_of
 from .speculation.interface import Proposer
 from .speculation.rejection import RejectionSampler
@@ -77,6 +78,7 @@ class ModelRunner:
         self._batch = batch
         self._drawn = None if ranks.place.is_alone else DrawnTokens(ranks, batch)
         self._draws = ranks.place.draws
+        self._ranks = ranks
         self._expected = ExpectedTokens(batch)
         self._sampler = StepSampler(
             batch,
@@ -169,6 +171,7 @@ class ModelRunner:
                 self._routes.begin(keep_choices=bool(self._batch.routed))
             hidden, logits = self._compute(inputs)
             routed = self._routed_experts(inputs) if self._routes is not None else {}
+            self._ranks.forward_passed()
             prompt_logprobs = self._prompt_logprobs(inputs, hidden)
             kept = hidden if self._speculation is not None else None
             pooled = self._pool(inputs, hidden) if self._batch.pooled else {}
@@ -271,9 +274,12 @@ class ModelRunner:
         if executed.prompt_logprobs:
             output.prompt_logprobs = {req_id: part.wait() for req_id, part in executed.prompt_logprobs.items()}
         if self._routes is not None:
-            output.routed_experts, output.expert_loads = executed.routed_experts, expert_loads(self._routes)
+            output.routed_experts, output.expert_loads = executed.routed_experts, self._expert_loads(self._routes)
         if not len(inputs.sampled):
             output.sampled_token_ids = [[] for _ in inputs.req_ids]
+            ended = self._recorded.event() if self._recorded is not None else None
+            if ended is not None and self._speculation is None:
+                return EndingStep(output, ended)
         elif inputs.drafts:
             assert self._speculation is not None, "drafts come only if speculation is configured"
             self._speculation.verify(inputs, logits, grammar, output)
@@ -285,6 +291,10 @@ class ModelRunner:
             assert executed.hidden is not None, "it is kept for what drafts"
             self._speculation.propose(inputs, executed.hidden, output)
         return output
+
+    def _expert_loads(self, routes: ExpertRoutes) -> ExpertLoads:
+        balancer = self._ranks.balancer
+        return expert_loads(routes, None if balancer is None else balancer.stats)
 
     def _follow(self, inputs: StepInputs) -> ModelRunnerOutput:
         """End a step whose tokens another rank draws."""

@@ -32,8 +32,8 @@ from .lora.slots import LoraSlots
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
-from .models.decoder import DecoderModel
-from .models.expert_routes import routes_of
+from .models.decoder import DecoderModel, expert_layers
+from .models.expert_routes import expert_counts, routes_of
 from .models.model import Model
 from .models.self_check import CheckedModel, check_model
 from .numerics import numerics_of
@@ -106,7 +106,8 @@ class ModelWorker:
         block_size = self._config.cache.block_size
         if self._config.speculative is not None:
             self._drafting = Drafting(self._config.speculative, loader, lambda: self._model, self._config.cache.dtype)
-        library, routes = None, routes_of(self._model)
+        library, routes, place = None, routes_of(self._model), self._ranks.place
+        self._ranks.balance(lambda: expert_layers(self._model), lambda: expert_counts(self._model))
         if isinstance(self._model, CheckedModel):
             # Over a KV cache of its own dtype: rounding would hide what its modules do.
             check_model(self._model, self._make_backend(self._model.config), block_size, self._device)
@@ -114,7 +115,6 @@ class ModelWorker:
         self._layers = PoolLayers(model_config, self._choose_groups(model_config))
         layout = self._layers.layout(block_size)
         self._backend = self._layers.make_backend(self._make_backend, block_size)
-        place = self._ranks.place
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.embedding_size,
@@ -235,8 +235,7 @@ class ModelWorker:
         """Drop the weights and the KV pool, or its pages. At level 1 the weights of a GPU are kept in host memory;
         those of a CPU can be read from the files again. A device's pool stays if other processes may have mapped it."""
         assert self._slot is not None, "load_model comes first"
-        before = self._platform.bytes_in_use()
-        kept = 0
+        before, kept = self._platform.bytes_in_use(), 0
         if level == 1 and not self._platform.pool_is_on_host:
             kept = self._slot.move_to_host()
         else:
@@ -251,8 +250,7 @@ class ModelWorker:
         elif self._pool.device is None:
             self._pool.host.discard()
         self._platform.return_freed()
-        after = self._platform.bytes_in_use()
-        return FreedMemory(max(0, before - with_kv), max(0, with_kv - after), kept)
+        return FreedMemory(max(0, before - with_kv), max(0, with_kv - self._platform.bytes_in_use()), kept)
 
     def wake_up(self, tags: Sequence[str]) -> None:
         assert self._slot is not None, "load_model comes first"
@@ -281,14 +279,12 @@ class ModelWorker:
         self._require_loras().drop(digest)
 
     def profile(self, start: bool) -> None:
-        if start:
-            self._profiler.start()
-        else:
-            self._profiler.stop()
+        (self._profiler.start if start else self._profiler.stop)()
 
     def execute_dummy_batch(self) -> None:
         self._platform.before_step()
         self._require_runner().dummy_run([1], self._config.cache.block_size)
+        self._ranks.forward_passed()
 
     def join_experts(self, rendezvous: str) -> None:
         self._ranks.join_experts(rendezvous)
@@ -333,6 +329,7 @@ class ModelWorker:
         if self._slot.is_loaded:
             self._pooler = self._make_pooler()
         self._require_runner().set_model(self._model, self._pooler)
+        self._ranks.weights_changed()
 
     def _make_pooler(self) -> Pooler | None:
         if not self._ranks.place.is_alone:
@@ -380,8 +377,8 @@ class ModelWorker:
 
     def _make_recorded(self, batch: InputBatch) -> RecordedSteps | None:
         assert self._backend is not None, "load_model comes first"
-        if not self._ranks.place.is_whole:
-            return None  # what ranks exchange is no call of a kernel
+        if not self._ranks.place.is_whole and self._device.type != "cpu":
+            return None  # a graph of a GPU holds no exchange with other GPUs yet
         most_tokens, eager = self._config.scheduler.max_num_batched_tokens, self._config.worker.enforce_eager
         return make_recorded_steps(self._backend, self._platform, batch, most_tokens, eager=eager)
 

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from tokenloom.engine_core.config import ParallelConfig
 from tokenloom.gpu_worker.parallel.group import Group, join_ranks
+from tokenloom.gpu_worker.parallel.recordable_group import RecordableGroup
 from tokenloom.gpu_worker.parallel.shared_group import SharedGroup
 
 _HIDDEN_SIZE = 1024
@@ -33,7 +34,9 @@ def _seconds(group: Group, num_tokens: int) -> float:
 
 def _rank(directory: Path, rank: int) -> dict[tuple[str, int], float]:
     config = replace(ParallelConfig(tensor_parallel_size=2), rank=rank, rendezvous=str(directory / "store"))
-    shared = join_ranks(config, torch.device("cpu")).group
+    group = join_ranks(config, torch.device("cpu")).group
+    assert isinstance(group, RecordableGroup)
+    shared = group.inner
     assert isinstance(shared, SharedGroup), "there is no compiler for the kernel"
     found: dict[tuple[str, int], float] = {}
     for _ in range(_TURNS):

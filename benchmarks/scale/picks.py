@@ -14,8 +14,11 @@ from dataclasses import dataclass
 import psutil
 
 from tokenloom.request.prefix_schedule import MAX_HASHES
+from tokenloom.services.coordinator.defaults import PLACEMENT
+from tokenloom.services.coordinator.engine_placement import Policy
 from tokenloom.services.coordinator.engine_record import EngineRecord
 from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.runtime.placement.rules import RULES
 from tokenloom.v1.coordinator_pb2 import EngineReport, EngineState, PickRequest
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH
@@ -63,7 +66,8 @@ class Clock:
 
 def registry_with(engines: int, clock: Callable[[], float]) -> tuple[Registry, dict[str, EngineRecord]]:
     """Return a registry with so many engines under different loads, and their records by name."""
-    registry, generator = Registry(1, clock, settle_seconds=0.0), random.Random(2)
+    policy = Policy(rule=RULES[PLACEMENT])
+    registry, generator = Registry(1, clock, policy=policy, settle_seconds=0.0), random.Random(2)
     reports = [_report(generator.randrange(64)) for _ in range(engines)]
     joined = [registry.join(FakeIdentity(number).registration(), report) for number, report in enumerate(reports)]
     return registry, {record.identity.engine_id: record for record in joined}

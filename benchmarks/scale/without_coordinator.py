@@ -18,10 +18,19 @@ import numpy as np
 from tokenloom.services.coordinator.defaults import PLACEMENT
 from tokenloom.services.coordinator.engine_placement import Policy
 from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.feed.snapshot_feed import SnapshotFeed
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey, LastSnapshot
 from tokenloom.services.runtime.placement.rules import RULES
 from tokenloom.services.runtime.registry.registry_view import RegistryView
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineState, PickRequest, Snapshot, Subset
+from tokenloom.v1.coordinator_pb2 import (
+    EngineIdentity,
+    EngineReport,
+    EngineState,
+    PickRequest,
+    Snapshot,
+    Subset,
+    WatchRequest,
+)
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 
@@ -152,6 +161,7 @@ class Run:
         self._dies_at = float("inf") if dies_at is None else dies_at
         policy = Policy(rule=RULES[case.rule])
         self._registry = Registry(1, lambda: self._now, policy=policy, settle_seconds=0.0)
+        self._feed = SnapshotFeed(self._registry)
         self.engines = {f"engine-{index}": Engine(f"engine-{index}", trace) for index in range(engines)}
         self._records = {
             name: self._registry.join(engine.identity, engine.report()) for name, engine in self.engines.items()
@@ -189,19 +199,12 @@ class Run:
         self._registry.refresh()
         if self._now + 2 * SNAPSHOT_SECONDS >= self._dies_at:
             view = RegistryView()
-            view.take(self._snapshot())
+            self._feed.publish(self._now)
+            (whole,) = self._feed.log(WatchRequest(changes=True)).after(None)
+            view.take(Snapshot.FromString(whole.data))
             for processor in self._processors:
                 processor.update(view)
         self._at(self._now + SNAPSHOT_SECONDS, self._publish)
-
-    def _snapshot(self) -> Snapshot:
-        entries = map(self._registry.entry, self._records)
-        return Snapshot(
-            coordinator_epoch=self._registry.epoch,
-            revision=self._registry.revision,
-            complete=self._registry.is_complete,
-            engines=[entry for entry in entries if entry is not None],
-        )
 
     def _arrive(self, request: Request) -> None:
         pick = PickRequest(

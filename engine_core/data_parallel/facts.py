@@ -20,6 +20,8 @@ def parallel_facts(config: EngineConfig, ready: CoreReady) -> dict[str, str]:
         "tensor_parallel_size": config.parallel.tensor_parallel_size,
         "decode_context_parallel_size": config.parallel.decode_context_parallel_size,
         "enable_expert_parallel": config.parallel.enable_expert_parallel,
+        "enable_eplb": config.parallel.enable_eplb,
+        "eplb_config": config.parallel.eplb_config,
     }
     return {name: str(value) for name, value in named.items()}
 

@@ -9,18 +9,23 @@ _PREFIX = "unix:"
 CONNECT_SECONDS = 5.0
 
 
-def check_address(address: str) -> None:
-    """Raise ``ValueError`` for an address that is not understood, or that other hosts could reach: the ranks do not
-    prove who they are."""
+_SILENT_SECONDS = 1
+"""A machine that is lost closes no connection: the kernel asks it each second whether it is there, and gives up after
+two questions."""
+
+
+def check_address(address: str, *, has_secret: bool = False) -> None:
+    """Raise ``ValueError`` for an address that is not understood, or that other hosts can reach without a secret with
+    which ranks prove who they are."""
     if address.startswith(_PREFIX):
         return
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"data_parallel_address is {address!r}; use unix:/path or host:port")
-    if not _is_loopback(host):
+    if not has_secret and not _is_loopback(host):
         raise ValueError(
-            f"data_parallel_address is {address!r}: the ranks of a group of a mixture-of-experts model run on one host "
-            "so far; use unix:/path or 127.0.0.1:port"
+            f"data_parallel_address is {address!r}, which other hosts can reach: name a data_parallel_secret_file, or "
+            "use unix:/path or 127.0.0.1:port for ranks of one host"
         )
 
 
@@ -53,8 +58,31 @@ def connect(address: str) -> socket.socket:
         host, _, port = address.rpartition(":")
         connection = socket.create_connection((host, int(port)), CONNECT_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        notice_loss(connection)
     connection.settimeout(None)
     return connection
+
+
+def notice_loss(connection: socket.socket) -> None:
+    """Let a connection to another host end within three seconds if that host is lost."""
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 3000 * _SILENT_SECONDS)
+
+
+def meeting_place(address: str) -> str:
+    """Return where workers meet whose hub is at a TCP address: a free port of the same host, for rank 0's worker."""
+    host = address.rpartition(":")[0]
+    with socket.create_server((host, 0)) as probe:
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+def is_of_this_host(address: str) -> bool:
+    """Return whether only processes of this host can reach an address."""
+    return address.startswith(_PREFIX) or _is_loopback(address.rpartition(":")[0])
 
 
 def _is_loopback(host: str) -> bool:

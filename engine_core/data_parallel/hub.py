@@ -2,15 +2,13 @@
 
 import contextlib
 import logging
-import os
-import secrets
 import socket
-import tempfile
 import threading
-from pathlib import Path
 
+from ..rendezvous_dir import RendezvousDir
 from .frames import Frames, decoder_of
-from .group_address import listen
+from .group_address import is_of_this_host, listen, meeting_place, notice_loss
+from .group_secret import challenge_rank
 from .messages import GroupHello, Refused, ToHub, Vote
 from .rounds import Letters, Rounds
 
@@ -24,16 +22,19 @@ class GroupHub:
     """Serves one group until :meth:`close`. When a member is lost, all connections end: the other ranks notice at
     once, because none of them can compute without it."""
 
-    def __init__(self, address: str, hello: GroupHello, size: int) -> None:
-        """``hello``: that of rank 0, whose group and facts the other ranks must share. Raises ``OSError``."""
+    def __init__(self, address: str, hello: GroupHello, size: int, secret: bytes = b"") -> None:
+        """``hello``: that of rank 0, whose group and facts the other ranks must share. ``secret``: what they must know;
+        empty: nothing. Raises ``OSError``."""
         self._hello = hello
-        self._rounds = Rounds(
-            size, str(Path(tempfile.gettempdir()) / f"tl-experts-{os.getpid()}-{secrets.token_hex(8)}")
-        )
+        self._secret = secret
+        self._listener = listen(address)
+        # Workers of one host meet at a file, which other users cannot open.
+        self._directory = RendezvousDir() if is_of_this_host(address) else None
+        meeting = meeting_place(address) if self._directory is None else str(self._directory.path / "experts")
+        self._rounds = Rounds(size, meeting)
         self._lock = threading.Lock()  # of the rounds, and of writing to the ranks
         self._ranks: dict[int, Frames[ToHub]] = {}
         self._is_closed = False
-        self._listener = listen(address)
         self._decoder = decoder_of(ToHub)
         threading.Thread(target=self._accept, name="group-hub", daemon=True).start()
 
@@ -49,6 +50,8 @@ class GroupHub:
         self._listener.close()
         for frames in self._ranks.values():
             frames.close()
+        if self._directory is not None:
+            self._directory.remove()
 
     def _accept(self) -> None:
         while True:
@@ -58,6 +61,7 @@ class GroupHub:
                 return
             seconds = _SEND_SECONDS.to_bytes(8, "little") + bytes(8)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+            notice_loss(connection)
             # One thread for each rank, as long as the rank lives: a group has tens of ranks at most.
             threading.Thread(target=self._serve, args=(connection,), name="group-rank", daemon=True).start()
 
@@ -67,10 +71,10 @@ class GroupHub:
         try:
             frames.limit(_SEND_SECONDS)  # or connections that say nothing would each keep a thread
             hello = frames.receive()
-            frames.limit(None)
-            if (refused := self._refusal(hello)) is not None:
+            if (refused := self._refusal(frames, hello)) is not None:
                 frames.send(refused)
                 return
+            frames.limit(None)
             assert isinstance(hello, GroupHello)
             if not self._join(hello.rank, frames):
                 return
@@ -83,10 +87,12 @@ class GroupHub:
         finally:
             frames.close()
 
-    def _refusal(self, hello: ToHub) -> Refused | None:
+    def _refusal(self, frames: Frames[ToHub], hello: ToHub) -> Refused | None:
         own = self._hello
         if not isinstance(hello, GroupHello):
             return Refused("a rank must say hello first", permanent=True)
+        if self._secret and not challenge_rank(frames, self._secret, hello):
+            return Refused("the secret of the group is another one; give all ranks the same file", permanent=True)
         if hello.group_id != own.group_id:
             return Refused(f"the group here is {own.group_id!r}, not {hello.group_id!r}", permanent=True)
         for name in sorted({*own.facts, *hello.facts}):

@@ -35,6 +35,21 @@ class GroupHello(msgspec.Struct, tag="HELLO"):
     rank: int
     facts: dict[str, str]
     """Settings and properties of the model that must be equal on all ranks, by name."""
+    nonce: bytes = b""
+    """Drawn by the rank, for the hub's proof that it knows the group's secret; empty: the rank has no secret."""
+
+
+class Challenge(msgspec.Struct, tag="CHALLENGE"):
+    """Hub to rank, if the group has a secret: the hub's proof that it knows it, and a nonce for the rank's."""
+
+    nonce: bytes
+    proof: bytes
+
+
+class Proof(msgspec.Struct, tag="PROOF"):
+    """Rank to hub: the answer to a challenge."""
+
+    proof: bytes
 
 
 class Refused(msgspec.Struct, tag="REFUSED"):
@@ -60,7 +75,8 @@ class Welcome(msgspec.Struct, tag="WELCOME"):
         step: Steps of that wave that the other ranks have computed.
         runs: Whether the wave runs.
         size: Ranks of the group.
-        rendezvous: The path of a file, which does not exist yet, where the workers of the ranks may find each other.
+        rendezvous: Where the workers of the ranks may find each other: the path of a file of their host, which does
+            not exist yet, or ``HOST:PORT``, which the worker of rank 0 serves.
     """
 
     wave: int
@@ -103,5 +119,11 @@ class Newcomers(msgspec.Struct, tag="NEWCOMERS"):
     ranks: list[int]
 
 
-ToHub = GroupHello | Vote
-ToRank = Accepted | Refused | Welcome | Outcome | Newcomers
+class Called(msgspec.Struct, tag="CALLED"):
+    """Hub to rank: another rank has begun this wave, and waits for the votes of all."""
+
+    wave: int
+
+
+ToHub = GroupHello | Proof | Vote
+ToRank = Challenge | Accepted | Refused | Welcome | Called | Outcome | Newcomers

@@ -1,6 +1,6 @@
 """Counts the votes of a data-parallel group, and decides who belongs to it. No I/O."""
 
-from .messages import Accepted, Newcomers, Outcome, Refused, ToRank, Verdict, Vote, Want, Welcome
+from .messages import Accepted, Called, Newcomers, Outcome, Refused, ToRank, Verdict, Vote, Want, Welcome
 
 Letters = list[tuple[int, ToRank]]
 """Messages to ranks, in the order in which they are sent."""
@@ -38,10 +38,12 @@ class Rounds:
         return rank in self.members
 
     def vote(self, rank: int, vote: Vote) -> Letters:
-        """Take a vote. With the last one of a round, returns the outcome for all, and a welcome for new members."""
+        """Take a vote. With the first one of a wave, returns calls for the other ranks; with the last one of a round,
+        the outcome for all, and a welcome for new members."""
+        is_call = vote.step == 0 and not self._votes
         self._votes[rank] = vote
         if self._votes.keys() != self.members:
-            return []
+            return [(member, Called(vote.wave)) for member in sorted(self.members - {rank})] if is_call else []
         votes, self._votes = self._votes, {}
         others = [each for each in votes.values() if (each.wave, each.step) != (vote.wave, vote.step)]
         assert not others, f"ranks vote on different steps: {votes}"

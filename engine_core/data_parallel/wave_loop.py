@@ -8,7 +8,7 @@ from ..core import EngineCore
 from ..errors import GroupLostError
 from ..waves import Waves, WaveState
 from ..wire.messages import EngineCoreOutputs, GroupState
-from .messages import Newcomers, Outcome, ToRank, Vote, Want, Welcome
+from .messages import Called, Newcomers, Outcome, ToRank, Vote, Want, Welcome
 
 
 class Ballot(Protocol):
@@ -53,6 +53,8 @@ class WaveLoop:
                 if self._spreads_experts:
                     self._core.executor.collective_rpc("join_experts", message.rendezvous)
                 self.waves.welcome(message)
+            case Called():
+                self.waves.start(message.wave)
             case Outcome():
                 self.waves.decided(message)
             case Newcomers():

@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,6 +13,7 @@ from ..errors import ExecutorFailedError, WorkerLostError
 from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_transfer.kv_transport import KVPool
 from ..pending_output import PendingOutput
+from ..rendezvous_dir import RendezvousDir
 from ..wire.array_arena import ArrayArena
 from ..wire.handshake import WarmUp
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -74,7 +73,7 @@ class MultiprocExecutor:
         self._config, self._command = config, command
         self._world_size = world_size = world_size or parallel.world_size
         assert parallel.world_size in (1, world_size), "each worker waits for those that the configuration names"
-        self._rendezvous = ""  # the directory in which the workers find each other
+        self._rendezvous: RendezvousDir | None = None  # where the workers find each other, until they have
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._decoder = Decoder(WorkerReply)
         self._call_ids = itertools.count(1)
@@ -105,7 +104,7 @@ class MultiprocExecutor:
         self._arena = ArrayArena(self._config.parallel.array_arena_bytes, num_readers=self._world_size)
         pool_fd = self._pools.fd if self._pools is not None else None
         if self._config.parallel.world_size > 1:
-            self._rendezvous = tempfile.mkdtemp(prefix="tl-ranks-")
+            self._rendezvous = RendezvousDir()
         self.workers = [
             WorkerProcess(self._context, self._command, rank, self._arena.address, pool_fd)
             for rank in range(self._world_size)
@@ -116,17 +115,20 @@ class MultiprocExecutor:
         self._watch.begin(self.workers)
 
     def _config_of(self, rank: int) -> EngineConfig:
-        rendezvous = f"{self._rendezvous}/store" if self._rendezvous else ""
+        rendezvous = str(self._rendezvous.path / "store") if self._rendezvous is not None else ""
         return rank_config(self._config, rank, rendezvous, self._world_size)
 
     def replace_workers(self) -> None:
         """End all workers and start others, which load the same weights and have empty KV pools. No step may be in
         flight.
 
-        Raises ``ExecutorFailedError`` if the workers' pools are mapped by others, or if a worker does not start.
+        Raises ``ExecutorFailedError`` if the workers' pools are mapped by others, if workers of other engines compute
+        with them, or if a worker does not start.
         """
         if self._pools is not None:
             raise ExecutorFailedError("workers whose KV moves between engines cannot be replaced")
+        if self._config.parallel.spreads_experts_over_engines:  # the others have lost their connections to it
+            raise ExecutorFailedError("a worker with a part of the group's experts cannot be replaced")
         self._end_workers()
         try:
             self._start()
@@ -142,6 +144,7 @@ class MultiprocExecutor:
 
     def load_model(self) -> ModelInfo:
         models = msgspec.convert(self.collective_rpc("load_model"), list[ModelInfo])
+        self._remove_rendezvous()
         return merged_info(models, self.output_rank)
 
     def determine_available_memory(self) -> int:
@@ -215,9 +218,12 @@ class MultiprocExecutor:
         for worker in self.workers:
             worker.stop()
         self._arena.close()
-        if self._rendezvous:
-            shutil.rmtree(self._rendezvous, ignore_errors=True)
-            self._rendezvous = ""
+        self._remove_rendezvous()
+
+    def _remove_rendezvous(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.remove()
+            self._rendezvous = None
 
     def wait(self, call_id: int, ranks: Sequence[int], timeout: float | None = None) -> list[WorkerReply]:
         """Return the answers of these ranks.

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_cache.pool_memory import PoolMemory, create_memfd, whole_pages
 from ..kv_transfer.kv_transport import KVPool, KVRegion
 from ..wire.handshake import WarmUp
+from ..worker import Worker
 
 
 class RankPool(msgspec.Struct, frozen=True):
@@ -25,6 +27,13 @@ class RankPool(msgspec.Struct, frozen=True):
     """``ModelInfo.kv_layout`` of this rank."""
     warm_up: WarmUp = WarmUp()
     """What the rank computed after it had made the pool."""
+
+
+def make_rank_pool(worker: Worker, kv_cache: KVCacheConfig, memory: PoolMemory) -> RankPool:
+    """Make the pool of a rank in its part of the memory, and return where its blocks are."""
+    warm_up = worker.initialize_kv_cache(kv_cache, memory)
+    pool = worker.kv_pool()
+    return RankPool(list(pool.regions), pool.num_blocks, pool.layout, warm_up)
 
 
 class RankPools:

@@ -1,11 +1,15 @@
 """Runs workers in actors of a Ray cluster, on one machine or several: for engines that are wider than a machine."""
 
+import math
+import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from ..config import EngineConfig
 from ..errors import ExecutorFailedError, WorkerLostError
@@ -17,12 +21,15 @@ from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerO
 from ..wire.serialization import Decoder, encode, from_raw, to_raw
 from ..worker import ModelInfo, Worker
 from .executor import PoolSpec
+from .lifelines import Lifelines
 from .merged_info import merged_info
 from .rank_config import most_in_flight, rank_config
-from .ray_worker import RayWorker, SampleMessage
+from .rank_pools import RankPool, RankPools
+from .ray_cluster import connect, gpus_of_worker, reserve
+from .ray_worker import RayPlace, RayWorker, SampleMessage
 
-_PLACEMENT_SECONDS = 60.0
-"""How long the cluster may take to make room for the workers."""
+_POLL_SECONDS = 0.2
+"""How often to check, while an answer is awaited, that all workers are there."""
 
 
 class RayOutput:
@@ -38,7 +45,13 @@ class RayOutput:
 class RayExecutor:
     """Implements ``Executor``. Every rank gets every message, in the same order.
 
+    Where KV moves, all workers are on the machine of this process, which makes the memory of their pools, as
+    :class:`.rank_pools.RankPools` says: transports read and write it here.
+
     A worker that ends is not replaced: the engine ends with it, and its requests go on in another one.
+
+    Attributes:
+        nodes: Ids of the nodes on which the workers are, by rank.
     """
 
     def __init__(self, config: EngineConfig, make_worker: Callable[[EngineConfig], Worker]) -> None:
@@ -46,7 +59,7 @@ class RayExecutor:
 
         Raises ``ValueError`` without Ray or a cluster, ``ExecutorFailedError`` if the cluster has no room.
         """
-        self._ray = _connect(config)
+        self._ray = connect()
         self.max_concurrent_batches = most_in_flight(config)
         self._output_rank = config.parallel.output_rank
         self._outputs = Decoder[ModelRunnerOutput](ModelRunnerOutput)
@@ -55,6 +68,11 @@ class RayExecutor:
         self._on_failure: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._group: Any = None
+        self._lifelines: Lifelines | None = None
+        moves_kv = bool(config.kv.transports or config.kv.offload_path)
+        self._pools = RankPools(config.parallel.world_size) if moves_kv else None
+        self._pool: KVPool | None = None
+        self.nodes: list[str] = []
         self.actors: list[Any] = []
         try:
             self._start(config, make_worker)
@@ -63,34 +81,29 @@ class RayExecutor:
             raise
 
     def _start(self, config: EngineConfig, make_worker: Callable[[EngineConfig], Worker]) -> None:
-        gpus = _gpus_of_worker(self._ray, config)
-        self._group = self._ray.util.placement_group([{"CPU": 1, "GPU": gpus}] * config.parallel.world_size)
-        if not self._group.wait(_PLACEMENT_SECONDS):
-            resources = self._ray.available_resources()
-            found = {name: resources.get(name, 0) for name in ("CPU", "GPU")}
-            raise ExecutorFailedError(
-                f"the Ray cluster has no room for {config.parallel.world_size} workers with a CPU"
-                f"{' and a GPU' if gpus else ''} each: free are {found}"
-            )
+        gpus = gpus_of_worker(config, self._ray.cluster_resources())
+        if gpus:  # a worker that finds none shall not compute on its processors instead
+            config = replace(config, worker=replace(config.worker, device="cuda"))
+        self._group = reserve(self._ray, config.parallel.world_size, gpus, on_this_machine=self._pools is not None)
         self.actors = [self._make_actor(place, gpus) for place in range(config.parallel.world_size)]
-        places = self._ray.get([actor.address.remote() for actor in self.actors])
-        on_node = Counter(node for node, _ in places)
-        rendezvous = places[0][1]
-        configs = [rank_config(config, rank, rendezvous, on_node[node]) for rank, (node, _) in enumerate(places)]
+        places: list[RayPlace] = self._ray.get([actor.place.remote() for actor in self.actors])
+        self._lifelines = Lifelines([place.lifeline for place in places], self._lose)
+        self.nodes = [place.node for place in places]
+        on_node = Counter(self.nodes)
+        rendezvous = places[0].rendezvous
+        configs = [rank_config(config, rank, rendezvous, on_node[node]) for rank, node in enumerate(self.nodes)]
         self._get(
             [
                 actor.start.remote(make_worker, msgspec.msgpack.encode(each))
                 for actor, each in zip(self.actors, configs, strict=True)
             ]
         )
-        lives = [actor.live.options(concurrency_group="watch").remote() for actor in self.actors]
-        threading.Thread(target=self._watch, args=(lives,), name="worker-monitor", daemon=True).start()
 
     def _make_actor(self, place: int, gpus: int) -> Any:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=place
         )
-        actor = self._ray.remote(concurrency_groups={"watch": 1})(RayWorker)
+        actor = self._ray.remote(RayWorker)
         return actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=strategy).remote()
 
     def load_model(self) -> ModelInfo:
@@ -101,11 +114,24 @@ class RayExecutor:
         return min(msgspec.convert(self.collective_rpc("determine_available_memory"), list[int]))
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig, pool: PoolSpec | None = None) -> WarmUp:
-        warm_ups = msgspec.convert(self.collective_rpc("initialize_kv_cache", kv_cache), list[WarmUp])
+        if pool is None:
+            warm_ups = msgspec.convert(self.collective_rpc("initialize_kv_cache", kv_cache), list[WarmUp])
+        else:
+            warm_ups = [part.warm_up for part in self._make_pools(kv_cache, pool)]
         return max(warm_ups, key=lambda warm_up: warm_up.seconds)
 
+    def _make_pools(self, kv_cache: KVCacheConfig, pool: PoolSpec) -> list[RankPool]:
+        assert self._pools is not None, "the configuration at start moves KV"
+        size, path = self._pools.allocate(pool.nbytes), f"/proc/{os.getpid()}/fd/{self._pools.fd}"
+        raw = bytes(to_raw(kv_cache))
+        answers = [actor.make_pool.remote(path, rank * size, size, raw) for rank, actor in enumerate(self.actors)]
+        parts = [msgspec.msgpack.decode(answer, type=RankPool) for answer in self._get(answers)]
+        self._pool = self._pools.merge(parts)
+        return parts
+
     def kv_pool(self) -> KVPool:
-        raise AssertionError("the configuration of an engine on Ray moves no KV")
+        assert self._pool is not None, "initialize_kv_cache comes first, with a PoolSpec"
+        return self._pool
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         self._send("execute", scheduler_output)
@@ -139,78 +165,68 @@ class RayExecutor:
     def shutdown(self) -> None:
         if self._is_closing:
             return
-        self._is_closing = True
+        with self._lock:
+            self._is_closing = True
+        if self._lifelines is not None:
+            self._lifelines.close()
         for actor in self.actors:
             self._ray.kill(actor)
         if self._group is not None:
             self._ray.util.remove_placement_group(self._group)
+        if self._pools is not None:
+            self._pools.close()
         self._failure = self._failure or "the executor was shut down"
 
     def output_of(self, answers: list[Any]) -> ModelRunnerOutput:
-        """Wait for the answers of all ranks to a step: a rank that fails leaves the others waiting."""
-        pending = list(answers)
-        while answers[self._output_rank] in pending:
-            ended, pending = self._ray.wait(pending)
-            self._get(ended)
-        return self._outputs.decode(self._get([answers[self._output_rank]])[0])
+        """Wait for the output of a step, and for errors of all ranks: one that fails leaves the others waiting. Where
+        KV moves, wait for all ranks: no transfer may touch a block while any of them computes with it."""
+        output = answers[self._output_rank]
+        return self._outputs.decode(self._collect(answers, answers if self._pools else [output])[output])
 
     def _send(self, method: str, message: object) -> list[Any]:
         self._check_alive()
         frames = [bytes(frame) for frame in encode(message)]
         return [getattr(actor, method).remote(frames) for actor in self.actors]
 
-    def _get(self, answers: Sequence[Any], timeout: float | None = None) -> list[Any]:
-        """Return the answers. Raises ``ValueError`` for a mistake of the caller, ``WorkerLostError`` if an actor has
-        ended, ``ExecutorFailedError`` for any other error, and if there is no answer after ``timeout`` seconds."""
+    def _get(self, answers: Sequence[Any], timeout: float = math.inf) -> list[Any]:
+        """Return the answers. Raises what :meth:`_collect` raises."""
+        found = self._collect(answers, answers, timeout)
+        return [found[answer] for answer in answers]
+
+    def _collect(self, answers: Sequence[Any], awaited: Sequence[Any], timeout: float = math.inf) -> dict[Any, Any]:
+        """Return the answers that have come until all that are ``awaited`` are among them.
+
+        Raises the first error among all answers: ``ValueError`` for a mistake of the caller, ``WorkerLostError`` if a
+        worker is lost, ``ExecutorFailedError`` for any other error, and after ``timeout`` seconds.
+        """
+        found: dict[Any, Any] = {}
+        pending, ends_at = list(answers), time.monotonic() + timeout
+        while not all(answer in found for answer in awaited):
+            self._check_alive()  # Ray itself takes a minute to notice a machine that is silent
+            if time.monotonic() >= ends_at:
+                raise ExecutorFailedError(f"no answer within {timeout:g} s from a worker")
+            ended, pending = self._ray.wait(pending, timeout=min(_POLL_SECONDS, max(0.0, ends_at - time.monotonic())))
+            found |= {answer: self._fetch(answer) for answer in ended}
+        return found
+
+    def _fetch(self, answer: Any) -> Any:
+        """Return an answer that has come, or raise its error as :meth:`_collect`."""
         errors = self._ray.exceptions
         try:
-            found: list[Any] = self._ray.get(list(answers), timeout=timeout)
+            return self._ray.get(answer)
         except errors.RayTaskError as error:
             if isinstance(error.cause, (ValueError, TypeError)):
                 raise ValueError(str(error.cause)) from None
             raise ExecutorFailedError(f"a worker: {type(error.cause).__name__}: {error.cause}") from error
-        except errors.GetTimeoutError:
-            raise ExecutorFailedError(f"no answer within {timeout:g} s from a worker") from None
         except errors.RayError as error:
             raise WorkerLostError(f"a worker on Ray ended: {error}") from error
-        return found
 
-    def _watch(self, lives: list[Any]) -> None:
-        ended, _ = self._ray.wait(lives)
+    def _lose(self, rank: int) -> None:
         with self._lock:
             if not self._is_closing:
-                self._failure = f"worker {lives.index(ended[0])} on Ray ended"
+                self._failure = f"worker {rank} on Ray ended, or its machine is lost"
                 self._on_failure()
 
     def _check_alive(self) -> None:
         if self._failure:
             raise WorkerLostError(self._failure)
-
-
-def _connect(config: EngineConfig) -> Any:
-    """Join the Ray cluster and return the library."""
-    for name, value in {"kv_transports": config.kv.transports, "kv_offload_path": config.kv.offload_path}.items():
-        if value:
-            raise ValueError(f"{name}: KV of workers on Ray does not move; use distributed_executor_backend mp")
-    try:
-        import ray
-        import ray.util.scheduling_strategies
-    except ModuleNotFoundError:
-        raise ValueError(
-            'distributed_executor_backend ray needs Ray; install it with: pip install "tokenloom[ray]"'
-        ) from None
-    if not ray.is_initialized():
-        try:
-            ray.init(address="auto", log_to_driver=False)
-        except ConnectionError as error:
-            raise ValueError(
-                "distributed_executor_backend: there is no Ray cluster; start one with `ray start --head`, and join "
-                f"other machines with `ray start --address HOST:6379` ({error})"
-            ) from None
-    return ray
-
-
-def _gpus_of_worker(ray: Any, config: EngineConfig) -> int:
-    if config.worker.device == "auto":
-        return int(ray.cluster_resources().get("GPU", 0) >= config.parallel.world_size)
-    return int(config.worker.device == "cuda")

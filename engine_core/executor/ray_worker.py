@@ -1,24 +1,39 @@
 """Runs a worker in an actor of a Ray cluster. Ray carries the calls; what they hold is msgpack, as elsewhere."""
 
+import os
 import socket
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ..config import EngineConfig
+from ..kv_cache.kv_cache_config import KVCacheConfig
+from ..kv_cache.pool_memory import PoolMemory
 from ..pending_output import await_output
 from ..wire.scheduler_output import GrammarOutput, SchedulerOutput
 from ..wire.serialization import Decoder, Frame, encode
 from ..worker import Worker
 from .executor import call_worker
+from .lifelines import open_lifeline
+from .rank_pools import make_rank_pool
 
 
 class SampleMessage(msgspec.Struct, array_like=True, gc=False):
     """Ends the latest step of a worker."""
 
     grammar: GrammarOutput | None
+
+
+class RayPlace(NamedTuple):
+    """Says where an actor is."""
+
+    node: str
+    """Id of its node in the Ray cluster."""
+    rendezvous: str
+    """``HOST:PORT`` with a port of the node that was free a moment ago."""
+    lifeline: tuple[str, int]
+    """Host and port of the actor's listener, as in :mod:`.lifelines`."""
 
 
 class RayWorker:
@@ -30,17 +45,20 @@ class RayWorker:
         self._draws = False
         self._steps = Decoder[SchedulerOutput](SchedulerOutput)
         self._samples = Decoder[SampleMessage](SampleMessage)
+        self._lifeline: socket.socket | None = None
 
-    def address(self) -> tuple[str, str]:
-        """Return the id of the actor's node, and ``HOST:PORT`` with a port of this node that is free now."""
+    def place(self) -> RayPlace:
+        """Return where the actor is. Called once."""
         import ray
 
         util: Any = ray.util  # without types
         host = util.get_node_ip_address()
+        self._lifeline = open_lifeline(host)
         with socket.socket() as probe:
             probe.bind((host, 0))
             port = probe.getsockname()[1]
-        return ray.get_runtime_context().get_node_id(), f"{host}:{port}"
+        node = ray.get_runtime_context().get_node_id()
+        return RayPlace(node, f"{host}:{port}", (host, self._lifeline.getsockname()[1]))
 
     def start(self, make_worker: Callable[[EngineConfig], Worker], config: bytes) -> None:
         """Make the worker. Raises ``ValueError`` for a configuration that does not work."""
@@ -67,9 +85,16 @@ class RayWorker:
         """Call a method of ``WORKER_METHODS``, with arguments and a result in msgpack."""
         return bytes(call_worker(self._require(), method, [msgspec.Raw(arg) for arg in args]))
 
-    def live(self) -> None:
-        """Wait until the actor ends."""
-        threading.Event().wait()
+    def make_pool(self, path: str, offset: int, nbytes: int, kv_cache: bytes) -> bytes:
+        """Make the KV pool in a part of the memory behind ``path``, which the executor's process has made on this
+        machine. Takes a ``KVCacheConfig`` and returns a ``RankPool``, both in msgpack."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = PoolMemory.of_part(fd, offset, nbytes)
+        finally:
+            os.close(fd)
+        config = msgspec.msgpack.decode(kv_cache, type=KVCacheConfig)
+        return msgspec.msgpack.encode(make_rank_pool(self._require(), config, memory))
 
     def _require(self) -> Worker:
         assert self._worker is not None, "start comes first"

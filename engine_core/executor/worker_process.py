@@ -16,7 +16,7 @@ from ..wire.serialization import Decoder, Frame, encode, to_raw
 from ..worker import Worker
 from .executor import call_worker
 from .late_outputs import LateOutputs
-from .rank_pools import RankPool
+from .rank_pools import RankPool, make_rank_pool
 from .worker_launch import remove_socket
 from .worker_messages import (
     PoolCall,
@@ -129,9 +129,7 @@ class WorkerProc:
         """Make the pool in this rank's part of the shared memory, and return where its blocks are."""
         assert self._pool_fd is not None, "the executor passes the memory at start if KV moves"
         memory = PoolMemory.of_part(self._pool_fd, self._rank * call.part_bytes, call.part_bytes)
-        warm_up = self._worker.initialize_kv_cache(call.kv_cache, memory)
-        pool = self._worker.kv_pool()
-        return RankPool(list(pool.regions), pool.num_blocks, pool.layout, warm_up)
+        return make_rank_pool(self._worker, call.kv_cache, memory)
 
     def _reply(self, reply: WorkerReply) -> None:
         self._socket.send_multipart(encode(reply))

@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import queue
+import threading
 from collections.abc import Callable, Sequence
 from typing import Final, cast
 
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 
 
 _GROUP_LOST: Final = (RequestType.GROUP, None)
+_MOST_BLOCKED_SECONDS = 2.0
+"""How long the loop may take to notice that its group is lost."""
 
 
 class ProcState(enum.Enum):
@@ -66,6 +69,7 @@ class EngineCoreProc:
         self._num_losses = 0  # of workers, counted by their executor's threads
         self._num_replaced = 0
         self._group: WaveLoop | None = None
+        self._noticed_loss = threading.Event()  # of the group; also set when the loop has ended
         self.state = ProcState.RUNNING
 
     def start(self) -> None:
@@ -79,7 +83,15 @@ class EngineCoreProc:
         self._group = WaveLoop(self._core, config, link)
         self._calls.utilities.add("resize_group", self._group.resize)
         inputs = self._input.input_queue
-        link.start(lambda message: inputs.put((RequestType.GROUP, message)), lambda: inputs.put(_GROUP_LOST))
+        link.start(lambda message: inputs.put((RequestType.GROUP, message)), self._end_with_group)
+
+    def _end_with_group(self) -> None:
+        """Let :meth:`run` notice that the group is lost. If it does not, its step waits for rows of a machine that is
+        gone, and nothing else would end that."""
+        self._input.input_queue.put(_GROUP_LOST)
+        if not self._noticed_loss.wait(_MOST_BLOCKED_SECONDS):
+            log.error("the data-parallel group has lost a rank, and a step waits for it: the engine core ends")
+            os._exit(1)
 
     def request_shutdown(self) -> None:
         """Make :meth:`run` return once the live requests have finished."""
@@ -112,6 +124,7 @@ class EngineCoreProc:
             self._output.send_dead()
             raise
         finally:
+            self._noticed_loss.set()
             self._output.close()
 
     def _step(self) -> EngineCoreOutputs | None:
@@ -183,6 +196,7 @@ class EngineCoreProc:
             self._group.take(cast(ToRank, message))
 
     def _group_lost(self) -> None:
+        self._noticed_loss.set()
         if self._group is not None and self._group.waves.state is WaveState.REMOVED:
             return  # the group goes on without this rank
         if self.state is ProcState.RUNNING or self._core.has_requests():

@@ -184,6 +184,17 @@ class RoutedExperts(msgspec.Struct, array_like=True, gc=False):
     """[n, num_layers, top_k] numbers of experts, little-endian."""
 
 
+class ExpertBalance(msgspec.Struct, array_like=True, gc=False):
+    """Describes how experts were moved between ranks by their load."""
+
+    balancedness: float
+    """The mean load of the ranks divided by that of the busiest one, before the latest plan; 0 before any."""
+    num_plans: int
+    """Plans made so far."""
+    num_moved: int
+    """Experts that the rank which reports has taken over from others so far."""
+
+
 class ExpertLoads(msgspec.Struct, array_like=True, gc=False):
     """Describes how tokens were spread over the experts of a model since it was loaded."""
 
@@ -191,6 +202,8 @@ class ExpertLoads(msgspec.Struct, array_like=True, gc=False):
     """[num_experts] tokens that each expert computed, over all layers."""
     imbalance: list[float]
     """[num_layers] the most tokens of one expert of the layer, divided by the mean of its experts; 0 before any."""
+    balance: ExpertBalance | None = None
+    """None: experts stay where they are."""
 
 
 class LogitsStats(msgspec.Struct, array_like=True, gc=False):

@@ -20,7 +20,15 @@ class ExpertSwitches:
     layers: tuple[bool, ...]
     """[num_layers]: whether the layer has experts, and not one MLP."""
     own: range | None = None
-    """The experts that this rank holds whole; None: its part of all of them."""
+    """The places of the experts that this rank holds whole; None: its part of all of them. Place i has expert i, unless
+    experts are moved by their load."""
+    num_redundant: int = 0
+    """Places on all ranks beside one for each expert."""
+
+    @property
+    def num_places(self) -> int:
+        """Return for how many experts the ranks have places."""
+        return self.count + self.num_redundant
 
 
 def read_experts(reader: ConfigReader, family: str, num_layers: int, intermediate_size: int) -> ExpertSwitches | None:

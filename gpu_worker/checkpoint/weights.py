@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from .gguf.source import GgufSource
 from .packed_weight import PackedWeight, fill_rows
 from .quantization.scheme import Scheme
 from .weight_files import weight_files
+
+if TYPE_CHECKING:  # engines that do not move experts import none of it
+    from ..parallel.balance.balancer import ExpertBalancer
 
 FORGET_AT = 64 << 20
 """After how many bytes that were unpacked or cast the files' pages and the allocator's free memory are dropped."""
@@ -63,16 +66,19 @@ class Checkpoint:
         adapt: Adapt | None = None,
         group: Group = ALONE,
         exchange: ExpertExchange | None = None,
+        balancer: "ExpertBalancer | None" = None,
         source: WeightSource | None = None,
     ) -> None:
         """``scheme``: how the configuration says that weights are quantized, or None. ``adapt`` wraps the layers that
         are loaded from here, so that LoRA adapters can change them; None: none is wrapped. ``group``: the ranks that
         each hold a part of the layers. ``exchange`` reaches the experts of other engines; None: this one has all.
+        ``balancer`` knows where experts are that move; None: they do not.
         ``source`` has the tensors; None: the files of ``path``."""
         self.path = path
         self.adapt = adapt
         self.group = group
         self.exchange = exchange
+        self.balancer = balancer
         self.dtype = dtype
         self.device = device
         self._source = source or _open(path, scheme)

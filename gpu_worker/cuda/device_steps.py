@@ -14,6 +14,7 @@ from ..attention.triton_backend import TritonBackend
 from ..batch.input_batch import InputBatch, StepInputs
 from ..models.model import Model
 from ..speculation.verify import rows_to_verify
+from .device_link import Event
 from .device_rows import DeviceRows, RowDraws
 from .packed_copy import to_device
 from .step_buffers import StepBuffers
@@ -47,6 +48,7 @@ class DeviceSteps:
         self._plans = plans
         self._device = device
         self._kernels = tools.kernels
+        self._link = tools.link
         self._rows = DeviceRows(batch, tools.kernels, device)
         self._buffers = StepBuffers(device, tools.link)
         most_blocks = self._rows.tables.shape[1] // plans.num_groups
@@ -55,6 +57,10 @@ class DeviceSteps:
         self._graphs = None if capture is None else StepGraphs(plans, self._tensors, capture, most)
         self.draws: RowDraws | None = None
         """What the rows that draw in the latest step ask for; None: none does."""
+
+    def event(self) -> Event:
+        """Return what occurs when the device has computed what it was given so far."""
+        return self._link.event()
 
     def forget(self) -> None:
         """Drop all graphs: the weights or the KV caches are others from now on."""

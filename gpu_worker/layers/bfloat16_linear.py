@@ -49,6 +49,18 @@ class Bfloat16Linear:
         )
         return out if dtype is None else out.to(dtype)
 
+    def take(self, other: "Bfloat16Linear") -> None:
+        """Copy the weight of another layer of the same shape, without a bias, to where this one has its own."""
+        self._weight.copy_(other._weight)
+
+    def unpacked(self) -> Tensor:
+        """Return a copy of the weight [out, in]."""
+        outputs, inputs = self._shape
+        panels, _, panel = self._weight.shape
+        # Of each input, a panel holds pairs of outputs of its first and its second half.
+        halves = self._weight.view(panels, inputs, panel // 2, 2).permute(0, 3, 2, 1)
+        return halves.reshape(panels * panel, inputs)[:outputs]
+
 
 def _in_panels(weight: Tensor, kernels: CDLL) -> Tensor:
     """Arrange [out, in] for the kernel as [panels, in, outputs of a panel]."""

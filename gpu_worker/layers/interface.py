@@ -1,7 +1,7 @@
 """Defines what a model needs of a linear layer."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,6 +12,14 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Map [n, in] to [n, out] of ``dtype``, by default the dtype of x."""
+
+
+@runtime_checkable
+class Unpackable(Protocol):
+    """A layer whose weight is an unquantized matrix, however it is packed."""
+
+    def unpacked(self) -> Tensor:
+        """Return the weight [out, in]; it must not be changed."""
 
 
 Adapt: TypeAlias = Callable[[Linear, Sequence[str], int, Sequence[int], torch.dtype], Linear]

@@ -34,6 +34,10 @@ class PlainLinear:
         result = F.linear(x, self._weight, self._bias)
         return result if dtype is None else result.to(dtype)
 
+    def unpacked(self) -> Tensor:
+        """Return the weight [out, in]."""
+        return self._weight
+
 
 class SummedLinear:
     """Adds the products of all ranks, of which each has a part of the inputs."""

@@ -37,6 +37,11 @@ class PackedLinear:
         result: Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
         return result if dtype is None else result.to(dtype)
 
+    def unpacked(self) -> Tensor:
+        """Return a copy of the weight [out, in]."""
+        weight: Tensor = self._weight.to_dense()
+        return weight
+
 
 @functools.cache
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

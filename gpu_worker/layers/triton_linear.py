@@ -41,6 +41,10 @@ class TritonLinear:
         result = F.linear(x, self._weight, self._bias)
         return result if dtype is None else result.to(dtype)
 
+    def unpacked(self) -> Tensor:
+        """Return the weight [out, in]."""
+        return self._weight
+
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """Return activation(gate) * up [n, out / 2] for rows that it :meth:`takes`; gates are the first outputs."""
         return multiply_few(x, self._weight, None, self._bias, KINDS[activation])

@@ -14,6 +14,8 @@ from ..parallel.pipeline import Stage
 from ..pooling.class_head import ClassHead, load_score_head
 from .decoder_layers import AddNorm, DecoderLayer, PostNormLayer, add
 from .expert_routes import ExpertRoutes
+from .experts import Experts
+from .model import Model
 
 
 class DecoderModel:
@@ -96,3 +98,9 @@ class DecoderModel:
         logits = self._lm_head(hidden, torch.float32)
         softcap = self.config.logit_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def expert_layers(model: Model) -> list[Experts]:
+    """Return the experts of each layer that has some, of a model of this class."""
+    assert isinstance(model, DecoderModel), "no other model has experts on several ranks"
+    return [layer.mlp for layer in model._layers if isinstance(layer.mlp, Experts)]

@@ -133,14 +133,14 @@ class DecoderLayer:
         self._input_norm = AddNorm(checkpoint, f"{prefix}.input_layernorm", config, ops)
         self._attention = Attention(checkpoint, f"{prefix}.self_attn", config, ops, layer)
         self._post_norm = AddNorm(checkpoint, f"{prefix}.post_attention_layernorm", config, ops)
-        self._mlp = _load_mlp(checkpoint, prefix, config, ops, layer, routes)
+        self.mlp = _load_mlp(checkpoint, prefix, config, ops, layer, routes)
 
     def __call__(
         self, residual: Tensor, delta: Tensor | None, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan
     ) -> Tensor:
         """Take and return the part that is not yet added to ``residual``; the next norm adds it in the same pass."""
         delta = self._attention(self._input_norm(residual, delta), rotation, kv_cache, plan)
-        return self._mlp(self._post_norm(residual, delta))
+        return self.mlp(self._post_norm(residual, delta))
 
 
 class PostNormLayer:
@@ -165,7 +165,7 @@ class PostNormLayer:
         self._attention = Attention(checkpoint, f"{prefix}.self_attn", config, ops, layer)
         self._after_attention = norm("post_attention")
         self._before_mlp = norm("pre_feedforward") if around else add
-        self._mlp = _load_mlp(checkpoint, prefix, config, ops, layer, routes)
+        self.mlp = _load_mlp(checkpoint, prefix, config, ops, layer, routes)
         self._after_mlp = norm("post_feedforward")
 
     def __call__(
@@ -174,7 +174,7 @@ class PostNormLayer:
         """Take and return what :class:`DecoderLayer` does."""
         attended = self._attention(self._before_attention(residual, delta), rotation, kv_cache, plan)
         delta = self._after_attention(attended, None)
-        return self._after_mlp(self._mlp(self._before_mlp(residual, delta)), None)
+        return self._after_mlp(self.mlp(self._before_mlp(residual, delta)), None)
 
 
 def add(residual: Tensor, delta: Tensor | None) -> Tensor:

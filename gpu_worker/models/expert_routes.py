@@ -16,7 +16,9 @@ Ints = npt.NDArray[np.int64]
 class LayerRoutes:
     """Records the choices of one layer's router."""
 
-    def __init__(self, routes: "ExpertRoutes", num_experts: int) -> None:
+    def __init__(self, routes: "ExpertRoutes", number: int, num_experts: int) -> None:
+        """``number``: of the layer, among those with experts."""
+        self.number = number
         self._routes = routes
         # The last place counts a number above those of the experts, which some routers use for no expert.
         self._counts: Ints = np.zeros(num_experts + 1, dtype=np.int64)
@@ -56,7 +58,7 @@ class ExpertRoutes:
         self.top_k = top_k
         self.is_recording = False
         self.keeps_choices = False
-        self.layers = [LayerRoutes(self, num_experts) for _ in range(num_layers)]
+        self.layers = [LayerRoutes(self, number, num_experts) for number in range(num_layers)]
 
     @property
     def num_layers(self) -> int:
@@ -81,10 +83,14 @@ class ExpertRoutes:
         stacked = torch.stack(kept, 1).cpu().numpy()
         return stacked.astype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
+    def counts(self) -> Ints:
+        """Return the tokens that each expert computed, [num_layers, num_experts]."""
+        return np.stack([layer.num_tokens for layer in self.layers])
+
     def loads(self) -> tuple[Ints, npt.NDArray[np.float64]]:
         """Return the tokens that each expert computed, over all layers, [num_experts]; and for each layer the most that
         one expert computed, divided by the mean of all its experts, [num_layers], 0 if it computed none."""
-        counts = np.stack([layer.num_tokens for layer in self.layers])
+        counts = self.counts()
         means = counts.mean(1)
         balance = np.divide(counts.max(1), means, out=np.zeros_like(means), where=means > 0)
         return counts.sum(0), balance
@@ -95,6 +101,13 @@ class RoutedModel(Model, Protocol):
     """A model of a class that may have experts."""
 
     routes: ExpertRoutes | None
+
+
+def expert_counts(model: Model) -> Ints:
+    """Return the tokens that each expert of a model with experts computed, [num_layers, num_experts]."""
+    routes = routes_of(model)
+    assert routes is not None, "the model has no experts"
+    return routes.counts()
 
 
 def routes_of(model: Model) -> ExpertRoutes | None:

@@ -1,6 +1,7 @@
 """Computes MLPs of which each token uses a few, chosen by a router."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from ..parallel.sharding import WHOLE
 from .expert_routes import LayerRoutes
 from .grouped_experts import GroupedExperts, can_group, load_grouped
 from .mlp import MLP, MLPNames
+
+if TYPE_CHECKING:  # engines that do not move experts import none of it
+    from ..parallel.balance.placement import LayerPlacement
 
 _MIXTRAL = MLPNames(gate="w1", up="w3", down="w2")
 
@@ -35,10 +39,19 @@ class Experts:
         is_mixtral = config.family == "mixtral"
         prefix, names = (f"{prefix}.block_sparse_moe", _MIXTRAL) if is_mixtral else (f"{prefix}.mlp", MLPNames())
         self._switches = experts
+        self._device = checkpoint.device
         self._routes = routes
         self._router = load_linear(checkpoint, [f"{prefix}.gate"], config.hidden_size, [experts.count], bias=False)
         self._group, self._exchange = checkpoint.group, checkpoint.exchange
+        self._placement: LayerPlacement | None = None
+        """Which expert each place has; None: place i has expert i."""
+        if checkpoint.balancer is not None:
+            self._placement = checkpoint.balancer.layer(routes.number, experts.count)
+            self.shape = checkpoint.balancer.shape(config.hidden_size, experts.intermediate_size, checkpoint.dtype)
         self._experts: dict[int, MLP] = {}
+        """Of this rank's places."""
+        self._prepared: dict[int, MLP] = {}
+        """Experts that will take over places."""
         self._grouped: GroupedExperts | None = None
         """Computes all experts at once, in the place of :attr:`_experts`."""
         if experts.own is None and self._group.size == 1 and can_group(checkpoint, config):
@@ -47,11 +60,12 @@ class Experts:
             own, expert_config = range(experts.count), config
             if experts.own is not None:
                 own, expert_config = experts.own, replace(config, shard=WHOLE)
-            size = experts.intermediate_size
-            self._experts = {
-                expert: MLP(checkpoint, f"{prefix}.experts.{expert}", expert_config, ops, size, names, sums=False)
-                for expert in own
-            }
+            size, placement = experts.intermediate_size, self._placement
+            for place in own:
+                expert = place if placement is None else int(placement.logical[place])
+                self._experts[place] = MLP(
+                    checkpoint, f"{prefix}.experts.{expert}", expert_config, ops, size, names, sums=False
+                )
         self._shared = _Shared(checkpoint, prefix, config, ops, experts.shared_size) if experts.shared_size else None
         checkpoint.drop_read()  # a layer's experts are most of its bytes, and were copied by packing them
 
@@ -67,14 +81,36 @@ class Experts:
             return self._grouped(x, weights, chosen)
         grouped = GroupedRows.sort(chosen)
         self._routes.record(chosen, grouped)
+        if self._placement is not None:
+            grouped = self._placement.spread(grouped)
         if self._exchange is None:
             return mix_experts(x, grouped, weights, self._compute, self._switches.own)
         rows = x[grouped.order // weights.shape[1]]
-        computed = self._exchange.compute(rows, grouped, self._switches.count, self._compute)
+        computed = self._exchange.compute(rows, grouped, self._switches.num_places, self._compute)
         return mix_rows(x, grouped, weights, computed)
 
-    def _compute(self, expert: int, rows: Tensor) -> Tensor:
-        return self._experts[expert](rows)
+    def _compute(self, place: int, rows: Tensor) -> Tensor:
+        return self._experts[place](rows)
+
+    def weights_of(self, place: int) -> list[Tensor]:
+        """Return the matrices of the expert at one of this rank's places, as ``shape`` says."""
+        return self._experts[place].weights()
+
+    def prepare(self, place: int, matrices: list[Tensor]) -> None:
+        """Make another expert for a place, beside the one that it has."""
+        gate_up, down = (each.to(self._device) for each in matrices)
+        self._prepared[place] = self._experts[place].with_weights(gate_up, down)
+
+    def switch(self) -> int:
+        """Use all prepared experts from the next step on. Returns how many they are."""
+        prepared, self._prepared = self._prepared, {}
+        for place, expert in prepared.items():
+            self._experts[place].take(expert)
+        return len(prepared)
+
+    def forget_prepared(self) -> None:
+        """Drop the prepared experts."""
+        self._prepared = {}
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights, float32, and the numbers of each token's experts, both [T, per_token]."""

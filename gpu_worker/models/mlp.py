@@ -1,12 +1,15 @@
 """Computes the MLP of a decoder's layer."""
 
+import copy
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
-from ..layers.linear import load_linear
+from ..layers.bfloat16_linear import Bfloat16Linear
+from ..layers.interface import Linear, Unpackable
+from ..layers.linear import load_linear, make_linear
 from ..ops.ops import Ops
 from ..parallel.sharding import joined
 
@@ -45,5 +48,31 @@ class MLP:
         self._activation = config.hidden_act
         self._ops = ops
 
+    def weights(self) -> list[Tensor]:
+        """Return the matrices of gate and up, and of down, [out, in] each."""
+        matrices = []
+        for linear in (self._gate_up, self._down):
+            assert isinstance(linear, Unpackable), "quantized weights are not moved"
+            matrices.append(linear.unpacked())
+        return matrices
+
+    def with_weights(self, gate_up: Tensor, down: Tensor) -> "MLP":
+        """Return the same MLP without biases and of other weights, as :meth:`weights`."""
+        other = copy.copy(self)
+        other._gate_up, other._down = make_linear(gate_up), make_linear(down)
+        return other
+
+    def take(self, other: "MLP") -> None:
+        """Use the weights of another MLP of the same shape, which nothing else uses."""
+        self._gate_up, self._down = _taken(self._gate_up, other._gate_up), _taken(self._down, other._down)
+
     def __call__(self, x: Tensor) -> Tensor:
         return self._down(self._ops.gated(self._gate_up, x, self._activation))
+
+
+def _taken(own: Linear, new: Linear) -> Linear:
+    """Return ``new``, or ``own`` with its weight: a slab of memory is freed only with all matrices in it."""
+    if isinstance(own, Bfloat16Linear) and isinstance(new, Bfloat16Linear):
+        own.take(new)
+        return own
+    return new

@@ -8,12 +8,15 @@ import contextlib
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..layers.grouped_rows import GroupedRows
+
+if TYPE_CHECKING:  # engines that do not move experts import none of it
+    from .balance.balancer import ExpertBalancer
 
 _JOIN_TIMEOUT = timedelta(minutes=1)
 """The ranks join when they become members of their group, all at the same time."""
@@ -29,25 +32,34 @@ class ExpertExchange:
         self._backend: Any = None
 
     def experts(self, rank: int, count: int) -> range:
-        """Return which of ``count`` experts a rank holds."""
+        """Return which of ``count`` places of experts a rank holds."""
         return range(count * rank // self.size, count * (rank + 1) // self.size)
 
-    def join(self, rendezvous: str) -> None:
-        """Join the other ranks at a file of this host, and wait for them."""
-        from .torch_group import gloo_on_host  # here, so that an engine with all experts pays nothing for it
+    def join(self, rendezvous: str, balancer: "ExpertBalancer | None" = None) -> None:
+        """Join the other ranks, and wait for them.
 
-        self._backend = gloo_on_host(rendezvous, "experts", self.rank, self.size, _JOIN_TIMEOUT)
+        Args:
+            rendezvous: The path of a file of this host, or ``HOST:PORT``, which rank 0 serves.
+            balancer: Moves the experts from now on.
+        """
+        from .torch_group import Meeting, TorchLink  # here, so that an engine with all experts pays nothing for it
+
+        meeting = Meeting(rendezvous, self.rank, self.size, _JOIN_TIMEOUT)
+        self._backend = meeting.gloo("experts")
+        if balancer is not None:
+            balancer.join(TorchLink(meeting.gloo("moves"), self.rank, self.size))
         self._backend.barrier().wait()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(rendezvous)
+        if rendezvous.startswith("/"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(rendezvous)
 
     def compute(self, rows: Tensor, grouped: GroupedRows, count: int, run: Callable[[int, Tensor], Tensor]) -> Tensor:
         """Return what the experts compute of ``rows`` [n, hidden_size], in the same order.
 
         Args:
-            rows: Sorted by expert, as ``grouped`` says.
-            count: Experts of the layer.
-            run: Computes rows of one of this rank's experts.
+            rows: Sorted by the place of their expert, as ``grouped`` says.
+            count: Places of experts in the layer, on all ranks.
+            run: Computes rows of the expert at one of this rank's places.
         """
         if self._backend is None:
             return self._compute_alone(rows, grouped, count, run)

@@ -1,16 +1,21 @@
 """Lets the ranks of an engine exchange tensors. A rank that is alone exchanges none, and makes no call."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.config import ParallelConfig
+from tokenloom.engine_core.config import EplbConfig, ParallelConfig
 
 from .expert_exchange import ExpertExchange
 from .sharding import ONLY_PLACE, Place
+
+if TYPE_CHECKING:  # engines that do not move experts import none of it
+    from .balance.balancer import ExpertBalancer
+    from .balance.planner import Ints
+    from .balance.transfer import MovableExperts
 
 
 class Group(Protocol):
@@ -65,11 +70,28 @@ class Ranks:
     """Carries drawn tokens, on the CPU; None: this rank is alone."""
     experts: ExpertExchange | None = None
     """Carries rows between the engines of a data-parallel group; None: this engine has all experts."""
+    balancer: "ExpertBalancer | None" = None
+    """Moves experts between ranks; None: they stay where they are."""
 
     def join_experts(self, rendezvous: str) -> None:
         """Join the engines over which the experts are spread, as :meth:`ExpertExchange.join`."""
         assert self.experts is not None, "the experts are not spread over engines"
-        self.experts.join(rendezvous)
+        self.experts.join(rendezvous, self.balancer)
+
+    def balance(self, experts: "Callable[[], Sequence[MovableExperts]]", loads: "Callable[[], Ints]") -> None:
+        """Set which experts are moved, if any are, as :meth:`ExpertBalancer.use`."""
+        if self.balancer is not None:
+            self.balancer.use(experts, loads)
+
+    def weights_changed(self) -> None:
+        """Note that the weights were dropped, or that others were loaded."""
+        if self.balancer is not None:
+            self.balancer.weights_changed()
+
+    def forward_passed(self) -> None:
+        """Note that the ranks have computed a step together."""
+        if self.balancer is not None:
+            self.balancer.stepped()
 
     @property
     def others(self) -> list[int]:
@@ -93,7 +115,21 @@ def place_of(parallel: ParallelConfig) -> Place:
         spreads_experts=parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1,
         data_rank=parallel.data_parallel_rank if parallel.spreads_experts_over_engines else 0,
         data_size=parallel.data_parallel_size if parallel.spreads_experts_over_engines else 1,
+        num_redundant_experts=_eplb_config(parallel).num_redundant_experts if parallel.enable_eplb else None,
     )
+
+
+def make_balancer(parallel: ParallelConfig, place: Place) -> "ExpertBalancer | None":
+    """Return what moves the experts of this rank; None: they stay where they are."""
+    if not parallel.enable_eplb:
+        return None
+    from .balance.balancer import ExpertBalancer
+
+    return ExpertBalancer(_eplb_config(parallel), place.num_expert_ranks, place.data_rank)
+
+
+def _eplb_config(parallel: ParallelConfig) -> EplbConfig:
+    return parallel.eplb_config or EplbConfig()
 
 
 def join_ranks(parallel: ParallelConfig, device: torch.device) -> Ranks:
@@ -111,7 +147,8 @@ def join_ranks(parallel: ParallelConfig, device: torch.device) -> Ranks:
                 "enable_expert_parallel: experts are spread over engines on CPUs only so far; use "
                 "--tensor-parallel-size to spread them over the workers of an engine"
             )
-        return Ranks(place, experts=ExpertExchange(place.data_rank, place.data_size))
+        exchange = ExpertExchange(place.data_rank, place.data_size)
+        return Ranks(place, experts=exchange, balancer=make_balancer(parallel, place))
     if not parallel.rendezvous:
         raise ValueError(
             f"distributed_executor_backend: uni runs one worker, but the engine has {parallel.world_size}; use mp"

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tokenloom.engine_core.config import EngineConfig
+from tokenloom.engine_core.config import EngineConfig, ParallelConfig
 
 from ..checkpoint.expert_switches import ExpertSwitches
 from ..checkpoint.model_config import ModelConfig
@@ -44,6 +44,7 @@ def check_options(config: EngineConfig) -> None:
             f"decode_context_parallel_size: must be 1 or tensor_parallel_size, {parallel.tensor_parallel_size}, "
             f"not {context}"
         )
+    _check_balancing(parallel)
     if config.cache.block_size % context:
         raise ValueError(f"block_size: {config.cache.block_size} tokens cannot be spread evenly over {context} workers")
     if parallel.world_size == 1 and not parallel.spreads_experts_over_engines:
@@ -65,6 +66,16 @@ def check_options(config: EngineConfig) -> None:
             raise ValueError(f"{name}: is not supported with {several}")
 
 
+def _check_balancing(parallel: ParallelConfig) -> None:
+    if not parallel.enable_eplb:
+        if parallel.eplb_config is not None:
+            raise ValueError("eplb_config: needs enable_eplb")
+        return
+    spreads_over_workers = parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1
+    if not spreads_over_workers and not parallel.spreads_experts_over_engines:
+        raise ValueError("enable_eplb: needs enable_expert_parallel, and several workers or engines to balance")
+
+
 def num_sharing(config: EngineConfig, *, is_on_host: bool) -> int:
     """Return how many workers share the memory of a device; ranks of an engine that are on GPUs have one each."""
     count = config.cache.engines_on_host
@@ -72,13 +83,15 @@ def num_sharing(config: EngineConfig, *, is_on_host: bool) -> int:
 
 
 def _local_experts(experts: ExpertSwitches, place: Place, layers: slice) -> ExpertSwitches:
-    own, size = place.experts(experts.count), place.tensor_size
+    size, num_redundant = place.tensor_size, place.num_redundant_experts or 0
+    own = place.experts(experts.count + num_redundant)
     return replace(
         experts,
         intermediate_size=experts.intermediate_size // (size if own is None else 1),
         shared_size=experts.shared_size // size,
         layers=experts.layers[layers],
         own=own,
+        num_redundant=num_redundant,
     )
 
 
@@ -89,6 +102,7 @@ def _check(config: ModelConfig, place: Place) -> None:
         if not place.spreads_experts:
             counts |= {"rows of an expert": config.experts.intermediate_size}
         counts |= {"rows of the shared expert": config.experts.shared_size}
+    _check_redundant(config, place)
     for what, count in counts.items():
         if count % size:
             raise ValueError(f"tensor_parallel_size: {size} does not divide the model's {count} {what}")
@@ -101,3 +115,24 @@ def _check(config: ModelConfig, place: Place) -> None:
         raise ValueError(f"quantization: {method} is not supported with several workers yet; use one worker")
     if config.has_class_head:
         raise ValueError("models with a class head are not supported with several workers yet; use one worker")
+
+
+def _check_redundant(config: ModelConfig, place: Place) -> None:
+    redundant, ranks = place.num_redundant_experts, place.num_expert_ranks
+    if redundant is None:
+        return
+    if config.experts is None:
+        raise ValueError("enable_eplb: the model has no experts")
+    if config.mlp_bias:
+        raise ValueError("enable_eplb: experts with biases are not moved")
+    count = config.experts.count
+    if (count + redundant) % ranks:
+        raise ValueError(
+            f"num_redundant_experts: {count} experts and {redundant} copies are not a multiple of {ranks} ranks; "
+            f"{-count % ranks} copies would be"
+        )
+    if redundant > count * (ranks - 1):
+        raise ValueError(
+            f"num_redundant_experts: {redundant} copies are more than one of each of the {count} experts on each other "
+            f"of {ranks} ranks"
+        )

@@ -110,6 +110,8 @@ class Place:
     """The number of the engine in its data-parallel group, over which the experts are spread."""
     data_size: int = 1
     """Engines of that group; 1: the experts are not spread over engines."""
+    num_redundant_experts: int | None = None
+    """Copies of experts beside one of each, which are moved by their load; None: experts stay where they are."""
 
     @property
     def is_alone(self) -> bool:
@@ -140,11 +142,17 @@ class Place:
     def numerics(self) -> str | None:
         """Return what sets results apart from those of one rank: the order in which sums are added; None: nothing."""
         if self.data_size > 1:
-            return f"ep-{self.data_size}"
-        return None if self.tensor_size == 1 else f"tp-{self.tensor_size}"
+            return f"ep-{self.data_size}"  # wherever rows are computed, a token's are added in one order
+        moves = "" if self.num_redundant_experts is None else "-eplb"
+        return None if self.tensor_size == 1 else f"tp-{self.tensor_size}{moves}"
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """Return over how many ranks whole experts are spread."""
+        return self.data_size if self.data_size > 1 else self.tensor_size if self.spreads_experts else 1
 
     def experts(self, count: int) -> range | None:
-        """Return which of ``count`` experts this rank holds whole; None: it holds a part of each."""
+        """Return which of ``count`` places of experts this rank holds; None: it holds a part of each expert."""
         if self.data_size > 1:
             return range(count * self.data_rank // self.data_size, count * (self.data_rank + 1) // self.data_size)
         if not self.spreads_experts:

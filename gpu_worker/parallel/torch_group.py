@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tokenloom.engine_core.config import ParallelConfig
 
-from .group import ALONE, Group, Ranks
+from .group import ALONE, Group, Ranks, make_balancer
+from .recordable_group import RecordableGroup
 from .sharding import Place
 from .shared_group import shared_if_possible
 
@@ -67,10 +68,29 @@ class TorchPeers:
         return x
 
 
+class TorchLink:
+    """Fulfils :class:`.balance.transfer.WeightLink`."""
+
+    def __init__(self, backend: Any, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._backend = backend
+
+    def send(self, x: Tensor, rank: int, tag: int) -> Any:
+        return self._backend.send([x], rank, tag)
+
+    def receive(self, x: Tensor, rank: int, tag: int) -> Any:
+        return self._backend.recv([x], rank, tag)
+
+    def add(self, x: Tensor) -> Tensor:
+        self._backend.allreduce([x]).wait()
+        return x
+
+
 def join(parallel: ParallelConfig, place: Place, device: torch.device) -> Ranks:
     """Join the other ranks of the engine where ``parallel`` says, and wait for them."""
-    store, host = _store(parallel)
     rank, size = parallel.rank, parallel.world_size
+    store, host = _store(parallel.rendezvous, rank, size, _TIMEOUT)
     host_peers = TorchPeers(_gloo(_c10d.PrefixStore("host", store), rank, size, host), torch.device("cpu"))
     make = _nccl if device.type == "cuda" else _gloo
     tensors = None
@@ -82,26 +102,35 @@ def join(parallel: ParallelConfig, place: Place, device: torch.device) -> Ranks:
         group = TorchGroup(make(prefix, place.tensor_rank, tensor_size, host), place.tensor_rank, tensor_size)
         if device.type == "cpu" and host == _LOOPBACK:
             group = shared_if_possible(group, store, f"sums-{place.stage}")
-    return Ranks(place, group, tensors, host_peers)
+        if device.type == "cpu":
+            group = RecordableGroup(group)
+    balancer = make_balancer(parallel, place)
+    if balancer is not None:
+        prefix = _c10d.PrefixStore(f"moves-{place.stage}", store)
+        balancer.join(TorchLink(_gloo(prefix, place.tensor_rank, tensor_size, host), place.tensor_rank, tensor_size))
+    return Ranks(place, group, tensors, host_peers, balancer=balancer)
 
 
-def gloo_on_host(path: str, name: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """Join the ranks of this host that meet at the file ``path``, and return their process group.
+class Meeting:
+    """Where the ranks of several engines find each other."""
 
-    Raises ``RuntimeError`` if they do not come within ``timeout``.
-    """
-    store = _c10d.FileStore(path, size)
-    store.set_timeout(timeout)
-    return _gloo(_c10d.PrefixStore(name, store), rank, size, _LOOPBACK)
+    def __init__(self, rendezvous: str, rank: int, size: int, timeout: timedelta) -> None:
+        """``rendezvous``: as in ``ParallelConfig``."""
+        self._rank, self._size = rank, size
+        self._store, self._host = _store(rendezvous, rank, size, timeout)
+        self._store.set_timeout(timeout)
+
+    def gloo(self, name: str) -> Any:
+        """Join the other ranks in a process group. Raises ``RuntimeError`` if they do not come in time."""
+        return _gloo(_c10d.PrefixStore(name, self._store), self._rank, self._size, self._host)
 
 
-def _store(parallel: ParallelConfig) -> tuple[Any, str]:
+def _store(address: str, rank: int, size: int, timeout: timedelta) -> tuple[Any, str]:
     """Return where the ranks find each other, and the address at which this one can be reached."""
-    address, size = parallel.rendezvous, parallel.world_size
     if address.startswith("/"):
         return _c10d.FileStore(address, size), _LOOPBACK
     host, _, port = address.rpartition(":")
-    store = _c10d.TCPStore(host, int(port), size, is_master=parallel.rank == 0, timeout=_TIMEOUT)
+    store = _c10d.TCPStore(host, int(port), size, is_master=rank == 0, timeout=timeout)
     return store, _address_towards(host, int(port))
 
 

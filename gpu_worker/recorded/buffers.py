@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .calls import Call
+from .calls import Entry
 
 _ALIGNMENT = 64
 
@@ -28,7 +28,7 @@ class Buffer:
 class Buffers:
     """Holds the buffers of one recording in the order of their addresses."""
 
-    def __init__(self, tensors: Mapping[int, Tensor], calls: Sequence[Call], results: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Mapping[int, Tensor], calls: Sequence[Entry], results: Sequence[Tensor]) -> None:
         """``tensors``: those that the step allocated, by address. ``results`` live until the step's end."""
         self._buffers = [
             Buffer(start, tensor.untyped_storage().nbytes())

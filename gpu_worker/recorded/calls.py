@@ -3,7 +3,9 @@
 import struct
 from collections.abc import Callable, Iterator
 from ctypes import Structure, addressof, c_float, c_int32, c_int64, c_void_p, cast, sizeof
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
 
 _LETTERS: dict[Any, str] = {c_void_p: "P", c_int64: "q", c_int32: "i", c_float: "f"}
 
@@ -44,6 +46,37 @@ class Call(NamedTuple):
             if (address := getattr(args, name)) is not None:
                 setattr(args, name, moved(address))
         return self._replace(words=[addressof(args)], args=args)
+
+
+class Exchange(NamedTuple):
+    """Holds an exchange with other ranks that is no kernel: Python makes it between two runs of kernels."""
+
+    perform: Callable[[Tensor], object]
+    """Sends a tensor, replaces its content, or both."""
+    tensor: Tensor
+    """What was exchanged in the recorded step."""
+
+    def addresses(self) -> Iterator[int]:
+        """Return the addresses that the exchange reads or writes."""
+        yield self.tensor.data_ptr()
+
+
+Entry: TypeAlias = Call | Exchange
+"""What a recorded step consists of."""
+
+
+class Exchanged(NamedTuple):
+    """Holds what an exchange with other ranks was in the recorded step, so that its recording can be tried without
+    them."""
+
+    number: int
+    """The place of the exchange among the calls of the step."""
+    address: int
+    """Of the tensor."""
+    before: bytes | None
+    """The content that the other ranks got; None: they got nothing."""
+    after: bytes | None
+    """The content that the exchange left; None: it left the tensor as it was."""
 
 
 def describe(function: Any, arguments: tuple[Any, ...]) -> Call:

@@ -2,10 +2,12 @@
 
 The recordings belong to a number of tokens and of threads. The first step of so many tokens is computed as ever, and
 recorded; its recording counts only if it computes the same bits once more. A step that cannot be recorded is always
-computed as ever.
+computed as ever. A step of one of several ranks is recorded with what it exchanges with the others: as the call of a
+kernel where they share memory, otherwise as a call of Python between two runs of kernels.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -18,9 +20,10 @@ from ..batch.input_batch import StepInputs
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.threads import kernel_threads
 from .buffers import Buffers, SharedMemory
-from .calls import UnrecordableError
+from .calls import Entry, Exchanged, UnrecordableError
 from .recorder import Recorder, recording
 from .recording import Recording
+from .rehearsal import Rehearsal
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +88,9 @@ class RecordedModel:
 
     def record_ahead(self, model: StepModel, kv_caches: list[KVCache]) -> None:
         """Record nothing: the first step of a size takes hardly longer than others."""
+
+    def event(self) -> None:
+        """Return None: a step has ended when it was computed."""
 
     def forget(self) -> None:
         """Drop all recordings: the weights or the KV caches are others from now on."""
@@ -161,11 +167,28 @@ class RecordedModel:
             self._steps.clear()
         made = Recording(calls, buffers, self._memory.bytes, results)
         plan = self._plan.bind(made.structs)
+        self._try(made, plan, calls, recorder.exchanged, buffers, results)
+        return _Step(made, plan, made.results[0], made.results[1] if is_whole else None)
+
+    def _try(
+        self,
+        made: Recording,
+        plan: BoundPlan,
+        calls: Sequence[Entry],
+        exchanged: Sequence[Exchanged],
+        buffers: Buffers,
+        results: Sequence[Tensor],
+    ) -> None:
+        """Run ``made`` once, without other ranks. Raises :class:`UnrecordableError` if it computes something else."""
+        rehearsal = Rehearsal(calls, exchanged)
+        if exchanged:
+            made = Recording(rehearsal.calls, buffers, self._memory.bytes, results)
+            plan = self._plan.bind(made.structs)
         plan.adapt()
         made.run()
-        if not all(_are_same(found, each) for found, each in zip(made.results, results, strict=True)):
+        same = (_are_same(found, each) for found, each in zip(made.results, results, strict=True))
+        if not (rehearsal.was_right() and all(same)):
             raise UnrecordableError("the recording computes something else")
-        return _Step(made, plan, made.results[0], made.results[1] if is_whole else None)
 
 
 def _all_draw(inputs: StepInputs) -> bool:

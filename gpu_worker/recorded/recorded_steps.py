@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..attention.attention_backend import KVCache
 from ..batch.input_batch import StepInputs
+from ..cuda.device_link import Event
 from ..cuda.device_rows import RowDraws
 from ..models.model import Model
 
@@ -30,6 +31,9 @@ class RecordedSteps(Protocol):
 
     def record_ahead(self, model: Model, kv_caches: list[KVCache]) -> None:
         """Make the recordings that are worth it before the first request."""
+
+    def event(self) -> Event | None:
+        """Return what occurs when the latest step has ended; None: it has, or nothing says so."""
 
     def forget(self) -> None:
         """Drop all recordings: the weights or the KV caches are others from now on."""

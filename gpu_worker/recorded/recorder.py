@@ -1,8 +1,9 @@
 """Records what a step does while PyTorch computes it: each call of a kernel, and the memory that it takes meanwhile."""
 
 import contextlib
+import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels.library import loaded_libraries
-from .calls import Call, UnrecordableError, describe
+from .calls import Entry, Exchange, Exchanged, UnrecordableError, describe
 from .torch_calls import TORCH_CALLS
 
 _aten = torch.ops.aten
@@ -28,11 +29,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Call] = []
+        self.calls: list[Entry] = []
+        self.exchanged: list[Exchanged] = []
+        """What the exchanges with other ranks read and wrote, in order."""
         self.tensors: dict[int, Tensor] = {}
         """The memory that the step allocated, by address. The tensors keep it from being used twice."""
         self.failure: str | None = None
         self._thread = threading.get_ident()
+        self._is_exchanging = False
+
+    @property
+    def hears_exchanges(self) -> bool:
+        """Return whether an exchange that this thread begins now is a part of the step, and not of another exchange."""
+        return threading.get_ident() == self._thread and not self._is_exchanging
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -40,7 +49,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.failure is None:
+        if self.failure is None and not self._is_exchanging:
             try:
                 self._note_operation(func, args, result)
             except UnrecordableError as error:
@@ -54,6 +63,32 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def keep(self, tensor: Tensor) -> None:
         """Note that the step allocated the memory of ``tensor``."""
         self.tensors.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+
+    def exchange(self, perform: Callable[[Tensor], object], tensor: Tensor, *, reads: bool, writes: bool) -> None:
+        """Exchange a tensor with other ranks, and record it: the kernel that does it if one is called, otherwise
+        ``perform``.
+
+        Args:
+            perform: Reads the tensor that it gets, overwrites it, or both. Each run of the recording calls it anew.
+            tensor: On the CPU.
+            reads: Whether the content of ``tensor`` before the exchange counts.
+            writes: Whether the exchange changes ``tensor``.
+        """
+        before = _content(tensor) if reads else None
+        num_calls = len(self.calls)
+        self._is_exchanging = True
+        try:
+            perform(tensor)
+        finally:
+            self._is_exchanging = False
+        if self.failure is not None:
+            return
+        if not tensor.is_contiguous() or len(self.calls) > num_calls + 1:
+            self.failure = "an exchange of an odd tensor"
+            return
+        if len(self.calls) == num_calls:
+            self.calls.append(Exchange(perform, tensor))
+        self.exchanged.append(Exchanged(num_calls, tensor.data_ptr(), before, _content(tensor) if writes else None))
 
     def hear(self, function: Any, arguments: tuple[Any, ...]) -> None:
         """Note a call that a kernel's hook reports, if this thread made it."""
@@ -75,6 +110,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _hearing: Recorder | None = None
+
+
+def current_recorder() -> Recorder | None:
+    """Return what records the step that this thread computes; None: it is not recorded."""
+    return _hearing if _hearing is not None and _hearing.hears_exchanges else None
 
 
 def _hook(result: object, function: Any, arguments: tuple[Any, ...]) -> object:
@@ -112,6 +152,10 @@ def _functions() -> Iterator[Any]:
         for value in vars(library).values():
             if isinstance(value, library._FuncPtr):
                 yield value
+
+
+def _content(tensor: Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def _shares_memory(args: tuple[Any, ...], result: Any) -> bool:

@@ -1,14 +1,16 @@
 """Holds a recorded step as the replaying kernel reads it."""
 
 import ctypes
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from ctypes import c_int64, c_uint64, c_void_p
 
+import torch
 from torch import Tensor
 
 from ..kernels.library import load_replay
 from .buffers import Buffers
-from .calls import Call, UnrecordableError
+from .calls import Call, Entry, UnrecordableError
 
 
 class _RecordedCall(ctypes.Structure):
@@ -25,14 +27,15 @@ class Recording:
         structs: The arguments of calls that are structs; changes count from the next run on.
     """
 
-    def __init__(self, calls: Sequence[Call], buffers: Buffers, memory: Tensor, results: Sequence[Tensor]) -> None:
+    def __init__(self, calls: Sequence[Entry], buffers: Buffers, memory: Tensor, results: Sequence[Tensor]) -> None:
         """``results`` are tensors of the recorded step, whose places in ``memory`` become :attr:`results`.
 
         Raises :class:`UnrecordableError` for a kernel that the replaying one cannot call.
         """
         kernels, base = load_replay(), memory.data_ptr()
         self.results = [buffers.view(each, memory) for each in results]
-        moved = [call.relocate(lambda address: buffers.moved(address, base)) for call in calls]
+        kept = [call for call in calls if isinstance(call, Call)]
+        moved = [call.relocate(lambda address: buffers.moved(address, base)) for call in kept]
         self.structs = [call.args for call in moved if call.args is not None]
         self._words = [(c_uint64 * len(call.words))(*call.words) for call in moved]
         self._calls = (_RecordedCall * len(moved))()
@@ -41,10 +44,37 @@ class Recording:
             if signature < 0:
                 raise UnrecordableError(f"no signature {call.letters}")
             self._calls[place] = _RecordedCall(call.function, ctypes.addressof(self._words[place]), signature)
-        self._replay = kernels.replay
-        self._where = ctypes.addressof(self._calls)
-        self._count = len(moved)
+        self._parts = self._divide(calls, buffers, memory, kernels.replay)
+        self._is_one_call = len(self._parts) == 1
+
+    def _divide(
+        self,
+        calls: Sequence[Entry],
+        buffers: Buffers,
+        memory: Tensor,
+        replay: Callable[[int, int], object],
+    ) -> list[Callable[[], object]]:
+        """Return what a run does, in order: all kernels up to an exchange with other ranks by one call, then that."""
+        parts: list[Callable[[], object]] = []
+        where, count = ctypes.addressof(self._calls), 0
+        for call in [*calls, None]:
+            if isinstance(call, Call):
+                count += 1
+                continue
+            if count:
+                parts.append(functools.partial(replay, where, count))
+                where, count = where + count * ctypes.sizeof(_RecordedCall), 0
+            if call is not None:
+                if not buffers.holds(call.tensor):
+                    raise UnrecordableError("what ranks exchange is no tensor of the step")
+                parts.append(functools.partial(call.perform, buffers.view(call.tensor, memory)))
+        return parts
 
     def run(self) -> None:
         """Compute the step anew from what its inputs hold now. Other Python code can run meanwhile."""
-        self._replay(self._where, self._count)
+        if self._is_one_call:
+            self._parts[0]()
+            return
+        with torch.inference_mode():  # the memory may not be written without
+            for part in self._parts:
+                part()

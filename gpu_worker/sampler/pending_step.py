@@ -5,6 +5,7 @@ import threading
 from tokenloom.engine_core.wire.messages import Logprobs
 from tokenloom.engine_core.wire.scheduler_output import ModelRunnerOutput
 
+from ..cuda.device_link import Event
 from ..cuda.drawn_rows import DrawnRows
 from ..cuda.sampler import NO_CHOICE
 
@@ -42,6 +43,21 @@ class PendingStep:
                 ]
                 output.without_choice += without
             drop_undrawn(output, token_ids, indices)
+
+
+class EndingStep:
+    """Fulfils the same for a step that draws no token: the device may still write keys and values, which the blocks of
+    an output that is there must hold."""
+
+    def __init__(self, output: ModelRunnerOutput, ended: Event) -> None:
+        self._output = output
+        self._ended = ended
+
+    def result(self) -> ModelRunnerOutput:
+        """Return the output, once the device has computed the step."""
+        if not self._ended.query():
+            self._ended.synchronize()
+        return self._output
 
 
 def by_request(tokens: list[int], indices: list[int], num_requests: int) -> list[list[int]]:

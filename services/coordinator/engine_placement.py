@@ -15,7 +15,7 @@ from tokenloom.v1.types_pb2 import EngineRole
 
 from .defaults import PD_THRESHOLD
 
-_UNSPECIFIED = EngineRole.ENGINE_ROLE_UNSPECIFIED
+_UNSPECIFIED, _DECODE = EngineRole.ENGINE_ROLE_UNSPECIFIED, EngineRole.ENGINE_ROLE_DECODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ class Placement:
                 raise ResourceExhausted(f"No engine's KV cache can hold a prompt of {request.prompt_tokens} tokens.")
         # A request that pools has no use for an engine that decodes, however short it is.
         threshold = 0 if request.pools else self.policy.pd_threshold
-        asks_homes = self.policy.rule is cost and request.role != EngineRole.ENGINE_ROLE_DECODE
-        is_home = prefix_homes.is_home(self._columns, pool, request.block_hash_prefixes) if asks_homes else None
-        ask = Ask(request.role, request.prompt_tokens, cached_tokens, is_home)
+        asks_homes = self.policy.rule is cost and request.role != _DECODE
+        homes = prefix_homes.homes_of(self._columns, pool, request.block_hash_prefixes) if asks_homes else ()
+        ask = Ask(request.role, request.prompt_tokens, cached_tokens, homes)
         return pairing.choose(self._columns, pool, ask, self.policy.rule, threshold)
 
     def choose_near(

@@ -30,6 +30,7 @@ from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, Engin
 from .engine_subsets import Engine, EngineSubsets
 from .feed.changed_engines import ChangedEngines
 from .predecessor import Predecessor
+from .prefix_placements import PrefixPlacements
 from .prefixes.prefix_index import Path, PrefixIndex
 from .wanted_adapters import WantedAdapters
 
@@ -59,6 +60,7 @@ class Registry:
         adapters: The LoRA adapters that the engines should have.
         changed: The engines that changed since the last look of the feed of snapshots.
         prefixes: Which blocks the engines have in their caches.
+        popular: Where prompts with popular beginnings were placed.
         uses_prefixes: Whether a pick has named blocks of its prompt.
     """
 
@@ -82,6 +84,7 @@ class Registry:
         self._kinds = FingerprintKinds()
         self._by_row: dict[int, EngineRecord] = {}
         self.prefixes = PrefixIndex(prefix_index_bytes)
+        self.popular = PrefixPlacements()
         self.uses_prefixes = False
         self._placement = Placement(self._columns, self._kinds, policy or Policy())
         # Serving engines by the fingerprint, role, adapter and rank that requests ask for: nearly all ask for the same.
@@ -194,6 +197,7 @@ class Registry:
         if path is not None:
             self.uses_prefixes = True
             self.prefixes.add(path, row)
+            self.popular.note(request.block_hash_prefixes, record.identity.engine_id)
         self._expiring.append((self._clock() + PICK_SECONDS, self._num_picks, record))
         self.revision += 1
         self.changed.load(record.identity.engine_id)

@@ -1,6 +1,7 @@
 """A data-parallel group in a mesh: requests that name their rank, waves, another size under load, a lost rank."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -12,13 +13,14 @@ import grpc
 import psutil
 import pytest
 
+from tests.engine_core.data_parallel.cores import free_port
 from tests.engine_core.processes import has_ended, wait_until
 from tests.mesh.asking import ask
 from tests.mesh.harness import MODEL, SOON, Mesh, Part
+from tokenloom.cli.failures import CommandFailed
+from tokenloom.cli.mesh.scale_run import run as scale
 from tokenloom.model_path import DEMO_MODEL
 from tokenloom.services.runtime.peers.channels import open_channel
-from tokenloom.v1.coordinator_pb2 import ScaleRequest
-from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.engine_pb2 import ReconfigureRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 
@@ -72,6 +74,37 @@ async def test_a_request_names_its_rank(socket_dir: Path, experts: Path) -> None
             assert error["message"] == "data_parallel_rank 2 does not exist: there are 2 ranks, from 0 on"
 
 
+async def test_the_ranks_of_two_meshes_compute_in_waves(socket_dir: Path, experts: Path) -> None:
+    """As on two machines with hybrid balancing: neither coordinator knows the ranks of the other one."""
+    address = f"127.0.0.1:{free_port()}"
+    secret = socket_dir / "secret"
+    secret.write_text("a secret of both machines")
+
+    def settings(rank: int) -> dict[str, Any]:
+        group = ranks(socket_dir, experts, 2)(rank)
+        return group | {"data_parallel_address": address, "data_parallel_secret_file": str(secret)}
+
+    directories = [socket_dir / name for name in ("a", "b")]
+    for directory in directories:
+        directory.mkdir()
+    async with asyncio.timeout(SOON), contextlib.AsyncExitStack() as stack:
+        made = [
+            Mesh(directory, engines=1, engine=lambda _, rank=rank: settings(rank))  # type: ignore[misc]
+            for rank, directory in enumerate(directories)
+        ]
+        meshes = await asyncio.gather(*(stack.enter_async_context(mesh.running()) for mesh in made))
+        for turn in range(2):
+            for number, mesh in enumerate(meshes):  # the ranks rest in between
+                async with mesh.http() as http:
+                    prompt = [number, turn, 9]
+                    answers = await asyncio.gather(*(ask(http, [*prompt, each], 40) for each in range(3)))
+                for each, answer in enumerate(answers):
+                    assert answer.error is None
+                    assert answer.token_ids == mesh.expected([*prompt, each], 40)
+        # One after the other, the first mesh to stop would take the other one's rank along.
+        await asyncio.gather(*(mesh.engines[0].kill() for mesh in meshes))
+
+
 @pytest.mark.parametrize("has_experts", [True, False])
 async def test_no_request_is_lost_while_a_group_grows_and_shrinks(
     socket_dir: Path, experts: Path, has_experts: bool
@@ -96,30 +129,19 @@ async def test_no_request_is_lost_while_a_group_grows_and_shrinks(
                 clients.create_task(client(number))
             new = [mesh.new_engine(index) for index in (2, 3)]
             starting = [asyncio.create_task(part.start()) for part in new]
-            await _scale(mesh, 4)
+            grown = await scale(mesh.address("coordinator-0"), None, GROUP, 4, wait=SOON)
+            assert grown == "data-parallel group data-parallel: 2 → 4 ranks"
             await asyncio.gather(*starting)
             while engines != {"engine-0", "engine-1", "engine-2", "engine-3"}:
                 await asyncio.sleep(0)
                 await ask(http, [1], 1)
-            await _scale(mesh, 2)
+            shrunk = await scale(mesh.address("coordinator-0"), None, GROUP, 2, wait=0.0)
+            assert shrunk.endswith("without requests now, may be stopped: engine-2 (rank 2), engine-3 (rank 3)")
             engines.clear()
             await asyncio.gather(*(ask(http, [7, number], 3) for number in range(30)))
             is_done.set()
         assert engines <= {"engine-0", "engine-1"}
         await asyncio.gather(*(part.stop() for part in new))
-
-
-async def _scale(mesh: Mesh, size: int) -> None:
-    """Scale, as soon as the new ranks have joined."""
-    async with open_channel(mesh.address("coordinator-0")) as channel:
-        stub = CoordinatorStub(channel)
-        while True:
-            try:
-                await stub.Scale(ScaleRequest(data_parallel_group=GROUP, data_parallel_size=size))
-                return
-            except grpc.aio.AioRpcError as error:
-                if "have not joined; start them first" not in str(error.details()):
-                    raise
 
 
 async def test_a_lost_rank_ends_its_group_and_requests_go_on_elsewhere(socket_dir: Path, experts: Path) -> None:
@@ -148,9 +170,8 @@ async def test_what_has_no_group_is_refused(socket_dir: Path) -> None:
     async with Mesh(socket_dir).running() as mesh, open_channel(mesh.engines[0].settings.listen) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="belongs to no data-parallel group"):
             await EngineAdminStub(channel).Reconfigure(ReconfigureRequest(data_parallel_size=2))
-        async with open_channel(mesh.address("coordinator-0")) as coordinator:
-            with pytest.raises(grpc.aio.AioRpcError, match="No rank of data-parallel group 'data-parallel' has joined"):
-                await CoordinatorStub(coordinator).Scale(ScaleRequest(data_parallel_group=GROUP, data_parallel_size=2))
+        with pytest.raises(CommandFailed, match="answered: No rank of data-parallel group 'data-parallel' has joined"):
+            await scale(mesh.address("coordinator-0"), None, GROUP, 2, wait=SOON)
 
 
 def _core_pid(part: Part) -> int:

@@ -16,7 +16,7 @@ _GROUPS = {
     "Serve": ("mesh.serve", "mesh.demo", "mesh.stop", "fetch"),
     "Ask a server": ("chat.chat", "chat.complete", "batch.run_batch", "models"),
     "Run without a server": ("batch.generate",),
-    "Manage a mesh": ("mesh.ps", "mesh.top", "mesh.plan", "mesh.config", "doctor", "certs"),
+    "Manage a mesh": ("mesh.ps", "mesh.top", "mesh.plan", "mesh.scale", "mesh.config", "doctor", "certs"),
     "Measure": ("mesh.chaos", "bench.bench"),
     "Install": ("build_kernels", "completion"),
 }

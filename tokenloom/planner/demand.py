@@ -7,9 +7,9 @@ from typing import Final
 from .engine_load import EngineLoad, Role
 from .step_model import StepModel
 
-DRAIN_SECONDS: Final = 120.0
-"""A backlog is to be worked off within so long. If it had to be gone faster than new engines start, the engines that
-were asked for would not be counted, and far too many would come."""
+DRAIN_SECONDS: Final = 30.0
+"""A backlog is to be worked off within so long: as long as it lasts, every request is late. Engines that were asked for
+are not counted before they serve, so a shorter time would ask for far more of them than it saves requests."""
 FULL_KV: Final = 0.9
 """Share of its KV blocks that an engine may hold before requests wait or are preempted."""
 

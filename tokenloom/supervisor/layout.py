@@ -69,11 +69,16 @@ class MeshOptions(Struct, frozen=True):
     data_parallel_hybrid_lb: Annotated[
         bool,
         "Place requests on the engines of this machine only: each machine of the group runs a mesh of its own, and a "
-        "balancer in front chooses among their gateways. Not for mixture-of-experts models.",
+        "balancer in front chooses among their gateways. Mixture-of-experts models need --data-parallel-address.",
     ] = False
     data_parallel_external_lb: Annotated[
         bool, "As --data-parallel-hybrid-lb, with one engine in each mesh: the balancer chooses the rank."
     ] = False
+    data_parallel_address: Annotated[
+        str,
+        "HOST:PORT where rank 0 of a mixture-of-experts model listens for the ranks on other machines, with "
+        "--data-parallel-secret-file; by default a socket of this machine.",
+    ] = ""
     tokenizers: Annotated[_Parts, "Tokenizer services."] = 1
     output_processors: Annotated[_Parts, "Output processors."] = 1
     gateways: Annotated[_Parts, "Gateways, on consecutive ports."] = 1
@@ -103,7 +108,8 @@ class MeshOptions(Struct, frozen=True):
         """The ranks of the data-parallel group on this machine."""
         local = 1 if self.data_parallel_external_lb else self.data_parallel_size_local
         is_split = self.data_parallel_hybrid_lb or self.data_parallel_external_lb
-        return LocalRanks(self.data_parallel_size, local, self.data_parallel_start_rank, is_split)
+        address = self.data_parallel_address
+        return LocalRanks(self.data_parallel_size, local, self.data_parallel_start_rank, is_split, address)
 
     @property
     def models(self) -> list[ServedModel]:

@@ -15,12 +15,14 @@ class LocalRanks:
         local: Ranks on this machine; None: all.
         start: The number of the first one.
         is_split: Whether other meshes run the other ranks, and something in front balances.
+        address: Where rank 0 of a mixture-of-experts model listens; empty: at a socket of this machine.
     """
 
     size: int | None
     local: int | None
     start: int
     is_split: bool
+    address: str = ""
 
     @property
     def count(self) -> int:
@@ -30,7 +32,7 @@ class LocalRanks:
     def check(self) -> None:
         """Raise ``ValueError``, naming the options, if they do not fit together."""
         if self.size is None:
-            if self.is_split or self.local is not None or self.start:
+            if self.is_split or self.local is not None or self.start or self.address:
                 raise ValueError("the options --data-parallel-… need --data-parallel-size")
         elif self.start + self.count > self.size:
             raise ValueError(
@@ -45,13 +47,13 @@ class LocalRanks:
             )
 
     def flags(self, place: int, socket: Path) -> tuple[str, ...]:
-        """Return the flags of an engine. ``place``: its number on this machine. ``socket``: where rank 0 listens."""
+        """Return the flags of an engine. ``place``: its number on this machine. ``socket``: where rank 0 listens if all
+        ranks are here and no address says otherwise."""
         if self.size is None:
             return ()
         flags = (
             *("--data-parallel-group", "data-parallel", "--data-parallel-size", str(self.size)),
             *("--data-parallel-rank", str(self.start + place)),
         )
-        if self.is_split:  # ranks of other meshes could not be asked to begin waves
-            return flags
-        return (*flags, "--data-parallel-address", str(Address(path=str(socket))))
+        address = self.address or ("" if self.is_split else str(Address(path=str(socket))))
+        return (*flags, "--data-parallel-address", address) if address else flags

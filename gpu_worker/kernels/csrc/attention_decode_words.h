@@ -123,11 +123,14 @@ class WordsDecode {
   }
 
   void add_values(int start, int count) {
-    const BF16 *values[SPAN / RUN], *ahead[SPAN / RUN];  // ahead: keys to fetch meanwhile
-    for (int c = 0; c < count; c += RUN) {
+    constexpr int PIECE = AT_ONCE * 2 * LANES;  // elements of a row that a pass over the span reads
+    const BF16* values[SPAN / RUN];
+    for (int c = 0; c < count; c += RUN) values[c / RUN] = kv_row<BF16>(a, a.value, table, head, start + c);
+    // The next span's keys are fetched meanwhile, in the order of their addresses whatever the order of the values.
+    const BF16* ahead[SPAN / RUN];
+    for (int c = 0; c < SPAN; c += RUN) {
       const int next = start + SPAN + c;
-      values[c / RUN] = kv_row<BF16>(a, a.value, table, head, start + c);
-      ahead[c / RUN] = next < end ? kv_row<BF16>(a, a.key, table, head, next) : values[c / RUN];
+      ahead[c / RUN] = next < end ? kv_row<BF16>(a, a.key, table, head, next) : values[0];
     }
     for (int first = 0; first < WORDS; first += AT_ONCE) {
       Halves sums[G][AT_ONCE];
@@ -136,10 +139,11 @@ class WordsDecode {
 #pragma GCC unroll 4
         for (int w = 0; w < AT_ONCE; ++w) sums[g][w] = o[g][first + w];
       for (int c = 0; c < count; c += RUN) {
-        const BF16 *row = values[c / RUN] + first * 2 * LANES, *next = ahead[c / RUN] + first * 2 * LANES;
+        const BF16* row = values[c / RUN] + first * 2 * LANES;
         const int n = std::min(RUN, count - c);
-        for (int t = 0; t < n; ++t, row += D, next += D) {
-          prefetch(next, AT_ONCE * 2 * LANES * sizeof(BF16));
+        for (int t = 0; t < n; ++t, row += D) {
+          const int element = (first / AT_ONCE * SPAN + c + t) * PIECE;
+          prefetch(ahead[element / (RUN * D)] + element % (RUN * D), PIECE * sizeof(BF16));
 #pragma GCC unroll 4
           for (int w = 0; w < AT_ONCE; ++w) {
             const Halves x = load_words(row + w * 2 * LANES);

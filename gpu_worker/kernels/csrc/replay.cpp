@@ -78,6 +78,7 @@ constexpr Entry SIGNATURES[] = {
     entry<I, P, F, L>(),                                      // scale
     entry<P, P, L>(),                                         // widen
     entry<P, P, P, P>(),                                      // add_lora
+    entry<P, P, L, I, I, I>(),                                // sum_ranks
 };
 
 template <class T>

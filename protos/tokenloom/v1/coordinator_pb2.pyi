@@ -242,7 +242,7 @@ class WatchRequest(_message.Message):
     def __init__(self, changes: _Optional[bool] = ..., without_loads: _Optional[bool] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("coordinator_epoch", "revision", "complete", "engines", "pd_threshold", "adapters", "base_revision", "left", "loads", "new_adapters", "unloaded_adapters")
+    __slots__ = ("coordinator_epoch", "revision", "complete", "engines", "pd_threshold", "adapters", "base_revision", "left", "loads", "new_adapters", "unloaded_adapters", "prefixes")
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
@@ -254,6 +254,7 @@ class Snapshot(_message.Message):
     LOADS_FIELD_NUMBER: _ClassVar[int]
     NEW_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     UNLOADED_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
     coordinator_epoch: int
     revision: int
     complete: bool
@@ -265,7 +266,18 @@ class Snapshot(_message.Message):
     loads: EngineLoads
     new_adapters: bool
     unloaded_adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, coordinator_epoch: _Optional[int] = ..., revision: _Optional[int] = ..., complete: _Optional[bool] = ..., engines: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ..., pd_threshold: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., base_revision: _Optional[int] = ..., left: _Optional[_Iterable[str]] = ..., loads: _Optional[_Union[EngineLoads, _Mapping]] = ..., new_adapters: _Optional[bool] = ..., unloaded_adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    prefixes: PrefixPlacements
+    def __init__(self, coordinator_epoch: _Optional[int] = ..., revision: _Optional[int] = ..., complete: _Optional[bool] = ..., engines: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ..., pd_threshold: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., base_revision: _Optional[int] = ..., left: _Optional[_Iterable[str]] = ..., loads: _Optional[_Union[EngineLoads, _Mapping]] = ..., new_adapters: _Optional[bool] = ..., unloaded_adapters: _Optional[_Iterable[str]] = ..., prefixes: _Optional[_Union[PrefixPlacements, _Mapping]] = ...) -> None: ...
+
+class PrefixPlacements(_message.Message):
+    __slots__ = ("block_hash", "engine", "other_engine")
+    BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    OTHER_ENGINE_FIELD_NUMBER: _ClassVar[int]
+    block_hash: _containers.RepeatedScalarFieldContainer[int]
+    engine: _containers.RepeatedScalarFieldContainer[int]
+    other_engine: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, block_hash: _Optional[_Iterable[int]] = ..., engine: _Optional[_Iterable[int]] = ..., other_engine: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class EngineLoads(_message.Message):
     __slots__ = ("number", "age_milliseconds", "score", "waiting", "waiting_tokens", "reported_waiting", "running", "reported_waiting_tokens", "kv_usage", "free_kv_blocks", "seats", "prefill_tokens_per_second", "starts_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests")

@@ -1,10 +1,17 @@
 """Makes what watchers are sent, once for all of them: everything for a new watcher, and then what changes. No I/O."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tokenloom.services.runtime.registry.engine_loads import clear_load, loads_of
-from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, Snapshot, WatchRequest
+from tokenloom.v1.coordinator_pb2 import (
+    EngineEntry,
+    EngineIdentity,
+    EngineReport,
+    PrefixPlacements,
+    Snapshot,
+    WatchRequest,
+)
 
 from ..engine_registry import Registry
 from .change_log import ChangeLog
@@ -104,9 +111,8 @@ class SnapshotFeed:
             return
         self._others_at = now + wait * are_joining
         others = self._others(self._pending, self._part)
-        if with_loads and self._loads:
-            others += Snapshot(loads=loads_of(list(map(self._load, self._loads)))).SerializeToString()
-            self._loads.clear()
+        if with_loads and (loads := self._loads_and_placements()):
+            others += loads
             self._loads_at = now + len(self._shown) / MAX_ROWS_PER_SECOND
         if others:
             self._add(self._everything, others)
@@ -201,7 +207,25 @@ class SnapshotFeed:
     def _whole(self, revision: int) -> bytes:
         if self._body is None:
             self._body = b"".join(self._part(name, True) for name in self._shown)
-        return self._head(revision) + self._adapters() + self._body
+        placements = self._placements(self._registry.popular.all())
+        return self._head(revision) + self._adapters() + self._body + placements
+
+    def _loads_and_placements(self) -> bytes:
+        """Return what is pending of loads and of popular prefixes, as a part of a message, and forget it."""
+        loads = Snapshot(loads=loads_of(list(map(self._load, self._loads)))) if self._loads else Snapshot()
+        self._loads.clear()
+        return loads.SerializeToString() + self._placements(self._registry.popular.take_changed())
+
+    def _placements(self, prefixes: Iterable[tuple[int, Sequence[str]]]) -> bytes:
+        """Return beginnings of prompts with those of their engines that are shown, as a part of a message."""
+        columns = PrefixPlacements()
+        for block_hash, names in prefixes:
+            numbers = [self._shown[name].number for name in names if name in self._shown]
+            if numbers:
+                columns.block_hash.append(block_hash)
+                columns.engine.append(numbers[0])
+                columns.other_engine.append(numbers[1] if len(numbers) > 1 else 0)
+        return Snapshot(prefixes=columns).SerializeToString() if columns.block_hash else b""
 
     def _whole_outlines(self, revision: int) -> bytes:
         if self._outlines is None:

@@ -183,7 +183,7 @@ class PrefixIndex:
             runs += _runs(self._young.log, piece, 0)
         num_known = num_found = runs[-1].end if runs else 0
         if num_known < len(words):
-            for piece in self._old.log.leading(words):
+            for piece in self._old.log.leading(words) if self._old.log.num_blocks else ():
                 if piece.end > num_known:
                     skipped = max(num_known - piece.begin, 0)
                     rest = Piece(piece.begin + skipped, piece.end, piece.position + skipped)

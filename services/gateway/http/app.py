@@ -1,5 +1,6 @@
 """The ASGI application: checks keys and origins, finds the handler of a path, and reports errors."""
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -31,6 +32,8 @@ INTERNAL = "/v1/batches/*/line"
 """Stands for the route of a line of a batch, so that the counts of routes are those of clients' requests."""
 PAGE_FILES = "/page/"
 """Paths of the page's files begin with it; they need no key either, and hold nothing of the mesh."""
+STOPPED = "the gateway stopped before the answer was complete"
+"""With this message the server cancels the requests that its drain has left."""
 _MODEL_PATH = "/v1/models/"
 _PREFLIGHT_SECONDS = 600
 _CLIENT_LEFT = 499
@@ -90,6 +93,10 @@ class App:
         except ClientDisconnected:
             log.debug("%s %s: the client left", exchange.method, exchange.path)
             self._end(exchange, exchange.status or _CLIENT_LEFT, "CANCELLED")
+        except asyncio.CancelledError as error:
+            if error.args != (STOPPED,):
+                raise
+            await self._report(exchange, errors.Unavailable(STOPPED))
         except Exception as error:
             await self._report(exchange, wire_errors.of_exception(error))
         else:

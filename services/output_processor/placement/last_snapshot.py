@@ -1,7 +1,7 @@
 """Places requests while the coordinator is away: by its last snapshot and the picks made since. No I/O."""
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from math import exp
 from typing import NamedTuple
 
@@ -62,6 +62,7 @@ class LastSnapshot:
         self._own = self._loads = np.zeros(0)  # own live picks since the snapshot, and what it says; by row
         self._kinds = FingerprintKinds()
         self._rows: dict[EngineKey, int] = {}
+        self._by_number: dict[int, int] = {}  # rows by the numbers of the engines
         self._serving: frozenset[EngineKey] = frozenset()
         self._pd_threshold = 0
         self._epoch = 0
@@ -101,8 +102,9 @@ class LastSnapshot:
         that has an engine left.
 
         Other output processors place requests at the same time and do not see these picks. Therefore the prefix of the
-        prompt names a few engines, the same everywhere, and own picks decide between them, with the loads of the last
-        snapshot while it is young (:func:`.prefix_homes.rule`). A request without a prefix draws its engines.
+        prompt names a few engines, the same everywhere: those that have it in their caches, where the coordinator has
+        published them, or its homes. Own picks decide between them, with the loads of the last snapshot while it is
+        young (:func:`.prefix_homes.rule`). A request without a prefix draws its engines.
 
         The pick counts until the next snapshot or ``release``. Raises ``Unavailable`` when no engine serves, or none
         has the request's adapter.
@@ -157,7 +159,15 @@ class LastSnapshot:
             self._random_key = (self._random_key + _KEY_STEP) & _KEY_BITS
             keys = (self._random_key,)
         fade = exp((self._taken_at - self._clock()) / FADE_SECONDS)
-        return prefix_homes.rule(keys, fade * self._loads + WAITING_WEIGHT * self._own)
+        return prefix_homes.rule(keys, fade * self._loads + WAITING_WEIGHT * self._own, self._holders(keys))
+
+    def _holders(self, keys: Sequence[int]) -> Sequence[int]:
+        """Return the rows of engines to which the coordinator sent prompts with this beginning: of the longest prefix
+        that it has published."""
+        for key in reversed(keys):
+            if numbers := self._view.engines_of(key):
+                return [self._by_number[number] for number in numbers if number in self._by_number]
+        return ()
 
     def _look(self) -> None:
         """Write what has arrived since the last look to the columns. A process that the coordinator serves never looks,
@@ -187,6 +197,7 @@ class LastSnapshot:
         """Write the entries into new columns, whose rows are the positions of the entries. What was free when they were
         reported says nothing a few seconds later."""
         self._columns, self._kinds, self._rows = EngineColumns(), FingerprintKinds(), {}
+        self._by_number = {entry.number: row for row, entry in enumerate(self._entries) if entry.number}
         for entry in self._entries:
             key, columns, row = _key(entry), self._columns, self._columns.add()
             self._rows[key] = row

@@ -9,7 +9,7 @@ _MACHINES = (
 _ORIGINS = "use --cors-origins, which lists the origins of web pages; methods, headers and credentials follow from it"
 _GRAPHS = "graphs of a GPU follow from --max-num-seqs, --enforce-eager turns them off; there is no compiler"
 _TEXT_ONLY = "models read text only; a multimodal request is refused by name"
-_EXPERTS = "--enable-expert-parallel divides a model's experts among workers or engines, evenly and for good"
+_EXPERTS = "--enable-expert-parallel divides experts among workers or engines, and --enable-eplb moves them by load"
 _OVERLAP = "the engine does not split a batch to overlap communication"
 _TEMPLATE = "send chat_template_kwargs in the request"
 _CHECKPOINT = "edit the files of the checkpoint"
@@ -48,6 +48,7 @@ REPLACED = {
     "-dpr": "use --data-parallel-start-rank",
     "-dph": "use --data-parallel-hybrid-lb",
     "-dpe": "use --data-parallel-external-lb",
+    "-dpa": "use --data-parallel-address, which takes HOST:PORT",
     "-dpn": "use --data-parallel-start-rank, which numbers the first engine of this machine",
     "--data-parallel-backend -dpb": _MACHINES,
     "--data-parallel-rpc-port -dpp": _MACHINES,
@@ -155,8 +156,6 @@ MISSING = {
     "--prefill-context-parallel-size -pcp": _ONE_CONTEXT,
     "--dcp-kv-cache-interleave-size": _ONE_CONTEXT,
     "--cp-kv-cache-interleave-size": _ONE_CONTEXT,
-    "--enable-eplb": _EXPERTS,
-    "--eplb-config": _EXPERTS,
     "--expert-placement-strategy": _EXPERTS,
     "--all2all-backend": _EXPERTS,
     "--moe-backend": _EXPERTS,

@@ -22,11 +22,11 @@ def choose(engines: EngineColumns, pool: Pool, ask: Ask, rule: Rule, pd_threshol
     begins on an engine that prefills, if that can hand over to another. If a role is missing, engines of the other role
     replace it.
     """
-    decoders = pool.decoders if len(pool.decoders) else pool.engines
+    decoders = pool.decoders if len(pool.decoders.rows) else pool.engines
     if ask.role in (_BOTH, _DECODE):
         return best(engines, decoders, ask, rule), ask.role == _BOTH
-    prefillers = pool.prefillers if len(pool.prefillers) else pool.engines
-    if pd_threshold and len(pool.decoders):
+    prefillers = pool.prefillers if len(pool.prefillers.rows) else pool.engines
+    if pd_threshold and len(pool.decoders.rows):
         chosen = best(engines, pool.decoders, ask, rule)
         cached = 0 if ask.cached_tokens is None else int(ask.cached_tokens[chosen])
         if ask.prompt_tokens - cached < pd_threshold:

@@ -33,7 +33,7 @@ class Pool:
     prefillers: Candidates
     hands_over: BoolColumn
     min_max_tokens: int
-    homes: dict[int, Rows] = field(default_factory=dict)
+    homes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def rows(self) -> Rows:

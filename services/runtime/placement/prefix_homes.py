@@ -7,7 +7,7 @@ import numpy as np
 
 from . import rendezvous
 from .candidates import Candidates
-from .engine_columns import BoolColumn, EngineColumns, FloatColumn
+from .engine_columns import EngineColumns, FloatColumn, Rows
 from .pool import Pool
 from .rules import WAITING_WEIGHT, Ask, Rule
 
@@ -39,43 +39,47 @@ def keys_of(block_hashes: Sequence[int]) -> Iterator[int]:
             return
 
 
-def is_home(engines: EngineColumns, pool: Pool, block_hashes: Sequence[int]) -> BoolColumn | None:
-    """Return whether the beginning of a prompt is at home on each engine, by row, shape [capacity]; None if it is at
-    home on no engine, or on all that prefill."""
+def homes_of(engines: EngineColumns, pool: Pool, block_hashes: Sequence[int]) -> Sequence[int]:
+    """Return the rows of the engines at which the beginning of a prompt is at home; none if it is at home on no engine,
+    or on all that prefill."""
     rows = pool.prefillers.rows
     if not block_hashes or len(rows) <= NUM_HOMES:
-        return None
+        return ()
     key = next(keys_of(block_hashes))
     if (homes := pool.homes.get(key)) is None:
         if len(pool.homes) >= MAX_KEYS:
             pool.homes.clear()
         weights = rendezvous.weights(engines.name_hash[rows], key)
-        homes = pool.homes[key] = rows[np.argpartition(weights, -NUM_HOMES)[-NUM_HOMES:]]
-    at_home = np.zeros(engines.capacity, np.bool_)
-    at_home[homes] = True
-    return at_home
+        homes = pool.homes[key] = tuple(rows[np.argpartition(weights, -NUM_HOMES)[-NUM_HOMES:]].tolist())
+    return homes
 
 
-def rule(keys: Sequence[int], loads: FloatColumn) -> Rule:
-    """Return the rule by which the engine of a prompt is best: its home with the least to do. If all homes have too
-    much to do, so is the engine with the least to do.
+def rule(keys: Sequence[int], loads: FloatColumn, holders: Sequence[int] = ()) -> Rule:
+    """Return the rule by which the engine of a prompt is best: a holder or, if there is none that has not too much to
+    do, its home with the least to do. If all homes have too much to do, so is the engine with the least to do.
 
     Args:
         keys: Hashes of prefixes of the prompt, the one that most requests share first; at least one.
         loads: What each engine has to do, by row, shape [capacity].
+        holders: Rows of engines that have the prompt's beginning in their caches.
     """
 
     def cost(engines: EngineColumns, candidates: Candidates, ask: Ask) -> FloatColumn:
         costs = np.ones(len(candidates))
-        costs[_best(engines.name_hash[candidates.index], loads[candidates.index], keys)] = 0
+        able = np.isin(candidates.rows, holders).nonzero()[0]
+        costs[_best(engines.name_hash[candidates.index], loads[candidates.index], keys, able)] = 0
         return costs
 
     return cost
 
 
-def _best(names: np.ndarray[tuple[int], np.dtype[np.uint64]], loads: FloatColumn, keys: Sequence[int]) -> int:
-    """Return the position of the best engine; ``names``, ``loads``: shape [n], at least one."""
+def _best(
+    names: np.ndarray[tuple[int], np.dtype[np.uint64]], loads: FloatColumn, keys: Sequence[int], holders: Rows
+) -> int:
+    """Return the position of the best engine; ``names``, ``loads``: shape [n], at least one; ``holders``: positions."""
     limit = OVERLOAD * float(loads.mean()) + _SLACK
+    if len(holders) and loads[holders].min() <= limit:
+        return int(holders[loads[holders].argmin()])
     order = np.arange(len(names))
     for key in keys:
         order = rendezvous.weights(names, key & _KEY_BITS).argsort()[::-1]

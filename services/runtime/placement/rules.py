@@ -4,7 +4,7 @@
 between engines of equal cost.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -14,16 +14,13 @@ from numpy.typing import NDArray
 from tokenloom.v1.types_pb2 import EngineRole
 
 from .candidates import Candidates
-from .engine_columns import BoolColumn, EngineColumns, FloatColumn, IntColumn
+from .engine_columns import EngineColumns, FloatColumn, IntColumn
 
 WAITING_WEIGHT = 4
 """A waiting request weighs four running ones: it will cost a prefill, and it shows that there was no room."""
 
 HOME_SHARE = 0.1
 """A home is preferred as if it had computed so much of the prompt already."""
-BATCH_STEPS = 64.0
-"""As many steps of a full batch count for the share of it that is taken: what a request costs and is cost after its
-prefill, while it and the others decode together."""
 EXCESS = 1.2
 """An engine with more than so many times the mean of the requests is passed over, also by what it has cached, unless it
 saves more than :data:`EXCESS_STEPS` for each request that it has too many: a prefix that many requests share is
@@ -45,14 +42,13 @@ class Ask:
         prompt_tokens: All tokens of the prompt; at least 1.
         cached_tokens: Tokens of the prompt in each engine's KV cache as far as is known, by row, shape [capacity]; None
             if no engine has any.
-        is_home: Whether the prompt's beginning is at home on an engine, by row, shape [capacity]; None: it has no home,
-            or the rule does not ask.
+        homes: Rows of the engines at which the prompt's beginning is at home; none, if the rule does not ask.
     """
 
     role: EngineRole
     prompt_tokens: int
     cached_tokens: IntColumn | None = None
-    is_home: BoolColumn | None = None
+    homes: Sequence[int] = ()
 
 
 Rule: TypeAlias = Callable[[EngineColumns, Candidates, Ask], NDArray[np.int64] | NDArray[np.float64]]
@@ -81,26 +77,24 @@ def cost(engines: EngineColumns, candidates: Candidates, ask: Ask) -> FloatColum
     """Return the seconds that the leg is expected to cost there.
 
     They are the time to compute the uncached prompt tokens that wait there and those of the leg, at the engine's own
-    rate, :data:`BATCH_STEPS` of the mean steps as far as its batch is full, waiting requests included, and
+    rate, :data:`.BATCH_STEPS` of the mean steps as far as its batch is full, waiting requests included, and
     :data:`EXCESS_STEPS` for each request above :data:`EXCESS` times the mean. A decode leg computes no prompt. A home
     of the prompt counts as if it had computed :data:`HOME_SHARE` of it.
     """
     index, speeds = candidates.index, candidates.speeds(engines)
-    requests: FloatColumn = (engines.waiting[index] + engines.running[index]).astype(np.float64)
-    excess = requests - np.array(EXCESS * requests.sum() / len(requests))
-    np.maximum(excess, _NONE, out=excess)
-    excess *= np.array(EXCESS_STEPS * speeds.step_seconds)
-    requests /= speeds.seats
-    requests *= np.array(BATCH_STEPS * speeds.step_seconds)
-    requests += excess
-    seconds = requests
+    requests = engines.waiting[index] + engines.running[index]
+    limit = np.array(EXCESS / len(requests) * float(np.add.reduce(requests)))
+    seconds: FloatColumn = np.maximum(requests, limit)
+    seconds -= limit
+    seconds *= np.array(EXCESS_STEPS * speeds.step_seconds)
+    seconds += requests * speeds.seconds_per_request
     if ask.role == _DECODE:
         return seconds
     tokens: FloatColumn = engines.uncached_tokens[index] + np.array(float(ask.prompt_tokens))
     if ask.cached_tokens is not None:
         tokens -= ask.cached_tokens[index]
-    if ask.is_home is not None:
-        tokens -= ask.is_home[index] * np.array(HOME_SHARE * ask.prompt_tokens)
+    for home in candidates.positions(ask.homes) if ask.homes else ():
+        tokens[home] -= HOME_SHARE * ask.prompt_tokens
     tokens *= speeds.seconds_per_token
     seconds += tokens
     return seconds

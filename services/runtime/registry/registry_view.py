@@ -9,6 +9,8 @@ from .engine_loads import set_loads
 
 _MAX_PENDING = 32
 """Messages whose loads wait at most until the owner of the view asks for them."""
+_MAX_PREFIXES = 1 << 14
+"""Beginnings of prompts that are kept: twice as many as a coordinator remembers."""
 
 
 class RegistryView:
@@ -41,6 +43,7 @@ class RegistryView:
         self._pending: dict[int, tuple[EngineLoads, int]] = {}
         self._num_pending = 0  # messages
         self._engines: Sequence[EngineEntry] | None = None
+        self._prefixes: dict[int, tuple[int, int]] = {}  # the latest last
 
     @property
     def engines(self) -> Sequence[EngineEntry]:
@@ -59,6 +62,10 @@ class RegistryView:
     def identities(self) -> Iterator[EngineIdentity]:
         """Those of all engines."""
         return (entry.identity for entry in self._entries.values())
+
+    def engines_of(self, block_hash: int) -> Sequence[int]:
+        """Return the numbers of engines that were given a prompt with this beginning; empty: it is not known."""
+        return self._prefixes.get(block_hash, ())
 
     def update_loads(self) -> None:
         """Give the entries of :attr:`engines` the loads that have arrived since they were read last."""
@@ -87,6 +94,8 @@ class RegistryView:
         self._names.clear()
         self._pending.clear()
         self._num_pending = 0
+        self._prefixes.clear()
+        self._take_prefixes(message)
         self._take_adapters(message)
         for entry in message.engines:
             self._put(entry)
@@ -106,6 +115,7 @@ class RegistryView:
         if not all(map(self._names.__contains__, numbers)):
             return False
         self._keep_loads(message.loads)
+        self._take_prefixes(message)
         if message.new_adapters:
             self._take_adapters(message)
         self._take_header(message)
@@ -117,6 +127,14 @@ class RegistryView:
     def _take_adapters(self, message: Snapshot) -> None:
         self.adapters = list(message.adapters)
         self.unloaded_adapters = list(message.unloaded_adapters)
+
+    def _take_prefixes(self, message: Snapshot) -> None:
+        columns = message.prefixes
+        for block_hash, *numbers in zip(columns.block_hash, columns.engine, columns.other_engine, strict=True):
+            self._prefixes.pop(block_hash, None)
+            self._prefixes[block_hash] = numbers[0], numbers[1]
+        while len(self._prefixes) > _MAX_PREFIXES:
+            del self._prefixes[next(iter(self._prefixes))]
 
     def _take_header(self, message: Snapshot) -> None:
         self.coordinator_epoch = message.coordinator_epoch

@@ -1,5 +1,6 @@
 """Cores of a data-parallel group in processes of their own, over the hash worker with experts."""
 
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.wire.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
+    ExpertLoads,
     FinishReason,
     GroupState,
     RequestType,
@@ -36,23 +38,33 @@ os._exit(run_engine_core(address, lambda config: UniProcExecutor(HashWorker(conf
 
 
 def rank_config(config: EngineConfig, directory: Path, rank: int, size: int = 2) -> EngineConfig:
-    """Return the configuration of one rank."""
+    """Return the configuration of one rank. The group is at a socket in ``directory``, unless ``config`` says where."""
     parallel = msgspec.structs.replace(
         config.parallel,
         data_parallel_size=size,
         data_parallel_rank=rank,
-        data_parallel_address=f"unix:{directory}/group",
+        data_parallel_address=config.parallel.data_parallel_address or f"unix:{directory}/group",
         data_parallel_timeout=30.0,
     )
     return msgspec.structs.replace(config, parallel=parallel)
 
 
-def start_rank(directory: Path, rank: int, size: int = 2, **settings: object) -> SyncMPClient:
+def free_port() -> int:
+    """Return a port of this host at which a hub may listen."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def start_rank(
+    directory: Path, rank: int, size: int = 2, *, step_seconds: float = 0.0, **settings: object
+) -> SyncMPClient:
     """Start one rank over the hash worker; ``settings`` are those of ``make_config``. It takes requests, and computes
     once its group is complete."""
     script = directory / "core.py"
     script.write_text(CORE)
     config = make_config(**settings)  # type: ignore[arg-type]
+    worker = msgspec.structs.replace(config.worker, step_seconds=step_seconds)
+    config = msgspec.structs.replace(config, worker=worker)
     return SyncMPClient(rank_config(config, directory, rank, size), command=[sys.executable, str(script)])
 
 
@@ -60,14 +72,23 @@ class Group:
     """A group whose coordinator is this object: it passes on starts of waves, and collects what the ranks answer."""
 
     def __init__(
-        self, directory: Path, size: int = 2, *, config: EngineConfig | None = None, **settings: object
+        self,
+        directory: Path,
+        size: int = 2,
+        *,
+        config: EngineConfig | None = None,
+        has_coordinator: bool = True,
+        **settings: object,
     ) -> None:
-        """``config``: of ranks that compute a model; without it they run the hash worker with ``settings``."""
+        """``config``: of ranks that compute a model; without it they run the hash worker with ``settings``. Without a
+        coordinator the hub alone passes on starts of waves."""
+        self._has_coordinator = has_coordinator
         self._directory, self._settings, self._config = directory, settings, config
         self.ranks: list[SyncMPClient] = []
         self.states: list[GroupState | None] = []
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
+        self.expert_loads: dict[int, ExpertLoads] = {}
         self.num_waves = 0
         self.num_unanswered = 0
         self._starts = WaveStarts()
@@ -97,8 +118,10 @@ class Group:
         """Read outputs until a condition holds. Raises ``EngineDeadError`` if a rank ends."""
         deadline = time.monotonic() + seconds
         poller = zmq.Poller()
-        for client in self.ranks:
+        for rank, client in enumerate(self.ranks):
             poller.register(client._output, zmq.POLLIN)
+            while client._early:  # read while a utility's answer was awaited
+                self._take(rank, client._early.popleft())
         while not until():
             assert time.monotonic() < deadline, f"{self.states}, {len(self.ended)} of {len(self.tokens)} requests ended"
             ready = dict(poller.poll(100))
@@ -125,6 +148,8 @@ class Group:
             self.tokens[output.request_id] += output.new_token_ids
             if output.finish_reason is not None:
                 self.ended[output.request_id] = output.finish_reason
+        if outputs.expert_loads is not None:
+            self.expert_loads[rank] = outputs.expert_loads
         if outputs.utility_output is not None:
             outputs.utility_output.value()
             self.num_unanswered -= 1
@@ -132,5 +157,5 @@ class Group:
             self.states[rank] = state
             self.num_waves = max(self.num_waves, 1 + (-1 if state.wave_complete is None else state.wave_complete))
             self._starts.report(str(rank), state.start_wave, state.wave_complete)
-            for name, wave in self._starts.due():
+            for name, wave in self._starts.due() if self._has_coordinator else ():
                 self.ranks[int(name)]._send(RequestType.START_DP_WAVE, wave)

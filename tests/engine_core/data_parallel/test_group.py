@@ -37,6 +37,16 @@ def test_one_rank_is_busy_while_the_other_is_idle_and_both_rest_afterwards(group
     assert group.num_waves == 2
 
 
+def test_ranks_of_different_meshes_begin_waves_without_a_coordinator(socket_dir: Path) -> None:
+    group = Group(socket_dir, has_coordinator=False)
+    for rank in (1, 0):
+        group.add(rank, make_request(f"r{rank}", [rank, 9], max_tokens=40))
+        group.finish()
+        group.pump(group.is_resting)
+    assert group.tokens == {f"r{rank}": expected([rank, 9], 40) for rank in (0, 1)}
+    group.close()
+
+
 def test_requests_of_both_ranks_are_served_in_one_wave(group: Group) -> None:
     for number in range(20):
         group.add(number % 2, make_request(f"r{number}", [number, 7], max_tokens=5 + number))
@@ -93,6 +103,19 @@ def test_a_lost_rank_ends_the_others_within_three_seconds(group: Group, lost: in
     assert time.monotonic() - killed_at < 3.0
     with pytest.raises(EngineDeadError):
         group.ranks[1 - lost].get_output()
+
+
+def test_a_rank_whose_step_does_not_end_ends_with_its_group(socket_dir: Path) -> None:
+    """So does a step that waits for rows of a machine that has vanished."""
+    group = Group(socket_dir, step_seconds=600.0)
+    group.add(0, make_request("a", [1, 2], max_tokens=5))
+    group.pump(lambda: all(state is not None and state.start_wave == 0 for state in group.states))
+    lost, waiting = group.ranks[1].pid, group.ranks[0].pid
+    assert lost is not None
+    assert waiting is not None
+    os.kill(lost, signal.SIGKILL)
+    assert wait_until(lambda: has_ended(waiting), 30.0)
+    group.close()
 
 
 def test_a_rank_with_another_setting_is_refused_by_name(socket_dir: Path) -> None:

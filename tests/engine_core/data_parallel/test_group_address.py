@@ -13,11 +13,16 @@ def test_addresses_of_this_host_are_taken(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "error"), [("10.77.0.1:7000", "run on one host so far"), ("group.sock", "use unix:/path or host:port")]
+    ("address", "error"),
+    [("10.77.0.1:7000", "name a data_parallel_secret_file"), ("group.sock", "use unix:/path or host:port")],
 )
 def test_others_are_refused_by_name(address: str, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         check_address(address)
+
+
+def test_other_hosts_are_reached_with_a_secret() -> None:
+    check_address("10.77.0.1:7000", has_secret=True)
 
 
 def test_a_socket_that_an_earlier_process_left_is_replaced(socket_dir: Path) -> None:

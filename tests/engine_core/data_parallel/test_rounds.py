@@ -4,6 +4,7 @@ import pytest
 
 from tokenloom.engine_core.data_parallel.messages import (
     Accepted,
+    Called,
     Newcomers,
     Outcome,
     Refused,
@@ -34,6 +35,14 @@ def test_the_first_ranks_become_members_together() -> None:
     assert rounds.join(1) == [(1, Accepted())]
     assert rounds.join(0) == [(0, Accepted()), (0, welcome), (1, welcome)]
     assert isinstance(rounds.join(1)[0][1], Refused), "its process is still there"
+
+
+def test_the_first_vote_of_a_wave_calls_the_other_ranks() -> None:
+    rounds = complete(3)
+    assert rounds.vote(1, Vote(5, 0, Want.RUN, 3)) == [(0, Called(5)), (2, Called(5))]
+    assert rounds.vote(0, Vote(5, 0, Want.IDLE, 3)) == []
+    assert len(rounds.vote(2, Vote(5, 0, Want.IDLE, 3))) == 3
+    assert rounds.vote(1, Vote(5, 32, Want.RUN, 3)) == [], "all ranks run, and will vote"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from tests.engine_core.helpers import make_config, make_request
 from tokenloom.engine_core.config import ParallelConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.data_parallel.messages import Outcome, Verdict, Vote, Want, Welcome
+from tokenloom.engine_core.data_parallel.messages import Called, Outcome, Verdict, Vote, Want, Welcome
 from tokenloom.engine_core.data_parallel.wave_loop import WaveLoop
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
@@ -89,6 +89,15 @@ def test_a_pause_is_complete_when_the_wave_has_ended() -> None:
     assert not rank.tokens
     rank.core.resume()
     assert rank.votes.cast_votes[-1] == Vote(1, 0, Want.RUN, 2)
+
+
+def test_a_rank_without_requests_votes_when_another_one_calls() -> None:
+    rank = Rank()
+    rank.loop.take(Called(0))
+    rank.loop.take(Called(0))
+    assert rank.votes.cast_votes == [Vote(0, 0, Want.IDLE, 2)]
+    rank.decide(Verdict.RUN)
+    assert rank.loop.has_work()
 
 
 def test_the_null_block_belongs_to_no_request() -> None:

@@ -109,6 +109,16 @@ def test_the_same_tokens_where_they_come_later_than_the_next_step(model, with_gr
     assert link.num_sends == len(unknown)
 
 
+def test_a_step_that_draws_nothing_ends_with_the_device(model):
+    link = LateLink()
+    runner = make_runner(model, None, link)
+    begin(runner, {"a": 11}, news=[new("a")])
+    pending = begin(runner, {"c": 17}, news=[new("c")])
+    assert link.num_done == 0
+    assert pending.result().sampled_token_ids == [[]]
+    assert link.num_done == 1, "what the device was given before is done, too"
+
+
 def test_all_graphs_are_captured_ahead_and_replayed_in_place(model):
     capture = OpCapture()
     runner = make_runner(model, capture, LateLink())

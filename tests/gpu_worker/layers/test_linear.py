@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tokenloom.gpu_worker.layers import packed_linear
+from tokenloom.gpu_worker.layers.interface import Unpackable
 from tokenloom.gpu_worker.layers.linear import PlainLinear, make_linear
 from tokenloom.gpu_worker.layers.packed_linear import PackedLinear, can_pack
 
@@ -43,6 +44,16 @@ def test_the_weight_itself_is_released():
     del weight
     assert gone() is None
     assert layer(random(2, 48)).shape == (2, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 48), (1, 7), (503, 130)])
+def test_a_layer_gives_its_weight_back_however_it_is_packed(outputs, inputs, dtype):
+    weight = random(outputs, inputs).to(dtype)
+    layer = make_linear(weight.clone())
+    assert isinstance(layer, Unpackable)
+    assert torch.equal(layer.unpacked(), weight)
+    assert torch.equal(PlainLinear(weight, None).unpacked(), weight)
 
 
 def test_bfloat16_packs_or_not_but_multiplies():

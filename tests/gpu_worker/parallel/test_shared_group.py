@@ -12,6 +12,7 @@ from tests.gpu_worker.parallel.rank_threads import parallel
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.parallel import shared_group
 from tokenloom.gpu_worker.parallel.group import Group, join_ranks
+from tokenloom.gpu_worker.parallel.recordable_group import RecordableGroup
 from tokenloom.gpu_worker.parallel.shared_group import SharedGroup
 from tokenloom.gpu_worker.parallel.torch_group import TorchGroup
 
@@ -38,7 +39,8 @@ def tensors(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_rank_gets_the_same_sum(size: int, dtype: torch.dtype, tmp_path: Path) -> None:
     def add(group: Group) -> list[torch.Tensor]:
-        assert isinstance(group, SharedGroup)
+        assert isinstance(group, RecordableGroup)
+        assert isinstance(group.inner, SharedGroup)
         return [group.all_reduce(x) for x in tensors(group.rank, dtype)]
 
     first, *others = run_ranks(size, tmp_path, add)
@@ -56,7 +58,8 @@ def test_gloo_replaces_the_memory_where_no_kernel_can_be_built(tmp_path: Path, m
     monkeypatch.setattr(shared_group, "load_sums", unavailable)
 
     def add(group: Group) -> tuple[list[float], list[list[float]]]:
-        assert isinstance(group, TorchGroup)
+        assert isinstance(group, RecordableGroup)
+        assert isinstance(group.inner, TorchGroup)
         x = torch.tensor([1.0, 10.0]) * (group.rank + 1)
         return group.all_reduce(x.clone()).tolist(), group.all_gather(x).tolist()
 

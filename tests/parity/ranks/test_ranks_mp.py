@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,9 @@ from tokenloom.engine_core.errors import WorkerLostError
 from tokenloom.engine_core.executor import make_executor
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.model_path import DEMO_MODEL
 from tokenloom.services.engine.core.workers import WORKER_COMMAND, make_worker
 
 LIMITS = [12] * 3
@@ -39,6 +43,7 @@ def test_processes_give_the_tokens_of_one(name: str, shape: tuple[int, ...], tmp
     assert engine.generate(prompts, LIMITS, **drawn) == alone.generate(prompts, LIMITS, **drawn)
     executor = engine.core.executor
     assert isinstance(executor, MultiprocExecutor)
+    assert executor._rendezvous is None, "the workers have met, so that nothing is left if all are killed now"
     lost, killed_at = threading.Event(), time.monotonic()
     executor.on_failure(lost.set)
     os.kill(executor.workers[0].pid, signal.SIGKILL)
@@ -49,3 +54,25 @@ def test_processes_give_the_tokens_of_one(name: str, shape: tuple[int, ...], tmp
     engine.core.replace_workers()
     assert engine.generate(prompts, LIMITS) == expected
     engine.core.shutdown()
+
+
+def test_a_rank_lost_in_a_recorded_step_ends_it() -> None:
+    """The other rank waits for its sum in a kernel, without the interpreter."""
+    engine = Engine(DEMO_MODEL, num_blocks=60, dtype="bfloat16", parallel=parallel(2), executor=in_processes)
+    executor, core = engine.core.executor, engine.core
+    assert isinstance(executor, MultiprocExecutor)
+    params = SamplingParams(max_tokens=200, seed=0, temperature=0.0)
+    core.add_request(EngineCoreRequest("a", [5, 6, 7], params))
+    for _ in range(5):
+        core.step()
+    os.kill(executor.workers[1].pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as thread:
+        step = thread.submit(core.step)
+        with pytest.raises(TimeoutError):
+            step.result(0.2)
+        killed_at = time.monotonic()
+        os.kill(executor.workers[1].pid, signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match="worker 1 ended with status -9"):
+            step.result(3.0)
+    assert time.monotonic() - killed_at < 3.0
+    core.shutdown()

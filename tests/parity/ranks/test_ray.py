@@ -1,16 +1,25 @@
 """An engine over a Ray cluster of two nodes on this machine: tensor parallel, each rank on a node of its own."""
 
+import asyncio
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
+from tests.engine_core.processes import has_ended, wait_until
+from tests.gpu_worker.kv_connector.engine_pair import MAKE, Pair
+from tests.mesh.asking import ask
+from tests.mesh.harness import SOON, Mesh
 from tests.parity.engine import Engine
+from tests.parity.ranks.test_ranks_kv import GREEDY, PROMPT, of_two
 from tests.parity.reference import SMALL_CONFIGS, save_random
-from tokenloom.engine_core.config import EngineConfig, ParallelConfig
+from tokenloom.engine_core.config import EngineConfig, ParallelConfig, WorkerConfig
 from tokenloom.engine_core.errors import ExecutorFailedError, WorkerLostError
 from tokenloom.engine_core.executor import make_executor
 from tokenloom.engine_core.executor.executor import Executor
@@ -26,8 +35,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """Two nodes of two processors each, without a dashboard."""
+def cluster() -> Iterator[Any]:
+    """Two nodes of a processor each, without a dashboard."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import ray
@@ -36,7 +45,7 @@ def cluster() -> Iterator[None]:
         nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         nodes.add_node(num_cpus=1)
         ray.init(address=nodes.address, log_to_driver=False)
-    yield
+    yield nodes
     ray.shutdown()
     nodes.shutdown()
 
@@ -51,7 +60,7 @@ def two_ranks(tp: int, pp: int) -> ParallelConfig:
 
 @pytest.mark.parametrize(("name", "tp", "pp"), [("qwen3_moe", 2, 1), ("llama", 1, 2)])
 def test_ranks_on_two_nodes_give_the_tokens_of_one_process(
-    cluster: None, name: str, tp: int, pp: int, tmp_path: Path
+    cluster: Any, name: str, tp: int, pp: int, tmp_path: Path
 ) -> None:
     path = save_random(name, tmp_path, **SMALL_CONFIGS[name])
     generator = np.random.default_rng(5)
@@ -60,9 +69,7 @@ def test_ranks_on_two_nodes_give_the_tokens_of_one_process(
     engine = Engine(path, num_blocks=60, parallel=two_ranks(tp, pp), executor=on_ray)
     executor = engine.core.executor
     assert isinstance(executor, RayExecutor)
-    import ray
-
-    assert len({node for node, _ in ray.get([actor.address.remote() for actor in executor.actors])}) == 2
+    assert len(set(executor.nodes)) == 2
     assert engine.generate(prompts, limits) == alone.generate(prompts, limits)
     drawn = {"temperature": 1.0, "top_p": 0.9}
     assert engine.generate(prompts, limits, **drawn) == alone.generate(prompts, limits, **drawn)
@@ -70,7 +77,7 @@ def test_ranks_on_two_nodes_give_the_tokens_of_one_process(
     engine.core.shutdown()
 
 
-def test_a_rank_that_ends_ends_its_engine(cluster: None, tmp_path: Path) -> None:
+def test_a_rank_that_ends_ends_its_engine(cluster: Any, tmp_path: Path) -> None:
     import threading
 
     import ray
@@ -91,7 +98,50 @@ def test_a_rank_that_ends_ends_its_engine(cluster: None, tmp_path: Path) -> None
     executor.shutdown()
 
 
-def test_more_workers_than_the_cluster_has_room_for(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom.engine_core.executor.ray_executor._PLACEMENT_SECONDS", 1.0)
+def test_the_parts_of_ranks_on_ray_move(cluster: Any) -> None:
+    alone = Pair(MAKE["shm"])
+    expected = alone.ask("a", PROMPT, GREEDY)
+    alone.close()
+
+    def two_on_ray(config: EngineConfig) -> Executor:
+        worker = msgspec.structs.replace(config.worker, device="cpu")
+        return on_ray(msgspec.structs.replace(config, worker=worker, parallel=two_ranks(2, 1)))
+
+    pair = Pair(MAKE["unix"], two_on_ray, of_two)
+    assert isinstance(pair.prefill.core.executor, RayExecutor)
+    assert len(set(pair.prefill.core.executor.nodes)) == 2
+    assert pair.ask("a", PROMPT, GREEDY) == expected
+    stats, pool = pair.decode.core.scheduler.stats(), pair.decode.core.executor.kv_pool()
+    assert stats.kv_bytes_received == {"socket": 7 * pool.block_bytes}
+    assert stats.kv_recomputes == {}
+    pair.close()
+
+
+def test_more_workers_than_the_cluster_has_room_for(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenloom.engine_core.executor.ray_cluster._PLACEMENT_SECONDS", 1.0)
     with pytest.raises(ExecutorFailedError, match="no room for 4 workers with a CPU each"):
-        on_ray(EngineConfig(parallel=two_ranks(2, 2)))
+        on_ray(EngineConfig(parallel=two_ranks(2, 2), worker=WorkerConfig(device="cpu")))
+
+
+async def test_a_lost_node_ends_its_engine_and_requests_go_on_elsewhere(
+    cluster: Any, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last test of this file: the cluster has one node afterwards."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    common = {"hash_step_seconds": 0.001}
+    on_nodes = common | {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}
+    mesh = Mesh(socket_dir, engines=2, engine=lambda index: common if index else on_nodes)
+    async with mesh.running(), mesh.http() as http, asyncio.timeout(SOON):
+        asked = [asyncio.create_task(ask(http, [number, 5], 200)) for number in range(12)]
+        while not await mesh.gauge("requests_running", "engine-0"):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        (core,) = (child for child in psutil.Process().children() if "engine-0" in child.cmdline())
+        (node,) = cluster.worker_nodes
+        await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
+        lost_at = time.monotonic()
+        assert await asyncio.to_thread(wait_until, lambda: has_ended(core.pid), SOON)
+        assert time.monotonic() - lost_at < 3.0
+        for number, answer in enumerate(await asyncio.gather(*asked)):
+            assert answer.error is None
+            assert answer.token_ids == mesh.expected([number, 5], 200)
+        await mesh.engines[0].kill()

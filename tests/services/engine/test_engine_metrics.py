@@ -11,6 +11,7 @@ from tokenloom.engine_core.wire.handshake import CoreReady
 from tokenloom.engine_core.wire.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
+    ExpertBalance,
     ExpertLoads,
     LogitsStats,
     SchedulerStats,
@@ -95,3 +96,13 @@ def test_loads_are_shown_for_models_with_experts(experts_per_token: int) -> None
     ]
     balance = [registry.get_sample_value("tokenloom_expert_imbalance", {**labels, "layer": str(i)}) for i in range(2)]
     assert (tokens, balance) == (([5, 0, 7], [1.75, 1.0]) if experts_per_token else ([None] * 3, [None] * 2))
+    assert registry.get_sample_value("tokenloom_expert_balancedness", labels) is None
+
+
+def test_the_balance_of_ranks_is_shown_where_experts_move() -> None:
+    registry = CollectorRegistry()
+    metrics = EngineMetrics(registry, "m", "e")
+    metrics.observe_ready(CoreReady(8, 64, 100, 16, "layout", "n", experts_per_token=2), enable_prefix_caching=True)
+    metrics.observe_step(EngineCoreOutputs(expert_loads=ExpertLoads([5], [1.0], ExpertBalance(0.75, 3, 8))))
+    names = ("tokenloom_expert_balancedness", "tokenloom_expert_plans_total", "tokenloom_experts_moved_total")
+    assert [registry.get_sample_value(name, {"model_name": "m", "engine": "e"}) for name in names] == [0.75, 3, 8]

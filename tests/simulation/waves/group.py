@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from tokenloom.engine_core.data_parallel.messages import (
     Accepted,
+    Called,
+    Challenge,
     Newcomers,
     Outcome,
     Refused,
@@ -109,6 +111,8 @@ class Group:
         match message:
             case Welcome():
                 rank.waves.welcome(message)
+            case Called():
+                rank.waves.start(message.wave)
             case Outcome():
                 rank.waves.decided(message)
             case Newcomers():
@@ -116,7 +120,7 @@ class Group:
                     rank.waves.call()
             case Refused():
                 self.violations.append(f"rank {rank.number} was refused: {message.reason}")
-            case Accepted():
+            case Accepted() | Challenge():
                 pass
         self._settle(rank)
 

@@ -31,6 +31,12 @@ def test_ranks_behind_a_balancer_have_no_address_for_waves() -> None:
     assert ranks.flags(1, SOCKET) == (*GROUP, "--data-parallel-rank", "3")
 
 
+def test_ranks_of_several_machines_meet_where_the_option_says() -> None:
+    ranks = LocalRanks(4, 2, 2, is_split=True, address="10.77.0.1:7000")
+    ranks.check()
+    assert ranks.flags(0, SOCKET)[-2:] == ("--data-parallel-address", "10.77.0.1:7000")
+
+
 @pytest.mark.parametrize(
     ("ranks", "error"),
     [

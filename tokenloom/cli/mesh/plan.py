@@ -43,7 +43,8 @@ def plan(
     With --apply, engines change their roles. No engine is started or stopped: the plan names the replicas that are
     wanted, and --metrics exports them to what scales the engines. Fewer are wanted only after 5 minutes of watching.
     """
-    from .plan_run import Output, coordinator_of, run  # here, because they take gRPC, which the help does not need
+    from .coordinator import coordinator_of  # here, because they take gRPC, which the help does not need
+    from .plan_run import Output, run
 
     with reported(), contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         address = coordinator or coordinator_of(port)

@@ -16,13 +16,10 @@ from tokenloom.planner.planner import Limits, Plan
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.peers import addresses
 from tokenloom.services.runtime.peers.callers import OPERATOR, PLANNER
-from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.peers.tls import MeshTLS
-from tokenloom.supervisor.state_dir import read_part_state
 
 from ..failures import CommandFailed
-from .top import find_mesh
+from .coordinator import tls_of
 
 REPLICAS = "tokenloom_planned_replicas"
 """Name of the gauge."""
@@ -79,7 +76,7 @@ async def run(
     if (task := asyncio.current_task()) is not None:
         # As the first process of a container it would otherwise ignore SIGTERM.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    controller = Controller(Channels(_tls(certs)), coordinator, goals, limits)
+    controller = Controller(Channels(tls_of(certs, PLANNER, OPERATOR)), coordinator, goals, limits)
     await _look(controller, must=every is None)
     while True:
         await asyncio.sleep(every or _FIRST_SECONDS)
@@ -90,14 +87,6 @@ async def run(
                 typer.secho(failure, fg="red", err=True)
         if every is None:
             return
-
-
-def coordinator_of(port: int | None) -> str:
-    """Return the address of the coordinator of a local mesh. Raises ``CommandFailed`` if there is none."""
-    for part in find_mesh(port).parts:
-        if part.service == "coordinator" and (state := read_part_state(Path(part.state_file))) is not None:
-            return state.address
-    raise CommandFailed("the coordinator of the mesh does not listen yet; try again")
 
 
 async def _look(controller: Controller, *, must: bool) -> dict[str, Plan]:
@@ -113,16 +102,6 @@ async def _look(controller: Controller, *, must: bool) -> dict[str, Plan]:
     if must and not plans:
         raise CommandFailed("no engine is serving, so there is nothing to plan")
     return plans
-
-
-def _tls(certs: Path | None) -> MeshTLS | None:
-    if certs is None:
-        return None
-    name = PLANNER if (certs / f"{PLANNER}.crt").exists() else OPERATOR
-    try:
-        return MeshTLS(CertificateFiles(certs / "ca.crt", certs / f"{name}.crt", certs / f"{name}.key", "certs"))
-    except InvalidArgument as error:
-        raise CommandFailed(error.message) from None
 
 
 def _text(model: str, plan: Plan) -> str:

@@ -15,8 +15,9 @@ from tokenloom.services.runtime.held_sockets.held_socket import adopt
 from tokenloom.services.runtime.peers import addresses
 from tokenloom.services.runtime.peers.tls import PublicTLS
 
-from ..app import App
+from ..app import STOPPED, App
 from ..byte_budget import ByteBudget
+from ..exchange import FAREWELL_SECONDS
 from ..turn_share import REQUESTS_PER_TURN, TurnShare
 from .connections import MIN_IDLE_SECONDS, Connections
 from .tls_front import TlsFronts
@@ -101,11 +102,13 @@ class HttpServer:
         await self._served.wait()
 
     async def stop(self) -> None:
-        """Drop the remaining connections."""
+        """End the remaining requests with an error, for which their clients have a moment, and all connections."""
         self._server.end()
         state = self._server.server_state
-        for task in list(state.tasks):
-            task.cancel()
+        if tasks := list(state.tasks):
+            for task in tasks:
+                task.cancel(STOPPED)
+            await asyncio.wait(tasks, timeout=FAREWELL_SECONDS)
         for connection in list(state.connections):
             connection.transport.abort()
         if self._server.fronts is not None:

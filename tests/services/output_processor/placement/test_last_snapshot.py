@@ -5,11 +5,20 @@ import pytest
 from tests.services.output_processor.fakes import entry
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.feed.snapshot_feed import SnapshotFeed
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey, LastSnapshot
 from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.subset import Position
 from tokenloom.services.runtime.registry.registry_view import RegistryView
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineState, PickRequest, Snapshot, Subset
+from tokenloom.v1.coordinator_pb2 import (
+    EngineIdentity,
+    EngineReport,
+    EngineState,
+    PickRequest,
+    Snapshot,
+    Subset,
+    WatchRequest,
+)
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
 BOTH, PREFILL, DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
@@ -184,3 +193,36 @@ def test_a_subset_is_used_as_the_coordinator_does() -> None:
     assert {snapshot.pick(request).engine.engine_id for _ in range(40)} == near
     failed = [EngineKey(name, 1) for name in near]
     assert snapshot.pick(request, failed).engine.engine_id not in near
+
+
+def test_a_prefix_is_placed_where_the_coordinator_has_placed_it_until_that_engine_has_too_much_to_do() -> None:
+    registry = Registry(1, Clock(), settle_seconds=0)
+    feed = SnapshotFeed(registry)
+    for name in names(16):
+        served = identity(name, block_size=16)
+        served.num_kv_blocks = 1000
+        registry.join(served, EngineReport(role=BOTH, state=EngineState.ENGINE_STATE_SERVING, free_kv_blocks=1000))
+    request = PickRequest(role=PREFILL, prompt_tokens=512, fingerprint=OURS, block_hash_prefixes=range(100, 132))
+    (log, revision), followed = (feed.log(WatchRequest(changes=True)), None), RegistryView()
+    snapshot = LastSnapshot(OURS, Clock())
+
+    def follow(revision: int | None) -> int:
+        for published in log.after(revision):
+            revision = published.revision
+            assert followed.take(Snapshot.FromString(published.data))
+        snapshot.update(followed)
+        return log.revision
+
+    revision = follow(revision)
+    holder = registry.pick(request).engine.engine_id
+    feed.publish(1.0)
+    follow(revision)
+    placed = [snapshot.pick(request).engine.engine_id for _ in range(12)]
+    assert placed[:2] == [holder] * 2
+    assert set(placed) != {holder}
+    again = LastSnapshot(OURS, Clock())
+    late = RegistryView()
+    (everything,) = log.after(None)
+    late.take(Snapshot.FromString(everything.data))
+    again.update(late)
+    assert again.pick(request).engine.engine_id == holder, "one that begins to watch learns it too"

@@ -28,26 +28,22 @@ def test_the_coordinator_prefers_the_homes_that_output_processors_know() -> None
     columns, pool = fleet(20)
     for prompt in range(50):
         hashes = [1000 * prompt + block for block in range(20)]
-        at_home = prefix_homes.is_home(columns, pool, hashes)
-        assert at_home is not None
-        homes = set(np.flatnonzero(at_home).tolist())
+        homes = set(prefix_homes.homes_of(columns, pool, hashes))
         assert len(homes) == NUM_HOMES
         chosen = prefix_homes.rule(tuple(prefix_homes.keys_of(hashes)), np.zeros(columns.capacity))
         assert int(chosen(columns, pool.engines, Ask(BOTH, 320)).argmin()) in homes
-        again = prefix_homes.is_home(columns, pool, hashes)
-        assert again is not None
-        assert set(np.flatnonzero(again).tolist()) == homes
+        assert set(prefix_homes.homes_of(columns, pool, hashes)) == homes
 
 
 def test_without_hashes_or_with_few_engines_nothing_is_preferred() -> None:
     columns, pool = fleet(NUM_HOMES)
-    assert prefix_homes.is_home(columns, pool, [1, 2]) is None
+    assert not prefix_homes.homes_of(columns, pool, [1, 2])
     columns, pool = fleet(20)
-    assert prefix_homes.is_home(columns, pool, []) is None
+    assert not prefix_homes.homes_of(columns, pool, [])
 
 
 def test_of_a_pool_a_bounded_number_of_prefixes_is_remembered() -> None:
     columns, pool = fleet(4)
     for prompt in range(prefix_homes.MAX_KEYS + 10):
-        prefix_homes.is_home(columns, pool, [prompt])
+        prefix_homes.homes_of(columns, pool, [prompt])
     assert len(pool.homes) <= prefix_homes.MAX_KEYS

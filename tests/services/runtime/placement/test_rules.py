@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from tokenloom.services.runtime.placement.candidates import Candidates
+from tokenloom.services.runtime.placement.candidates import BATCH_STEPS, Candidates
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns
 from tokenloom.services.runtime.placement.rank import best
-from tokenloom.services.runtime.placement.rules import BATCH_STEPS, EXCESS, EXCESS_STEPS, HOME_SHARE, Ask, cost
+from tokenloom.services.runtime.placement.rules import EXCESS, EXCESS_STEPS, HOME_SHARE, Ask, cost
 from tokenloom.v1.types_pb2 import EngineRole
 
 PREFILL, DECODE = EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
@@ -85,8 +85,6 @@ def test_what_was_not_measured_is_as_for_the_others(engines: EngineColumns) -> N
 
 
 def test_a_home_of_the_prompt_counts_as_if_it_had_computed_a_share(engines: EngineColumns) -> None:
-    at_home = np.zeros(16, np.bool_)
-    at_home[1] = True
-    ask = Ask(PREFILL, 2000, None, at_home)
+    ask = Ask(PREFILL, 2000, homes=[1, 7])
     assert cost(engines, both(), ask) == pytest.approx([2.0, 2.0 * (1 - HOME_SHARE)])
-    assert cost(engines, both(), Ask(DECODE, 2000, None, at_home)) == pytest.approx([0, 0])
+    assert cost(engines, both(), Ask(DECODE, 2000, homes=[1])) == pytest.approx([0, 0])

@@ -1,6 +1,7 @@
 """Where HTTP is served, and how it ends."""
 
 import asyncio
+import logging
 import os
 import socket
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.plain_text import PLAIN_TEXT
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
 from tokenloom.request import errors
 from tokenloom.services.gateway.http import server as server_package
@@ -76,6 +78,25 @@ async def test_draining_answers_what_arrives_and_ends_each_connection(socket_dir
         await asyncio.wait_for(draining, SOON)
         with pytest.raises(httpx.ConnectError):
             await http.get("/health")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_request_that_outlasts_the_drain_ends_with_an_error(
+    socket_dir: Path, streams: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """uvicorn would log the traceback of a request that is only cancelled, and its client would lose the connection."""
+    mesh = FakeMesh(socket_dir)
+    body = {"model": MODEL, "prompt": "a", "stream": streams}
+    async with httpx.AsyncClient(timeout=SOON, verify=PLAIN_TEXT) as http:
+        async with mesh.gateway(drain_timeout=0.05):
+            live = asyncio.create_task(http.post(f"http://{mesh.http_address}/v1/completions", json=body))
+            request = await mesh.outputs.next_request()
+            if streams:
+                request.send("x", [120])
+        answer = await live
+    assert answer.status_code == (200 if streams else 503)
+    assert "the gateway stopped before the answer was complete" in answer.text
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_draining_waits_a_moment_for_the_next_request_of_a_kept_connection(socket_dir: Path) -> None:

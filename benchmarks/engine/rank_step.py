@@ -1,0 +1,120 @@
+"""Compares decode steps of engines with several workers: run from recordings, and computed operation by operation.
+
+``python -m tokenloom.bench.engine.rank_step`` runs both engines in turns, over processes of one thread each, and prints
+a JSON line for each way to divide the model and each batch size: the processor time of all workers for a step, which
+other programs on the machine change little, and its median time. The tokens of both engines must be equal.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.model_path import DEMO_MODEL
+from tokenloom.services.engine.core.workers import WORKER_COMMAND
+
+_TURNS = 5
+_WARM_STEPS = 8
+_SHAPES = ("tp2", "pp2")
+
+
+@dataclass(slots=True)
+class _Engine:
+    core: EngineCore
+    workers: list[psutil.Process]
+    cpu_seconds: list[float] = field(default_factory=list)
+    """Of all workers, for a step: the mean of each turn."""
+    step_seconds: list[float] = field(default_factory=list)
+
+
+@contextmanager
+def _engine(model: Path, shape: str, rows: int, *, eager: bool) -> Iterator[_Engine]:
+    size = int(shape[2:])
+    parallel = ParallelConfig(
+        tensor_parallel_size=size if shape.startswith("tp") else 1,
+        pipeline_parallel_size=size if shape.startswith("pp") else 1,
+    )
+    config = EngineConfig(
+        worker=WorkerConfig(model=str(model), device="cpu", num_threads=size, enforce_eager=eager),
+        cache=CacheConfig(num_blocks=64 * rows, enable_prefix_caching=False),
+        scheduler=SchedulerConfig(max_num_seqs=max(rows, size)),
+        parallel=parallel,
+        max_model_len=1000,
+    )
+    executor = MultiprocExecutor(config, WORKER_COMMAND)
+    core = EngineCore(config, executor)
+    try:
+        yield _Engine(core, [psutil.Process(worker.pid) for worker in executor.workers])
+    finally:
+        core.shutdown()
+
+
+def _turn(engine: _Engine, rows: int, steps: int, turn: int) -> list[int]:
+    """Decode ``rows`` requests for so many tokens each. Returns the tokens."""
+    core, tokens = engine.core, dict[str, list[int]]()
+    params = SamplingParams(max_tokens=_WARM_STEPS + steps, seed=0, temperature=0.0)
+    for row in range(rows):
+        tokens[name := f"{turn}-{row}"] = []
+        core.add_request(EngineCoreRequest(name, [5 + row, 6, 7], params))
+    began, started, count = 0.0, 0.0, 0
+    while core.has_work():
+        if count == 0 and all(len(each) >= _WARM_STEPS for each in tokens.values()):
+            began, started = _cpu_seconds(engine), time.perf_counter()
+            count = 1
+        for output in core.step().outputs:
+            tokens[output.request_id] += output.new_token_ids
+    engine.cpu_seconds.append((_cpu_seconds(engine) - began) / steps)
+    engine.step_seconds.append((time.perf_counter() - started) / steps)
+    return [token for each in tokens.values() for token in each]
+
+
+def _cpu_seconds(engine: _Engine) -> float:
+    times = [process.cpu_times() for process in engine.workers]
+    return sum(each.user + each.system for each in times)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a JSON line for each case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="checkpoint directory [the demo model]")
+    parser.add_argument("--shapes", nargs="+", default=_SHAPES, help="tpN or ppN, N workers [tp2 pp2]")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--steps", type=int, default=300, help="steps of a turn [300]")
+    options = parser.parse_args(arguments)
+    for shape in options.shapes:
+        for rows in options.rows:
+            with (
+                _engine(options.model, shape, rows, eager=True) as eager,
+                _engine(options.model, shape, rows, eager=False) as recorded,
+            ):
+                for turn in range(_TURNS):
+                    expected, found = (_turn(each, rows, options.steps, turn) for each in (eager, recorded))
+                    assert found == expected, "a recording changed a token"
+            print(json.dumps({"workers": shape, "rows": rows, **_result(eager, recorded)}), flush=True)
+
+
+def _result(eager: _Engine, recorded: _Engine) -> dict[str, float]:
+    cpu = [statistics.median(each.cpu_seconds) * 1e6 for each in (eager, recorded)]
+    step = [statistics.median(each.step_seconds) * 1e6 for each in (eager, recorded)]
+    return {
+        "eager_cpu_us": round(cpu[0]),
+        "recorded_cpu_us": round(cpu[1]),
+        "cpu_ratio": round(cpu[1] / cpu[0], 3),
+        "eager_step_us": round(step[0]),
+        "recorded_step_us": round(step[1]),
+    }
+
+
+if __name__ == "__main__":
+    main()

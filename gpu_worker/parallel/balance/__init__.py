@@ -1,0 +1,1 @@
+"""Moves experts between the ranks over which they are spread, so that all ranks are loaded evenly (EPLB)."""

@@ -1,0 +1,132 @@
+"""Sends the weights of moved experts to their new ranks, while these compute steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .moves import MoveList, Piece
+
+
+class Pending(Protocol):
+    """Stands for a message that may still be on its way."""
+
+    def wait(self) -> object:
+        """Return when it has been sent, or has arrived. Raises ``RuntimeError`` if the other rank is lost."""
+
+
+class WeightLink(Protocol):
+    """Joins the ranks over which the experts are spread, beside what their steps exchange."""
+
+    rank: int
+    size: int
+
+    def send(self, x: Tensor, rank: int, tag: int) -> Pending:
+        """Begin to send bytes, uint8 [n], which must not change before they are sent."""
+
+    def receive(self, x: Tensor, rank: int, tag: int) -> Pending:
+        """Begin to fill ``x``, uint8 [n]."""
+
+    def add(self, x: Tensor) -> Tensor:
+        """Return the sum of the tensors, int64, of all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """Describes the weights of each expert of a layer."""
+
+    matrices: tuple[tuple[int, int], ...]
+    """[out, in] of each matrix."""
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of an expert's weights."""
+        return self.dtype.itemsize * sum(outputs * inputs for outputs, inputs in self.matrices)
+
+    def pack(self, matrices: Sequence[Tensor]) -> Tensor:
+        """Return an expert's matrices as bytes of the host, uint8 [nbytes]."""
+        return torch.cat([each.contiguous().view(torch.uint8).flatten().cpu() for each in matrices])
+
+    def unpack(self, data: Tensor) -> list[Tensor]:
+        """Return the matrices in bytes that :meth:`pack` made, as views."""
+        sizes = [self.dtype.itemsize * outputs * inputs for outputs, inputs in self.matrices]
+        parts = data.split_with_sizes(sizes)
+        return [part.view(self.dtype).view(shape) for part, shape in zip(parts, self.matrices, strict=True)]
+
+
+class MovableExperts(Protocol):
+    """Holds the experts of one layer that are on this rank, by place."""
+
+    shape: ExpertShape
+
+    def weights_of(self, place: int) -> list[Tensor]:
+        """Return the matrices of an expert, [out, in] each."""
+
+    def prepare(self, place: int, matrices: list[Tensor]) -> None:
+        """Make another expert for a place, beside the one that it has."""
+
+    def switch(self) -> int:
+        """Use all prepared experts from the next step on. Returns how many they are."""
+
+    def forget_prepared(self) -> None:
+        """Drop the prepared experts."""
+
+
+class LayerTransfer:
+    """Carries out the moves of one layer, a turn for each step. All ranks take the same turns."""
+
+    def __init__(self, link: WeightLink, moves: MoveList) -> None:
+        self.moves = moves
+        self._link = link
+        self._sent: dict[int, Tensor] = {}  # bytes of experts, by their places
+        self._received: dict[int, Tensor] = {}  # as _sent
+        self._arriving: list[int] = []  # places whose last bytes are on their way
+        self._pending: list[Pending] = []
+        self._turn = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all weights have been sent."""
+        return self._turn == self.moves.num_turns
+
+    def post(self, layer: MovableExperts) -> None:
+        """Begin to send and receive the next bytes."""
+        for piece in self.moves.pieces(self._turn):
+            self._post(piece, layer)
+        self._turn += 1
+
+    def settle(self) -> None:
+        """Wait for what was begun."""
+        while self._pending:
+            self._pending.pop().wait()
+
+    def prepare(self, layer: MovableExperts) -> None:
+        """Make layers of the experts that have arrived."""
+        while self._arriving:
+            place = self._arriving.pop()
+            layer.prepare(place, layer.shape.unpack(self._received.pop(place)))
+
+    def give_up(self) -> None:
+        """Wait for what was begun, and free the memory."""
+        self.settle()
+        self._sent, self._received, self._arriving = {}, {}, []
+
+    def _post(self, piece: Piece, layer: MovableExperts) -> None:
+        rank, move, part = self._link.rank, piece.move, slice(piece.begin, piece.end)
+        source, target = move.source // self.moves.per_rank, move.target // self.moves.per_rank
+        if source == rank and move.source not in self._sent:
+            self._sent[move.source] = layer.shape.pack(layer.weights_of(move.source))
+        if target == rank:
+            if move.target not in self._received:
+                self._received[move.target] = torch.empty(layer.shape.nbytes, dtype=torch.uint8)
+            if piece.end == layer.shape.nbytes:
+                self._arriving.append(move.target)
+        if source == target == rank:
+            self._received[move.target][part] = self._sent[move.source][part]
+        elif source == rank:
+            self._pending.append(self._link.send(self._sent[move.source][part], target, move.target))
+        elif target == rank:
+            self._pending.append(self._link.receive(self._received[move.target][part], source, move.target))

@@ -27,11 +27,11 @@ def run(rows: Rows, target: Target = GPU) -> None:
         _attention(rows, target, [1] * count, length)
     _attention(rows, target, [target.pick(8192, 20)], target.pick(8192, 20))
     _attention(rows, target, [1] * target.pick(128, 2), target.pick(512, 40), _FP8_KV)
+    sampler_speeds.run(rows, target)
     counts = target.pick((1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192), (1, 20))
     for inputs, outputs in target.pick(((4096, 6144), (4096, 28672), (14336, 4096)), ((64, 32),)):
         for count in counts:
             _product(rows, target, count, inputs, outputs)
-    sampler_speeds.run(rows, target)
 
 
 def _attention(
@@ -62,8 +62,10 @@ def _attention(
     found = {}
     for name, way in ways.items():
         calls = target.pick(2 if is_prefill else 8, 1)
-        ms = target.graph_ms(lambda way=way: [way(cache) for cache in caches], calls) / len(caches)
-        found[name] = ms
+        ms = _ms(rows, target, f"attention, {what}, {name}", lambda way=way: [way(each) for each in caches], calls)
+        if ms is None:
+            continue
+        ms = found[name] = ms / len(caches)
         if is_prefill:
             rate = 2 * heads * size * length * length / ms / 1e9
             values = {"tflop_per_s": rate, **_share(rows, PRODUCT, "tflop_per_s", rate)}
@@ -125,14 +127,25 @@ def _product(rows: Rows, target: Target, count: int, inputs: int, outputs: int) 
         ways["fp8"] = [Fp8Linear(weight) for weight in weights]
     found = {}
     for name, layers in ways.items():
-        ms = target.graph_ms(lambda layers=layers: [layer(x) for layer in layers], target.pick(2, 1)) / len(layers)
-        found[name] = ms
+        what, calls = f"product {count} x {inputs} x {outputs}, {name}", target.pick(2, 1)
+        ms = _ms(rows, target, what, lambda layers=layers: [layer(x) for layer in layers], calls)
+        if ms is None:
+            continue
+        ms = found[name] = ms / len(layers)
         width = 1 if "fp8" in name else weights[0].itemsize
         speed, rate = inputs * outputs * width / ms / 1e6, 2 * count * inputs * outputs / ms / 1e9
         share = _share(rows, READ, "gb_per_s", speed) if count <= 64 else _share(rows, PRODUCT, "tflop_per_s", rate)
-        name = f"product {count} x {inputs} x {outputs}, {name}"
-        rows.add(name, us=ms * 1e3, gb_per_s=speed, tflop_per_s=rate, **share)
+        rows.add(what, us=ms * 1e3, gb_per_s=speed, tflop_per_s=rate, **share)
     _winner(rows, f"product {count} x {inputs} x {outputs}", {k: v for k, v in found.items() if "fp8" not in k})
+
+
+def _ms(rows: Rows, target: Target, name: str, run: Callable[[], object], calls: int) -> float | None:
+    """Return the milliseconds of a call; None, with a row that says why: this way does not work here, others may."""
+    try:
+        return target.graph_ms(run, calls)
+    except Exception as error:  # libraries have errors of their own
+        rows.add(name, note=f"{type(error).__name__}: {error}"[:200])
+        return None
 
 
 def _share(rows: Rows, name: str, column: str, value: float) -> dict[str, float]:

@@ -33,3 +33,15 @@ def test_speeds(tmp_path):
     assert {"share_of_ceiling", "us"} <= found[2].keys()
     assert any(row["name"].startswith("winner") for row in found)
     assert sum("sampler" in row["name"] for row in found) == 4
+
+
+def test_a_way_that_does_not_work_is_a_row_and_stops_no_other(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(speeds, "TritonLinear", lambda weight: fail)
+    rows = Rows("speeds", tmp_path)
+    speeds._product(rows, CPU, 1, 64, 32)
+    found = {row["name"].rpartition(", ")[2]: row for row in map(json.loads, rows.file.read_text().splitlines())}
+    assert found["Triton"]["note"] == "RuntimeError: no such kernel"
+    assert found["cuBLAS"]["us"] > 0

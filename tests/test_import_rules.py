@@ -52,6 +52,7 @@ PLAIN_DATA = {
     for name in (
         "adapter_files",
         "config",
+        "eplb_config",
         "kv_cache.kv_cache_config",
         "kv_cache.kv_groups",
         "kv_cache.pool_memory",
@@ -77,6 +78,7 @@ _MODULE_NAME = re.compile(r"tokenloom(\.[a-z_][a-z0-9_]*)+")
 EXTRA_LIBRARIES = {
     "tokenloom.engine_core.structured_output.llguidance_backend": {"llguidance"},
     "tokenloom.engine_core.structured_output.xgrammar_backend": {"xgrammar"},
+    "tokenloom.engine_core.executor.ray_cluster": {"ray"},
     "tokenloom.engine_core.executor.ray_executor": {"ray"},
     "tokenloom.engine_core.executor.ray_worker": {"ray"},
 }

@@ -1,5 +1,6 @@
 """The network between simulated processes: who listens where, how long bytes take, and which links are cut."""
 
+import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Callable
@@ -33,6 +34,7 @@ class Network:
         self._random = random
         self._trace = hashlib.blake2b(digest_size=16)
         self._listening: dict[str, tuple[Process, Find]] = {}  # by address
+        self._awaited: dict[str, list[asyncio.Future[None]]] = {}  # by address, until it changes who listens there
         self._cut: Counter[tuple[str, str]] = Counter()  # by names of sender and receiver
         self._slow: dict[str, float] = {}  # seconds that are added to each write from and to a part
         self.pipes: dict[Pipe, None] = {}
@@ -59,15 +61,23 @@ class Network:
     def listen(self, address: str, process: Process, find: Find) -> None:
         """Serve what ``find`` finds at ``address`` until the process ends."""
         self._listening[address] = process, find
+        self._announce(address)
 
     def unlisten(self, address: str, process: Process) -> None:
         """Stop serving at ``address``, unless another process has taken it over."""
         if (entry := self._listening.get(address)) is not None and entry[0] is process:
             del self._listening[address]
+            self._announce(address)
 
     def find(self, address: str) -> tuple[Process, Find] | None:
         """Return the process that listens there and what it serves; None: connections are refused."""
         return self._listening.get(address)
+
+    async def changed(self, address: str) -> None:
+        """Wait until a process begins to listen at ``address``, or none does any more."""
+        change: asyncio.Future[None] = self.loop.create_future()
+        self._awaited.setdefault(address, []).append(change)
+        await change
 
     # Faults
 
@@ -110,8 +120,14 @@ class Network:
         """Close what the process had open: its peers notice when the news arrives."""
         for address in [address for address, entry in self._listening.items() if entry[0] is process]:
             del self._listening[address]
+            self._announce(address)
         for pipe in [pipe for pipe in self.pipes if pipe.here is process]:
             pipe.die()
+
+    def _announce(self, address: str) -> None:
+        for change in self._awaited.pop(address, []):
+            if not change.done():
+                change.set_result(None)
 
     def _between(self, sender: str, receiver: str) -> list["Pipe"]:
         return [pipe for pipe in self.pipes if (pipe.here.name, pipe.there.name) == (sender, receiver)]

@@ -154,10 +154,13 @@ class Channel(grpc.aio.Channel):
         raise NotImplementedError
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        raise NotImplementedError
+        """Return whether a process listens there: each call of a simulated channel connects by itself."""
+        states = grpc.ChannelConnectivity
+        return states.TRANSIENT_FAILURE if self._network.find(self._address) is None else states.READY
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        raise NotImplementedError
+        while self.get_state() == last_observed_state:
+            await self._network.changed(self._address)
 
     async def channel_ready(self) -> None:
         raise NotImplementedError

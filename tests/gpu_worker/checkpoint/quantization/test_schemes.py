@@ -137,7 +137,7 @@ def test_w8a8_is_computed_in_int8(tmp_path: Path, run_model: RunModel) -> None:
         model = load_model(quantized, "bfloat16")
         found = run_model(model, [PROMPT], [[len(PROMPT)]])[0].log_softmax(-1)
         expected = run_model(load_model(plain, "float32"), [PROMPT], [[len(PROMPT)]])[0].log_softmax(-1)
-    assert isinstance(vars(vars(vars(model)["_layers"][0])["_mlp"])["_down"], Int8Linear)
+    assert isinstance(vars(vars(model)["_layers"][0].mlp)["_down"], Int8Linear)
     assert ((found - expected).abs() * expected.exp()).sum(-1).mean() < 0.05
 
 
@@ -149,7 +149,7 @@ def test_groups_are_computed_as_they_are_stored(name: str, bits: int, tmp_path: 
         model = load_model(quantized, "bfloat16")
         found = run_model(model, [PROMPT], [[len(PROMPT)]])[0].log_softmax(-1)
         expected = run_model(load_model(plain, "float32"), [PROMPT], [[len(PROMPT)]])[0].log_softmax(-1)
-    down = vars(vars(vars(model)["_layers"][0])["_mlp"])["_down"]
+    down = vars(vars(model)["_layers"][0].mlp)["_down"]
     assert isinstance(down, QuantizedLinear)
     assert down.bits == bits
     assert ((found - expected).abs() * expected.exp()).sum(-1).mean() < 0.05

@@ -1,25 +1,14 @@
 """Runs the kernels of this folder in Triton's interpreter, on tensors of the CPU."""
 
-import importlib
-import os
-import pkgutil
 import sys
 
 import numpy as np
 import pytest
-
-# tests/conftest.py has imported Triton in the same way; here its kernels are decorated.
-os.environ["TRITON_INTERPRET"] = "1"
 import torch
 import triton
 from triton.runtime import interpreter
 
-from tokenloom.gpu_worker.kernels import triton as kernels
 from tokenloom.gpu_worker.kernels.triton import launch as launching
-
-for module in pkgutil.iter_modules(kernels.__path__):
-    importlib.import_module(f"{kernels.__name__}.{module.name}")
-del os.environ["TRITON_INTERPRET"]  # processes that tests start decide for themselves
 
 _patch_tensors = interpreter._patch_lang_tensor
 

@@ -14,6 +14,7 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.1 < replayed["accepted"] < 0.7
     assert replayed["tokens_per_step"] > 1.5
     assert repeated["tokens_per_step"] > 1.5
-    assert repeated["accepted"] > random_text["accepted"]
+    # None: random text that is rarely repeated got no drafts at all.
+    assert repeated["accepted"] > (random_text["accepted"] or 0.0)
     assert streams["accepted"] is None, "32 rows leave none to drafts"
     assert table(rows).row_count == 4

@@ -146,13 +146,6 @@ def load_few_rows(march: str = "native") -> CDLL:
 
 
 @load_once
-def load_few_bf16_rows(march: str = "native") -> CDLL:
-    """Load products of few bfloat16 rows without the matrix unit. Raises :class:`KernelsUnavailable`, also without
-    AVX-512 BF16."""
-    return _load_products("few_bf16_rows", march, "AVX-512 BF16", "multiply_64", "multiply_32", "multiply_16")
-
-
-@load_once
 def load_few_float_rows(march: str = "native") -> CDLL:
     """Load products of few float32 rows. Raises :class:`KernelsUnavailable`, also without AVX2."""
     return _load_products("few_float_rows", march, "AVX2", "multiply")
@@ -185,13 +178,14 @@ def load_quantized(march: str = "native") -> CDLL:
 def load_bfloat16(march: str = "native") -> CDLL:
     """Load products with bfloat16 matrices in float32 arithmetic. Raises :class:`KernelsUnavailable`, also without
     FMA."""
-    library = _load(build("bfloat16", march))
-    _check_can_multiply(library, "FMA")
-    library.panel_outputs.restype = _I64
-    library.multiply_bfloat16.argtypes = [*[_P] * 4, *[_I64] * 3, _I32]
-    library.pack_bfloat16.argtypes = [*[_P] * 2, *[_I64] * 2, _I32]
-    library.multiply_bfloat16.restype = library.pack_bfloat16.restype = None
-    return library
+    return _load_bfloat16("bfloat16", march, "FMA")
+
+
+@load_once
+def load_bfloat16_dots(march: str = "native") -> CDLL:
+    """Load products with bfloat16 matrices by the instruction for pairs of such numbers. Raises
+    :class:`KernelsUnavailable`, also without AVX-512 BF16."""
+    return _load_bfloat16("bfloat16_dots", march, "AVX-512 BF16")
 
 
 @load_once
@@ -278,6 +272,16 @@ def _load_products(source: str, march: str, needed: str, *functions: str) -> CDL
     for function in functions:
         getattr(library, function).argtypes = [_P, _P, _P, _P, _I64, _I64, _I64, _I32, _I32]
         getattr(library, function).restype = None
+    return library
+
+
+def _load_bfloat16(source: str, march: str, needed: str) -> CDLL:
+    library = _load(build(source, march))
+    _check_can_multiply(library, needed)
+    library.panel_outputs.restype = library.word_inputs.restype = _I64
+    library.multiply_bfloat16.argtypes = [*[_P] * 4, *[_I64] * 3, _I32]
+    library.pack_bfloat16.argtypes = [*[_P] * 2, *[_I64] * 2, _I32]
+    library.multiply_bfloat16.restype = library.pack_bfloat16.restype = None
     return library
 
 

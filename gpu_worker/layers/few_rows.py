@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.compiler import KernelsUnavailable
-from ..kernels.library import load_few_bf16_rows, load_few_float_rows, load_few_rows
+from ..kernels.library import load_few_float_rows, load_few_rows
 from ..kernels.threads import kernel_threads
 
 
@@ -29,27 +29,18 @@ class Kernel:
     its threads claim pieces of the work, while those of oneDNN wait for one that another program keeps from a core."""
 
 
-def _of_pairs(outputs: int) -> Kernel:
-    return Kernel(load_few_bf16_rows, f"multiply_{outputs}", outputs, inputs=16, tolerance=5e-2)
-
-
 KERNELS = {
-    torch.bfloat16: (
-        Kernel(load_few_rows, "multiply", outputs=32, inputs=32, tolerance=5e-2),
-        _of_pairs(64),
-        _of_pairs(32),
-        _of_pairs(16),
-    ),
+    torch.bfloat16: (Kernel(load_few_rows, "multiply", outputs=32, inputs=32, tolerance=5e-2),),
     torch.float32: (Kernel(load_few_float_rows, "multiply", outputs=64, inputs=16, tolerance=1e-4, most_rows=None),),
 }
-"""The kernels of each dtype, best first: the matrix unit, then vectors."""
+"""The kernels of each dtype, best first."""
 
 
 class FewRows:
     """Views a matrix [out, in] that oneDNN packed; ``packed`` must outlive it.
 
     Raises :class:`KernelsUnavailable` without a compiler, if the CPU lacks what the kernel needs (bfloat16: the matrix
-    unit or AVX-512 BF16; float32: AVX2), and for shapes that the kernel does not support.
+    unit; float32: AVX2), and for shapes that the kernel does not support.
     """
 
     def __init__(self, packed: Tensor, shape: tuple[int, int], bias: Tensor | None, kernel: Kernel) -> None:

@@ -14,7 +14,7 @@ from ..kernels.gpu_kernels import uses_triton
 from ..kernels.library import warn_unavailable
 from ..parallel.group import Group
 from ..parallel.sharding import Dimension, length
-from .bfloat16_linear import Bfloat16Linear
+from .bfloat16_linear import Bfloat16Linear, outruns_onednn
 from .fp8_linear import Fp8Linear, can_round
 from .int8_linear import Int8Linear
 from .interface import Linear as Linear
@@ -62,7 +62,7 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, quantization: str | 
         from .triton_linear import TritonLinear
 
         return TritonLinear(weight, bias)
-    if can_pack(weight.device, weight.dtype):
+    if can_pack(weight.device, weight.dtype) and not (weight.dtype == torch.bfloat16 and outruns_onednn()):
         return PackedLinear(weight, bias)
     try:
         return Bfloat16Linear(weight, bias)

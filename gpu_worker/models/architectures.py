@@ -38,7 +38,7 @@ from .transformers.architecture import read_architecture
 log = logging.getLogger(__name__)
 
 _PRODUCTS = {
-    torch.bfloat16: ("bfloat16", "few_rows", "few_bf16_rows"),
+    torch.bfloat16: ("bfloat16", "bfloat16_dots", "few_rows"),
     torch.float32: ("few_float_rows",),
 }
 """The kernels with which layers multiply, by the dtype of the weights."""

@@ -186,6 +186,9 @@ extern "C" int32_t can_multiply() { return USABLE; }
 // How many outputs a panel has; of each input it takes two bytes for each of them.
 extern "C" int64_t panel_outputs() { return PANEL; }
 
+// How many inputs a word of the packed matrix holds: one, of two outputs.
+extern "C" int64_t word_inputs() { return 1; }
+
 // Arranges `weight`, [outputs, inputs], as the products read it; zeros fill the last panel.
 extern "C" void pack_bfloat16(const uint16_t* weight, uint32_t* matrix, int64_t outputs, int64_t inputs,
                               int32_t threads) {

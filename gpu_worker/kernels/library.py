@@ -255,8 +255,8 @@ def load_pool(march: str = "native") -> CDLL:
     :class:`KernelsUnavailable`."""
     library = _load(build("pool", march))
     library.set_waiting.argtypes = [_I32, _I64]
-    library.set_most_threads.argtypes = [_I32]
-    library.set_waiting.restype = library.set_most_threads.restype = None
+    library.set_most_threads.argtypes = library.keep_apart.argtypes = [_I32]
+    library.set_waiting.restype = library.set_most_threads.restype = library.keep_apart.restype = None
     return library
 
 

@@ -44,3 +44,12 @@ def share_cores(shared: bool, most_threads: int) -> None:
         return  # then there are no kernels either
     pool.set_waiting(not shared, SHARED_SPIN if shared else QUIET_SPIN)
     pool.set_most_threads(most_threads)
+
+
+def keep_apart(apart: bool) -> None:
+    """Keep OpenMP's threads off the core of the calling thread, which computes steps, or let them use it again.
+
+    For a thread that slept, Linux may choose the core on which its caller spins.
+    """
+    if (pool := prepare_sharing()) is not None:
+        pool.keep_apart(apart)

@@ -12,7 +12,7 @@ import torch
 
 from tokenloom.control_groups import cpu_limit, throttled_seconds
 
-from ..kernels.threads import set_kernel_threads, share_cores
+from ..kernels.threads import keep_apart, set_kernel_threads, share_cores
 
 _LOOK = 0.2
 """Seconds between looks at the counters: a look reads a file for each thread."""
@@ -31,6 +31,9 @@ class Threads(Protocol):
     def use(self, cores: int, free: int, shared: bool) -> None:
         """Compute with at most ``cores`` threads, which are ``shared`` with other programs or are not; ``free``: how
         many threads get a core of their own."""
+
+    def spread(self) -> None:
+        """Place the threads on different cores, which are not shared. The thread that computes steps calls it."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +84,11 @@ class CoreWatch:
         self._chosen = (most_threads, most_threads, False)
 
     def before_step(self) -> None:
-        """Look at the counters if it is time to."""
+        """Look at the counters if it is time to, and place the threads for the step."""
         if self._clock() >= self._next:
             self._look()
+        if not self._is_shared:
+            self._threads.spread()
 
     def _look(self) -> None:
         counters, now = self._read(), self._clock()
@@ -119,7 +124,12 @@ class ProcessThreads:
     def use(self, cores: int, free: int, shared: bool) -> None:
         set_kernel_threads(self._threads)
         share_cores(shared, cores)
+        if shared:
+            keep_apart(False)
         torch.set_num_threads(free)  # they wait for each other after every operation
+
+    def spread(self) -> None:
+        keep_apart(True)
 
 
 def _waited_seconds(root: Path) -> float:

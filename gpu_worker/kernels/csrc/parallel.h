@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "crew.h"
 #include "pool.h"
 
 namespace {
@@ -28,7 +29,11 @@ void share_pieces(int64_t pieces, int threads, bool is_near, F& work) {
   tokenloom_pool::Job job;
   job.prepare(pieces, threads, is_near, call, (void*)&work);
 #pragma omp parallel num_threads(threads)
-  job.claim(omp_get_thread_num());
+  {
+    const int thread = omp_get_thread_num();
+    tokenloom_crew::join(thread);
+    job.claim(thread);
+  }
 }
 
 // Calls work(piece) once for each piece in [0, pieces), with up to `threads` threads. The calling thread is one of them.

@@ -34,4 +34,17 @@ int32_t threads_that_meet(int32_t threads) {
   });
   return 3 - callers.load();
 }
+
+// Returns whether the second of two threads may use a core.
+int32_t second_may_use(int32_t cpu) {
+  std::atomic<int> begun{0}, answer{0};
+  const auto caller = std::this_thread::get_id();
+  for_pieces(2, 2, [&](int64_t) {
+    ++begun;
+    while (begun.load() < 2) usleep(50);
+    cpu_set_t cpus;
+    if (std::this_thread::get_id() != caller && !sched_getaffinity(0, sizeof cpus, &cpus)) answer = CPU_ISSET(cpu, &cpus);
+  });
+  return answer.load();
+}
 }

@@ -103,3 +103,14 @@ def test_at_most_so_many_threads_compute(pieces: CDLL) -> None:
     before = len(list(Path("/proc/self/task").iterdir()))
     assert counted(pieces.count_pieces, 50, 50, 64) == [1] * 50
     assert len(list(Path("/proc/self/task").iterdir())) == before
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_other_threads_keep_off_the_callers_core_until_they_may_use_it_again(pieces: CDLL) -> None:
+    pool, cpus = load_pool(), os.sched_getaffinity(0)
+    counted(pieces.count_pieces, 2, 2, 2)  # the threads are known from here on
+    pool.keep_apart(True)
+    kept_off = [core for core in cpus if not pieces.second_may_use(core)]
+    pool.keep_apart(False)
+    assert len(kept_off) == 1, "the core on which the caller was"
+    assert all(pieces.second_may_use(core) for core in cpus)

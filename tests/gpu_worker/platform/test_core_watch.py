@@ -24,6 +24,7 @@ class System:
         self.limit: float | None = None
         self.looks = 0
         self.chosen: list[tuple[int, int, bool]] = []
+        self.spreads = 0
         self.watch = CoreWatch(self, threads, num_engines, self.read, lambda: self.now)
 
     def read(self) -> Counters:
@@ -32,6 +33,9 @@ class System:
 
     def use(self, cores: int, free: int, shared: bool) -> None:
         self.chosen.append((cores, free, shared))
+
+    def spread(self) -> None:
+        self.spreads += 1
 
     def compute(self, seconds: float, *, waiting: float = 0.0, throttled: float = 0.0) -> list[tuple[int, int, bool]]:
         """Compute steps of 1/16 s while so many threads wait for a core. Return what the watch has newly chosen."""
@@ -134,3 +138,13 @@ def test_kernels_always_get_the_number_that_was_chosen_first(monkeypatch: pytest
         kernel_threads.set_kernel_threads(0)
         torch.set_num_threads(before)
     assert kernel_threads.kernel_threads() == before
+
+
+def test_threads_are_placed_before_each_step_unless_cores_are_shared() -> None:
+    system = System(2)
+    system.compute(1.0)
+    assert system.spreads == 16
+    system.compute(2.0, waiting=1.0)
+    before = system.spreads
+    system.compute(1.0, waiting=1.0)
+    assert system.spreads == before

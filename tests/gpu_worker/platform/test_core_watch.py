@@ -143,7 +143,7 @@ def test_kernels_always_get_the_number_that_was_chosen_first(monkeypatch: pytest
 def test_threads_are_placed_before_each_step_unless_cores_are_shared() -> None:
     system = System(2)
     system.compute(1.0)
-    assert system.spreads == 16
+    assert system.spreads == 17, "once a step"
     system.compute(2.0, waiting=1.0)
     before = system.spreads
     system.compute(1.0, waiting=1.0)

@@ -13,6 +13,7 @@
 #include "attention_decode_int8.h"
 #include "attention_decode_pairs.h"
 #include "attention_decode_words.h"
+#include "attention_pairs.h"
 #include "attention_tile.h"
 #include "parallel.h"
 
@@ -128,12 +129,23 @@ class Call {
     for (int i = 0; i < num_rows; ++i) rows[i] = row(piece, piece.first + i / heads, i % heads);
 #ifdef ATTEND_WITH_AMX
     if constexpr (std::is_same_v<T, BF16>)
-      if (may_use_amx()) return compute_amx(piece, table, rows);
+      if (may_use_amx()) return compute_tile<AmxTile, 2, 4>(piece, table, rows);
 #endif
-    if (num_rows <= MAX_ROWS / 2)
-      Tile<T, MAX_ROWS / 2>(a, rows.data(), num_rows).run(table, piece.head, piece.begin, piece.end);
-    else
-      Tile<T, MAX_ROWS>(a, rows.data(), num_rows).run(table, piece.head, piece.begin, piece.end);
+#ifdef ATTEND_IN_PAIRS
+    if constexpr (std::is_same_v<T, BF16>) return compute_tile<PairTile, 1, 2, 4>(piece, table, rows);
+#endif
+    compute_tile<FloatTile, MAX_ROWS / 2 / LANES, MAX_ROWS / LANES>(piece, table, rows);
+  }
+
+  template <int V>
+  using FloatTile = Tile<T, V * LANES>;
+
+  // With the first of these tiles that has enough vectors of rows.
+  template <template <int> class AnyTile, int V, int... MORE>
+  void compute_tile(const Piece& piece, const int32_t* table, const std::vector<Row<T>>& rows) {
+    if constexpr (sizeof...(MORE) > 0)
+      if ((int)rows.size() > V * LANES) return compute_tile<AnyTile, MORE...>(piece, table, rows);
+    AnyTile<V>(a, rows.data(), rows.size()).run(table, piece.head, piece.begin, piece.end);
   }
 
   // Otherwise the token is one of a tile of rows.
@@ -160,18 +172,9 @@ class Call {
 #endif
   }
 
-#ifdef ATTEND_WITH_AMX
-  void compute_amx(const Piece& piece, const int32_t* table, const std::vector<Row<T>>& rows) {
-    if (rows.size() <= 2 * LANES)
-      AmxTile<2>(a, rows.data(), rows.size()).run(table, piece.head, piece.begin, piece.end);
-    else
-      AmxTile<4>(a, rows.data(), rows.size()).run(table, piece.head, piece.begin, piece.end);
-  }
-#endif
-
   static int max_rows() {
-#ifdef ATTEND_WITH_AMX
-    if (std::is_same_v<T, BF16> && may_use_amx()) return MAX_AMX_ROWS;
+#ifdef ATTEND_IN_PAIRS
+    if (std::is_same_v<T, BF16>) return MAX_PAIR_ROWS;
 #endif
     return MAX_ROWS;
   }

@@ -1,0 +1,85 @@
+// Many bfloat16 rows (a query head of a token each) whose scores are products of pairs: what the kernels of attention_amx.h
+// and attention_pairs.h have in common. Rows are lanes.
+#pragma once
+#include "attention.h"
+#include "bf16_pairs.h"
+
+#if defined(HAS_BF16_PAIRS) && HEAD_SIZE % 32 == 0 && !defined(KV_INT8)
+#define ATTEND_IN_PAIRS 1
+#include <algorithm>
+
+namespace {
+
+constexpr int MAX_PAIR_ROWS = 64, PAIR_TILE = 128;  // rows and positions between two looks at the largest score
+
+// Up to V * 16 rows, and their scores of PAIR_TILE positions.
+template <int V>
+struct PairRows {
+  static constexpr int R = V * LANES;
+  const Args& a;
+  const Row<BF16>* rows;
+  const int num_rows;
+  VecInt last[V];
+  Vec top[V], weights[V] = {};
+  alignas(64) uint32_t query[D / PAIR][R];  // pairs of elements
+  alignas(64) float scores[PAIR_TILE][R];
+
+  PairRows(const Args& args, const Row<BF16>* rows_, int num_rows_) : a(args), rows(rows_), num_rows(num_rows_) {
+    for (int i = 0; i < V; ++i) top[i] = splat(LOWEST);
+    for (int r = 0; r < R; ++r) last[r / LANES][r % LANES] = rows[std::min(r, num_rows - 1)].last;
+    for (int i = 0; i < V; ++i)
+      for (int d = 0; d < D / PAIR; d += LANES) {
+        VecInt block[LANES] = {};
+        for (int r = 0; r < LANES && i * LANES + r < num_rows; ++r)
+          memcpy(&block[r], rows[i * LANES + r].query + d * PAIR, sizeof(VecInt));
+        transpose(block);
+        for (int e = 0; e < LANES; ++e) memcpy(&query[d + e][i * LANES], &block[e], sizeof(VecInt));
+      }
+  }
+
+  // Limits the scores of 16 rows over `count` positions, hides what they do not see, and returns the largest so far.
+  Vec settle(int i, int start, int end, int count) {
+    if constexpr (LIMITS_SCORES)
+      for (int t = 0; t < count; ++t) store(&scores[t][i * LANES], limited(a, load(&scores[t][i * LANES]) * a.scale));
+    if (!all_seen(i, start, count)) hide(i, start, end, count);
+    Vec now = top[i];
+    for (int t = 0; t < count; ++t) now = maximum(now, scaled(t, i));
+    return now;
+  }
+
+  // A settled score.
+  Vec scaled(int t, int i) const { return load(&scores[t][i * LANES]) * (LIMITS_SCORES ? 1.f : a.scale); }
+
+  // Makes `now` the largest score. Returns the factor by which what was summed before shrinks.
+  Vec raise(int i, Vec now) {
+    const Vec factor = weight_of(top[i] - now);
+    top[i] = now;
+    weights[i] *= factor;
+    return factor;
+  }
+
+  void write(int r, const Vec* output) const {
+    rows[r].target.write(output, top[r / LANES][r % LANES], weights[r / LANES][r % LANES]);
+  }
+
+  bool all_seen(int i, int start, int count) const {
+    for (int r = 0; r < LANES; ++r) {
+      if (last[i][r] < start + count - 1) return false;
+      if (a.window && last[i][r] - a.window >= start) return false;
+    }
+    return true;
+  }
+
+  void hide(int i, int start, int end, int count) {
+    for (int t = 0; t < count; ++t) {
+      const int position = start + t;
+      VecInt seen = last[i] >= position;
+      if (a.window) seen &= last[i] - (int)a.window < position;
+      if (position >= end) seen = VecInt{};
+      store(&scores[t][i * LANES], seen ? load(&scores[t][i * LANES]) : splat(LOWEST));
+    }
+  }
+};
+
+}  // namespace
+#endif

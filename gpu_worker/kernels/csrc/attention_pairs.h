@@ -1,0 +1,123 @@
+// Many bfloat16 rows over positions [begin, end), as in attention_tile.h, with the processor's products of pairs: rows in
+// lanes, keys and values broadcast.
+//
+// Keys meet queries in pairs of elements and are read where they lie. Values meet the softmax's weights, rounded to
+// bfloat16, in pairs of positions and are copied for that, once for all rows. Sums are float32.
+#pragma once
+#include "attention_pair_rows.h"
+#include "dot_bf16.h"
+
+#ifdef ATTEND_IN_PAIRS
+namespace {
+
+// Work of one thread on up to V * 16 rows.
+template <int V>
+class PairTile {
+ public:
+  PairTile(const Args& args, const Row<BF16>* first, int num_rows) : a(args), lanes(args, first, num_rows) {}
+
+  void run(const int32_t* table, int head, int begin, int end) {
+    for (int start = begin; start < end; start += PAIR_TILE) {
+      const int count = std::min(PAIR_TILE, end - start), pairs = (count + 1) / PAIR;
+      score(table, head, start, end);
+      gather_values(table, head, start, count);
+      weigh(start, end, pairs);
+      for (int d = 0; d < D; d += AT_ONCE)
+        multiply<false>(&output[d], shares, pairs, &values[d / LANES][0][d % LANES], 1, LANES);
+    }
+    write();
+  }
+
+ private:
+  static constexpr int R = V * LANES;
+  static constexpr int AT_ONCE = 16 / V;  // keys, or elements of values, whose sums registers hold
+  const Args& a;
+  PairRows<V> lanes;
+  alignas(64) uint32_t shares[PAIR_TILE / PAIR][R];            // pairs of positions: the softmax's weights
+  alignas(64) uint32_t values[VECS][PAIR_TILE / PAIR][LANES];  // likewise
+  alignas(64) float output[D][R] = {};
+
+  // Adds the products of `depth` pairs of all rows with those of AT_ONCE keys or elements, whose pairs lie `apart` words
+  // from each other's and `step` words one behind the other, to `sums`, or to zero if they are FRESH. GCC keeps the rows'
+  // pairs in registers only in a function of its own.
+  template <bool FRESH>
+  __attribute__((noinline)) static void multiply(float (*sums)[R], const uint32_t (*left)[R], int depth,
+                                                 const uint32_t* right, int64_t apart, int64_t step) {
+    Vec sum[AT_ONCE][V] = {};
+    if (!FRESH)
+      for (int u = 0; u < AT_ONCE; ++u)
+        for (int i = 0; i < V; ++i) sum[u][i] = load(&sums[u][i * LANES]);
+    for (int k = 0; k < depth; ++k, right += step) {
+      VecBits words[V];
+#pragma GCC unroll 4
+      for (int i = 0; i < V; ++i) memcpy(&words[i], &left[k][i * LANES], sizeof words[i]);
+#pragma GCC unroll 16
+      for (int u = 0; u < AT_ONCE; ++u)
+#pragma GCC unroll 4
+        for (int i = 0; i < V; ++i) sum[u][i] = add_dot(sum[u][i], words[i], right[u * apart]);
+    }
+    for (int u = 0; u < AT_ONCE; ++u)
+      for (int i = 0; i < V; ++i) store(&sums[u][i * LANES], sum[u][i]);
+  }
+
+  // Fetches the values meanwhile, and the next stretch's keys.
+  void score(const int32_t* table, int head, int start, int end) {
+    for (int t = start; t < std::min(start + PAIR_TILE, end); t += AT_ONCE) {
+      const BF16* keys = kv_row<BF16>(a, a.key, table, head, t);
+      prefetch((const BF16*)a.value + (keys - (const BF16*)a.key), AT_ONCE * D * sizeof(BF16));
+      if (t + PAIR_TILE < end) prefetch(kv_row<BF16>(a, a.key, table, head, t + PAIR_TILE), AT_ONCE * D * sizeof(BF16));
+      multiply<true>(&lanes.scores[t - start], lanes.query, D / PAIR, (const uint32_t*)keys, D / PAIR, 1);
+    }
+  }
+
+  void gather_values(const int32_t* table, int head, int start, int count) {
+    for (int t = 0; t < count; t += PAIR) {
+      const BF16* row = kv_row<BF16>(a, a.value, table, head, start + t);
+      for (int i = 0; i < VECS; i += 2) {
+        const __m512i even = _mm512_loadu_si512(row + i * LANES);
+        const __m512i odd = t + 1 < count ? _mm512_loadu_si512(row + D + i * LANES) : _mm512_setzero_si512();
+        _mm512_store_si512(values[i][t / PAIR], interleave(even, odd, 0));
+        _mm512_store_si512(values[i + 1][t / PAIR], interleave(even, odd, 1));
+      }
+    }
+  }
+
+  // Scores become the softmax's weights; what was summed so far shrinks as the largest score grows.
+  void weigh(int start, int end, int pairs) {
+    for (int i = 0; i < V; ++i) {
+      const Vec now = lanes.settle(i, start, end, pairs * PAIR);
+      shrink(i, now);
+      Vec total = {};
+      for (int p = 0; p < pairs; ++p) {
+        const Vec low = weight_of(lanes.scaled(PAIR * p, i) - now);
+        const Vec high = weight_of(lanes.scaled(PAIR * p + 1, i) - now);
+        total += low + high;
+        const VecInt words = pairs_of(low, high);
+        memcpy(&shares[p][i * LANES], &words, sizeof words);
+      }
+      lanes.weights[i] += total;
+    }
+  }
+
+  void shrink(int i, Vec now) {
+    const Vec factor = lanes.raise(i, now);
+    for (int d = 0; d < D; ++d) store(&output[d][i * LANES], load(&output[d][i * LANES]) * factor);
+  }
+
+  void write() const {
+    for (int i = 0; i < V; ++i) {
+      Vec turned[LANES][VECS];
+      for (int e = 0; e < VECS; ++e) {
+        Vec block[LANES];
+        for (int d = 0; d < LANES; ++d) block[d] = load(&output[e * LANES + d][i * LANES]);
+        transpose(block);
+        for (int r = 0; r < LANES; ++r) turned[r][e] = block[r];
+      }
+      for (int r = 0; r < LANES && i * LANES + r < lanes.num_rows; ++r)
+        lanes.write(i * LANES + r, turned[r]);
+    }
+  }
+};
+
+}  // namespace
+#endif

@@ -7,7 +7,7 @@ from tokenloom.v1.output_processor_pb2 import ProcessFrame
 
 
 class FrameRows:
-    """Holds a frame's columns as lists, because reading a protobuf column token by token takes three times as long.
+    """Holds a frame's columns, which fit together.
 
     Attributes:
         token_ids: The tokens of all rows, one after the other.
@@ -16,11 +16,9 @@ class FrameRows:
     def __init__(self, frame: ProcessFrame) -> None:
         """Raises :class:`errors.FailedPrecondition` when the columns do not fit together."""
         self.token_ids = list(frame.token_ids)
-        self._slots = list(frame.slot)
-        self._samples = list(frame.sample_index) or [0] * len(self._slots)
-        self._texts = list(frame.text)
-        self._token_indices = list(frame.token_index)
-        self._counts = list(frame.num_tokens) or [1] * len(self._slots)
+        self._slots, self._texts, self._token_indices = frame.slot, frame.text, frame.token_index
+        self._samples = frame.sample_index or [0] * len(self._slots)
+        self._counts = frame.num_tokens or [1] * len(self._slots)
         columns = (self._slots, self._samples, self._texts, self._token_indices, self._counts)
         if len(set(map(len, columns))) != 1 or sum(self._counts) != len(self.token_ids):
             raise errors.FailedPrecondition("a frame's columns differ in length")

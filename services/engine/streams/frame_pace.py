@@ -6,6 +6,9 @@ from typing import Protocol
 
 _GRAIN_SECONDS = 0.001
 """Event loops keep time in milliseconds: a frame that is due within one counts as due."""
+_PATIENCE = 0.5
+"""A frame that is due waits for the end of the next step, for so much of the interval at most: a wake-up between two
+steps would send the same tokens at the price of waking every service."""
 
 
 class _Loop(Protocol):
@@ -20,7 +23,8 @@ class FramePace:
     """Keeps an interval between frames: a frame of two steps costs each service about as much as a frame of one."""
 
     def __init__(self, interval: float, wake: Callable[[], None], loop: _Loop) -> None:
-        """``interval``: minimum seconds between frames. ``wake``: called when a frame that had to wait is due."""
+        """``interval``: minimum seconds between frames. ``wake``: called when a frame had to wait and no step has ended
+        since it is due."""
         self._interval = interval
         self._wake = wake
         self._loop = loop
@@ -35,18 +39,20 @@ class FramePace:
         if wait < _GRAIN_SECONDS:
             return True
         if self._timer is None:
-            self._timer = self._loop.call_later(wait, self._ring)
+            self._timer = self._loop.call_later(wait + _PATIENCE * self._interval, self._ring)
         return False
 
     def sent(self) -> None:
         """Note that a frame is being sent now."""
         if self._interval:
             self._next_at = self._loop.time() + self._interval
+            self.close()
 
     def close(self) -> None:
         """Cancel a pending call of ``wake``."""
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
 
     def _ring(self) -> None:
         self._timer = None

@@ -14,7 +14,8 @@ from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
-from .output_link import INITIAL_CREDIT, OutputLink, ProcessStream
+from .output_link import OutputLink
+from .process_stream import INITIAL_CREDIT, ProcessStream
 from .request_ids import UNKNOWN_MARK, mark_in, marked, rank
 from .sink import Sink
 from .submission import KeptPrompts, Submission

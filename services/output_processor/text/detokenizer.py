@@ -66,9 +66,11 @@ class Detokenizer:
         ``ends_with_stop_token``: the engine ended the output with the last token (end of sequence or a stop token id);
         it is counted, and shown only when stop strings are.
         """
-        if self._stop is None and len(token_ids) == 1 and not ends_with_stop_token:  # nearly every call
-            self.num_tokens += 1
-            return self._stream.push(token_ids[0]), None
+        if self._stop is None and not ends_with_stop_token:  # nearly every call
+            self.num_tokens += len(token_ids)
+            if len(token_ids) == 1:
+                return self._stream.push(token_ids[0]), None
+            return "".join(map(self._stream.push, token_ids)), None
         shown = len(token_ids) - (ends_with_stop_token and not self._include_stop)
         texts: list[str] = []
         for i, token_id in enumerate(token_ids):

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tests.services.output_processor.conftest import byte_level, gemma_unigram, llama_bpe, word_piece
 from tokenloom.request import errors
 from tokenloom.services.gateway.mesh.collector import Collector, Delta
-from tokenloom.services.gateway.mesh.output_link import ProcessStream
+from tokenloom.services.gateway.mesh.process_stream import ProcessStream
 from tokenloom.services.gateway.mesh.submission import KeptPrompts, Submission
 from tokenloom.services.output_processor.request.sample_output import SampleOutput
 from tokenloom.services.output_processor.stream.outbox import Outbox
@@ -141,14 +141,14 @@ async def run(
             frame = part.step([size] * count)
             if number == num_frames - 1 and not arrives:
                 break
-            stream.deal(frame)
+            list(stream.deal(frame))
             while not collector.done and (collector._pending or collector.failed):
                 for delta in await collector.take():
                     answer.take(delta)
             if collector.done:
                 return answer
         assert stream.end() == [submission]
-        stream.deal(frame)  # a late frame, doubled or not, reaches no client
+        list(stream.deal(frame))  # a late frame, doubled or not, reaches no client
     raise AssertionError("the request did not end")
 
 

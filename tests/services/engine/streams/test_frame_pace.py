@@ -53,13 +53,30 @@ def test_a_frame_after_a_pause_goes_at_once(pace: FramePace, loop: FakeLoop) -> 
     assert not loop.timers
 
 
-def test_the_next_one_waits_and_is_called_for_once(pace: FramePace, loop: FakeLoop, woken: list[bool]) -> None:
+def test_a_frame_that_waits_goes_with_the_first_step_after_the_interval(
+    pace: FramePace, loop: FakeLoop, woken: list[bool]
+) -> None:
+    pace.sent()
+    loop.advance(0.0045)
+    assert not pace.is_due(urgent=False)
+    loop.advance(0.0045)
+    assert not woken, "the step wakes the stream, no timer does"
+    assert pace.is_due(urgent=False)
+    pace.sent()
+    loop.handle.cancel.assert_called_once_with()  # type: ignore[attr-defined]
+
+
+def test_without_another_step_it_is_called_for_once_after_half_an_interval_more(
+    pace: FramePace, loop: FakeLoop, woken: list[bool]
+) -> None:
     pace.sent()
     loop.advance(0.004)
     assert not pace.is_due(urgent=False)
     assert not pace.is_due(urgent=False)
     assert len(loop.timers) == 1
-    loop.advance(0.0041)
+    loop.advance(0.0079)
+    assert not woken
+    loop.advance(0.0002)
     assert woken == [True]
     assert pace.is_due(urgent=False)
 

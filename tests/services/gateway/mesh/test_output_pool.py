@@ -12,7 +12,7 @@ import pytest
 from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeOutputProcessor, FakeRequest
 from tokenloom.request.errors import RequestLost, TryElsewhere
-from tokenloom.services.gateway.mesh.output_link import ProcessStream
+from tokenloom.services.gateway.mesh.process_stream import ProcessStream
 from tokenloom.services.gateway.mesh.submission import MAX_LOSSES_ALONE
 from tokenloom.services.runtime.local_streams.call import SILENT
 from tokenloom.services.runtime.peers import retry_budget
@@ -81,8 +81,8 @@ DEALT: dict[int, asyncio.Event] = {}
 def observed_deals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     deal = ProcessStream.deal
 
-    def deal_and_report(stream: ProcessStream, frame: ProcessFrame) -> None:
-        deal(stream, frame)
+    def deal_and_report(stream: ProcessStream, frame: ProcessFrame) -> Iterator[None]:
+        yield from deal(stream, frame)
         for slot in frame.engine_death_slots:
             if slot in DEALT:
                 DEALT[slot].set()

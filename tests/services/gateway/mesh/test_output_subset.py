@@ -8,8 +8,8 @@ import pytest
 
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
 from tokenloom.request.errors import RequestLost, Unavailable
-from tokenloom.services.gateway.mesh import output_link
-from tokenloom.services.gateway.mesh.output_link import ProcessStream
+from tokenloom.services.gateway.mesh import process_stream
+from tokenloom.services.gateway.mesh.process_stream import ProcessStream
 from tokenloom.services.runtime.peers import hello, subset
 from tokenloom.v1.coordinator_pb2 import Position
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, Submit
@@ -45,7 +45,7 @@ async def test_a_gateway_works_with_its_subset_and_seeks_among_all(socket_dir: P
 
 
 async def test_a_stream_that_is_not_needed_ends_when_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_link, "IDLE_TICKS", 2)
+    monkeypatch.setattr(process_stream, "IDLE_TICKS", 2)
     monkeypatch.setattr(hello, "HEARTBEAT_SECONDS", 0.001)
     owner: Any = object()
     stream, live, needed = ProcessStream(owner), Submit(slot=1), [True]
@@ -54,7 +54,7 @@ async def test_a_stream_that_is_not_needed_ends_when_it_is_idle(monkeypatch: pyt
     needed[0] = False
     for _ in range(5):
         await asyncio.sleep(0.002)
-        stream.deal(ProcessFrame())
+        list(stream.deal(ProcessFrame()))
     assert not watching.done(), "it has a request"
     stream._slots.clear()
     with pytest.raises(Unavailable, match="not needed"):

@@ -6,7 +6,7 @@ import pytest
 
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.engine.kv import kv_reading
-from tokenloom.services.gateway.mesh import output_link, tokenizer_client
+from tokenloom.services.gateway.mesh import process_stream, tokenizer_client
 from tokenloom.services.output_processor.placement import engine_link
 from tokenloom.services.runtime.peers.hello import (
     HEARTBEAT_SECONDS,
@@ -115,6 +115,6 @@ def test_credit_is_withheld_only_by_a_peer_that_grants_nothing() -> None:
 
 def test_a_busy_loop_has_more_than_5_seconds() -> None:
     assert 5.0 < SILENCE_SECONDS <= 10.0
-    assert output_link.SILENT_TICKS * HEARTBEAT_SECONDS == SILENCE_SECONDS
+    assert process_stream.SILENT_TICKS * HEARTBEAT_SECONDS == SILENCE_SECONDS
     assert engine_link._SILENT_TICKS * engine_link._TICK_SECONDS == SILENCE_SECONDS
     assert min(engine_link.CONNECT_SECONDS, kv_reading.CALL_SECONDS, tokenizer_client.ANSWER_SECONDS) > 5.0

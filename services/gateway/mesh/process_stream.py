@@ -1,0 +1,227 @@
+"""Holds one stream to an output processor: sends requests, and hands the frames' output to their collectors."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeAlias
+
+import grpc.aio
+
+from tokenloom.request import errors, wire_errors
+from tokenloom.services.runtime.peers import hello
+from tokenloom.services.runtime.peers.silence import PeerSilent
+from tokenloom.v1 import output_processor_pb2 as pb
+
+from .frame_rows import FrameRows
+from .submission import Submission
+
+Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.ProcessInput, pb.ProcessFrame]"
+
+INITIAL_CREDIT = 64
+"""Frames in flight. A frame holds the tokens of one step, so this is more than a second of decoding."""
+MESSAGE_BYTES = 4 << 20
+"""Limit on the prompts that share one message, below every message limit. A larger prompt has a message of its own."""
+IDLE_TICKS = round(60 / hello.HEARTBEAT_SECONDS)
+"""The stream to an output processor that this gateway does not work with any more ends so long after its last request:
+a request that is sought may come back to it."""
+SILENT_TICKS = round(hello.SILENCE_SECONDS / hello.HEARTBEAT_SECONDS)
+
+
+class StreamNotNeeded(errors.Unavailable):
+    """The stream had no request for long, and the gateway works with other output processors."""
+
+    reason = errors.Unavailable.reason
+
+
+class StreamOwner(Protocol):
+    """Places requests on streams, and receives those that have to move to another one."""
+
+    def on_open(self) -> None:
+        """Called when requests may be sent on a stream."""
+
+    def on_unknown(self, stream: "ProcessStream", submission: Submission) -> None:
+        """Called when an output processor does not have a request that is to be resumed; another one may."""
+
+    def on_moved(self, stream: "ProcessStream", submission: Submission, error: errors.TokenloomError) -> None:
+        """Called when the output processor does not run a request, or the rest of it; another one may."""
+
+    def on_lost(self, stream: "ProcessStream", submissions: list[Submission]) -> None:
+        """Called when a stream has ended, with the requests that were live on it. No output of it follows."""
+
+
+class ProcessStream:
+    """Holds one incarnation of a stream; it is not reused after it has ended.
+
+    Attributes:
+        leaving: Whether the output processor drains, so that it gets no new requests.
+        was_silent: Whether the stream has ended because the output processor was silent, so that it may still work.
+    """
+
+    def __init__(self, owner: StreamOwner) -> None:
+        self._owner = owner
+        self._slots: dict[int, Submission] = {}  # bounded by the requests that the gateway admits
+        self._next_slot = 1
+        self._outbox: deque[pb.ProcessInput] = deque()  # bounded by the same; `write` empties it
+        self._outbox_bytes = 0
+        self._outbox_filled = asyncio.Event()
+        self._silent_ticks = self._idle_ticks = 0
+        self._uncredited = 0
+        self._ended = False
+        self.leaving = self.was_silent = False
+
+    def submit(self, submission: Submission, *, again: bool = False) -> int:
+        """Send a request and return its slot. ``again``: it continues what arrived from another stream, or waited."""
+        assert not self._ended
+        if not self._slots:
+            self._silent_ticks = 0
+        slot = self._next_slot
+        self._next_slot += 1
+        self._slots[slot] = submission
+        if submission.is_sought:
+            self._message().resume.append(submission.resume(slot))
+            return slot
+        submit = submission.again(slot, now=asyncio.get_running_loop().time()) if again else submission.first(slot)
+        num_bytes = submission.num_bytes + 4 * sum(len(journal.token_ids) for journal in submit.journals)
+        self._message(num_bytes).submit.append(submit)
+        return slot
+
+    def cancel(self, slot: int) -> None:
+        """End a request if it is live; no more output reaches its collector."""
+        if self._slots.pop(slot, None) is not None and not self._ended:
+            self._message().cancel_slots.append(slot)
+
+    def withdraw(self, request_id: str, tenant: str) -> None:
+        """End a request that has no slot here, if the output processor has it."""
+        if not self._ended:
+            self._message().withdraw.add(request_id=request_id, tenant=tenant)
+
+    def end(self) -> list[Submission]:
+        """Detach all requests and return them: the stream is gone, and its late frames reach no collector."""
+        self._ended = True
+        submissions = list(self._slots.values())
+        self._slots.clear()
+        return submissions
+
+    async def write(self, call: Call) -> None:
+        """Send what is in the outbox, until cancelled. What is added while a write waits shares a message."""
+        while True:
+            await self._outbox_filled.wait()
+            message = self._outbox.popleft()
+            if not self._outbox:
+                self._outbox_filled.clear()
+                self._outbox_bytes = 0
+            await call.write(message)
+
+    async def read(self, call: Call) -> None:
+        """Hand out frames, until the stream fails. Answers that begin are written before others get their tokens."""
+        while True:
+            for _ in self.deal(await next_frame(call)):
+                await asyncio.sleep(0)
+
+    async def watch(self, is_needed: Callable[[], bool] = lambda: True) -> None:
+        """Raise :class:`PeerSilent` when the output processor owes a heartbeat for longer than its event loop
+        can be busy. Counts ticks, not time: a pause of this process is one tick, however long.
+
+        ``is_needed``: returns whether the stream stays open without requests.
+        """
+        while self._silent_ticks < SILENT_TICKS:
+            await asyncio.sleep(hello.HEARTBEAT_SECONDS)
+            self._silent_ticks = self._silent_ticks + 1 if self._slots else 0
+            self._idle_ticks = 0 if self._slots else self._idle_ticks + 1
+            if self._idle_ticks >= IDLE_TICKS and not is_needed():
+                raise StreamNotNeeded("the stream is not needed any more")
+        raise PeerSilent("the output processor is silent")
+
+    def deal(self, frame: pb.ProcessFrame) -> Iterator[None]:
+        """Hand a frame's columns to their collectors, and grant credit for it. Yields between the first tokens of
+        answers, which are at the beginning of a frame, and what follows them.
+
+        Raises :class:`errors.FailedPrecondition` when the columns do not fit together.
+        """
+        self._silent_ticks = 0
+        self.leaving = self.leaving or frame.leaving
+        rows = FrameRows(frame)
+        logprobs_of = self._deal_prompts(frame.logprobs) if frame.logprobs else {}
+        ending = {(finished.slot, finished.sample_index) for finished in frame.finished}
+        start, has_begun = 0, False
+        for slot, sample, text, token_index, count in rows:
+            if has_begun and token_index:
+                yield
+            has_begun = not token_index
+            end = start + count
+            if (target := self._slots.get(slot)) is not None:
+                index, token_ids = target.first_index + sample, rows.token_ids[start:end]
+                if logprobs_of or ending:
+                    key = slot, sample
+                    logprobs, ends = logprobs_of.get(key, ()), key in ending
+                    target.collector.put(index, text, token_index, token_ids, logprobs=logprobs, ends=ends)
+                else:
+                    target.collector.put(index, text, token_index, token_ids)
+            start = end
+        self._deal_ends(frame)
+        if rows or frame.finished or frame.logprobs or frame.pooled:  # heartbeats need no credit
+            self._grant()
+
+    def _deal_ends(self, frame: pb.ProcessFrame) -> None:
+        """Hand out what follows a frame's tokens."""
+        for part in frame.pooled:
+            if (target := self._slots.get(part.slot)) is not None:
+                target.collector.put_pooled(target.first_index, part)
+        for slot in frame.engine_death_slots:
+            if (submission := self._slots.get(slot)) is not None:
+                submission.engine_deaths += 1
+        for finished in frame.finished:
+            self._finish(finished)
+
+    def _deal_prompts(
+        self, logprobs: Iterable[pb.SlotTextLogprobs]
+    ) -> dict[tuple[int, int], list[pb.SlotTextLogprobs]]:
+        """Hand out the log probabilities of prompts; return those of output tokens, by slot and sample."""
+        of_tokens: dict[tuple[int, int], list[pb.SlotTextLogprobs]] = {}
+        for each in logprobs:
+            if not each.prompt:
+                of_tokens.setdefault((each.slot, each.sample_index), []).append(each)
+            elif (target := self._slots.get(each.slot)) is not None:
+                target.num_prompt_logprobs += len(each.logprobs.sampled)
+                target.collector.put_prompt(target.first_index, each)
+        return of_tokens
+
+    def _finish(self, finished: pb.RequestFinished) -> None:
+        if (target := self._slots.get(finished.slot)) is None:
+            return
+        if finished.HasField("error") and finished.error.reason == errors.TryElsewhere.reason:
+            self.cancel(finished.slot)  # its other samples move with it
+            self._owner.on_moved(self, target, wire_errors.from_proto(finished.error))
+            return
+        if finished.error.reason == errors.RequestLost.reason and target.is_sought:
+            del self._slots[finished.slot]
+            self._owner.on_unknown(self, target)
+            return
+        target.num_live -= 1
+        if not target.num_live:
+            del self._slots[finished.slot]
+            target.release()
+        target.collector.finish(target.first_index + finished.sample_index, finished)
+
+    def _grant(self) -> None:
+        self._uncredited += 1
+        if self._uncredited >= INITIAL_CREDIT // 2:
+            self._message().credit += self._uncredited
+            self._uncredited = 0
+
+    def _message(self, num_bytes: int = 0) -> pb.ProcessInput:
+        """Return the message under construction, with room for so much of a request."""
+        self._outbox_bytes += num_bytes
+        if not self._outbox or self._outbox_bytes > MESSAGE_BYTES:
+            self._outbox.append(pb.ProcessInput())
+            self._outbox_bytes = num_bytes
+            self._outbox_filled.set()
+        return self._outbox[-1]
+
+
+async def next_frame(call: Call) -> pb.ProcessFrame:
+    """Return the next frame. Raises ``Unavailable`` at the end of the stream."""
+    frame = await call.read()
+    if not isinstance(frame, pb.ProcessFrame):
+        raise errors.Unavailable("the output processor ended the stream")
+    return frame

@@ -3,6 +3,7 @@
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns
 from tokenloom.services.runtime.placement.rendezvous import name_hash
 from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT
+from tokenloom.services.runtime.registry.engine_loads import EngineLoad
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, EngineState
 
 from .arrived_picks import ArrivedPicks
@@ -43,8 +44,10 @@ class EngineRecord:
         self.state = report.state
         self._columns = columns
         self._shown = EngineReport()
-        # Prompt tokens of the picks on their way, all and uncached. As many as are picked within PICK_SECONDS.
-        self._counted: dict[int, tuple[int, int]] = {}
+        # Prompt tokens of the picks on their way, by number: all, and uncached. As many as are picked within
+        # PICK_SECONDS, in two dictionaries: a tuple for each would be one more object for the garbage collector.
+        self._counted: dict[int, int] = {}
+        self._uncached: dict[int, int] = {}
         self._counted_tokens = self._counted_uncached = 0
         self._queue = ArrivedPicks()
         size = identity.num_kv_blocks * identity.fingerprint.block_size
@@ -91,7 +94,7 @@ class EngineRecord:
         self._shown = _shown(report)
         for pick in report.picks_arrived:
             if pick.coordinator_epoch == coordinator_epoch:  # otherwise a former coordinator's
-                self._queue.add(self._uncount(pick.number))
+                self._queue.add(self._uncount(pick.number)[1])
         self._queue.trim(report.waiting)
         self._take(report, now)
         return before != (self._shown, self.score)
@@ -99,7 +102,8 @@ class EngineRecord:
     def count(self, number: int, prompt_tokens: int, uncached_tokens: int) -> None:
         """Count a leg that was placed here until a report names exactly this pick or :meth:`expire` is called for
         it."""
-        self._counted[number] = prompt_tokens, uncached_tokens
+        self._counted[number] = prompt_tokens
+        self._uncached[number] = uncached_tokens
         self._counted_tokens += prompt_tokens
         self._counted_uncached += uncached_tokens
         columns, row = self._columns, self.row
@@ -113,8 +117,12 @@ class EngineRecord:
         """Forget a pick that never arrived. Returns whether it was still counted."""
         if number not in self._counted:
             return False
-        self._uncount(number)
-        self._recount()
+        prompt_tokens, uncached_tokens = self._uncount(number)
+        columns, row = self._columns, self.row
+        columns.waiting[row] -= 1
+        columns.waiting_tokens[row] -= prompt_tokens
+        columns.uncached_tokens[row] -= uncached_tokens
+        columns.free_tokens[row] += prompt_tokens
         return True
 
     def refresh(self, now: float) -> bool:
@@ -130,29 +138,35 @@ class EngineRecord:
 
     def inherit(self, older: "EngineRecord") -> None:
         """Take over the picks of the same incarnation's earlier stream; :meth:`update` must follow."""
-        self._counted = older._counted
+        self._counted, self._uncached = older._counted, older._uncached
         self._counted_tokens, self._counted_uncached = older._counted_tokens, older._counted_uncached
         self._queue = older._queue
 
-    def entry(self, now: float, *, with_identity: bool = True) -> EngineEntry:
+    def load(self, number: int, now: float) -> EngineLoad:
+        """Return its load as snapshots show it, of the engine with this number."""
+        age = round((now - float(self._columns.reported_at[self.row])) * 1000)
+        return EngineLoad(number, age, self.score, self.num_waiting, self.waiting_tokens, self._shown)
+
+    def entry(self, now: float) -> EngineEntry:
         """Return the engine as snapshots show it."""
+        load = self.load(0, now)
         entry = EngineEntry(
-            identity=self.identity if with_identity else None,
+            identity=self.identity,
             report=self._shown,
-            score=self.score,
-            waiting=self.num_waiting,
-            waiting_tokens=self.waiting_tokens,
+            score=load.score,
+            waiting=load.waiting,
+            waiting_tokens=load.waiting_tokens,
         )
         entry.report.state = self.state
-        entry.age.FromMilliseconds(round((now - float(self._columns.reported_at[self.row])) * 1000))
+        entry.age.FromMilliseconds(load.age_milliseconds)
         return entry
 
-    def _uncount(self, number: int) -> int:
-        """Forget a pick; return the prompt tokens that were to be computed."""
-        prompt_tokens, uncached_tokens = self._counted.pop(number, (0, 0))
+    def _uncount(self, number: int) -> tuple[int, int]:
+        """Forget a pick; return its prompt tokens, all and uncached."""
+        prompt_tokens, uncached_tokens = self._counted.pop(number, 0), self._uncached.pop(number, 0)
         self._counted_tokens -= prompt_tokens
         self._counted_uncached -= uncached_tokens
-        return uncached_tokens
+        return prompt_tokens, uncached_tokens
 
     def _take(self, report: EngineReport, now: float) -> None:
         """Write a report's numbers to the columns."""

@@ -1,8 +1,7 @@
 """Keeps the joined engines and picks among them. A new coordinator rebuilds this state from re-joins. No I/O."""
 
 import logging
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from tokenloom.services.runtime.placement.engine_columns import EngineColumns, I
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.pairing import missing_role
 from tokenloom.services.runtime.placement.pool import Pool, make_pool
+from tokenloom.services.runtime.registry.engine_loads import EngineLoad
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
     EngineIdentity,
@@ -28,6 +28,7 @@ from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
 from .engine_placement import Placement, Policy, check_request
 from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord
 from .engine_subsets import Engine, EngineSubsets
+from .expiring_picks import ExpiringPicks
 from .feed.changed_engines import ChangedEngines
 from .predecessor import Predecessor
 from .prefix_placements import PrefixPlacements
@@ -89,8 +90,7 @@ class Registry:
         self._placement = Placement(self._columns, self._kinds, policy or Policy())
         # Serving engines by the fingerprint, role, adapter and rank that requests ask for: nearly all ask for the same.
         self._pools: dict[tuple[bytes, EngineRole, bytes, int | None], Pool] = {}
-        # Picks in the order in which they expire, as many as are made within PICK_SECONDS.
-        self._expiring: deque[tuple[float, int, EngineRecord]] = deque()
+        self._expiring = ExpiringPicks()
         self._subsets = EngineSubsets()
         self._num_picks = 0
         self._missing: EngineRole | None = None  # the last one that was logged
@@ -198,7 +198,7 @@ class Registry:
             self.uses_prefixes = True
             self.prefixes.add(path, row)
             self.popular.note(request.block_hash_prefixes, record.identity.engine_id)
-        self._expiring.append((self._clock() + PICK_SECONDS, self._num_picks, record))
+        self._expiring.add(self._clock() + PICK_SECONDS, row)
         self.revision += 1
         self.changed.load(record.identity.engine_id)
         return PickResponse(
@@ -217,10 +217,15 @@ class Registry:
             self._is_complete = is_complete
             self._regroup(*(record.identity.engine_id for record in changed))
 
-    def entry(self, engine_id: str, *, with_identity: bool = True) -> EngineEntry | None:
+    def entry(self, engine_id: str) -> EngineEntry | None:
         """Return an engine as snapshots show it now; None if it is not joined."""
         record = self._records.get(engine_id)
-        return None if record is None else record.entry(self._clock(), with_identity=with_identity)
+        return None if record is None else record.entry(self._clock())
+
+    def loads(self, numbers: Iterable[tuple[str, int]]) -> list[EngineLoad]:
+        """Return the loads of joined engines, each of which is given with the number that stands for it."""
+        now, records = self._clock(), self._records
+        return [records[engine_id].load(number, now) for engine_id, number in numbers]
 
     def _near(self, key: Hashable, pool: Pool, request: PickRequest) -> Pool | None:
         """Return the engines of the pool that the output processor works with; None: all of them are equal to it."""
@@ -253,11 +258,10 @@ class Registry:
 
     def _expire(self, now: float) -> None:
         """Forget picks that never arrived."""
-        while self._expiring and self._expiring[0][0] <= now:
-            _, number, record = self._expiring.popleft()
-            if (newest := self._by_row.get(record.row)) is not None and newest.expire(number):
+        for number, row in self._expiring.expire(now):
+            if (record := self._by_row.get(row)) is not None and record.expire(number):
                 self.revision += 1
-                self.changed.load(newest.identity.engine_id)
+                self.changed.load(record.identity.engine_id)
 
     def _silent(self, now: float) -> Iterator[EngineRecord]:
         """Yield the engines that have not reported for a while or made no progress."""

@@ -111,9 +111,10 @@ class PrefixIndex:
             if counts is None:
                 counts = np.zeros(num_rows + 1, np.int64)  # the last one is for what was forgotten: row -1
             if value < _GROUP:
-                if counts[owner[value]] != begin:
+                row = owner.item(value)
+                if counts.item(row) != begin:
                     break
-                counts[owner[value]] = end
+                counts[row] = end
             else:
                 rows = generation.groups[value - _GROUP].rows(owner)
                 if begin:
@@ -273,9 +274,9 @@ def _runs(log: BlockLog, piece: Piece, offset: int) -> list[Run]:
     """Return the runs of a piece; ``offset`` is added to the values."""
     begin, end, position = piece
     values = log.values[position : position + end - begin]
-    changes = (values[1:] != values[:-1]).nonzero()[0].tolist()
-    if not changes:
-        return [Run(begin, end, int(values[0]) + offset, position)]
-    bounds = [0, *(change + 1 for change in changes), end - begin]
-    runs = zip(bounds[:-1], bounds[1:], values[bounds[:-1]].tolist(), strict=True)
-    return [Run(begin + first, begin + last, value + offset, position + first) for first, last, value in runs]
+    runs, first = [], 0
+    for change in (*(values[1:] != values[:-1]).nonzero()[0].tolist(), end - begin - 1):
+        last = change + 1
+        runs.append(Run(begin + first, begin + last, values.item(first) + offset, position + first))
+        first = last
+    return runs

@@ -25,8 +25,6 @@ _NUM_STREAMS = 8
 """Output processors that ask. Each has one stream."""
 _TICK_SECONDS = 0.001
 _MAX_BATCH = 256
-_FLOOD_BATCH = 32
-"""Picks of a message when as many are asked for as are answered: 256 of all streams are on their way then."""
 _PICK_STREAM = "/tokenloom.v1.Coordinator/PickStream"
 _WARM_UP_SECONDS = 1.0
 
@@ -130,7 +128,7 @@ async def _flood(channel: grpc.aio.Channel, asked: Sequence[bytes], seconds: flo
     async def one_stream(number: int) -> int:
         stream, answered = await _Stream.open(channel, asked, number), 0
         while time.monotonic() < began + seconds:
-            async for count in stream.ask(_FLOOD_BATCH):
+            async for count in stream.ask(_MAX_BATCH):
                 answered += count
         stream.close()
         return answered

@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 import numpy as np
 
 from tokenloom.request.errors import InvalidArgument, Unavailable
-from tokenloom.request.prefix_schedule import LEADING_BLOCKS
 from tokenloom.services.runtime.placement.data_parallel_rank import has_rank
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
@@ -37,7 +36,6 @@ from .wanted_adapters import WantedAdapters
 
 log = logging.getLogger(__name__)
 
-_LEADING_BLOCKS = np.array(LEADING_BLOCKS, np.int64)
 JOINS_APART_SECONDS = 0.5
 """While engines join a new coordinator at shorter intervals, its view is not complete: more are on their way."""
 MAX_MORE_SECONDS = 30.0
@@ -243,10 +241,9 @@ class Registry:
 
     def _cached_tokens(self, path: Path, prompt_tokens: int) -> IntColumn | None:
         """Return how many tokens of a prompt each engine has cached, by row; None if no engine has any."""
-        num_hashes = self.prefixes.num_blocks(path, self._columns.capacity)
-        if num_hashes is None:
+        tokens = self.prefixes.num_blocks(path, self._columns.capacity)
+        if tokens is None:
             return None
-        tokens: IntColumn = _LEADING_BLOCKS.take(num_hashes)
         tokens *= self._columns.block_size
         np.minimum(tokens, np.array(prompt_tokens), out=tokens)
         return tokens

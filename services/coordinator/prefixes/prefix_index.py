@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenloom.request.prefix_schedule import MAX_HASHES
+from tokenloom.request.prefix_schedule import LEADING_BLOCKS, MAX_HASHES
 from tokenloom.services.runtime.placement.engine_columns import IntColumn
 
 from .block_groups import Groups
@@ -101,7 +101,8 @@ class PrefixIndex:
         return self._find(words_of(hashes if len(hashes) <= MAX_HASHES else hashes[:MAX_HASHES]))
 
     def num_blocks(self, path: Path, num_rows: int) -> IntColumn | None:
-        """Return how many blocks of a prompt each engine has, by row, shape [num_rows]; None if no engine has any."""
+        """Return how many leading blocks of a prompt each engine has, by row, shape [num_rows]; None if no engine has
+        any. A hash stands for the blocks that :data:`.LEADING_BLOCKS` says."""
         counts: IntColumn | None = None
         owner = self._stretches.owner
         for begin, end, value, _ in path.runs:
@@ -112,14 +113,14 @@ class PrefixIndex:
                 counts = np.zeros(num_rows + 1, np.int64)  # the last one is for what was forgotten: row -1
             if value < _GROUP:
                 row = owner.item(value)
-                if counts.item(row) != begin:
+                if counts.item(row) != LEADING_BLOCKS[begin]:
                     break
-                counts[row] = end
+                counts[row] = LEADING_BLOCKS[end]
             else:
                 rows = generation.groups[value - _GROUP].rows(owner)
-                if begin:
-                    rows = rows[counts[rows] == begin]
-                counts[rows] = end
+                if begin and self._is_searchable:  # otherwise nothing was evicted: it has the blocks before these too
+                    rows = rows[counts[rows] == LEADING_BLOCKS[begin]]
+                counts[rows] = LEADING_BLOCKS[end]
         return None if counts is None else counts[:-1]
 
     def add(self, path: Path, row: int) -> None:

@@ -3,7 +3,6 @@
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns
 from tokenloom.services.runtime.placement.rendezvous import name_hash
 from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT
-from tokenloom.services.runtime.registry.engine_loads import EngineLoad
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, EngineState
 
 from .arrived_picks import ArrivedPicks
@@ -29,6 +28,7 @@ class EngineRecord:
 
     Attributes:
         report: The last one.
+        shown: What snapshots show of it.
         row: Its row of the columns.
         state: What it reports, unless it fell silent or hangs.
         adapters: Digests of the LoRA adapters that it has loaded.
@@ -43,7 +43,7 @@ class EngineRecord:
         self.adapters: frozenset[bytes] = frozenset()
         self.state = report.state
         self._columns = columns
-        self._shown = EngineReport()
+        self.shown = EngineReport()
         # Prompt tokens of the picks on their way, by number: all, and uncached. As many as are picked within
         # PICK_SECONDS, in two dictionaries: a tuple for each would be one more object for the garbage collector.
         self._counted: dict[int, int] = {}
@@ -85,19 +85,19 @@ class EngineRecord:
 
     def update(self, report: EngineReport, coordinator_epoch: int, now: float) -> bool:
         """Take a report. Returns False when nothing of interest changed: only the number of the step."""
-        before = self._shown, self.score
+        before = self.shown, self.score
         previous = self.report
         if report.step != previous.step or report.running + report.waiting == 0 or previous.state == _PAUSED:
             self._columns.progressed_at[self.row] = now
         if report.adapters or self.adapters:
             self.adapters = frozenset(adapter.digest for adapter in report.adapters)
-        self._shown = _shown(report)
+        self.shown = _shown(report)
         for pick in report.picks_arrived:
             if pick.coordinator_epoch == coordinator_epoch:  # otherwise a former coordinator's
                 self._queue.add(self._uncount(pick.number)[1])
         self._queue.trim(report.waiting)
         self._take(report, now)
-        return before != (self._shown, self.score)
+        return before != (self.shown, self.score)
 
     def count(self, number: int, prompt_tokens: int, uncached_tokens: int) -> None:
         """Count a leg that was placed here until a report names exactly this pick or :meth:`expire` is called for
@@ -142,23 +142,17 @@ class EngineRecord:
         self._counted_tokens, self._counted_uncached = older._counted_tokens, older._counted_uncached
         self._queue = older._queue
 
-    def load(self, number: int, now: float) -> EngineLoad:
-        """Return its load as snapshots show it, of the engine with this number."""
-        age = round((now - float(self._columns.reported_at[self.row])) * 1000)
-        return EngineLoad(number, age, self.score, self.num_waiting, self.waiting_tokens, self._shown)
-
     def entry(self, now: float) -> EngineEntry:
         """Return the engine as snapshots show it."""
-        load = self.load(0, now)
         entry = EngineEntry(
             identity=self.identity,
-            report=self._shown,
-            score=load.score,
-            waiting=load.waiting,
-            waiting_tokens=load.waiting_tokens,
+            report=self.shown,
+            score=self.score,
+            waiting=self.num_waiting,
+            waiting_tokens=self.waiting_tokens,
         )
         entry.report.state = self.state
-        entry.age.FromMilliseconds(load.age_milliseconds)
+        entry.age.FromMilliseconds(round((now - float(self._columns.reported_at[self.row])) * 1000))
         return entry
 
     def _uncount(self, number: int) -> tuple[int, int]:

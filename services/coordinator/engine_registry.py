@@ -1,7 +1,7 @@
 """Keeps the joined engines and picks among them. A new coordinator rebuilds this state from re-joins. No I/O."""
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -11,10 +11,12 @@ from tokenloom.services.runtime.placement.engine_columns import EngineColumns, I
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.pairing import missing_role
 from tokenloom.services.runtime.placement.pool import Pool, make_pool
-from tokenloom.services.runtime.registry.engine_loads import EngineLoad
+from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT
+from tokenloom.services.runtime.registry.engine_loads import loads_of
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
     EngineIdentity,
+    EngineLoads,
     EngineRef,
     EngineReport,
     PickRequest,
@@ -189,14 +191,15 @@ class Registry:
         else:
             row, whole = self._placement.choose(pool, request, excluded, cached)
         record = self._by_row[row]
-        self._num_picks += 1
+        now, self._num_picks = self._clock(), self._num_picks + 1
         uncached_tokens = request.prompt_tokens - (0 if cached is None else int(cached[row]))
         record.count(self._num_picks, request.prompt_tokens, uncached_tokens)
         if path is not None:
             self.uses_prefixes = True
             self.prefixes.add(path, row)
             self.popular.note(request.block_hash_prefixes, record.identity.engine_id)
-        self._expiring.add(self._clock() + PICK_SECONDS, row)
+        self._expiring.add(now + PICK_SECONDS, row)
+        self._expire(now)  # a few at each pick: those of a tenth of a second together would keep others waiting
         self.revision += 1
         self.changed.load(record.identity.engine_id)
         return PickResponse(
@@ -220,10 +223,20 @@ class Registry:
         record = self._records.get(engine_id)
         return None if record is None else record.entry(self._clock())
 
-    def loads(self, numbers: Iterable[tuple[str, int]]) -> list[EngineLoad]:
-        """Return the loads of joined engines, each of which is given with the number that stands for it."""
-        now, records = self._clock(), self._records
-        return [records[engine_id].load(number, now) for engine_id, number in numbers]
+    def loads(self, numbers: Mapping[str, int]) -> EngineLoads:
+        """Return what :meth:`entry` shows of the loads of joined engines, each of which is given with its number. They
+        come from the columns: a thousand entries would keep picks waiting for more than 10 ms."""
+        records, columns = [self._records[engine_id] for engine_id in numbers], self._columns
+        rows = [record.row for record in records]
+        waiting = columns.waiting[rows]
+        return loads_of(
+            [record.shown for record in records],
+            number=list(numbers.values()),
+            age_milliseconds=np.rint((self._clock() - columns.reported_at[rows]) * 1000).astype(np.int64).tolist(),
+            score=(waiting * WAITING_WEIGHT + columns.running[rows]).tolist(),
+            waiting=waiting.tolist(),
+            waiting_tokens=columns.waiting_tokens[rows].tolist(),
+        )
 
     def _near(self, key: Hashable, pool: Pool, request: PickRequest) -> Pool | None:
         """Return the engines of the pool that the output processor works with; None: all of them are equal to it."""

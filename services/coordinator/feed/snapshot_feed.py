@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from tokenloom.services.runtime.registry.engine_loads import clear_load, loads_of
+from tokenloom.services.runtime.registry.engine_loads import clear_load
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
     EngineIdentity,
@@ -212,7 +212,7 @@ class SnapshotFeed:
     def _loads_and_placements(self) -> bytes:
         """Return what is pending of loads and of popular prefixes, as a part of a message, and forget it."""
         names, self._loads = self._loads, {}
-        loads = loads_of(self._registry.loads((name, self._shown[name].number) for name in names))
+        loads = self._registry.loads({name: self._shown[name].number for name in names})
         placements = self._placements(self._registry.popular.take_changed())
         return (Snapshot(loads=loads).SerializeToString() if names else b"") + placements
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import NamedTuple
 
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineLoads, EngineReport
 
@@ -22,36 +21,13 @@ _OF_REPORT = (
     ("step_requests", "step_requests"),
 )
 """Columns, each with the field of ``EngineReport`` that it carries."""
-_GETTERS_OF_REPORT = [(column, attrgetter(field)) for column, field in _OF_REPORT]
+_GETTERS = [(column, attrgetter(field)) for column, field in _OF_REPORT]
 
 
-class EngineLoad(NamedTuple):
-    """Holds what one row of ``EngineLoads`` says: the coordinator makes a thousand of them for a message, and an
-    ``EngineEntry`` takes ten times as long to make.
-
-    Attributes:
-        number: As in ``EngineEntry``, like the other counts.
-        age_milliseconds: Of the report.
-        report: Holds the other columns.
-    """
-
-    number: int
-    age_milliseconds: int
-    score: int
-    waiting: int
-    waiting_tokens: int
-    report: EngineReport
-
-
-def loads_of(engines: Sequence[EngineLoad]) -> EngineLoads:
-    """Return the loads of engines, a row for each."""
-    if not engines:
-        return EngineLoads()
-    numbers, ages, scores, waiting, waiting_tokens, reports = zip(*engines, strict=True)
-    loads = EngineLoads(
-        number=numbers, age_milliseconds=ages, score=scores, waiting=waiting, waiting_tokens=waiting_tokens
-    )
-    for column, get in _GETTERS_OF_REPORT:
+def loads_of(reports: Sequence[EngineReport], **columns: Sequence[int]) -> EngineLoads:
+    """Return the loads of engines, a row for each. ``columns``: those that are not read from the reports."""
+    loads = EngineLoads(**columns)
+    for column, get in _GETTERS:
         getattr(loads, column).extend(map(get, reports))
     return loads
 

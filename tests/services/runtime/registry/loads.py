@@ -1,10 +1,16 @@
-"""Makes rows of loads."""
+"""Makes columns of loads."""
 
-from tokenloom.services.runtime.registry.engine_loads import EngineLoad
-from tokenloom.v1.coordinator_pb2 import EngineEntry
+from tokenloom.services.runtime.registry.engine_loads import loads_of
+from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineLoads
 
 
-def load_of(entry: EngineEntry) -> EngineLoad:
-    """The row that says what an entry says."""
-    age = entry.age.ToMilliseconds()
-    return EngineLoad(entry.number, age, entry.score, entry.waiting, entry.waiting_tokens, entry.report)
+def load_of(entry: EngineEntry) -> EngineLoads:
+    """One row that says what an entry says."""
+    return loads_of(
+        [entry.report],
+        number=[entry.number],
+        age_milliseconds=[entry.age.ToMilliseconds()],
+        score=[entry.score],
+        waiting=[entry.waiting],
+        waiting_tokens=[entry.waiting_tokens],
+    )

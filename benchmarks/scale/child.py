@@ -10,7 +10,7 @@ from typing import Self
 
 import psutil
 
-_NICE = 10
+_NICE = 19
 """These processes stand for other machines: the coordinator gets its processor time first."""
 
 

@@ -3,14 +3,14 @@
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import grpc.aio
 
 from tokenloom.request.prefix_schedule import MAX_HASHES
 from tokenloom.v1.coordinator_pb2 import PickBatch, PickRequest, PickResults
-from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_PREFILL
 
 from .coordinator_process import Coordinator
@@ -25,6 +25,7 @@ _NUM_STREAMS = 8
 """Output processors that ask. Each has one stream."""
 _TICK_SECONDS = 0.001
 _MAX_BATCH = 256
+_PICK_STREAM = "/tokenloom.v1.Coordinator/PickStream"
 _WARM_UP_SECONDS = 1.0
 
 
@@ -34,9 +35,11 @@ class StreamResult:
     process that asks.
 
     Attributes:
+        answered_per_second: Until all that were asked were answered.
         cores: What the coordinator used, its reports and snapshots included.
         loop_cores: The part of it in the thread with the event loop, which cannot use more than one.
-        microseconds_a_pick: The same, for each pick that was answered.
+        microseconds_a_pick: What all threads of the coordinator used, for each pick that was answered.
+        most_per_second: Picks that are answered if the streams ask for more as soon as they have answers.
     """
 
     hashes: int
@@ -47,6 +50,7 @@ class StreamResult:
     cores: float
     loop_cores: float
     microseconds_a_pick: float
+    most_per_second: float
 
 
 def requests(count: int, num_hashes: int, seed: int = 1) -> list[PickRequest]:
@@ -74,11 +78,11 @@ def request(hashes: Sequence[int]) -> PickRequest:
 async def measure(
     channel: grpc.aio.Channel, coordinator: Coordinator, rate: int, num_hashes: int, seconds: float
 ) -> StreamResult:
-    """Ask for so many picks per second over several streams."""
-    asked = requests(_NUM_REQUESTS, num_hashes)
-    await _ask(channel, asked, rate, _WARM_UP_SECONDS)
+    """Offer so many picks per second over several streams, and then as many as are answered."""
+    asked = [PickBatch(pick=[each]).SerializeToString() for each in requests(_NUM_REQUESTS, num_hashes)]
+    await _offer(channel, asked, rate, _WARM_UP_SECONDS)
     cpu, loop, began = coordinator.cpu_seconds(), coordinator.loop_seconds(), time.monotonic()
-    latencies = sorted(await _ask(channel, asked, rate, seconds))
+    latencies = sorted(await _offer(channel, asked, rate, seconds))
     elapsed, cpu = time.monotonic() - began, coordinator.cpu_seconds() - cpu
     loop = coordinator.loop_seconds() - loop
     return StreamResult(
@@ -90,32 +94,79 @@ async def measure(
         cores=cpu / elapsed,
         loop_cores=loop / elapsed,
         microseconds_a_pick=cpu / len(latencies) * 1e6,
+        most_per_second=await _flood(channel, asked, seconds),
     )
 
 
-async def _ask(channel: grpc.aio.Channel, asked: Sequence[PickRequest], rate: int, seconds: float) -> list[float]:
-    """Ask for picks at their times, and return the seconds from then until each answer. As in an output processor, one
-    message of a stream is unanswered at a time (:class:`.PickStream`)."""
+async def _offer(channel: grpc.aio.Channel, asked: Sequence[bytes], rate: int, seconds: float) -> list[float]:
+    """Ask for picks at their times, whether or not earlier ones were answered, and return the seconds from then until
+    each answer. All of them are waited for, so that those of a coordinator that falls behind count too. As in an output
+    processor, one message of a stream is unanswered at a time (:class:`.PickStream`)."""
     per_stream = rate / _NUM_STREAMS
 
     async def one_stream(number: int) -> list[float]:
-        call = CoordinatorStub(channel).PickStream()
-        await call.read()
+        stream = await _Stream.open(channel, asked, number)
         latencies: list[float] = []
         began = time.monotonic() + number * _TICK_SECONDS / _NUM_STREAMS
-        while (now := time.monotonic()) < began + seconds:
-            first = len(latencies)
-            if (due := min(int((now - began) * per_stream) - first, _MAX_BATCH)) <= 0:
+        while (first := len(latencies)) < int(seconds * per_stream):
+            due = int(min(time.monotonic() - began, seconds) * per_stream) - first
+            if due <= 0:
                 await asyncio.sleep(_TICK_SECONDS)
                 continue
-            batch = (asked[(number * 997 + index) % len(asked)] for index in range(first, first + due))
-            await call.write(PickBatch(pick=batch))
-            while len(latencies) < first + due:
-                results = await call.read()
-                assert isinstance(results, PickResults)
+            async for count in stream.ask(min(due, _MAX_BATCH)):
                 now, begin = time.monotonic(), len(latencies)
-                latencies.extend(now - began - each / per_stream for each in range(begin, begin + len(results.result)))
-        call.cancel()
+                latencies.extend(now - began - each / per_stream for each in range(begin, begin + count))
+        stream.close()
         return latencies
 
     return [each for part in await asyncio.gather(*map(one_stream, range(_NUM_STREAMS))) for each in part]
+
+
+async def _flood(channel: grpc.aio.Channel, asked: Sequence[bytes], seconds: float) -> float:
+    """Return how many picks are answered in a second when each stream asks for more as soon as it has its answers."""
+
+    async def one_stream(number: int) -> int:
+        stream, answered = await _Stream.open(channel, asked, number), 0
+        while time.monotonic() < began + seconds:
+            async for count in stream.ask(_MAX_BATCH):
+                answered += count
+        stream.close()
+        return answered
+
+    began = time.monotonic()
+    answered = sum(await asyncio.gather(*map(one_stream, range(_NUM_STREAMS))))
+    return answered / (time.monotonic() - began)
+
+
+class _Stream:
+    """A stream of picks. Its messages are joined from serialized parts: to make them takes the processor time of the
+    machine on which the coordinator is measured."""
+
+    def __init__(self, call: "grpc.aio.StreamStreamCall[bytes, PickResults]", asked: Sequence[bytes], number: int):
+        self._call = call
+        self._asked = asked
+        self._next = number * len(asked) // _NUM_STREAMS
+
+    @classmethod
+    async def open(cls, channel: grpc.aio.Channel, asked: Sequence[bytes], number: int) -> Self:
+        """``asked``: messages with one pick each, which are sent again and again; ``number``: of the stream."""
+        open_stream: grpc.aio.StreamStreamMultiCallable[bytes, PickResults] = channel.stream_stream(
+            _PICK_STREAM, response_deserializer=PickResults.FromString
+        )
+        call = open_stream()
+        await call.read()
+        return cls(call, asked, number)
+
+    async def ask(self, count: int) -> AsyncIterator[int]:
+        """Send one message with so many picks; yield how many are answered, for each message that comes."""
+        parts = [self._asked[(self._next + index) % len(self._asked)] for index in range(count)]
+        self._next += count
+        await self._call.write(b"".join(parts))
+        while count > 0:
+            results = await self._call.read()
+            assert isinstance(results, PickResults)
+            count -= len(results.result)
+            yield len(results.result)
+
+    def close(self) -> None:
+        self._call.cancel()

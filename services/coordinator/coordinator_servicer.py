@@ -107,12 +107,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> AsyncIterator[bytes]:
         log, revision = self._feed.log(request), None
         while True:
-            news = log.news
             for published in log.after(revision):
                 revision = published.revision
                 yield published.data
             if revision == log.revision:
-                await news.wait()
+                await log.changed()
 
     async def Enroll(self, request: EnrollRequest, context: _Context) -> AsyncIterator[Position]:
         service, name = request.service, request.instance_id
@@ -230,8 +229,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         if self._caches is not None and self._registry.uses_prefixes:
             self._caches.follow(interval)
         for stream in self._streams.values():
-            with contextlib.suppress(ResourceExhausted):  # the next time
-                stream.pace(interval)
+            if stream.interval != interval:
+                with contextlib.suppress(ResourceExhausted):  # the next time
+                    stream.pace(interval)
 
     async def _read(self, stream: EngineStream, requests: _Reports) -> None:
         async for report in requests:

@@ -28,6 +28,7 @@ class EngineRecord:
 
     Attributes:
         report: The last one.
+        shown: What snapshots show of it.
         row: Its row of the columns.
         state: What it reports, unless it fell silent or hangs.
         adapters: Digests of the LoRA adapters that it has loaded.
@@ -42,9 +43,11 @@ class EngineRecord:
         self.adapters: frozenset[bytes] = frozenset()
         self.state = report.state
         self._columns = columns
-        self._shown = EngineReport()
-        # Prompt tokens of the picks on their way, all and uncached. As many as are picked within PICK_SECONDS.
-        self._counted: dict[int, tuple[int, int]] = {}
+        self.shown = EngineReport()
+        # Prompt tokens of the picks on their way, by number: all, and uncached. As many as are picked within
+        # PICK_SECONDS, in two dictionaries: a tuple for each would be one more object for the garbage collector.
+        self._counted: dict[int, int] = {}
+        self._uncached: dict[int, int] = {}
         self._counted_tokens = self._counted_uncached = 0
         self._queue = ArrivedPicks()
         size = identity.num_kv_blocks * identity.fingerprint.block_size
@@ -82,24 +85,25 @@ class EngineRecord:
 
     def update(self, report: EngineReport, coordinator_epoch: int, now: float) -> bool:
         """Take a report. Returns False when nothing of interest changed: only the number of the step."""
-        before = self._shown, self.score
+        before = self.shown, self.score
         previous = self.report
         if report.step != previous.step or report.running + report.waiting == 0 or previous.state == _PAUSED:
             self._columns.progressed_at[self.row] = now
         if report.adapters or self.adapters:
             self.adapters = frozenset(adapter.digest for adapter in report.adapters)
-        self._shown = _shown(report)
+        self.shown = _shown(report)
         for pick in report.picks_arrived:
             if pick.coordinator_epoch == coordinator_epoch:  # otherwise a former coordinator's
-                self._queue.add(self._uncount(pick.number))
+                self._queue.add(self._uncount(pick.number)[1])
         self._queue.trim(report.waiting)
         self._take(report, now)
-        return before != (self._shown, self.score)
+        return before != (self.shown, self.score)
 
     def count(self, number: int, prompt_tokens: int, uncached_tokens: int) -> None:
         """Count a leg that was placed here until a report names exactly this pick or :meth:`expire` is called for
         it."""
-        self._counted[number] = prompt_tokens, uncached_tokens
+        self._counted[number] = prompt_tokens
+        self._uncached[number] = uncached_tokens
         self._counted_tokens += prompt_tokens
         self._counted_uncached += uncached_tokens
         columns, row = self._columns, self.row
@@ -113,8 +117,12 @@ class EngineRecord:
         """Forget a pick that never arrived. Returns whether it was still counted."""
         if number not in self._counted:
             return False
-        self._uncount(number)
-        self._recount()
+        prompt_tokens, uncached_tokens = self._uncount(number)
+        columns, row = self._columns, self.row
+        columns.waiting[row] -= 1
+        columns.waiting_tokens[row] -= prompt_tokens
+        columns.uncached_tokens[row] -= uncached_tokens
+        columns.free_tokens[row] += prompt_tokens
         return True
 
     def refresh(self, now: float) -> bool:
@@ -130,15 +138,15 @@ class EngineRecord:
 
     def inherit(self, older: "EngineRecord") -> None:
         """Take over the picks of the same incarnation's earlier stream; :meth:`update` must follow."""
-        self._counted = older._counted
+        self._counted, self._uncached = older._counted, older._uncached
         self._counted_tokens, self._counted_uncached = older._counted_tokens, older._counted_uncached
         self._queue = older._queue
 
-    def entry(self, now: float, *, with_identity: bool = True) -> EngineEntry:
+    def entry(self, now: float) -> EngineEntry:
         """Return the engine as snapshots show it."""
         entry = EngineEntry(
-            identity=self.identity if with_identity else None,
-            report=self._shown,
+            identity=self.identity,
+            report=self.shown,
             score=self.score,
             waiting=self.num_waiting,
             waiting_tokens=self.waiting_tokens,
@@ -147,12 +155,12 @@ class EngineRecord:
         entry.age.FromMilliseconds(round((now - float(self._columns.reported_at[self.row])) * 1000))
         return entry
 
-    def _uncount(self, number: int) -> int:
-        """Forget a pick; return the prompt tokens that were to be computed."""
-        prompt_tokens, uncached_tokens = self._counted.pop(number, (0, 0))
+    def _uncount(self, number: int) -> tuple[int, int]:
+        """Forget a pick; return its prompt tokens, all and uncached."""
+        prompt_tokens, uncached_tokens = self._counted.pop(number, 0), self._uncached.pop(number, 0)
         self._counted_tokens -= prompt_tokens
         self._counted_uncached -= uncached_tokens
-        return uncached_tokens
+        return prompt_tokens, uncached_tokens
 
     def _take(self, report: EngineReport, now: float) -> None:
         """Write a report's numbers to the columns."""

@@ -1,47 +1,40 @@
 """Keeps the joined engines and picks among them. A new coordinator rebuilds this state from re-joins. No I/O."""
 
-import logging
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from tokenloom.request.errors import InvalidArgument, Unavailable
-from tokenloom.request.prefix_schedule import LEADING_BLOCKS
-from tokenloom.services.runtime.placement.data_parallel_rank import has_rank
-from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn, Rows
+from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
-from tokenloom.services.runtime.placement.pairing import missing_role
-from tokenloom.services.runtime.placement.pool import Pool, make_pool
+from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT
+from tokenloom.services.runtime.registry.engine_loads import loads_of
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
     EngineIdentity,
+    EngineLoads,
     EngineRef,
     EngineReport,
     PickRequest,
     PickResponse,
 )
 from tokenloom.v1.engine_pb2 import PickId
-from tokenloom.v1.types_pb2 import Adapter, EngineRole
+from tokenloom.v1.types_pb2 import Adapter
 
 from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
 from .engine_placement import Placement, Policy, check_request
+from .engine_pools import EnginePools
 from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord
-from .engine_subsets import Engine, EngineSubsets
+from .expiring_picks import ExpiringPicks
 from .feed.changed_engines import ChangedEngines
 from .predecessor import Predecessor
 from .prefix_placements import PrefixPlacements
 from .prefixes.prefix_index import Path, PrefixIndex
 from .wanted_adapters import WantedAdapters
 
-log = logging.getLogger(__name__)
-
-_LEADING_BLOCKS = np.array(LEADING_BLOCKS, np.int64)
 JOINS_APART_SECONDS = 0.5
 """While engines join a new coordinator at shorter intervals, its view is not complete: more are on their way."""
 MAX_MORE_SECONDS = 30.0
 """As long as that prolongs ``settle_seconds``, at most."""
-_MAX_POOLS = 64
 _SPARE_KINDS = 64
 """Fingerprints that are kept although no engine may have them any more."""
 
@@ -87,14 +80,10 @@ class Registry:
         self.popular = PrefixPlacements()
         self.uses_prefixes = False
         self._placement = Placement(self._columns, self._kinds, policy or Policy())
-        # Serving engines by the fingerprint, role, adapter and rank that requests ask for: nearly all ask for the same.
-        self._pools: dict[tuple[bytes, EngineRole, bytes, int | None], Pool] = {}
-        # Picks in the order in which they expire, as many as are made within PICK_SECONDS.
-        self._expiring: deque[tuple[float, int, EngineRecord]] = deque()
-        self._subsets = EngineSubsets()
+        self._expiring = ExpiringPicks()
         self._num_picks = 0
-        self._missing: EngineRole | None = None  # the last one that was logged
         self.adapters = WantedAdapters()
+        self._pools = EnginePools(self._columns, self._kinds, self._by_row, self.adapters, clock)
         self._awaited: set[str] = set()  # engines of the predecessor that have not joined yet
         if predecessor is not None:
             self._awaited.update(predecessor.engine_ids)
@@ -179,26 +168,24 @@ class Registry:
         """Place one leg and count it. Raises what :func:`.check_request` and :meth:`.Placement.choose` raise,
         ``ModelNotFound`` for an adapter that was unloaded, and ``InvalidArgument`` for a subset that cannot be."""
         check_request(request)
-        rank = request.data_parallel_rank if request.HasField("data_parallel_rank") else None
-        key = request.fingerprint.SerializeToString(), request.role, request.adapter, rank
-        if (pool := self._pools.get(key)) is None:
-            pool = self._pools[key] = self._gather(request)
+        pool, near = self._pools.find(request, is_complete=self._is_complete)
         excluded = self._rows(request.exclude) if request.exclude else []
         path = self.prefixes.find(request.block_hash_prefixes) if request.block_hash_prefixes else None
         cached = None if path is None else self._cached_tokens(path, request.prompt_tokens)
-        if (near := self._near(key, pool, request)) is not None:
+        if near is not None:
             row, whole = self._placement.choose_near(near, pool, request, excluded, cached)
         else:
             row, whole = self._placement.choose(pool, request, excluded, cached)
         record = self._by_row[row]
-        self._num_picks += 1
+        now, self._num_picks = self._clock(), self._num_picks + 1
         uncached_tokens = request.prompt_tokens - (0 if cached is None else int(cached[row]))
         record.count(self._num_picks, request.prompt_tokens, uncached_tokens)
         if path is not None:
             self.uses_prefixes = True
             self.prefixes.add(path, row)
             self.popular.note(request.block_hash_prefixes, record.identity.engine_id)
-        self._expiring.append((self._clock() + PICK_SECONDS, self._num_picks, record))
+        self._expiring.add(now + PICK_SECONDS, row)
+        self._expire(now)  # a few at each pick: those of a tenth of a second together would keep others waiting
         self.revision += 1
         self.changed.load(record.identity.engine_id)
         return PickResponse(
@@ -217,31 +204,31 @@ class Registry:
             self._is_complete = is_complete
             self._regroup(*(record.identity.engine_id for record in changed))
 
-    def entry(self, engine_id: str, *, with_identity: bool = True) -> EngineEntry | None:
+    def entry(self, engine_id: str) -> EngineEntry | None:
         """Return an engine as snapshots show it now; None if it is not joined."""
         record = self._records.get(engine_id)
-        return None if record is None else record.entry(self._clock(), with_identity=with_identity)
+        return None if record is None else record.entry(self._clock())
 
-    def _near(self, key: Hashable, pool: Pool, request: PickRequest) -> Pool | None:
-        """Return the engines of the pool that the output processor works with; None: all of them are equal to it."""
-        if not request.HasField("subset") or request.query_id:
-            return None
-
-        def engines() -> list[Engine]:
-            records = (self._by_row[row] for row in pool.rows)
-            return [(record.identity.engine_id, record.report.role) for record in records]
-
-        def make(numbers: list[int]) -> Pool:
-            return make_pool(self._columns, self._kinds, np.sort(pool.rows[numbers]))
-
-        return self._subsets.find(key, engines, make, request.subset)
+    def loads(self, numbers: Mapping[str, int]) -> EngineLoads:
+        """Return what :meth:`entry` shows of the loads of joined engines, each of which is given with its number. They
+        come from the columns: a thousand entries would keep picks waiting for more than 10 ms."""
+        records, columns = [self._records[engine_id] for engine_id in numbers], self._columns
+        rows = [record.row for record in records]
+        waiting = columns.waiting[rows]
+        return loads_of(
+            [record.shown for record in records],
+            number=list(numbers.values()),
+            age_milliseconds=np.rint((self._clock() - columns.reported_at[rows]) * 1000).astype(np.int64).tolist(),
+            score=(waiting * WAITING_WEIGHT + columns.running[rows]).tolist(),
+            waiting=waiting.tolist(),
+            waiting_tokens=columns.waiting_tokens[rows].tolist(),
+        )
 
     def _cached_tokens(self, path: Path, prompt_tokens: int) -> IntColumn | None:
         """Return how many tokens of a prompt each engine has cached, by row; None if no engine has any."""
-        num_hashes = self.prefixes.num_blocks(path, self._columns.capacity)
-        if num_hashes is None:
+        tokens = self.prefixes.num_blocks(path, self._columns.capacity)
+        if tokens is None:
             return None
-        tokens: IntColumn = _LEADING_BLOCKS.take(num_hashes)
         tokens *= self._columns.block_size
         np.minimum(tokens, np.array(prompt_tokens), out=tokens)
         return tokens
@@ -253,11 +240,10 @@ class Registry:
 
     def _expire(self, now: float) -> None:
         """Forget picks that never arrived."""
-        while self._expiring and self._expiring[0][0] <= now:
-            _, number, record = self._expiring.popleft()
-            if (newest := self._by_row.get(record.row)) is not None and newest.expire(number):
+        for number, row in self._expiring.expire(now):
+            if (record := self._by_row.get(row)) is not None and record.expire(number):
                 self.revision += 1
-                self.changed.load(newest.identity.engine_id)
+                self.changed.load(record.identity.engine_id)
 
     def _silent(self, now: float) -> Iterator[EngineRecord]:
         """Yield the engines that have not reported for a while or made no progress."""
@@ -268,36 +254,6 @@ class Registry:
             if (record := self._by_row.get(row)) is not None:
                 yield record
 
-    def _gather(self, request: PickRequest) -> Pool:
-        """Return the serving engines of the pool that a request asks for, and that have its adapter. If none has it,
-        ask one to load it and raise."""
-        if len(self._pools) >= _MAX_POOLS:
-            self._pools.clear()
-            self._subsets.clear()
-        self._warn_of_missing_role()
-        rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
-        if request.HasField("data_parallel_rank"):
-            rows = self._of_rank(rows, request.data_parallel_rank)
-        if request.adapter:
-            rows = self._having(rows, request.adapter)
-        return make_pool(self._columns, self._kinds, rows)
-
-    def _of_rank(self, rows: Rows, rank: int) -> Rows:
-        """Return the engines with this number in their group. Raises ``InvalidArgument`` if no group has so many."""
-        size = max((record.report.group_size for record in self._records.values()), default=0)
-        if rank >= size:
-            ranks = f"there are {size} ranks, from 0 on" if size else "no engine belongs to a data-parallel group"
-            raise InvalidArgument(f"data_parallel_rank {rank} does not exist: {ranks}", "data_parallel_rank")
-        return np.array([row for row in rows if has_rank(self._by_row[row].identity, rank)], np.intp)
-
-    def _having(self, rows: Rows, adapter: bytes) -> Rows:
-        having = np.array([row for row in rows if adapter in self._by_row[row].adapters], np.intp)
-        if len(having):
-            return having
-        if not self._is_complete:
-            raise Unavailable("Engines are still joining the coordinator; retry.")
-        raise self.adapters.request([self._by_row[row] for row in rows], adapter, self._clock())
-
     def _kind(self, identity: EngineIdentity) -> int:
         """Return the number of an engine's fingerprint."""
         if len(self._kinds) > len(self._records) + _SPARE_KINDS:  # of engines that left
@@ -306,18 +262,8 @@ class Registry:
                 self._columns.kind[record.row] = self._kinds.number(record.identity.fingerprint)
         return self._kinds.number(identity.fingerprint)
 
-    def _warn_of_missing_role(self) -> None:
-        """Log, once, when requests begin to do without engines of a role."""
-        columns = self._columns
-        missing = missing_role(np.unique(columns.role[columns.is_serving]).tolist())
-        if missing != self._missing and missing is not None:
-            name = EngineRole.Name(missing).removeprefix("ENGINE_ROLE_").lower()
-            log.warning("no %s engine is serving: every request stays on one engine", name)
-        self._missing = missing
-
     def _regroup(self, *names: str) -> None:
         """Note that engines joined, left or changed their state or role, so that the pools are gathered again."""
         self._pools.clear()
-        self._subsets.clear()
         self.changed.other(names)
         self.revision += 1

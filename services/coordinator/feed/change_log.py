@@ -2,11 +2,15 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 MAX_KEPT = 16
 """Changes kept for watchers that are late by a few; one that is later gets everything again."""
+_WOKEN_TOGETHER = 16
+"""Watchers that are told of a change in one turn of the event loop. A message to two hundred takes some 10 ms to write,
+for which no pick would be answered."""
 
 
 class Published(NamedTuple):
@@ -21,14 +25,13 @@ class ChangeLog:
 
     Attributes:
         revision: The one at which the last change ended.
-        news: Set, and replaced, at each change.
     """
 
     def __init__(self, revision: int, whole: Callable[[int], bytes], *, max_kept: int = MAX_KEPT) -> None:
         """``whole`` returns a message with everything there is now, under the given revision. ``max_kept``: changes
         kept; 0 for watchers that get everything each time."""
         self.revision = revision
-        self.news = asyncio.Event()
+        self._waiting: dict[asyncio.Future[None], None] = {}
         self._whole = whole
         self._kept: deque[tuple[int, Published]] = deque(maxlen=max_kept)  # with the revision that each one changes
 
@@ -36,8 +39,18 @@ class ChangeLog:
         """Publish a change of the last revision."""
         self._kept.append((self.revision, Published(revision, data)))
         self.revision = revision
-        news, self.news = self.news, asyncio.Event()
-        news.set()
+        waiting, self._waiting = self._waiting, {}
+        if waiting:
+            self._wake(iter(waiting))
+
+    async def changed(self) -> None:
+        """Wait for the next change."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting[waiter] = None
+        try:
+            await waiter
+        finally:
+            self._waiting.pop(waiter, None)
 
     def after(self, revision: int | None) -> Sequence[Published]:
         """Return what a watcher at ``revision`` lacks: changes, or everything if it has nothing or lacks too much."""
@@ -47,3 +60,12 @@ class ChangeLog:
         if changes and self._kept[-len(changes)][0] == revision:
             return changes
         return (Published(self.revision, self._whole(self.revision)),)
+
+    def _wake(self, waiting: Iterator["asyncio.Future[None]"]) -> None:
+        """Wake some of those that wait now, and the others in later turns of the event loop."""
+        woken = list(islice(waiting, _WOKEN_TOGETHER))
+        for waiter in woken:
+            if not waiter.done():  # otherwise its watcher is gone
+                waiter.set_result(None)
+        if len(woken) == _WOKEN_TOGETHER:
+            asyncio.get_running_loop().call_soon(self._wake, waiting)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from tokenloom.services.runtime.registry.engine_loads import clear_load, loads_of
+from tokenloom.services.runtime.registry.engine_loads import clear_load
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
     EngineIdentity,
@@ -177,9 +177,9 @@ class SnapshotFeed:
             if name not in self._pending.changed:
                 self._loads[name] = None
 
-    def _load(self, name: str) -> EngineEntry:
-        """Return what is sent of an engine's load."""
-        entry = self._registry.entry(name, with_identity=False)
+    def _entry(self, name: str) -> EngineEntry:
+        """Return what is sent of an engine."""
+        entry = self._registry.entry(name)
         assert entry is not None  # one that left was looked at
         entry.number = self._shown[name].number
         return entry
@@ -188,12 +188,11 @@ class SnapshotFeed:
         """Return a part of a message with one engine."""
         shown = self._shown[name]
         if not with_identity:
-            return Snapshot(engines=[self._load(name)]).SerializeToString()
+            entry = self._entry(name)
+            entry.ClearField("identity")
+            return Snapshot(engines=[entry]).SerializeToString()
         if shown.data is None:
-            entry = self._registry.entry(name)
-            assert entry is not None
-            entry.number = shown.number
-            shown.data = Snapshot(engines=[entry]).SerializeToString()
+            shown.data = Snapshot(engines=[self._entry(name)]).SerializeToString()
         return shown.data
 
     def _outline(self, name: str, with_identity: bool) -> bytes:
@@ -212,9 +211,10 @@ class SnapshotFeed:
 
     def _loads_and_placements(self) -> bytes:
         """Return what is pending of loads and of popular prefixes, as a part of a message, and forget it."""
-        loads = Snapshot(loads=loads_of(list(map(self._load, self._loads)))) if self._loads else Snapshot()
-        self._loads.clear()
-        return loads.SerializeToString() + self._placements(self._registry.popular.take_changed())
+        names, self._loads = self._loads, {}
+        loads = self._registry.loads({name: self._shown[name].number for name in names})
+        placements = self._placements(self._registry.popular.take_changed())
+        return (Snapshot(loads=loads).SerializeToString() if names else b"") + placements
 
     def _placements(self, prefixes: Iterable[tuple[int, Sequence[str]]]) -> bytes:
         """Return beginnings of prompts with those of their engines that are shown, as a part of a message."""

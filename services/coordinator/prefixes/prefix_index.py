@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenloom.request.prefix_schedule import MAX_HASHES
+from tokenloom.request.prefix_schedule import LEADING_BLOCKS, MAX_HASHES
 from tokenloom.services.runtime.placement.engine_columns import IntColumn
 
 from .block_groups import Groups
@@ -101,7 +101,8 @@ class PrefixIndex:
         return self._find(words_of(hashes if len(hashes) <= MAX_HASHES else hashes[:MAX_HASHES]))
 
     def num_blocks(self, path: Path, num_rows: int) -> IntColumn | None:
-        """Return how many blocks of a prompt each engine has, by row, shape [num_rows]; None if no engine has any."""
+        """Return how many leading blocks of a prompt each engine has, by row, shape [num_rows]; None if no engine has
+        any. A hash stands for the blocks that :data:`.LEADING_BLOCKS` says."""
         counts: IntColumn | None = None
         owner = self._stretches.owner
         for begin, end, value, _ in path.runs:
@@ -111,14 +112,15 @@ class PrefixIndex:
             if counts is None:
                 counts = np.zeros(num_rows + 1, np.int64)  # the last one is for what was forgotten: row -1
             if value < _GROUP:
-                if counts[owner[value]] != begin:
+                row = owner.item(value)
+                if counts.item(row) != LEADING_BLOCKS[begin]:
                     break
-                counts[owner[value]] = end
+                counts[row] = LEADING_BLOCKS[end]
             else:
                 rows = generation.groups[value - _GROUP].rows(owner)
-                if begin:
-                    rows = rows[counts[rows] == begin]
-                counts[rows] = end
+                if begin and self._is_searchable:  # otherwise nothing was evicted: it has the blocks before these too
+                    rows = rows[counts[rows] == LEADING_BLOCKS[begin]]
+                counts[rows] = LEADING_BLOCKS[end]
         return None if counts is None else counts[:-1]
 
     def add(self, path: Path, row: int) -> None:
@@ -273,9 +275,9 @@ def _runs(log: BlockLog, piece: Piece, offset: int) -> list[Run]:
     """Return the runs of a piece; ``offset`` is added to the values."""
     begin, end, position = piece
     values = log.values[position : position + end - begin]
-    changes = (values[1:] != values[:-1]).nonzero()[0].tolist()
-    if not changes:
-        return [Run(begin, end, int(values[0]) + offset, position)]
-    bounds = [0, *(change + 1 for change in changes), end - begin]
-    runs = zip(bounds[:-1], bounds[1:], values[bounds[:-1]].tolist(), strict=True)
-    return [Run(begin + first, begin + last, value + offset, position + first) for first, last, value in runs]
+    runs, first = [], 0
+    for change in (*(values[1:] != values[:-1]).nonzero()[0].tolist(), end - begin - 1):
+        last = change + 1
+        runs.append(Run(begin + first, begin + last, values.item(first) + offset, position + first))
+        first = last
+    return runs

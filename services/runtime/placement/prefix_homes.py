@@ -1,7 +1,7 @@
 """Names the engines at which a prefix is at home. Every process names the same ones, without asking another: the
 coordinator prefers them, so that output processors find cached prefixes there while it is away. No I/O."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,14 +29,14 @@ MAX_KEYS = 4096
 _KEY_BITS = (1 << 64) - 1
 
 
-def keys_of(block_hashes: Sequence[int]) -> Iterator[int]:
-    """Yield the hashes of the leading blocks of a prompt, at most one for each of :data:`LEADING_BLOCKS`. Hashes are
+def keys_of(block_hashes: Sequence[int]) -> list[int]:
+    """Return the hashes of the leading blocks of a prompt, at most one for each of :data:`LEADING_BLOCKS`. Hashes are
     chained: a block's stands for all of its prefix."""
-    for length in LEADING_BLOCKS:
-        if block_hashes:
-            yield block_hashes[min(length, len(block_hashes)) - 1]
-        if len(block_hashes) <= length:
-            return
+    count = len(block_hashes)
+    keys = [block_hashes[length - 1] for length in LEADING_BLOCKS if length < count]
+    if count and len(keys) < len(LEADING_BLOCKS):
+        keys.append(block_hashes[count - 1])
+    return keys
 
 
 def homes_of(engines: EngineColumns, pool: Pool, block_hashes: Sequence[int]) -> Sequence[int]:
@@ -45,7 +45,7 @@ def homes_of(engines: EngineColumns, pool: Pool, block_hashes: Sequence[int]) ->
     rows = pool.prefillers.rows
     if not block_hashes or len(rows) <= NUM_HOMES:
         return ()
-    key = next(keys_of(block_hashes))
+    key = block_hashes[min(LEADING_BLOCKS[0], len(block_hashes)) - 1]
     if (homes := pool.homes.get(key)) is None:
         if len(pool.homes) >= MAX_KEYS:
             pool.homes.clear()

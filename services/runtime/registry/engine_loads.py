@@ -21,18 +21,14 @@ _OF_REPORT = (
     ("step_requests", "step_requests"),
 )
 """Columns, each with the field of ``EngineReport`` that it carries."""
-_GETTERS = [
-    ("number", attrgetter("number")),
-    *((column, attrgetter(field)) for column, field in _OF_ENTRY),
-    *((column, attrgetter("report." + field)) for column, field in _OF_REPORT),
-]
+_GETTERS = [(column, attrgetter(field)) for column, field in _OF_REPORT]
 
 
-def loads_of(entries: Sequence[EngineEntry]) -> EngineLoads:
-    """Return the loads of engines, a row for each."""
-    loads = EngineLoads(age_milliseconds=[entry.age.ToMilliseconds() for entry in entries])
+def loads_of(reports: Sequence[EngineReport], **columns: Sequence[int]) -> EngineLoads:
+    """Return the loads of engines, a row for each. ``columns``: those that are not read from the reports."""
+    loads = EngineLoads(**columns)
     for column, get in _GETTERS:
-        getattr(loads, column).extend(map(get, entries))
+        getattr(loads, column).extend(map(get, reports))
     return loads
 
 

@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.engine_registry import MAX_MORE_SECONDS, Registry
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineState, PickRequest
+from tokenloom.services.runtime.registry.engine_loads import set_loads
+from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, EngineState, PickRequest
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 
@@ -180,6 +181,19 @@ class RegistryMachine(RuleBasedStateMachine):
         self.forget()
         shown = {entry.identity.engine_id: entry.score for entry in snapshot_of(self.registry).engines}
         assert shown == {name: self.score(name) for name in self.records}
+
+    @invariant()
+    def loads_are_those_of_the_entries(self) -> None:
+        entries = [self.registry.entry(name) for name in self.records]
+        loads = self.registry.loads({name: number for number, name in enumerate(self.records, 1)})
+        shown = [EngineEntry(number=number, report=EngineReport()) for number in loads.number]
+        set_loads(shown, loads, range(len(shown)))
+        for number, entry in enumerate(entries, 1):
+            entry.ClearField("identity")
+            entry.report.ClearField("role")
+            entry.report.ClearField("state")
+            entry.number = number
+        assert shown == entries
 
 
 TestRegistryMachine = RegistryMachine.TestCase

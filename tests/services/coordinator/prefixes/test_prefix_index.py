@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tokenloom.request.prefix_schedule import MAX_HASHES
+from tokenloom.request.prefix_schedule import LEADING_BLOCKS, MAX_HASHES
 from tokenloom.services.coordinator.prefixes.hash_table import HashTable, words_of
 from tokenloom.services.coordinator.prefixes.prefix_index import PrefixIndex
 
@@ -19,7 +19,17 @@ ROWS = 8
 
 def match(index: PrefixIndex, hashes: Sequence[int], row: int) -> int:
     counts = index.num_blocks(index.find(hashes), ROWS)
-    return 0 if counts is None else int(counts[row])
+    return 0 if counts is None else LEADING_BLOCKS.index(int(counts[row]))
+
+
+def test_blocks_are_counted_as_the_hashes_name_them() -> None:
+    index = opened(1 << 16, rows=2)
+    hashes = list(range(1, MAX_HASHES + 1))
+    add(index, hashes, 0)
+    add(index, hashes[:200], 1)
+    counts = index.num_blocks(index.find(hashes), 2)
+    assert counts is not None
+    assert counts.tolist() == [LEADING_BLOCKS[MAX_HASHES], LEADING_BLOCKS[200]]
 
 
 def add(index: PrefixIndex, hashes: Sequence[int], row: int = 0) -> None:

@@ -2,7 +2,8 @@
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from tokenloom.services.runtime.registry.engine_loads import clear_load, loads_of, set_loads
+from tests.services.runtime.registry.loads import load_of
+from tokenloom.services.runtime.registry.engine_loads import clear_load, set_loads
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineReport
 
 NUMBERS = {
@@ -32,5 +33,5 @@ def test_a_load_arrives_as_it_was():
     sent = EngineEntry(number=7, report=report(), score=9, waiting=2, waiting_tokens=1 << 40)
     sent.age.FromMilliseconds(250)
     taken = EngineEntry(number=7, report=EngineReport())
-    set_loads([taken], loads_of([sent]), [0])
+    set_loads([taken], load_of(sent), [0])
     assert taken == sent

@@ -1,6 +1,7 @@
 """Tests the view that watchers keep of the registry, message by message."""
 
-from tokenloom.services.runtime.registry.engine_loads import clear_load, loads_of, set_loads
+from tests.services.runtime.registry.loads import load_of
+from tokenloom.services.runtime.registry.engine_loads import clear_load, set_loads
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineLoads, EngineReport, EngineState, Snapshot
 from tokenloom.v1.types_pb2 import Adapter, EngineRole
@@ -40,7 +41,7 @@ def viewing(*entries: EngineEntry) -> RegistryView:
 
 def test_the_columns_carry_every_count_and_nothing_else() -> None:
     full, target = loaded("a", 1), entry("a", 1)
-    set_loads([target], loads_of([full]), [0])
+    set_loads([target], load_of(full), [0])
     assert target == full
     clear_load(target)
     assert target == entry("a", 1)
@@ -57,7 +58,7 @@ def test_columns_that_a_coordinator_does_not_know_leave_the_fields_alone() -> No
 def test_loads_reach_the_entries_when_they_are_asked_for() -> None:
     view = viewing(entry("a", 1), entry("b", 2))
     version, engines = view.version, view.engines
-    assert view.take(change(1, loads=loads_of([loaded("b", 2)])))
+    assert view.take(change(1, loads=load_of(loaded("b", 2))))
     assert view.version == version
     assert engines[1].score == 0
     view.update_loads()
@@ -106,7 +107,7 @@ def test_adapters_change_only_when_a_change_holds_them() -> None:
 def test_loads_that_nobody_asks_for_do_not_pile_up() -> None:
     view = viewing(*(entry(str(number), number) for number in range(1, 51)))
     for number in range(1, 51):  # each message is kept for one row
-        view.take(change(number, loads=loads_of([loaded(str(number), number)])))
+        view.take(change(number, loads=load_of(loaded(str(number), number))))
     assert len(view._pending) < 50
 
 

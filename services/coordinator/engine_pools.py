@@ -1,0 +1,121 @@
+"""Gathers the engines that requests ask for, and remembers them until one of them changes. No I/O."""
+
+import logging
+from collections.abc import Callable, Hashable, Mapping
+
+import numpy as np
+
+from tokenloom.request.errors import InvalidArgument, Unavailable
+from tokenloom.services.runtime.placement.data_parallel_rank import has_rank
+from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
+from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
+from tokenloom.services.runtime.placement.pairing import missing_role
+from tokenloom.services.runtime.placement.pool import Pool, make_pool
+from tokenloom.v1.coordinator_pb2 import PickRequest
+from tokenloom.v1.types_pb2 import EngineRole
+
+from .engine_record import EngineRecord
+from .engine_subsets import Engine, EngineSubsets
+from .wanted_adapters import WantedAdapters
+
+log = logging.getLogger(__name__)
+
+_MAX_POOLS = 64
+
+
+class EnginePools:
+    """Keeps the serving engines by the fingerprint, role, adapter and rank that requests ask for.
+
+    Nearly all requests ask for the same.
+
+    Args:
+        by_row: The joined engines, which the registry keeps up to date.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        columns: EngineColumns,
+        kinds: FingerprintKinds,
+        by_row: Mapping[int, EngineRecord],
+        adapters: WantedAdapters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._columns = columns
+        self._kinds = kinds
+        self._by_row = by_row
+        self._adapters = adapters
+        self._clock = clock
+        self._pools: dict[tuple[bytes, EngineRole, bytes, int | None], Pool] = {}
+        self._subsets = EngineSubsets()
+        self._missing: EngineRole | None = None  # the last one that was logged
+
+    def clear(self) -> None:
+        """Forget all, because an engine joined, left, or changed its state or role."""
+        self._pools.clear()
+        self._subsets.clear()
+
+    def find(self, request: PickRequest, *, is_complete: bool) -> tuple[Pool, Pool | None]:
+        """Return the engines that serve what a request asks for, and those of them that its output processor works
+        with; None: all of them are equal to it.
+
+        ``is_complete``: whether all engines have joined. Raises ``InvalidArgument`` for a rank or a subset that cannot
+        be, ``ModelNotFound`` for an adapter that was unloaded, ``Unavailable`` if no engine has it yet.
+        """
+        rank = request.data_parallel_rank if request.HasField("data_parallel_rank") else None
+        key = request.fingerprint.SerializeToString(), request.role, request.adapter, rank
+        if (pool := self._pools.get(key)) is None:
+            pool = self._pools[key] = self._gather(request, is_complete=is_complete)
+        return pool, self._near(key, pool, request)
+
+    def _near(self, key: Hashable, pool: Pool, request: PickRequest) -> Pool | None:
+        """Return the engines of the pool that the output processor works with; None: all of them are equal to it."""
+        if not request.HasField("subset") or request.query_id:
+            return None
+
+        def engines() -> list[Engine]:
+            records = (self._by_row[row] for row in pool.rows)
+            return [(record.identity.engine_id, record.report.role) for record in records]
+
+        def make(numbers: list[int]) -> Pool:
+            return make_pool(self._columns, self._kinds, np.sort(pool.rows[numbers]))
+
+        return self._subsets.find(key, engines, make, request.subset)
+
+    def _gather(self, request: PickRequest, *, is_complete: bool) -> Pool:
+        """Return the serving engines of the pool that a request asks for, and that have its adapter. If none has it,
+        ask one to load it and raise."""
+        if len(self._pools) >= _MAX_POOLS:
+            self.clear()
+        self._warn_of_missing_role()
+        rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
+        if request.HasField("data_parallel_rank"):
+            rows = self._of_rank(rows, request.data_parallel_rank)
+        if request.adapter:
+            rows = self._having(rows, request.adapter, is_complete=is_complete)
+        return make_pool(self._columns, self._kinds, rows)
+
+    def _of_rank(self, rows: Rows, rank: int) -> Rows:
+        """Return the engines with this number in their group. Raises ``InvalidArgument`` if no group has so many."""
+        size = max((record.report.group_size for record in self._by_row.values()), default=0)
+        if rank >= size:
+            ranks = f"there are {size} ranks, from 0 on" if size else "no engine belongs to a data-parallel group"
+            raise InvalidArgument(f"data_parallel_rank {rank} does not exist: {ranks}", "data_parallel_rank")
+        return np.array([row for row in rows if has_rank(self._by_row[row].identity, rank)], np.intp)
+
+    def _having(self, rows: Rows, adapter: bytes, *, is_complete: bool) -> Rows:
+        having = np.array([row for row in rows if adapter in self._by_row[row].adapters], np.intp)
+        if len(having):
+            return having
+        if not is_complete:
+            raise Unavailable("Engines are still joining the coordinator; retry.")
+        raise self._adapters.request([self._by_row[row] for row in rows], adapter, self._clock())
+
+    def _warn_of_missing_role(self) -> None:
+        """Log, once, when requests begin to do without engines of a role."""
+        columns = self._columns
+        missing = missing_role(np.unique(columns.role[columns.is_serving]).tolist())
+        if missing != self._missing and missing is not None:
+            name = EngineRole.Name(missing).removeprefix("ENGINE_ROLE_").lower()
+            log.warning("no %s engine is serving: every request stays on one engine", name)
+        self._missing = missing

@@ -2,15 +2,18 @@
 writes."""
 
 import importlib
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 from ..workloads import Timing, Workload
 
 
 class OpenVINO:
-    """Options: `cache_gib`; `kv` (KV cache precision: u8, bf16, f16, f32); `precision` (of inference: bf16, f32);
-    `prime=1` (a shared prefix is computed before the others are added: it looks its cache up only then)."""
+    """Options: `cache_gib`; `kv` (KV cache precision: u8, bf16, f16, f32); `precision` (of inference: bf16, f32; by
+    default float32 for such a checkpoint, which OpenVINO would compute in bfloat16 where the processor can); `prime=1`
+    (a shared prefix is computed before the others are added: it looks its cache up only then)."""
 
     def __init__(self, model: str, threads: int, workloads: list[Workload], options: dict[str, str]) -> None:
         self._numpy: Any = importlib.import_module("numpy")
@@ -24,6 +27,8 @@ class OpenVINO:
         scheduler.enable_prefix_caching = True
         scheduler.dynamic_split_fuse = True
         properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
+        if _is_float32(model):
+            options = {"precision": "f32", **options}
         for option, name in (("kv", "KV_CACHE_PRECISION"), ("precision", "INFERENCE_PRECISION_HINT")):
             if option in options:
                 properties[name] = options[option]
@@ -60,3 +65,8 @@ class OpenVINO:
 
 def _read(handle: Any) -> int:
     return sum(len(output.generated_ids) for output in handle.read().values()) if handle.can_read() else 0
+
+
+def _is_float32(model: str) -> bool:
+    config = json.loads((Path(model) / "config.json").read_text())
+    return (config.get("dtype") or config.get("torch_dtype")) == "float32"

@@ -69,4 +69,4 @@ def _read(handle: Any) -> int:
 
 def _is_float32(model: str) -> bool:
     config = json.loads((Path(model) / "config.json").read_text())
-    return (config.get("dtype") or config.get("torch_dtype")) == "float32"
+    return str(config.get("dtype") or config.get("torch_dtype")) == "float32"

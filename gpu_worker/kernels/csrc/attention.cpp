@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "attention_decode_amx.h"
+#include "attention_decode_heads.h"
 #include "attention_decode_int8.h"
-#include "attention_decode_pairs.h"
 #include "attention_decode_words.h"
 #include "attention_pairs.h"
 #include "attention_tile.h"
@@ -19,11 +19,14 @@
 
 namespace {
 
+constexpr int64_t SHORTEST_PIECE = 256;  // positions of a long decode; other pieces have a multiple of it
+
 struct Piece {
   int32_t request;  // whose queries, or (group) a member, for its block table
   int32_t group;    // set: queries first … first + count are members of it, a token each; -1: tokens of the request
   int32_t first, count, begin, end, head;
-  int64_t partial;  // first of the request's partials for this range and head; -1: written to out
+  int32_t num_heads;  // KV heads, from `head` on: all or one
+  int64_t partial;    // first of the request's partials for this range and head; -1: written to out
   int64_t cost;
 };
 
@@ -45,8 +48,9 @@ class Call {
 
  private:
   const Args& a;
-  const int heads;   // query heads of a KV head
-  const int tokens;  // in one tile
+  const int heads;               // query heads of a KV head
+  const int tokens;              // in one tile
+  bool takes_all_heads = false;  // KV heads, in a piece of a decode
   std::vector<Piece> pieces;
   std::vector<float> partials;
   int64_t num_partials = 0;
@@ -66,8 +70,10 @@ class Call {
     for (int r = 0; r < a.num_requests; ++r)
       if (is_decode(r)) positions += decode_range(r);
     // So that the longest request keeps no thread busy alone: at least four pieces a thread.
-    const int64_t fair = positions * a.num_kv_heads / (4 * a.num_threads);
-    const int span = (std::max<int64_t>(fair, 256) + 255) / 256 * 256;
+    const int64_t wanted = 4 * a.num_threads;
+    takes_all_heads = can_take_all_heads() && positions >= wanted * SHORTEST_PIECE;
+    const int64_t fair = positions * (takes_all_heads ? 1 : a.num_kv_heads) / wanted;
+    const int span = std::max<int64_t>((fair + SHORTEST_PIECE - 1) / SHORTEST_PIECE, 1) * SHORTEST_PIECE;
     for (int r = 0; r < a.num_requests; ++r) is_decode(r) ? cut_decode(r, span) : cut_prefill(r);
     for (int g = 0; g < a.num_groups; ++g) cut_group(g);
     // Stable: neighbouring heads, whose keys and values lie side by side, follow each other.
@@ -86,10 +92,11 @@ class Call {
       first_partial[r] = num_partials;
       num_partials += parts[r] * a.num_heads;
     }
+    const int n = takes_all_heads ? a.num_kv_heads : 1;
     for (int part = 0; part < own; ++part)
-      for (int head = 0; head < a.num_kv_heads; ++head) {
+      for (int head = 0; head < a.num_kv_heads; head += n) {
         const int from = begin + part * span, to = std::min(from + span, begin + range);
-        pieces.push_back({r, -1, 0, 1, from, to, head, partial(r, part, head), to - from});
+        pieces.push_back({r, -1, 0, 1, from, to, head, n, partial(r, part, head), (int64_t)n * (to - from)});
       }
   }
 
@@ -99,7 +106,7 @@ class Call {
       for (int head = 0; head < a.num_kv_heads; ++head) {
         const int n = std::min(tokens, count - first), end = before + first + n;
         const int begin = first_seen(before + first) / RUN * RUN;
-        pieces.push_back({r, -1, first, n, begin, end, head, -1, (int64_t)8 * (end - begin)});
+        pieces.push_back({r, -1, first, n, begin, end, head, 1, -1, (int64_t)8 * (end - begin)});
       }
   }
 
@@ -108,7 +115,7 @@ class Call {
     for (int first = 0; first < count; first += tokens)
       for (int head = 0; head < a.num_kv_heads; ++head) {
         const int n = std::min(tokens, count - first), r = a.members[a.group_starts[g]];
-        pieces.push_back({r, g, first, n, 0, a.shared_lens[g], head, 0, (int64_t)8 * a.shared_lens[g]});
+        pieces.push_back({r, g, first, n, 0, a.shared_lens[g], head, 1, 0, (int64_t)8 * a.shared_lens[g]});
       }
   }
 
@@ -151,6 +158,14 @@ class Call {
   // Otherwise the token is one of a tile of rows.
   bool can_decode() const { return heads <= 4 || decodes_with_amx(); }
 
+  bool can_take_all_heads() const {
+#ifdef DECODE_IN_PAIRS
+    return std::is_same_v<T, BF16> && can_decode() && !decodes_with_amx();
+#else
+    return false;
+#endif
+  }
+
   bool decodes_with_amx() const {
 #ifdef ATTEND_WITH_AMX
     return std::is_same_v<T, BF16> && heads >= FEWEST_AMX_HEADS && heads <= MOST_AMX_HEADS && may_use_amx();
@@ -191,31 +206,33 @@ class Call {
 
   void compute_decode(const Piece& piece, const int32_t* table) {
     const int r = piece.request, token = a.query_starts[r], head = piece.head * heads;
-    Target<T> targets[MOST_AMX_HEADS];
-    for (int g = 0; g < heads; ++g)
+    std::vector<Target<T>> targets(piece.num_heads * heads);
+    for (int g = 0; g < piece.num_heads * heads; ++g)
       targets[g] = {out(token, head + g), partial_at(piece.partial < 0 ? -1 : piece.partial + g), sink(head + g)};
     const int visible = first_seen(a.seq_lens[r] - 1);
-    if (decodes_with_amx()) return compute_decode_amx(piece, table, query(token, head), visible, targets);
-    auto go = [&](auto kernel) {
-      kernel(a, table, piece.head, query(token, head), piece.begin, piece.end, visible, targets);
-    };
+    if (decodes_with_amx()) return compute_decode_amx(piece, table, query(token, head), visible, targets.data());
+    auto go = [&](auto g) { compute_decode<g>(piece, table, query(token, head), visible, targets.data()); };
     switch (heads) {
-      case 1: return go(decode_kernel<1>());
-      case 2: return go(decode_kernel<2>());
-      case 3: return go(decode_kernel<3>());
-      default: return go(decode_kernel<4>());
+      case 1: return go(std::integral_constant<int, 1>());
+      case 2: return go(std::integral_constant<int, 2>());
+      case 3: return go(std::integral_constant<int, 3>());
+      default: return go(std::integral_constant<int, 4>());
     }
+  }
+
+  template <int G>
+  void compute_decode(const Piece& piece, const int32_t* table, const T* q, int visible, const Target<T>* targets) {
+#ifdef DECODE_IN_PAIRS
+    if constexpr (std::is_same_v<T, BF16>)
+      return HeadsDecode<G>(a, table, piece.head, piece.num_heads, q, piece.end, visible).run(piece.begin, targets);
+#endif
+    decode_kernel<G>()(a, table, piece.head, q, piece.begin, piece.end, visible, targets);
   }
 
   template <int G>
   static auto decode_kernel() {
 #ifdef KV_INT8
     return decode_int8<T, G>;
-#elif defined(DECODE_IN_PAIRS)
-    if constexpr (std::is_same_v<T, BF16>)
-      return decode_pairs<G>;
-    else
-      return decode<T, G>;
 #elif defined(DECODE_IN_WORDS)
     if constexpr (std::is_same_v<T, BF16>)
       return decode_words<G>;

@@ -1,8 +1,8 @@
 // One bfloat16 token, as in attention_decode_pairs.h: one KV head, or all of them.
 //
-// All are read in the order of addresses: of a span first the keys of all heads, block after block, then the values. The
-// processor fetches ahead by itself what is read in that order. The blocks of a single head lie apart, so that a thread
-// gets no more than the few lines that it may ask for at the same time, half of what memory could give it.
+// All are read in the order of addresses: of a span first the keys of all heads, block after block, then the values.
+// The processor fetches ahead by itself what is read in that order. The blocks of a single head lie apart, so that a
+// thread gets no more than the few lines that it may ask for at the same time, half of what memory could give it.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -43,8 +43,8 @@ class HeadsDecode {
   const int head, end;
   std::vector<PairDecode<G>> kernels;
 
-  // Calls work(h, c, rows, next) for each head and each run from start + c on. Behind these `count` positions those of the
-  // cache `then` are read, from `first` on.
+  // Calls work(h, c, rows, next) for each head and each run from start + c on. Behind these `count` positions those of
+  // the cache `then` are read, from `first` on.
   template <class F>
   void read(const void* cache, int start, int count, const void* then, int first, F&& work) const {
     const int last = kernels.size() - 1;
@@ -60,8 +60,8 @@ class HeadsDecode {
     }
   }
 
-  // Whether the processor will have begun to fetch ahead. Then every second line is enough: it fetches the others, and more
-  // of them at once than it may be asked for.
+  // Whether the processor will have begun to fetch ahead. Then every second line is enough: it fetches the others, and
+  // more of them at once than it may be asked for.
   bool lies_in_order(int position) const {
     if (a.block_size != RUN || (int64_t)kernels.size() < a.num_kv_heads || position < RUN) return false;
     return table[position / RUN] == table[position / RUN - 1] + 1;

@@ -1,5 +1,5 @@
-// Many bfloat16 rows (a query head of a token each) whose scores are products of pairs: what the kernels of attention_amx.h
-// and attention_pairs.h have in common. Rows are lanes.
+// Many bfloat16 rows (a query head of a token each) whose scores are products of pairs: what the kernels of
+// attention_amx.h and attention_pairs.h have in common. Rows are lanes.
 #pragma once
 #include "attention.h"
 #include "bf16_pairs.h"
@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int MAX_PAIR_ROWS = 64, PAIR_TILE = 128;  // rows and positions between two looks at the largest score
+constexpr int MAX_PAIR_ROWS = 64, PAIR_TILE = 128;  // rows, and positions between two looks at the largest score
 
 // Up to V * 16 rows, and their scores of PAIR_TILE positions.
 template <int V>

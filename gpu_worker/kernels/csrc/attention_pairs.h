@@ -1,5 +1,5 @@
-// Many bfloat16 rows over positions [begin, end), as in attention_tile.h, with the processor's products of pairs: rows in
-// lanes, keys and values broadcast.
+// Many bfloat16 rows over positions [begin, end), as in attention_tile.h, with the processor's products of pairs: rows
+// in lanes, keys and values broadcast.
 //
 // Keys meet queries in pairs of elements and are read where they lie. Values meet the softmax's weights, rounded to
 // bfloat16, in pairs of positions and are copied for that, once for all rows. Sums are float32.
@@ -37,9 +37,9 @@ class PairTile {
   alignas(64) uint32_t values[VECS][PAIR_TILE / PAIR][LANES];  // likewise
   alignas(64) float output[D][R] = {};
 
-  // Adds the products of `depth` pairs of all rows with those of AT_ONCE keys or elements, whose pairs lie `apart` words
-  // from each other's and `step` words one behind the other, to `sums`, or to zero if they are FRESH. GCC keeps the rows'
-  // pairs in registers only in a function of its own.
+  // Adds the products of `depth` pairs of all rows with those of AT_ONCE keys or elements to `sums`, or to zero if they
+  // are FRESH. The pairs of two keys or elements lie `apart` words from each other, those of one `step` words. GCC
+  // keeps the rows' pairs in registers only in a function of its own.
   template <bool FRESH>
   __attribute__((noinline)) static void multiply(float (*sums)[R], const uint32_t (*left)[R], int depth,
                                                  const uint32_t* right, int64_t apart, int64_t step) {

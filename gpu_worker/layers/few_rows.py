@@ -19,7 +19,6 @@ class Kernel:
     """Describes a kernel and the layout that it reads."""
 
     load: Callable[[], CDLL]
-    function: str
     outputs: int
     inputs: int
     """The matrix's outputs and inputs must be multiples of these."""
@@ -30,10 +29,10 @@ class Kernel:
 
 
 KERNELS = {
-    torch.bfloat16: (Kernel(load_few_rows, "multiply", outputs=32, inputs=32, tolerance=5e-2),),
-    torch.float32: (Kernel(load_few_float_rows, "multiply", outputs=64, inputs=16, tolerance=1e-4, most_rows=None),),
+    torch.bfloat16: Kernel(load_few_rows, outputs=32, inputs=32, tolerance=5e-2),
+    torch.float32: Kernel(load_few_float_rows, outputs=64, inputs=16, tolerance=1e-4, most_rows=None),
 }
-"""The kernels of each dtype, best first."""
+"""The kernel of each dtype."""
 
 
 class FewRows:
@@ -51,7 +50,7 @@ class FewRows:
             raise KernelsUnavailable("oneDNN packed the matrix in an unknown layout")
         self.most_rows = sys.maxsize if kernel.most_rows is None else kernel.most_rows
         self._tolerance = kernel.tolerance
-        self._multiply = getattr(kernel.load(), kernel.function)
+        self._multiply = kernel.load().multiply
         self._matrix = torch.ops.mkldnn.data_ptr(packed)
         self._bias = bias
 
@@ -86,12 +85,11 @@ class FewRows:
 def make_few_rows(
     packed: Tensor, shape: tuple[int, int], bias: Tensor | None, linear: "torch._ops.OpOverload"
 ) -> FewRows | None:
-    """Return the first kernel that computes what oneDNN's ``linear`` does with its packed matrix; None: no kernel."""
-    for kernel in KERNELS.get(packed.dtype, ()):
-        try:
-            few_rows = FewRows(packed, shape, bias, kernel)
-        except KernelsUnavailable:
-            continue
-        if few_rows.agrees(linear, packed):
-            return few_rows
-    return None
+    """Return what computes the same as oneDNN's ``linear`` with its packed matrix; None: no kernel does."""
+    if (kernel := KERNELS.get(packed.dtype)) is None:
+        return None
+    try:
+        few_rows = FewRows(packed, shape, bias, kernel)
+    except KernelsUnavailable:
+        return None
+    return few_rows if few_rows.agrees(linear, packed) else None

@@ -39,7 +39,7 @@ from .engine_stream import EngineStream, to_duration
 from .enrolments import Enrolments
 from .feed.snapshot_feed import SnapshotFeed
 from .groups import Commands, Groups
-from .pick_slices import PickSlices
+from .picks.pick_slices import PickSlices
 from .report_interval import ReportPace
 
 log = logging.getLogger(__name__)

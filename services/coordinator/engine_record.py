@@ -5,7 +5,7 @@ from tokenloom.services.runtime.placement.rendezvous import name_hash
 from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, EngineState
 
-from .arrived_picks import ArrivedPicks
+from .picks.arrived_picks import ArrivedPicks
 
 PICK_SECONDS = 2.0
 """How long a pick counts that the engine never acknowledges: its output processor died or placed elsewhere."""

@@ -24,10 +24,10 @@ from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
 from .engine_placement import Placement, Policy, check_request
 from .engine_pools import EnginePools
 from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord
-from .expiring_picks import ExpiringPicks
 from .feed.changed_engines import ChangedEngines
+from .picks.expiring_picks import ExpiringPicks
+from .picks.prefix_placements import PrefixPlacements
 from .predecessor import Predecessor
-from .prefix_placements import PrefixPlacements
 from .prefixes.prefix_index import Path, PrefixIndex
 from .wanted_adapters import WantedAdapters
 

@@ -102,6 +102,21 @@ struct Target {
   }
 };
 
+// Columns become rows: calls write(row, its vectors) for the first `num_rows` columns of `output`.
+template <int R, class F>
+void turn_columns(const float (&output)[D][R], int num_rows, F&& write) {
+  for (int first = 0; first < num_rows; first += LANES) {
+    Vec turned[LANES][VECS];
+    for (int e = 0; e < VECS; ++e) {
+      Vec block[LANES];
+      for (int d = 0; d < LANES; ++d) block[d] = load(&output[e * LANES + d][first]);
+      transpose(block);
+      for (int r = 0; r < LANES; ++r) turned[r][e] = block[r];
+    }
+    for (int r = 0; r < LANES && first + r < num_rows; ++r) write(first + r, turned[r]);
+  }
+}
+
 // A query head of a token.
 template <class T>
 struct Row {

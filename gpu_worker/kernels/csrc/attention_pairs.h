@@ -105,17 +105,7 @@ class PairTile {
   }
 
   void write() const {
-    for (int i = 0; i < V; ++i) {
-      Vec turned[LANES][VECS];
-      for (int e = 0; e < VECS; ++e) {
-        Vec block[LANES];
-        for (int d = 0; d < LANES; ++d) block[d] = load(&output[e * LANES + d][i * LANES]);
-        transpose(block);
-        for (int r = 0; r < LANES; ++r) turned[r][e] = block[r];
-      }
-      for (int r = 0; r < LANES && i * LANES + r < lanes.num_rows; ++r)
-        lanes.write(i * LANES + r, turned[r]);
-    }
+    turn_columns(output, lanes.num_rows, [&](int r, const Vec* row) { lanes.write(r, row); });
   }
 };
 

@@ -146,17 +146,9 @@ class Tile {
   }
 
   void write() {
-    for (int i = 0; i < V; ++i) {
-      Vec turned[LANES][VECS];
-      for (int e = 0; e < VECS; ++e) {
-        Vec block[LANES];
-        for (int d = 0; d < LANES; ++d) block[d] = load(&output[e * LANES + d][i * LANES]);
-        transpose(block);
-        for (int r = 0; r < LANES; ++r) turned[r][e] = block[r];
-      }
-      for (int r = 0; r < LANES && i * LANES + r < num_rows; ++r)
-        rows[i * LANES + r].target.write(turned[r], top[i][r], weights[i][r]);
-    }
+    turn_columns(output, num_rows, [&](int r, const Vec* row) {
+      rows[r].target.write(row, top[r / LANES][r % LANES], weights[r / LANES][r % LANES]);
+    });
   }
 };
 

@@ -13,9 +13,11 @@
 
 #include <atomic>
 
+#include "pool.h"
+
 namespace tokenloom_crew {
 
-constexpr int MOST_THREADS = 128;  // the caller included
+constexpr int MOST_THREADS = tokenloom_pool::MOST_THREADS;
 
 struct Crew {
   std::atomic<pid_t> threads[MOST_THREADS];  // by OpenMP's number; 0: not seen yet
@@ -34,10 +36,11 @@ inline void join(int thread) {
   crew.has_new.store(true);
 }
 
-// Lets the threads use `cpus`. One that has ended in the meantime is passed over.
+// Lets the threads use `cpus`. Those that have ended, or that another process has since a fork, are passed over.
 inline void let_use(const cpu_set_t& cpus) {
   for (std::atomic<pid_t>& each : crew.threads)
-    if (const pid_t thread = each.load()) sched_setaffinity(thread, sizeof cpus, &cpus);
+    if (const pid_t thread = each.load(); thread && !syscall(SYS_tgkill, getpid(), thread, 0))
+      sched_setaffinity(thread, sizeof cpus, &cpus);
 }
 
 // For the caller of kernels, at any time. Two system calls if it has been moved since the last time, otherwise none.

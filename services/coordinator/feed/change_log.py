@@ -9,7 +9,7 @@ from typing import NamedTuple
 MAX_KEPT = 16
 """Changes kept for watchers that are late by a few; one that is later gets everything again."""
 _WOKEN_TOGETHER = 16
-"""Watchers that are told of a change in one turn of the event loop. A message to two hundred takes some 10 ms to write,
+"""Watchers that a change wakes in one turn of the event loop. A message to two hundred takes some 10 ms to write,
 for which no pick would be answered."""
 
 

@@ -87,17 +87,17 @@ def test_rows_that_lie_apart():
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "kernel"),
+    ("shape", "dtype"),
     [
-        ((64, 48), torch.bfloat16, 0),
-        ((48, 64), torch.bfloat16, 0),
-        ((96, 64), torch.float32, 0),
-        ((64, 40), torch.float32, 0),
+        ((64, 48), torch.bfloat16),
+        ((48, 64), torch.bfloat16),
+        ((96, 64), torch.float32),
+        ((64, 40), torch.float32),
     ],
 )
-def test_shapes_that_a_kernel_does_not_know(shape, dtype, kernel):
+def test_shapes_that_a_kernel_does_not_know(shape, dtype):
     with pytest.raises(KernelsUnavailable, match="a matrix of"):
-        FewRows(torch.zeros(shape, dtype=dtype), shape, None, KERNELS[dtype][kernel])
+        FewRows(torch.zeros(shape, dtype=dtype), shape, None, KERNELS[dtype])
 
 
 class Fake:
@@ -113,18 +113,14 @@ class Fake:
 
 
 @pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="oneDNN cannot pack here")
-@pytest.mark.parametrize(("factors", "found"), [((1, 2), 0), ((2, 1), 1), ((2, 3), None), ((), None)])
-def test_the_first_kernel_that_agrees_with_onednn_computes(factors, found, monkeypatch):
-    """Layouts are tried, because oneDNN does not document which one it chose."""
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_kernel_that_does_not_agree_with_onednn_computes_nothing(factor, monkeypatch):
+    """oneDNN does not document the layout that it chose, so one product is compared."""
     weight, x = random(64, 32).float(), random(3, 32).float()
-    fakes = [Fake(weight, factor) for factor in factors]
-    kernels = tuple(Kernel(lambda fake=fake: fake, "multiply", 32, 16, 1e-4) for fake in fakes)
-    monkeypatch.setitem(few_rows.KERNELS, torch.float32, kernels)
+    fake = Fake(weight, factor)
+    monkeypatch.setitem(few_rows.KERNELS, torch.float32, Kernel(lambda: fake, 32, 16, 1e-4))
     packed = PackedLinear(weight)
-    if found is None:
-        assert packed._few_rows is None
-    else:
-        assert packed._few_rows._multiply == fakes[found].multiply
+    assert (packed._few_rows is not None) == (factor == 1)
     torch.testing.assert_close(packed(x), x @ weight.t(), rtol=1e-4, atol=1e-4)
 
 

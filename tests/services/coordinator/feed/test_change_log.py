@@ -9,20 +9,20 @@ NUM_WATCHERS = 100
 
 
 async def test_all_watchers_are_told_but_not_in_one_turn() -> None:
-    log, told, turns = ChangeLog(1, lambda revision: b""), [], []
+    log, woken, turns = ChangeLog(1, lambda revision: b""), [], []
 
     async def watch(number: int) -> None:
         await log.changed()
-        told.append(number)
+        woken.append(number)
 
     tasks = [asyncio.create_task(watch(number)) for number in range(NUM_WATCHERS)]
     await settle()
     tasks.pop(50).cancel()
     log.add(2, b"")
-    while len(told) < NUM_WATCHERS - 1:
+    while len(woken) < NUM_WATCHERS - 1:
         await asyncio.sleep(0)
-        turns.append(len(told))
-    assert told == [number for number in range(NUM_WATCHERS) if number != 50]
+        turns.append(len(woken))
+    assert woken == [number for number in range(NUM_WATCHERS) if number != 50]
     assert len(set(turns)) > 5
     await asyncio.gather(*tasks)
 

@@ -16,7 +16,7 @@ from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.attentive_clock import AttentiveClock
 from tokenloom.services.coordinator.coordinator_servicer import CoordinatorServicer
 from tokenloom.services.coordinator.engine_registry import Registry
-from tokenloom.services.coordinator.pick_slices import SLICE_SECONDS, PickSlices
+from tokenloom.services.coordinator.picks.pick_slices import SLICE_SECONDS, PickSlices
 from tokenloom.v1.coordinator_pb2 import (
     EngineReport,
     EngineState,

@@ -1,6 +1,6 @@
 """Where prompts with popular beginnings were placed, as far as the coordinator remembers it."""
 
-from tokenloom.services.coordinator.prefix_placements import MAX_CHANGES, MAX_PREFIXES, PrefixPlacements
+from tokenloom.services.coordinator.picks.prefix_placements import MAX_CHANGES, MAX_PREFIXES, PrefixPlacements
 
 
 def prompt(shared: int, own: int, count: int = 100) -> list[int]:

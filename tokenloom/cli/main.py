@@ -13,10 +13,10 @@ with uncollected_imports():
     from .commands import lazy_group
 
 _GROUPS = {
-    "Serve": ("mesh.serve", "mesh.demo", "mesh.stop", "fetch"),
+    "Serve": ("serve.serve", "mesh.demo", "mesh.stop", "fetch"),
     "Ask a server": ("chat.chat", "chat.complete", "batch.run_batch", "models"),
     "Run without a server": ("batch.generate",),
-    "Manage a mesh": ("mesh.ps", "mesh.top", "mesh.plan", "mesh.scale", "mesh.config", "doctor", "certs"),
+    "Manage a mesh": ("mesh.ps", "mesh.top", "mesh.plan", "mesh.scale", "serve.config", "doctor", "certs"),
     "Measure": ("mesh.chaos", "bench.bench"),
     "Install": ("build_kernels", "completion"),
 }

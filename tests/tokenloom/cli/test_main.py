@@ -72,7 +72,7 @@ def test_help_cuts_no_option_and_stays_in_its_width(width: int) -> None:
 
 def test_the_help_of_the_commands_imports_none_of_them() -> None:
     code = "import sys; from tokenloom.cli.main import app; app(['--help'], standalone_mode=False); "
-    code += "sys.exit(bool({'grpc', 'numpy', 'rich', 'tokenloom.cli.mesh.serve'} & set(sys.modules)))"
+    code += "sys.exit(bool({'grpc', 'numpy', 'rich', 'tokenloom.cli.serve.serve'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     for group in ("Serve:", "Manage a mesh:"):

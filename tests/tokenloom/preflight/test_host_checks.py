@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from tokenloom.certificates import make_certificates
 from tokenloom.cli.main import app
-from tokenloom.cli.mesh import serving
+from tokenloom.cli.serve import serving
 from tokenloom.preflight import packages, platforms
 from tokenloom.preflight.files import check_certificate
 from tokenloom.preflight.listening import check_addresses

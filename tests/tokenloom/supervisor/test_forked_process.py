@@ -159,7 +159,7 @@ def test_grpc_that_watches_for_forks_prevents_them(monkeypatch: pytest.MonkeyPat
 
 def test_what_parts_share_is_imported_without_a_thread() -> None:
     code = (
-        "import tokenloom.cli.mesh.serving, tokenloom.services.runtime.host.service; "
+        "import tokenloom.cli.serve.serving, tokenloom.services.runtime.host.service; "
         "from tokenloom.supervisor.forked_process import can_fork; print(can_fork())"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "True\n"

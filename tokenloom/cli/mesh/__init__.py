@@ -1,1 +1,1 @@
-"""Commands for a local mesh: ``serve``, ``demo``, ``ps`` and ``top``."""
+"""Commands for a local mesh: ``demo``, ``ps``, ``top``, ``scale``, ``plan`` and ``stop``."""

@@ -18,9 +18,9 @@ from tokenloom.supervisor.run import run_mesh
 from ..chat.chat_client import Answer, stream_chat
 from ..chat.timeline_table import timeline_table
 from ..failures import INTERRUPTED, reported
+from ..serve.prechecks import check_model
 from ..server import Server
 from .model_directory import model_directory
-from .prechecks import check_model
 
 _ADAPTERS = ("json", "pirate")
 """LoRA adapters of the demo model."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenloom.cli.mesh.serve_options import OFFERS
+from tokenloom.cli.serve.serve_options import OFFERS
 from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.runtime.host.foreign_flags import answer_unknown, foreign_flags
 from tokenloom.services.runtime.host.options import flag

@@ -16,8 +16,8 @@ from tokenloom.supervisor.output import LineCopier, bare, prefixed
 from tokenloom.supervisor.run import run_mesh
 
 from ..failures import reported
+from ..mesh.model_directory import model_directory
 from ..options import built
-from .model_directory import model_directory
 from .prechecks import check_host, check_model
 from .serve_config import service_flags
 from .serve_options import service_arguments

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tokenloom.cli.main import app
-from tokenloom.cli.mesh import serving
-from tokenloom.cli.mesh.serve_options import DECIDED, OFFERS, SETTINGS
+from tokenloom.cli.serve import serving
+from tokenloom.cli.serve.serve_options import DECIDED, OFFERS, SETTINGS
 from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.runtime.host.options import options_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.clients.run import served_url
-from tokenloom.cli.mesh import serving
+from tokenloom.cli.serve import serving
 from tokenloom.supervisor.state_dir import PartState
 
 

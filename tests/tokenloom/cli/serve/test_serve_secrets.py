@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tokenloom.cli.main import app
-from tokenloom.cli.mesh import serving
+from tokenloom.cli.serve import serving
 from tokenloom.supervisor.layout import MeshOptions, parts_of
 from tokenloom.supervisor.ports import GatewayPorts
 from tokenloom.supervisor.run import Outcome

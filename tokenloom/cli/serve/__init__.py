@@ -1,0 +1,1 @@
+"""``tokenloom serve``, and ``tokenloom config``, which prints what it would run with."""

@@ -11,6 +11,7 @@ from .config import EngineConfig
 from .control.pausing import Pausing
 from .control.sessions import Sessions
 from .control.sleeping import Sleeping
+from .core_ready import core_ready
 from .data_parallel.facts import parallel_config_hash, parallel_facts
 from .encoder_config import encoder_config
 from .errors import ExecutorFailedError
@@ -26,7 +27,7 @@ from .process.step_pulse import StepPulse
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_reports import IterationLog, dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
-from .wire.handshake import CoreReady, WarmUp
+from .wire.handshake import WarmUp
 from .wire.messages import (
     AcceptTokens,
     EngineCoreOutput,
@@ -113,23 +114,7 @@ class EngineCore:
             )
         self.num_requests_added = 0
         """Requests that clients added, refused ones included."""
-        self.ready = CoreReady(
-            num_kv_blocks=kv_cache.num_blocks,
-            num_kv_groups=max(1, len(kv_cache.groups)),
-            max_model_len=kv_cache.max_model_len,
-            vocab_size=model.vocab_size,
-            block_size=config.cache.block_size,
-            kv_layout=model.kv_layout,
-            numerics=model.numerics,
-            hidden_size=model.hidden_size,
-            experts_per_token=model.experts_per_token,
-            warm_up=warm_up,
-            finds_reasoning=config.reasoning.marks is not None,
-            loras=self.adapters.answer().adapters if self.adapters is not None else [],
-            pooling=model.pooling,
-            pool_is_on_host=model.pool_is_on_host,
-            has_waves=self.has_waves,
-        )
+        self.ready = core_ready(config, model, kv_cache, warm_up, self.adapters, has_waves=self.has_waves)
         self.parallel_facts: dict[str, str] = {}
         """What the other ranks of the data-parallel group must share; empty: there is no group."""
         if config.parallel.group_id:

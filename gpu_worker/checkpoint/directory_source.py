@@ -1,6 +1,6 @@
 """Reads the weights of a checkpoint directory, whichever format its files have."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +18,10 @@ _FLOATING = ("float32", "bfloat16", "float16", "float64")
 class WeightFiles(TensorFiles, Protocol):
     """Holds the open weight files of a checkpoint."""
 
+    @property
+    def views(self) -> Sequence[Tensor]:
+        """Return a view of each mapped file that was read, until it is closed."""
+
     def dtype(self, name: str) -> str:
         """Return the name of a tensor's stored dtype: that of PyTorch for the usual floating-point dtypes."""
 
@@ -30,11 +34,14 @@ class DirectorySource:
     described_by = "config.json"
 
     def __init__(self, directory: Path, scheme: Scheme | None) -> None:
-        self.paths: Collection[Path] = weight_files(directory)
-        self._files = _open(self.paths)
+        self._files = _open(weight_files(directory))
         self._found: Mapping[str, Found] = scheme.find(self._files) if scheme else {}
         parts = {part for found in self._found.values() for part in found.parts}
         self.names = frozenset(self._files.names).difference(parts) | self._found.keys()
+
+    @property
+    def views(self) -> Sequence[Tensor]:
+        return self._files.views
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor | PackedWeight:
         return self._found[name].weight if name in self._found else self._files.read(name)

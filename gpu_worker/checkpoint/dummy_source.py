@@ -1,8 +1,7 @@
 """Makes random weights in the place of a checkpoint's: what a model costs depends on its shapes alone."""
 
 import zlib
-from collections.abc import Collection, Iterator
-from pathlib import Path
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ class DummySource:
     """
 
     described_by = "config.json"
-    paths: Collection[Path] = ()
+    views: Sequence[Tensor] = ()
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, has_output: bool = True) -> None:
         """``has_output``: whether the output matrix is one of its own, and not that of the embeddings."""

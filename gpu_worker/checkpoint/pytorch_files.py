@@ -14,8 +14,11 @@ class PytorchFiles:
     def __init__(self, paths: Sequence[Path]) -> None:
         """Read where the tensors are. Raises ``ValueError`` for a file that holds other objects than tensors."""
         self._tensors: dict[str, Tensor] = {}
+        self.views: list[Tensor] = []
         for path in paths:
-            self._tensors.update(_read_tensors(path))
+            tensors = _read_tensors(path)
+            self._tensors.update(tensors)
+            self.views += list(tensors.values())[:1]
 
     @property
     def names(self) -> Collection[str]:
@@ -32,6 +35,7 @@ class PytorchFiles:
 
     def close(self) -> None:
         self._tensors = {}
+        self.views = []
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

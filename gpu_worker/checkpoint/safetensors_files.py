@@ -18,6 +18,7 @@ class SafetensorsFiles:
         """Open the files. Raises ``ValueError`` naming one that is no safetensors file."""
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
+        self._views: dict[Any, Tensor] = {}  # the last tensor that was read from each file
         for path in paths:
             file = self._stack.enter_context(_open(path))
             self._files.update(dict.fromkeys(file.keys(), file))
@@ -25,6 +26,10 @@ class SafetensorsFiles:
     @property
     def names(self) -> Collection[str]:
         return self._files.keys()
+
+    @property
+    def views(self) -> Sequence[Tensor]:
+        return list(self._views.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[name].get_slice(name).get_shape())
@@ -34,10 +39,13 @@ class SafetensorsFiles:
         return _STORED_DTYPES.get(dtype, dtype)
 
     def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
+        file = self._files[name]
+        tensor: Tensor = file.get_tensor(name)
+        self._views[file] = tensor
         return tensor
 
     def close(self) -> None:
+        self._views.clear()
         self._stack.close()
 
 

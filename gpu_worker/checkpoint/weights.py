@@ -1,6 +1,6 @@
 """Gives models the tensors of a checkpoint, whatever format its files have."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
@@ -36,7 +36,8 @@ class WeightSource(Protocol):
     def names(self) -> Collection[str]: ...
 
     @property
-    def paths(self) -> Collection[Path]: ...
+    def views(self) -> Sequence[Tensor]:
+        """Return a view of each mapped file that was read, until it is closed."""
 
     @property
     def described_by(self) -> str:
@@ -89,8 +90,8 @@ class Checkpoint:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._forget_mapped()  # loading has read the whole file, but only a few embedding rows stay in use
         self._source.close()
-        forget_mapped(self._source.paths)  # loading has read the whole file, but only a few embedding rows stay in use
 
     def __contains__(self, name: str) -> bool:
         return name in self._source.names
@@ -131,7 +132,7 @@ class Checkpoint:
 
     def drop_read(self) -> None:
         """Drop the pages of the files that were read, and freed copies. Pages that are still in use are read again."""
-        forget_mapped(self._source.paths)
+        self._forget_mapped()
         return_freed()
         self._copied = 0
 
@@ -145,6 +146,9 @@ class Checkpoint:
         if rest:
             more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
             raise ValueError(f"the checkpoint holds tensors of an unsupported feature: {', '.join(rest[:3])}{more}")
+
+    def _forget_mapped(self) -> None:
+        forget_mapped([view.data_ptr() for view in self._source.views])
 
     def _count_copied(self, nbytes: int) -> None:
         """Now and then drop what was read of the files, and freed copies, so that they do not add up to a model."""

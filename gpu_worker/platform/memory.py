@@ -2,7 +2,8 @@
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+import mmap
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 _KIB = 1024
@@ -34,19 +35,29 @@ def return_freed() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def forget_mapped(paths: Iterable[Path]) -> None:
-    """Drop the resident pages of this process's mappings of these files; they are read again when they are touched.
+def forget_mapped(addresses: Iterable[int]) -> None:
+    """Drop the resident pages of the mapped files at ``addresses``; they are read again when they are touched.
 
-    It asks for a page-out, which never loses content. ``MADV_DONTNEED`` would empty anonymous memory that another
-    thread may have mapped in one of the ranges in the meantime.
+    The caller keeps the mappings meanwhile: where another thread had ended one, its own memory could lie by now. The
+    pages stay in the page cache, from which the next process loads the same files. A mapping that was written to is
+    only asked for a page-out, which takes longer and also empties the page cache, but never loses content.
     """
-    wanted = {str(path.resolve()) for path in paths}
     libc = ctypes.CDLL(None, use_errno=True)
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        fields = line.split(maxsplit=5)
-        if len(fields) == 6 and fields[5] in wanted:
-            begin, end = (int(address, 16) for address in fields[0].split("-"))
-            libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_PAGEOUT)
+    for begin, end, is_written in _mappings_at(list(addresses)):
+        advice = _MADV_PAGEOUT if is_written else mmap.MADV_DONTNEED
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
+
+
+def _mappings_at(addresses: Collection[int]) -> Iterator[tuple[int, int, bool]]:
+    """Yield (first address, end, whether pages of it were written to) of each mapping in which an address lies."""
+    begin = end = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        field, _, rest = line.partition(" ")
+        if field == "Anonymous:":
+            if any(begin <= address < end for address in addresses):
+                yield begin, end, int(rest.split()[0]) > 0
+        elif not field.endswith(":"):
+            begin, end = (int(address, 16) for address in field.split("-"))
 
 
 def status_bytes(field: str) -> int:

@@ -24,13 +24,14 @@ class GgufSource:
 
     def __init__(self, path: Path) -> None:
         head = read_gguf(path)
-        self.paths = [path]
+        self._path = path
         self.described_by = path.name
         self._tensors = head.tensors
         self._places = places(head)
         with path.open("rb") as file:
             # A private mapping is writable, which PyTorch asks for; nothing writes to it, so its pages stay the file's.
             self._content: mmap.mmap | None = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.views = [torch.frombuffer(self._content, dtype=torch.uint8)]
 
     @property
     def names(self) -> Collection[str]:
@@ -59,6 +60,7 @@ class GgufSource:
         return PackedBlocks(stored, blocks, order)
 
     def close(self) -> None:
+        self.views = []
         self._content = None  # the mapping ends with the last tensor that is a view of it
 
     def _bytes(self, tensor: GgufTensor, shape: tuple[int, ...], itemsize: int) -> Tensor:
@@ -69,7 +71,7 @@ class GgufSource:
         assert self._content is not None
         count = math.prod(shape) * itemsize
         if tensor.offset + count > len(self._content):
-            raise ValueError(f"{self.paths[0]} ends within the tensor {tensor.name}: the file is not complete")
+            raise ValueError(f"{self._path} ends within the tensor {tensor.name}: the file is not complete")
         octets = torch.frombuffer(self._content, dtype=torch.uint8, count=count, offset=tensor.offset)
         return octets.view(*shape[:-1], shape[-1] * itemsize)
 

@@ -42,7 +42,7 @@ def test_loading_takes_the_result_and_one_layer(path: Path, monkeypatch: pytest.
     # The pages of the file do not count: they stay in place here, so that they can be subtracted.
     sources: list[GgufSource] = []
     monkeypatch.setattr(weights, "FORGET_AT", MIB)  # the model is small too
-    monkeypatch.setattr(weights, "forget_mapped", lambda paths: None)
+    monkeypatch.setattr(weights, "forget_mapped", lambda addresses: None)
     monkeypatch.setattr(GgufSource, "close", lambda source: sources.append(source))
     matrices = LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER) + 2 * VOCABULARY * HIDDEN  # the output is packed too
     layer = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)

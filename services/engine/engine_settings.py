@@ -64,7 +64,7 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
     frame_interval: Annotated[
         Annotated[float, Meta(ge=0, le=0.1)],
         "Seconds between frames to an output processor, except for first tokens and ends, so that "
-        "short steps share a frame; 0: one frame for each step.",
+        "short steps share a frame; half of it for fewer than 16 requests; 0: one frame for each step.",
     ] = 0.008
     engine: EngineConfig = EngineConfig(
         worker=WorkerConfig(model=DEMO_MODEL_NAME),

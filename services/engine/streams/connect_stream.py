@@ -217,7 +217,7 @@ class ConnectStream:
             return None
         if not is_due:
             return builder.take_urgent(self._load.step)
-        self._pace.sent()
+        self._pace.sent(len(self._attempts.live))
         return builder.take(self._load.step)
 
     async def _send(self, context: Context, frame: engine_pb2.EngineFrame) -> None:

@@ -9,6 +9,9 @@ _GRAIN_SECONDS = 0.001
 _PATIENCE = 0.5
 """A frame that is due waits for the end of the next step, for so much of the interval at most: a wake-up between two
 steps would send the same tokens at the price of waking every service."""
+_MANY_STREAMS = 16
+"""With fewer requests the interval is half as long: a frame of few rows costs the services little, and the tokens of a
+fast model reach its few readers in smaller pieces."""
 
 
 class _Loop(Protocol):
@@ -23,8 +26,8 @@ class FramePace:
     """Keeps an interval between frames: a frame of two steps costs each service about as much as a frame of one."""
 
     def __init__(self, interval: float, wake: Callable[[], None], loop: _Loop) -> None:
-        """``interval``: minimum seconds between frames. ``wake``: called when a frame had to wait and no step has ended
-        since it is due."""
+        """``interval``: minimum seconds between frames of many streams. ``wake``: called when a frame had to wait and
+        no step has ended since it is due."""
         self._interval = interval
         self._wake = wake
         self._loop = loop
@@ -42,10 +45,11 @@ class FramePace:
             self._timer = self._loop.call_later(wait + _PATIENCE * self._interval, self._ring)
         return False
 
-    def sent(self) -> None:
-        """Note that a frame is being sent now."""
+    def sent(self, num_streams: int) -> None:
+        """Note that a frame is being sent now, on a connection with ``num_streams`` live requests."""
         if self._interval:
-            self._next_at = self._loop.time() + self._interval
+            share = 1.0 if num_streams >= _MANY_STREAMS else 0.5
+            self._next_at = self._loop.time() + share * self._interval
             self.close()
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ class TestSteps:
         assert received.token_ids[1] == expected_tokens([1, 2], 100, VOCAB_SIZE)
         data = [frame for frame in received.frames if frame.slot]
         assert list(data[0].token_ids) == received.token_ids[1][:1]
-        assert len(data) <= 2 + seconds / 0.1
+        assert len(data) <= 2 + seconds / 0.05
 
     async def test_a_first_token_between_two_frames_leaves_the_other_tokens_waiting(self, socket_dir: Path) -> None:
         settings = make_settings(socket_dir, frame_interval=0.1)

@@ -47,29 +47,35 @@ def pace(loop: FakeLoop, woken: list[bool]) -> FramePace:
 
 def test_a_frame_after_a_pause_goes_at_once(pace: FramePace, loop: FakeLoop) -> None:
     assert pace.is_due(urgent=False)
-    pace.sent()
+    pace.sent(16)
     loop.advance(0.009)
     assert pace.is_due(urgent=False)
     assert not loop.timers
 
 
+def test_few_streams_wait_half_as_long(pace: FramePace, loop: FakeLoop) -> None:
+    pace.sent(15)
+    loop.advance(0.0045)
+    assert pace.is_due(urgent=False)
+
+
 def test_a_frame_that_waits_goes_with_the_first_step_after_the_interval(
     pace: FramePace, loop: FakeLoop, woken: list[bool]
 ) -> None:
-    pace.sent()
+    pace.sent(16)
     loop.advance(0.0045)
     assert not pace.is_due(urgent=False)
     loop.advance(0.0045)
     assert not woken, "the step wakes the stream, no timer does"
     assert pace.is_due(urgent=False)
-    pace.sent()
+    pace.sent(16)
     loop.handle.cancel.assert_called_once_with()  # type: ignore[attr-defined]
 
 
 def test_without_another_step_it_is_called_for_once_after_half_an_interval_more(
     pace: FramePace, loop: FakeLoop, woken: list[bool]
 ) -> None:
-    pace.sent()
+    pace.sent(16)
     loop.advance(0.004)
     assert not pace.is_due(urgent=False)
     assert not pace.is_due(urgent=False)
@@ -82,19 +88,19 @@ def test_without_another_step_it_is_called_for_once_after_half_an_interval_more(
 
 
 def test_what_is_urgent_does_not_wait(pace: FramePace, loop: FakeLoop) -> None:
-    pace.sent()
+    pace.sent(16)
     assert pace.is_due(urgent=True)
     assert not loop.timers
 
 
 def test_without_an_interval_nothing_waits(loop: FakeLoop) -> None:
     pace = FramePace(0, lambda: None, loop)
-    pace.sent()
+    pace.sent(16)
     assert pace.is_due(urgent=False)
 
 
 def test_closing_takes_the_call_back(pace: FramePace, loop: FakeLoop) -> None:
-    pace.sent()
+    pace.sent(16)
     assert not pace.is_due(urgent=False)
     pace.close()
     loop.handle.cancel.assert_called_once_with()  # type: ignore[attr-defined]

@@ -44,6 +44,7 @@ from .parallel.local_config import check_options, num_sharing
 from .platform.affinity import bind_to
 from .platform.device_check import check_device
 from .platform.platform import Platform
+from .platform.pool_pages import PoolPages
 from .platform.profiler import Profiler
 from .pooling.pooler import Pooler, make_pooler
 from .recorded.recorded_steps import RecordedSteps
@@ -79,6 +80,7 @@ class ModelWorker:
         self._backend: AttentionBackend | None = None
         self._runner: ModelRunner | None = None
         self._pool: KVPool | None = None
+        self._pages: PoolPages | None = None  # None: the pool is a device's
         self._drafting: Drafting | None = None
         self._pooler: Pooler | None = None
         self._profiler = Profiler(config.worker.profiler_dir)
@@ -156,7 +158,9 @@ class ModelWorker:
             run_decode_steps(self._require_runner(), batches, block_size)
         num_free = 0 if self._config.speculative is None else self._free_rows(kv_cache.num_blocks)
         if self._pool is not None and self._pool.device is None:
-            self._pool.host.discard()  # pages take memory when a request writes to them
+            self._pages = PoolPages(self._pool)
+            self._pages.drop()  # most of them take memory when requests are about to write to them
+            self._pages.begin()
         self._platform.return_freed()
         return WarmUp(
             seconds=self._largest.seconds + time.perf_counter() - started,
@@ -226,6 +230,8 @@ class ModelWorker:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         self._platform.before_step()
+        if self._pages is not None:
+            self._pages.follow(scheduler_output)
         self._require_runner().execute(scheduler_output)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
@@ -247,8 +253,8 @@ class ModelWorker:
         with_kv = self._platform.bytes_in_use()
         if self._pool is None:
             self._require_runner().drop_kv_caches()
-        elif self._pool.device is None:
-            self._pool.host.discard()
+        elif self._pages is not None:
+            self._pages.drop()
         self._platform.return_freed()
         return FreedMemory(max(0, before - with_kv), max(0, with_kv - self._platform.bytes_in_use()), kept)
 
@@ -259,7 +265,9 @@ class ModelWorker:
             self._take_model()
             if self._drafting is not None:
                 self._drafting.restore()
-        if "kv_cache" in tags and self._pool is None:  # the host's pages come back when they are written
+        if "kv_cache" in tags and self._pages is not None:
+            self._pages.begin()
+        elif "kv_cache" in tags and self._pool is None:
             self._require_runner().make_kv_caches()
 
     def reload_weights(self, path: str) -> None:
@@ -299,7 +307,7 @@ class ModelWorker:
 
     def shutdown(self) -> None:
         self._profiler.close()
-        self._slot = self._backend = self._runner = self._pool = self._drafting = None
+        self._slot = self._backend = self._runner = self._pool = self._pages = self._drafting = None
 
     @property
     def _model(self) -> Model:

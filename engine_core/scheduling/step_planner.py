@@ -228,8 +228,8 @@ class StepPlanner:
         """Return how many tokens the step may compute. Fewer while any request decodes: each prompt token delays the
         next token of every decoding request.
 
-        A larger budget speeds up all prompts that wait, so it grows with their number: one long prompt is computed in
-        small chunks, a burst of prompts at once.
+        It also brings every prompt that waits forward, so the budget grows where more prompts wait than requests
+        decode: one prompt is computed in small chunks, and a burst before many others decode at once.
         """
         if self._beside_decode is None:
             return self._max_tokens
@@ -242,7 +242,8 @@ class StepPlanner:
         if not num_decoding:
             return self._max_tokens
         num_prompts += min(len(self._waiting), self._max_num_seqs - len(self.running))
-        return min(self._max_tokens, num_decoding + self._beside_decode * max(1, num_prompts))
+        num_beside = self._beside_decode * max(num_decoding, num_prompts) // num_decoding
+        return min(self._max_tokens, num_decoding + num_beside)
 
     def _plan_running(self, plan: StepPlan, left_out: Collection[str] = (), *, may_preempt: bool = True) -> None:
         """Plan the running requests but for the ids ``left_out``."""

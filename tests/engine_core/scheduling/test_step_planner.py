@@ -18,16 +18,17 @@ def test_a_prompt_gets_less_while_anything_decodes() -> None:
     assert step(scheduler)[0].num_scheduled_tokens == {"a": 1, "b": 8}
 
 
-def test_prompts_get_more_the_more_of_them_wait() -> None:
+def test_prompts_get_more_where_more_of_them_wait_than_decode() -> None:
     scheduler = make_scheduler(prefill_tokens_beside_decode=4)
     scheduler.add_request(make_request("a", [1], 20))
     step(scheduler)
     for request_id, token in (("b", 2), ("c", 3), ("d", 4)):
-        scheduler.add_request(make_request(request_id, [token] * 10))
-    steps = [step(scheduler)[0].num_scheduled_tokens for _ in range(5)]
+        scheduler.add_request(make_request(request_id, [token] * 10, 20))
+    steps = [step(scheduler)[0].num_scheduled_tokens for _ in range(6)]
     assert steps == [
         {"a": 1, "b": 10, "c": 2},
-        {"a": 1, "b": 1, "c": 8},
+        {"a": 1, "b": 1, "c": 4},
+        {"a": 1, "b": 1, "c": 4},
         {"a": 1, "b": 1, "c": 1, "d": 4},
         {"a": 1, "b": 1, "c": 1, "d": 4},
         {"a": 1, "b": 1, "c": 1, "d": 2},

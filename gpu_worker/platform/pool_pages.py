@@ -1,0 +1,99 @@
+"""Gives the KV pool its pages before a step writes to them: a page that the system must find first stops the step."""
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable, Iterator
+
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
+from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
+from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
+
+AHEAD_BYTES = 64 << 20
+"""How much of the pool is ready behind the highest block of any request."""
+_PIECE = 2 << 20
+"""Bytes of one call. Meanwhile no other thread can map memory, so it must be short."""
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14; the mmap module does not name it
+
+Populate = Callable[[PoolMemory, int, int], bool]
+"""Gives a pool the pages of bytes [start, end). Returns False where the system cannot do that."""
+
+
+def populate(memory: PoolMemory, start: int, end: int) -> bool:
+    """Do as :data:`Populate` says, without the interpreter's lock. The content of the bytes does not change."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    first = ctypes.addressof(ctypes.c_char.from_buffer(memory.buffer, start))
+    skipped = first % mmap.PAGESIZE
+    return bool(madvise(ctypes.c_void_p(first - skipped), ctypes.c_size_t(end - start + skipped), _POPULATE_WRITE) == 0)
+
+
+def on_thread(work: Callable[[], None]) -> threading.Thread:
+    """Start ``work`` on a thread, which does not keep the process alive."""
+    thread = threading.Thread(target=work, name="pool-pages", daemon=True)
+    thread.start()
+    return thread
+
+
+class PoolPages:
+    """Follows the blocks that requests get. The scheduler gives out fresh blocks in ascending order, so those that come
+    next are known. Belongs to the thread that steps."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        ahead_bytes: int = AHEAD_BYTES,
+        *,
+        populate: Populate = populate,
+        start: Callable[[Callable[[], None]], threading.Thread] = on_thread,
+    ) -> None:
+        """``pool`` is in memory of the host. ``start`` runs a call on another thread."""
+        self._pool = pool
+        self._ahead = max(2, ahead_bytes // pool.block_bytes)
+        self._populate = populate
+        self._start = start
+        self._ready = 0  # blocks below have their pages, or get them now
+        self._thread: threading.Thread | None = None
+        self._is_possible = True
+
+    def drop(self) -> None:
+        """Release all pages to the system."""
+        if self._thread is not None:
+            self._thread.join()
+        self._pool.host.discard()
+        self._ready = 0
+
+    def begin(self) -> None:
+        """Begin to make the first blocks ready."""
+        if not self._ready:
+            self._extend(0)
+
+    def follow(self, step: SchedulerOutput) -> None:
+        """Look at the blocks that requests got in this step, and begin to make more ready if few are left."""
+        if self._ready < self._pool.num_blocks and self._is_possible:
+            used = 1 + max(map(max, _new_blocks(step)), default=-1)
+            if used > self._ready - self._ahead // 2 and (self._thread is None or not self._thread.is_alive()):
+                self._extend(used)
+
+    def _extend(self, used: int) -> None:
+        """Make blocks ready on another thread, up to ``ahead`` more than the ``used`` first ones. Those far before the
+        used ones are skipped: where requests get blocks in another order, each would take a large part of the pool."""
+        first, last = max(self._ready, used - self._ahead), min(used + self._ahead, self._pool.num_blocks)
+        self._ready = last
+        self._thread = self._start(lambda: self._make_ready(first, last))
+
+    def _make_ready(self, first: int, last: int) -> None:
+        for region in self._pool.regions:
+            end = region.offset + last * region.block_bytes
+            for start in range(region.offset + first * region.block_bytes, end, _PIECE):
+                if not self._populate(self._pool.host, start, min(start + _PIECE, end)):
+                    self._is_possible = False
+                    return
+
+
+def _new_blocks(step: SchedulerOutput) -> Iterator[list[int]]:
+    """Return the blocks of each request that got any."""
+    for new in step.scheduled_new_reqs:
+        if new.block_ids:
+            yield new.block_ids
+    if any(step.scheduled_cached_reqs.new_block_ids):
+        yield from filter(None, step.scheduled_cached_reqs.new_block_ids)

@@ -91,7 +91,7 @@ class EngineCore:
         warm_up = self._initialize_kv_cache(config, kv_cache, model)
         if self.scheduler.drafts is not None:
             self.scheduler.drafts.free_rows = warm_up.free_rows or None
-        self._pulse = pulse or StepPulse()
+        self._pulse = pulse or StepPulse(clock=lambda: clock() / 1e9)
         self._pulse.warmed_up(warm_up.seconds)
         self.steps_in_flight: deque[StepInFlight] = deque()
         """Steps that the executor has begun and whose results are not processed yet, oldest first."""
@@ -280,7 +280,7 @@ class EngineCore:
     def _update(
         self, step: StepInFlight, result: ModelRunnerOutput, take_aborts: Callable[[], Iterable[str]]
     ) -> list[EngineCoreOutput]:
-        self._pulse.ended()
+        self.scheduler.note_step_time(step.scheduled, self._pulse.ended())
         if step.transfers is not None:
             step.transfers.step_ended()
         self._abort(take_aborts())

@@ -90,12 +90,14 @@ class StepPulse:
         in_flight.append(num_tokens)
         self._beat()
 
-    def ended(self) -> None:
-        """Note that the oldest step has ended."""
+    def ended(self) -> float:
+        """Note that the oldest step has ended; return how many seconds it took beyond the step before it."""
         now = self._clock()
-        self._times.observe(self._in_flight.popleft(), now - self._since)
+        seconds = now - self._since
+        self._times.observe(self._in_flight.popleft(), seconds)
         self._since = now
         self._beat()
+        return seconds
 
     def failed(self) -> None:
         """Note that no step is in flight any more."""

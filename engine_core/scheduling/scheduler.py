@@ -235,6 +235,11 @@ class Scheduler:
             self._in_flight.begin(scheduled, self.running)
         return scheduled
 
+    def note_step_time(self, scheduled: SchedulerOutput, seconds: float) -> None:
+        """Learn how long a step took, before its tokens are known."""
+        if self._planner.prompt_share is not None:
+            self._planner.prompt_share.observe(scheduled.total_num_scheduled_tokens, seconds)
+
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Process the result of a step. Returns one output for each request with new tokens."""
         return self.results.apply(scheduled, result)

@@ -12,6 +12,7 @@ from ..kv_cache.kv_manager import KVManager
 from ..kv_transfer.remote_kv import RemoteKV
 from ..wire.messages import EngineCoreOutput
 from ..wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from .prompt_share import PromptShare
 from .request import Request, RequestStatus
 from .request_queues import WaitingRequests, priority_key
 from .seats import LiveTenants, count_seats, index_to_preempt, rows_to_defer, seat_to_take_back
@@ -136,7 +137,9 @@ class StepPlanner:
         self._max_num_seqs = config.max_num_seqs
         self._max_tokens = config.max_num_batched_tokens
         self._max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
-        self._beside_decode = config.prefill_tokens_beside_decode if config.enable_chunked_prefill else None
+        least = config.prefill_tokens_beside_decode if config.enable_chunked_prefill else None
+        self.prompt_share = PromptShare(least) if least is not None else None
+        """Limits the prompt tokens of a step in which other requests decode; None: nothing does."""
         self._by_priority = SchedulingPolicy(config.policy) is SchedulingPolicy.PRIORITY
         self._admission = Admission(waiting, kv, remote, config, clock, adapters)
         self._has_deferred = False
@@ -227,11 +230,8 @@ class StepPlanner:
     def _token_budget(self) -> int:
         """Return how many tokens the step may compute. Fewer while any request decodes: each prompt token delays the
         next token of every decoding request.
-
-        It also brings every prompt that waits forward, so the budget grows where more prompts wait than requests
-        decode: one prompt is computed in small chunks, and a burst before many others decode at once.
         """
-        if self._beside_decode is None:
+        if self.prompt_share is None:
             return self._max_tokens
         num_prompts = 0
         for request in reversed(self.running):  # the last ones; with priorities, there may be a few among the others
@@ -242,8 +242,7 @@ class StepPlanner:
         if not num_decoding:
             return self._max_tokens
         num_prompts += min(len(self._waiting), self._max_num_seqs - len(self.running))
-        num_beside = self._beside_decode * max(num_decoding, num_prompts) // num_decoding
-        return min(self._max_tokens, num_decoding + num_beside)
+        return min(self._max_tokens, num_decoding + self.prompt_share.num_tokens(num_decoding, num_prompts))
 
     def _plan_running(self, plan: StepPlan, left_out: Collection[str] = (), *, may_preempt: bool = True) -> None:
         """Plan the running requests but for the ids ``left_out``."""

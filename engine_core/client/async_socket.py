@@ -5,7 +5,7 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 
-from ..wire.frames import READ_BYTES, FrameReader, head, rest_after
+from ..wire.frames import FrameReader, head, rest_after
 from ..wire.serialization import Frame
 
 _MAX_MESSAGES = 64
@@ -102,16 +102,14 @@ class AsyncSocket:
 
     def _on_readable(self) -> None:
         try:
-            data = self._connection.recv(READ_BYTES)
+            messages = self._reader.read(self._connection)
         except BlockingIOError:
             return
-        except ConnectionError:
-            data = b""
-        if not data:
+        if messages is None:
             self._has_ended = True
             self._pause_reading()
             return
-        self._messages += self._reader.feed(data)
+        self._messages += messages
         if self._messages:
             _wake(self._arrival)
         if len(self._messages) >= _MAX_MESSAGES:

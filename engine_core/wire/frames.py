@@ -63,27 +63,66 @@ class FrameSender:
 
 
 class FrameReader:
-    """Finds messages in a stream of bytes, however it is split. No I/O."""
+    """Finds messages in what is read from a socket, however it is split."""
 
     def __init__(self) -> None:
         self._rest = bytearray()  # the beginning of a message
+        # A message that needs several reads is read into memory of its own for each frame: arrays stay there, aligned.
+        self._large: list[Frame] = []
+        self._unread: list[Frame] = []
 
-    def feed(self, data: bytes) -> list[list[Frame]]:
-        """Return the frames of each message that ``data`` completes."""
+    def read(self, connection: socket.socket) -> list[list[Frame]] | None:
+        """Read once, and return the frames of each message that is complete now; None at the end of the connection.
+
+        Raises ``BlockingIOError`` when a non-blocking socket has nothing.
+        """
+        try:
+            if self._unread:
+                return self._read_large(connection)
+            data = connection.recv(READ_BYTES)
+        except ConnectionError:
+            return None
+        return self._feed(data) if data else None
+
+    def _read_large(self, connection: socket.socket) -> list[list[Frame]] | None:
+        count = connection.recvmsg_into(self._unread)[0]
+        if not count:
+            return None
+        self._unread = rest_after(self._unread, count)
+        if self._unread:
+            return []
+        message, self._large = self._large, []
+        return [message]
+
+    def _feed(self, data: bytes) -> list[list[Frame]]:
         if self._rest:
             self._rest += data
         source = self._rest or data
         messages: list[list[Frame]] = []
         start = 0
         with memoryview(source) as view:
-            while (found := _first_message(view, start)) is not None:
-                frames, start = found
-                messages.append(frames)
+            while True:
+                extents, end = _extents(view, start)
+                if not extents or end > len(view):
+                    break
+                messages.append([bytes(view[begin:stop]) for begin, stop in extents])
+                start = end
         if self._rest:
             del self._rest[:start]
         elif start < len(data):
             self._rest += data[start:]
+        if extents and end - start > READ_BYTES:
+            self._begin_large([(begin - start, stop - start) for begin, stop in extents])
         return messages
+
+    def _begin_large(self, extents: Sequence[tuple[int, int]]) -> None:
+        """Move the beginning of a message to the memory of its frames."""
+        self._large = [bytearray(stop - begin) for begin, stop in extents]
+        for frame, (begin, stop) in zip(self._large, extents, strict=True):
+            known = self._rest[begin:stop]
+            memoryview(frame)[: len(known)] = known
+        self._unread = rest_after(self._large, len(self._rest) - extents[0][0])
+        self._rest = bytearray()
 
 
 class FrameReceiver:
@@ -97,30 +136,24 @@ class FrameReceiver:
     def receive(self) -> list[Frame]:
         """Wait for a message and return its frames. Raises ``EOFError`` when the peer is gone."""
         while not self._messages:
-            try:
-                data = self._connection.recv(READ_BYTES)
-            except ConnectionError:
-                data = b""
-            if not data:
+            if (messages := self._reader.read(self._connection)) is None:
                 raise EOFError
-            self._messages += self._reader.feed(data)
+            self._messages += messages
         return self._messages.popleft()
 
 
-def _first_message(view: memoryview, start: int) -> tuple[list[Frame], int] | None:
-    """Return the frames of the message that begins at ``start``, and where it ends; None if it is incomplete."""
-    end = start + _COUNT.size
-    if end > len(view):
-        return None
+def _extents(view: memoryview, start: int) -> tuple[list[tuple[int, int]], int]:
+    """Return where each frame of the message that begins at ``start`` begins and ends, and where the message ends,
+    which may be beyond the view; no frames if its sizes are not there yet."""
+    sizes_at = start + _COUNT.size
+    if sizes_at > len(view):
+        return [], 0
     (count,) = _COUNT.unpack_from(view, start)
-    sizes_at, end = end, end + count * _SIZE_BYTES
+    end = sizes_at + count * _SIZE_BYTES
     if end > len(view):
-        return None
-    sizes = struct.unpack_from(f"<{count}Q", view, sizes_at)
-    if end + sum(sizes) > len(view):
-        return None
-    frames: list[Frame] = []
-    for size in sizes:
-        frames.append(bytes(view[end : end + size]))
+        return [], 0
+    extents: list[tuple[int, int]] = []
+    for size in struct.unpack_from(f"<{count}Q", view, sizes_at):
+        extents.append((end, end + size))
         end += size
-    return frames, end
+    return extents, end

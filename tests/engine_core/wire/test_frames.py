@@ -1,13 +1,15 @@
 import socket
 import threading
 from collections.abc import Iterator
+from itertools import cycle
+from typing import cast
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenloom.engine_core.wire.frames import FrameReader, FrameReceiver, FrameSender, head, rest_after
+from tokenloom.engine_core.wire.frames import READ_BYTES, FrameReader, FrameReceiver, FrameSender, head, rest_after
 from tokenloom.engine_core.wire.serialization import Decoder, Frame
 
 LARGE = 1 << 20
@@ -22,16 +24,39 @@ def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield near, far
 
 
-@given(st.lists(st.lists(st.binary(max_size=40), min_size=1, max_size=4), max_size=6), st.data())
+class FakeConnection:
+    """A socket of which each read returns at most the next of some numbers of bytes."""
+
+    def __init__(self, stream: bytes, sizes: Iterator[int]) -> None:
+        self._stream = stream
+        self._sizes = sizes
+
+    def recv(self, most: int) -> bytes:
+        count = min(most, next(self._sizes))
+        data, self._stream = self._stream[:count], self._stream[count:]
+        return data
+
+    def recvmsg_into(self, buffers: list[memoryview]) -> tuple[int]:
+        left = data = self.recv(sum(map(len, buffers)))
+        for buffer in map(memoryview, buffers):
+            part = left[: len(buffer)]
+            buffer[: len(part)] = part
+            left = left[len(part) :]
+        return (len(data),)
+
+
+FRAMES = st.one_of(st.binary(max_size=40), st.integers(0, 3).map(lambda n: bytes([n]) * (READ_BYTES - 20 + 10 * n)))
+
+
+@given(st.lists(st.lists(FRAMES, min_size=1, max_size=4), max_size=6), st.data())
 def test_messages_are_found_however_the_stream_is_split(messages: Messages, data: st.DataObject) -> None:
     stream = b"".join(head(frames) + b"".join(frames) for frames in messages)
+    sizes = data.draw(st.lists(st.sampled_from([1, 3, 4, 5, 11, 60, 1000, READ_BYTES]), min_size=1, max_size=8))
+    connection = cast(socket.socket, FakeConnection(stream, cycle([*sizes, READ_BYTES])))
     reader = FrameReader()
     found: list[list[Frame]] = []
-    start = 0
-    while start < len(stream):
-        end = data.draw(st.integers(start + 1, len(stream)))
-        found += reader.feed(stream[start:end])
-        start = end
+    while (complete := reader.read(connection)) is not None:
+        found += complete
     assert found == messages
 
 

@@ -83,8 +83,8 @@ class Endpoint:
                     RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
                 answer = self.api.answer(generation, options)
                 if options.stream:
-                    headers = partial(self._stream_headers, exchange, options)
-                    stream = AnswerStream(exchange, generation, answer, self.answers, headers)
+                    make_headers = partial(self._stream_headers, exchange, options)
+                    stream = AnswerStream(exchange, generation, answer, self.answers, make_headers)
                     await stream.run(options.resumed)
                 else:
                     await _whole(exchange, generation, answer, self._headers(exchange, options))

@@ -1,4 +1,4 @@
-"""The client of an engine core for an event loop: the core runs in another process, reached over ZMQ."""
+"""The client of an engine core for an event loop: the core runs in another process, reached over a socket."""
 
 import asyncio
 import contextlib
@@ -110,9 +110,7 @@ class AsyncMPClient:
         self._arena = ArrayArena(config.parallel.array_arena_bytes)
         self._pulse = PulseMemory()
         self._context = zmq.asyncio.Context()
-        # ZMQ's default bound applies: with 1000 messages in the queue, a send waits.
-        self._input = self._bind(zmq.PUSH, self._process.input_address)
-        self._output = self._bind(zmq.PULL, self._process.output_address)
+        self._socket = AsyncSocket(self._process.connection)
         self._kv = self._context.socket(zmq.PAIR)
         if config.kv.transports:
             self._kv.bind(self._process.kv_address)
@@ -167,7 +165,7 @@ class AsyncMPClient:
 
     async def get_output(self) -> EngineCoreOutputs:
         while True:
-            frames = await self._output.receive()
+            frames = await self._socket.receive()
             if frames[0] == ENGINE_CORE_DEAD:
                 self._fail(EngineDeadError("the engine core failed; see its log"))
                 assert self._dead is not None
@@ -193,20 +191,13 @@ class AsyncMPClient:
         self._closed = True
         await asyncio.to_thread(self._process.stop, self._grace)
         self._fail(EngineDeadError("the client was closed"))
+        self._process.connection.close()
         self._context.destroy(linger=0)
         self._arena.close()
         self._pulse.close()
 
     async def _send(self, kind: RequestType, message: object, loan: Loan | None = None) -> None:
-        frames = [kind.value, *encode(message, loan)]
-        is_small = len(frames) == 2  # without arrays, copying is cheaper
-        await self._input.send(frames, copy=is_small)
-
-    def _bind(self, kind: int, address: str) -> AsyncSocket:
-        context: Any = self._context  # pyzmq's types do not allow a plain socket of an asyncio context
-        socket: zmq.Socket[bytes] = context.socket(kind, socket_class=zmq.Socket)
-        socket.bind(address)
-        return AsyncSocket(socket)
+        await self._socket.send([kind.value, *encode(message, loan)])
 
     async def _unless_dead(self, operation: Callable[[], Awaitable[T]]) -> T:
         """Await a ZMQ operation; it fails when the core dies instead of waiting without end."""
@@ -239,7 +230,6 @@ class AsyncMPClient:
     def _fail(self, error: EngineDeadError) -> None:
         self._dead = self._dead or error
         self._calls.fail(self._dead)
-        self._input.fail(self._dead)
-        self._output.fail(self._dead)
+        self._socket.fail(self._dead)
         for future in self._waits:
             future.cancel()

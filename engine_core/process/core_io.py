@@ -2,15 +2,15 @@
 
 import contextlib
 import queue
+import socket
+import struct
 import threading
 import time
 from typing import Final
 
-import zmq
-
 from ..data_parallel.messages import ToRank
 from ..wire.array_arena import ArenaReader
-from ..wire.frames import FrameSender, receive_frames
+from ..wire.frames import FrameReceiver, FrameSender
 from ..wire.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..wire.serialization import Decoder, Frame
 
@@ -19,10 +19,11 @@ ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
 
 INPUT_QUEUE_SIZE = 4096
 """Limit of messages that arrive during one step; the core takes all before the next. Beyond it, sends wait."""
-OUTPUT_QUEUE_SIZE = 64
-"""Limit of unsent messages: a client that stops reading stops the core instead of filling its memory."""
-LINGER_MS = 2000
-"""How long sending the last messages may take."""
+OUTPUT_BYTES = 4 << 20
+"""Wanted size of the socket's buffer for outputs, within what the system allows: a client that stops reading stops the
+core instead of filling its memory."""
+LAST_SECONDS = 2
+"""How long sending the last message may take."""
 
 
 InputMessage = EngineCoreRequest | AcceptTokens | UtilityCall | ToRank | list[str] | int | None
@@ -31,18 +32,15 @@ InputQueue = queue.Queue[InputItem]
 
 
 class InputThread:
-    """Moves messages from the socket into queues. Ends when its ZMQ context is terminated."""
+    """Moves messages from the socket into queues, until the client is gone."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, arrays: ArenaReader | None = None
-    ) -> None:
+    def __init__(self, connection: socket.socket, arrays: ArenaReader | None = None) -> None:
         """``arrays``: shared memory that may hold arrays of requests."""
         self.input_queue: InputQueue = queue.Queue(INPUT_QUEUE_SIZE)
         # A fast lane for aborts, read while a step's results are processed. An abort that it loses is also in the other
         # queue, behind its ADD.
         self._aborts_queue: queue.Queue[list[str]] = queue.Queue(INPUT_QUEUE_SIZE)
-        self._socket = context.socket(zmq.PULL)
-        self._socket.connect(address)
+        self._receiver = FrameReceiver(connection)
         self._thread = threading.Thread(target=self._run, name="core-input", daemon=True)
         self._requests = Decoder(EngineCoreRequest, arrays)
         self._calls = Decoder(UtilityCall)
@@ -62,13 +60,12 @@ class InputThread:
         return request_ids
 
     def _run(self) -> None:
-        with self._socket:
-            while True:
-                try:
-                    kind, *body = receive_frames(self._socket, num_small=2)
-                except zmq.ContextTerminated:
-                    return
-                self._receive(RequestType(kind), body)
+        while True:
+            try:
+                kind, *body = self._receiver.receive()
+            except EOFError:
+                return
+            self._receive(RequestType(bytes(kind)), body)
 
     def _receive(self, kind: RequestType, body: list[Frame]) -> None:
         match kind:
@@ -97,23 +94,19 @@ class OutputSocket:
     """Sends outputs from the thread that steps. Another thread would have to wait for the interpreter lock, which the
     stepping thread holds until its next step runs."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.sndhwm = OUTPUT_QUEUE_SIZE
-        self._socket.linger = LINGER_MS
-        self._socket.connect(address)
-        self._sender = FrameSender(self._socket)
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, OUTPUT_BYTES)
+        self._connection = connection
+        self._sender = FrameSender(connection)
 
     def send(self, outputs: EngineCoreOutputs) -> None:
-        """Send a message; wait while the client is too far behind."""
-        self._sender.send(outputs)
+        """Send a message; wait while the client is too far behind. When it is gone, its core is about to end too."""
+        with contextlib.suppress(ConnectionError):
+            self._sender.send(outputs)
 
     def send_dead(self) -> None:
         """Send the last message of a core that has failed. A client that does not read does not get it."""
-        self._socket.sndtimeo = LINGER_MS
-        with contextlib.suppress(zmq.Again):
-            self._socket.send(ENGINE_CORE_DEAD)
-
-    def close(self) -> None:
-        """Close the socket; messages in its queue are still sent, within ``LINGER_MS``."""
-        self._socket.close()
+        # Not as a timeout of the socket, which would make it non-blocking for the thread that receives, too.
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", LAST_SECONDS, 0))
+        with contextlib.suppress(OSError):
+            self._sender.send_frames([ENGINE_CORE_DEAD])

@@ -1,6 +1,7 @@
 """Starts and ends a core's process on behalf of its client."""
 
 import contextlib
+import socket
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -17,16 +18,20 @@ from ..wire.serialization import Decoder, encode
 _POLL_MS = 100
 """How often a wait for the core checks that its process is alive."""
 
-_SOCKETS = ("handshake", "input", "output", "kv")
+_SOCKETS = ("handshake", "kv")
 
 _CoreMessage = CoreHello | CoreReady | CoreFailed
 _decoder: Decoder[_CoreMessage] = Decoder(_CoreMessage)
 
 
 class CoreProcess:
-    """Manages a core's process and the ipc addresses that connect it to one client.
+    """Manages a core's process, and the sockets that connect it to one client.
 
     The process reads its standard input only to notice the end of its parent, so it never outlives this process.
+
+    Attributes:
+        connection: This end of the socket for requests and outputs; the client closes it.
+        kv_address: The ipc address for messages about KV.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -37,9 +42,8 @@ class CoreProcess:
         # limited to 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix="tl-core-"))
         self._process: subprocess.Popen[bytes] | None = None
-        self._handshake_address, self.input_address, self.output_address, self.kv_address = (
-            f"ipc://{self._directory}/{name}" for name in _SOCKETS
-        )
+        self._handshake_address, self.kv_address = (f"ipc://{self._directory}/{name}" for name in _SOCKETS)
+        self.connection, self._core_end = socket.socketpair()
 
     @property
     def pid(self) -> int | None:
@@ -53,23 +57,25 @@ class CoreProcess:
         Raises ``EngineStartError`` with the core's message, or with its exit status if it sent none;
         ``EngineConfigError`` if the configuration or the checkpoint is wrong.
         """
-        with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-            socket.linger = 0
-            socket.bind(self._handshake_address)
+        inherited = (self._core_end.fileno(), arrays.fd if arrays is not None else None, pulse_fd)
+        with zmq.Context() as context, context.socket(zmq.PAIR) as handshake:
+            handshake.linger = 0
+            handshake.bind(self._handshake_address)
             # In a session of its own the process gets no Ctrl-C of the terminal: the parent decides how the core ends.
             self._process = subprocess.Popen(
                 [*self._command, "--handshake", self._handshake_address],
                 stdin=subprocess.PIPE,
                 start_new_session=True,
-                pass_fds=[fd for fd in (arrays.fd if arrays is not None else None, pulse_fd) if fd is not None],
+                pass_fds=[fd for fd in inherited if fd is not None],
             )
-            hello = self._receive(socket)
+            hello = self._receive(handshake)
             assert isinstance(hello, CoreHello), hello
             kv_address = self.kv_address if config.kv.transports else ""
-            init = CoreInit(self.input_address, self.output_address, config, kv_address, arrays, pulse_fd)
-            socket.send_multipart(encode(init))
-            ready = self._receive(socket)
+            init = CoreInit(self._core_end.fileno(), config, kv_address, arrays, pulse_fd)
+            handshake.send_multipart(encode(init))
+            ready = self._receive(handshake)
             assert isinstance(ready, CoreReady), ready
+            self._core_end.close()  # the core's own is the last one, so that its end is seen
             return ready
 
     def wait(self) -> int:
@@ -93,6 +99,7 @@ class CoreProcess:
             assert self._process.stdin is not None
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
+        self._core_end.close()
         remove_sockets(self._handshake_address)
 
     def kill(self) -> None:
@@ -100,11 +107,11 @@ class CoreProcess:
         if self._process is not None:
             self._process.kill()
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> CoreHello | CoreReady:
-        while not socket.poll(_POLL_MS):
-            if (status := self.exit_status()) is not None and not socket.poll(0):
+    def _receive(self, handshake: zmq.Socket[bytes]) -> CoreHello | CoreReady:
+        while not handshake.poll(_POLL_MS):
+            if (status := self.exit_status()) is not None and not handshake.poll(0):
                 raise EngineStartError(f"the engine core exited with status {status} during start-up; see its log")
-        message = _decoder.decode(socket.recv_multipart())
+        message = _decoder.decode(handshake.recv_multipart())
         if isinstance(message, CoreFailed):
             if message.permanent:
                 raise EngineConfigError(message.error)

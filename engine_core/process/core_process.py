@@ -1,7 +1,7 @@
 """Runs the engine core in a process of its own: an input thread, and the busy loop, which sends its own outputs.
 
-client ──PUSH──▶ input thread ──▶ input_queue ───▶ busy loop ──PUSH──▶ client
-                         └─────▶ aborts queue ─────┘ (also read while a step's results are processed)
+client ──socket──▶ input thread ──▶ input_queue ───▶ busy loop ──socket──▶ client
+                           └─────▶ aborts queue ─────┘ (also read while a step's results are processed)
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import queue
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import Final, cast
@@ -59,12 +60,12 @@ class ProcState(enum.Enum):
 class EngineCoreProc:
     """Runs an :class:`EngineCore` for one client. One thread calls :meth:`run`; any thread may wake it."""
 
-    def __init__(self, core: EngineCore, context: zmq.Context[zmq.Socket[bytes]], init: CoreInit) -> None:
+    def __init__(self, core: EngineCore, connection: socket.socket, arrays: ArenaReader | None = None) -> None:
+        """``connection``: to the client. ``arrays``: shared memory that may hold arrays of requests."""
         self._core = core
         self._calls = CoreCalls(core)
-        arrays = ArenaReader(init.arrays) if init.arrays is not None else None
-        self._input = InputThread(context, init.input_address, arrays)
-        self._output = OutputSocket(context, init.output_address)
+        self._input = InputThread(connection, arrays)
+        self._output = OutputSocket(connection)
         self._replacement = WorkerReplacement(core)
         self._num_losses = 0  # of workers, counted by their executor's threads
         self._num_replaced = 0
@@ -125,7 +126,6 @@ class EngineCoreProc:
             raise
         finally:
             self._noticed_loss.set()
-            self._output.close()
 
     def _step(self) -> EngineCoreOutputs | None:
         try:
@@ -225,35 +225,36 @@ def run_engine_core(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link: GroupLink | None = None
     try:
-        with context.socket(zmq.PAIR) as socket:
-            socket.connect(handshake_address)
-            init = _shake_hands(socket)
+        with context.socket(zmq.PAIR) as handshake:
+            handshake.connect(handshake_address)
+            init = _shake_hands(handshake)
             try:
                 kv = make_core_kv(init.config, make_transports(init.config))
                 pulse = StepPulse(inherited_cells(init.pulse_fd) if init.pulse_fd is not None else None)
                 core = EngineCore(init.config, make_executor(init.config), kv, pulse=pulse)
                 link = join_group(init.config.parallel, core) if core.has_waves else None
             except Exception as error:
-                socket.send_multipart(encode(_failed(error)))
+                handshake.send_multipart(encode(_failed(error)))
                 return 1
             _freeze_heap()
-            proc = EngineCoreProc(core, context, init)
+            arrays = ArenaReader(init.arrays) if init.arrays is not None else None
+            proc = EngineCoreProc(core, socket.socket(fileno=init.connection_fd), arrays)
             proc.start()
             if link is not None:
                 proc.join_group(link, init.config.parallel)
             kv_thread = _start_kv_thread(context, init, kv)
             guard.on_terminate = proc.request_shutdown
-            socket.send_multipart(encode(core.ready))
+            handshake.send_multipart(encode(core.ready))
         return _run(proc, core, kv_thread)
     finally:
         if link is not None:
             link.close()
-        context.term()  # wakes the input thread, which closes its socket; waits until the last messages are sent
+        context.term()  # waits until the KV thread's last messages are sent
 
 
-def _shake_hands(socket: zmq.Socket[bytes]) -> CoreInit:
-    socket.send_multipart(encode(CoreHello(os.getpid())))
-    return Decoder[CoreInit](CoreInit).decode(socket.recv_multipart())
+def _shake_hands(handshake: zmq.Socket[bytes]) -> CoreInit:
+    handshake.send_multipart(encode(CoreHello(os.getpid())))
+    return Decoder[CoreInit](CoreInit).decode(handshake.recv_multipart())
 
 
 def _failed(error: Exception) -> CoreFailed:

@@ -1,65 +1,159 @@
-"""Sends and receives messages over a ZMQ socket with few copies and few new buffers."""
+"""Sends and receives messages over a stream socket between two processes of an engine.
 
+A message is the number of its frames (32 bits), the size of each (64 bits), and then the frames, with little-endian
+numbers. Both ends write and read the socket themselves: a library that does it in threads of its own adds two threads
+to the way of each message, and each takes longer to wake up than the message takes to be written.
+"""
+
+import socket
+import struct
 from collections import deque
-
-import zmq
+from collections.abc import Sequence
 
 from .array_arena import Loan
 from .serialization import Frame, encode
 
-_COPY_BYTES = 64 << 10
-"""Smaller frames are copied into ZMQ's memory, which is cheaper than tracking a send without a copy (as in pyzmq)."""
-_MAX_IDLE = 4
-"""Limit of buffers kept for reuse. More exist while a peer lags behind; they are dropped afterwards."""
+READ_BYTES = 64 << 10
+"""Limit of what is read at once: more than most messages have."""
+_COUNT = struct.Struct("<I")
+_ONE_FRAME = struct.Struct("<IQ")
+_SIZE_BYTES = 8
+_MAX_IDLE_BYTES = 1 << 20
+"""A buffer that has grown larger is not kept for the next message."""
+
+
+def head(frames: Sequence[Frame]) -> bytes:
+    """Return what precedes the frames of a message."""
+    if len(frames) == 1:
+        return _ONE_FRAME.pack(1, len(frames[0]))
+    return struct.pack(f"<I{len(frames)}Q", len(frames), *map(len, frames))
+
+
+def rest_after(buffers: Sequence[Frame], num_bytes: int) -> list[Frame]:
+    """Return what is left of the buffers, without empty ones, when so many bytes have been sent."""
+    rest: list[Frame] = []
+    for buffer in buffers:
+        size = len(buffer)
+        if num_bytes < size:
+            rest.append(memoryview(buffer)[num_bytes:] if num_bytes else buffer)
+        num_bytes = max(num_bytes - size, 0)
+    return rest
 
 
 class FrameSender:
-    """Sends messages from one thread. A buffer is reused only after ZMQ has sent it."""
+    """Sends messages from one thread, over a blocking socket."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
-        self._idle: list[bytearray] = []
-        self._sending: deque[tuple[zmq.MessageTracker, bytearray]] = deque()  # in order; bounded by the socket's pipe
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._body = bytearray()
 
-    @property
-    def num_sending(self) -> int:
-        """The number of buffers that ZMQ may still read."""
-        return len(self._sending)
+    def send(self, message: object, *leading: bytes, loan: Loan | None = None) -> None:
+        """Send the frames ``leading`` and then ``message``, except for the arrays that ``loan`` took; wait while the
+        peer is too far behind. Raises ``OSError`` when the peer is gone."""
+        frames = [*leading, *encode(message, loan, self._body)]
+        self.send_frames(frames)
+        if len(self._body) > _MAX_IDLE_BYTES:
+            self._body = bytearray()
 
-    def send(self, message: object, *head: bytes, loan: Loan | None = None) -> None:
-        """Send the frames ``head`` and then ``message``. The caller must not write to the arrays of the message
-        afterwards, except to those that ``loan`` took."""
-        body = self._take_buffer()
-        frames = [*head, *encode(message, loan, body)]
-        if len(frames) == len(head) + 1 and len(body) < _COPY_BYTES:
-            self._socket.send_multipart(frames)
-            self._give_back(body)
-            return
-        last = len(frames) - 1
-        trackers = [self._send_frame(frame, 0 if index == last else zmq.SNDMORE) for index, frame in enumerate(frames)]
-        # Each frame has its own tracker: small frames are copied, and so done, before the large ones.
-        self._sending.append((zmq.MessageTracker(*filter(None, trackers)), body))
+    def send_frames(self, frames: Sequence[Frame]) -> None:
+        """Send a message that was encoded already. Waits and raises as :meth:`send`."""
+        rest: list[Frame] = [head(frames), *frames]
+        while rest:
+            rest = rest_after(rest, self._connection.sendmsg(rest))
 
-    def _send_frame(self, frame: Frame, flags: int) -> zmq.MessageTracker | None:
-        if len(frame) < _COPY_BYTES:
-            self._socket.send(frame, flags)
+
+class FrameReader:
+    """Finds messages in what is read from a socket, however it is split."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()  # the beginning of a message
+        # A message that needs several reads is read into memory of its own for each frame: arrays stay there, aligned.
+        self._large: list[Frame] = []
+        self._unread: list[Frame] = []
+
+    def read(self, connection: socket.socket) -> list[list[Frame]] | None:
+        """Read once, and return the frames of each message that is complete now; None at the end of the connection.
+
+        Raises ``BlockingIOError`` when a non-blocking socket has nothing.
+        """
+        try:
+            if self._unread:
+                return self._read_large(connection)
+            data = connection.recv(READ_BYTES)
+        except ConnectionError:
             return None
-        return self._socket.send(frame, flags, copy=False, track=True)
+        return self._feed(data) if data else None
 
-    def _take_buffer(self) -> bytearray:
-        while self._sending and self._sending[0][0].done:
-            self._give_back(self._sending.popleft()[1])
-        return self._idle.pop() if self._idle else bytearray()
+    def _read_large(self, connection: socket.socket) -> list[list[Frame]] | None:
+        count = connection.recvmsg_into(self._unread)[0]
+        if not count:
+            return None
+        self._unread = rest_after(self._unread, count)
+        if self._unread:
+            return []
+        message, self._large = self._large, []
+        return [message]
 
-    def _give_back(self, body: bytearray) -> None:
-        if len(self._idle) < _MAX_IDLE:
-            self._idle.append(body)
+    def _feed(self, data: bytes) -> list[list[Frame]]:
+        if self._rest:
+            self._rest += data
+        source = self._rest or data
+        messages: list[list[Frame]] = []
+        start = 0
+        with memoryview(source) as view:
+            while True:
+                extents, end = _extents(view, start)
+                if not extents or end > len(view):
+                    break
+                messages.append([bytes(view[begin:stop]) for begin, stop in extents])
+                start = end
+        if self._rest:
+            del self._rest[:start]
+        elif start < len(data):
+            self._rest += data[start:]
+        if extents and end - start > READ_BYTES:
+            self._begin_large([(begin - start, stop - start) for begin, stop in extents])
+        return messages
+
+    def _begin_large(self, extents: Sequence[tuple[int, int]]) -> None:
+        """Move the beginning of a message to the memory of its frames."""
+        self._large = [bytearray(stop - begin) for begin, stop in extents]
+        for frame, (begin, stop) in zip(self._large, extents, strict=True):
+            known = self._rest[begin:stop]
+            memoryview(frame)[: len(known)] = known
+        self._unread = rest_after(self._large, len(self._rest) - extents[0][0])
+        self._rest = bytearray()
 
 
-def receive_frames(socket: zmq.Socket[bytes], num_small: int) -> list[Frame]:
-    """Receive one message. Its first ``num_small`` frames are copied, which is cheaper for small ones; the others, the
-    memory of arrays, stay where ZMQ received them."""
-    frames: list[Frame] = [socket.recv()]
-    while socket.rcvmore:
-        frames.append(socket.recv() if len(frames) < num_small else socket.recv(copy=False).buffer)
-    return frames
+class FrameReceiver:
+    """Receives messages in one thread, over a blocking socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._reader = FrameReader()
+        self._messages: deque[list[Frame]] = deque()  # those of one read
+
+    def receive(self) -> list[Frame]:
+        """Wait for a message and return its frames. Raises ``EOFError`` when the peer is gone."""
+        while not self._messages:
+            if (messages := self._reader.read(self._connection)) is None:
+                raise EOFError
+            self._messages += messages
+        return self._messages.popleft()
+
+
+def _extents(view: memoryview, start: int) -> tuple[list[tuple[int, int]], int]:
+    """Return where each frame of the message that begins at ``start`` begins and ends, and where the message ends,
+    which may be beyond the view; no frames if its sizes are not there yet."""
+    sizes_at = start + _COUNT.size
+    if sizes_at > len(view):
+        return [], 0
+    (count,) = _COUNT.unpack_from(view, start)
+    end = sizes_at + count * _SIZE_BYTES
+    if end > len(view):
+        return [], 0
+    extents: list[tuple[int, int]] = []
+    for size in struct.unpack_from(f"<{count}Q", view, sizes_at):
+        extents.append((end, end + size))
+        end += size
+    return extents, end

@@ -17,8 +17,8 @@ class CoreHello(msgspec.Struct, tag="HELLO"):
 class CoreInit(msgspec.Struct, tag="INIT"):
     """Client to core: the configuration, and which sockets to use."""
 
-    input_address: str
-    output_address: str
+    connection_fd: int
+    """Inherited descriptor of the socket for requests and outputs."""
     config: EngineConfig
     kv_address: str = ""
     """Address of the socket pair for ``kv_messages``; empty if this core transfers no KV."""

@@ -1,4 +1,4 @@
-"""Messages between an engine core and its client: plain msgspec structs, the same in process and over ZMQ."""
+"""Messages between an engine core and its client: plain msgspec structs, the same in process and over a socket."""
 
 import enum
 from collections.abc import Iterator

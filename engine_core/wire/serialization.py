@@ -1,7 +1,7 @@
 """Encodes and decodes the messages on the core's sockets with msgpack. The receiver names the type that it expects, so
 only plain data can arrive.
 
-A message is a list of ZMQ frames: the msgpack body, and one frame for each array that is too large for the body. In the
+A message is a list of frames: the msgpack body, and one frame for each array that is too large for the body. In the
 body an array is (dtype, shape, bytes), (dtype, shape, number of its frame from 1), or, if sender and receiver share
 memory with enough room, (dtype, shape, region). An array must not change after it was encoded, because it may be sent
 and received without a copy.

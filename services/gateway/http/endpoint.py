@@ -1,8 +1,7 @@
 """An endpoint that generates: reads a body, runs the request and writes JSON or a stream of events."""
 
-import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -13,14 +12,13 @@ from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, pi
 
 from ..adapters.model_names import ModelNames
 from ..generation.claim import Claim
-from ..generation.delivered import Delivered
 from ..generation.generation import Generation
 from ..generation.generator import Generator
 from ..generation.job import Job
-from ..mesh.collector import Delta
 from ..openai.openai_models import Body, Options
 from ..tenants.tenant import Tenant
 from . import orca, sse
+from .answer_stream import Answer, AnswerStream, Slices
 from .claims import read_claim
 from .exchange import Exchange
 from .exchange import Headers as HeaderPairs
@@ -33,8 +31,6 @@ log = logging.getLogger(__name__)
 Asked = tuple[Job, Options, Claim]
 """What a client asks for."""
 
-VALUES_PER_SLICE = 4096
-"""Log probabilities that one request may shape in one turn of the event loop: a few milliseconds."""
 RANK_HEADER = b"x-data-parallel-rank"
 """Names the engine of a data-parallel group that must serve the request (as in vLLM)."""
 _MAX_RANK_DIGITS = 9
@@ -44,34 +40,6 @@ MAX_IGNORED = 32
 """Limits the names in that header."""
 MAX_NAME = 64
 """Limits the length of each."""
-
-
-class Answer(Protocol):
-    """Shapes the output of one request."""
-
-    def first_events(self) -> bytes:
-        """Return the events before any output."""
-
-    def events(self, delta: Delta) -> bytes:
-        """Return the events of some output; empty when there is nothing to send."""
-
-    def last_events(self) -> bytes:
-        """Return the events after all output."""
-
-    def repeat(self, delta: Delta) -> None:
-        """Shape output that the client of a resumed answer has: what follows depends on it."""
-
-    def is_large(self, delta: Delta) -> bool:
-        """Return whether :meth:`shape` should go before :meth:`events`, which would take long otherwise."""
-
-    def shape(self, delta: Delta) -> Iterator[int]:
-        """Shape a delta's log probabilities, step by step; yield how many were shaped in each step."""
-
-    def add(self, delta: Delta) -> Iterator[int] | None:
-        """Keep some output for :meth:`body`; return the steps of :meth:`shape`, or None without any."""
-
-    def body(self) -> Iterator[bytes]:
-        """Return the whole JSON response, in blocks."""
 
 
 class Api(Protocol):
@@ -115,15 +83,9 @@ class Endpoint:
                     RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
                 answer = self.api.answer(generation, options)
                 if options.stream:
-                    deltas = await generation.take()  # an error before the first output still gets its own status
-                    await self.answers.wait()
-                    await exchange.start(200, [*self.stream_headers, *self._headers(exchange, options)])
-                    events = answer.first_events()
-                    if options.resumed is not None:
-                        delivered = Delivered(options.resumed.positions)
-                        events = await _repeat(exchange, generation, answer, delivered, deltas, events)
-                        deltas = []
-                    await _stream(exchange, generation, answer, deltas, events, self.answers)
+                    make_headers = partial(self._stream_headers, exchange, options)
+                    stream = AnswerStream(exchange, generation, answer, self.answers, make_headers)
+                    await stream.run(options.resumed)
                 else:
                     await _whole(exchange, generation, answer, self._headers(exchange, options))
 
@@ -144,6 +106,9 @@ class Endpoint:
         adapter = self.names.find(body.get("model"))
         job, options = self.api.read(body, tenant)
         return job if adapter is None else replace(job, adapter=adapter), options
+
+    def _stream_headers(self, exchange: Exchange, options: Options) -> HeaderPairs:
+        return (*self.stream_headers, *self._headers(exchange, options))
 
     def _headers(self, exchange: Exchange, options: Options) -> HeaderPairs:
         """Return the mesh's present load, if the client asks for it, and the fields that had no effect."""
@@ -174,63 +139,6 @@ def trace_headers(exchange: Exchange) -> Headers:
     return pick_headers((name.decode("latin-1"), value) for name, value in exchange.headers.items())
 
 
-async def _repeat(
-    exchange: Exchange, generation: Generation, answer: Answer, delivered: Delivered, deltas: list[Delta], events: bytes
-) -> bytes:
-    """Write the rest of a resumed stream, up to where all that follows is new to the client. Return the events that are
-    left to write. ``events``: what comes before ``deltas``."""
-    slices = Slices()
-    while True:
-        for delta in deltas:
-            for part, is_new in delivered.cut(delta):
-                if part.logprobs and answer.is_large(part):
-                    await slices.run(answer.shape(part))
-                if is_new:
-                    events += answer.events(part)
-                else:
-                    answer.repeat(part)
-        if delivered.is_over or generation.done:
-            return events
-        if events:
-            await exchange.write(events)
-            events = b""
-        deltas = await generation.take()
-
-
-async def _stream(
-    exchange: Exchange, generation: Generation, answer: Answer, deltas: list[Delta], events: bytes, ends: TurnShare
-) -> None:
-    """Write the body of a stream, from its first deltas on. ``events``: what comes before them. ``ends``: limits the
-    ends in one turn of the event loop."""
-    direct = exchange.direct
-
-    def write_now(delta: Delta) -> bool:
-        """Write output without waking this task, if the connection can take it."""
-        if direct is None or not direct.is_open:
-            return False
-        if delta.logprobs and answer.is_large(delta):
-            return False
-        generation.count(delta)
-        if events := answer.events(delta):
-            direct.write(events)
-        return True
-
-    slices = Slices()
-    while True:
-        for delta in deltas:
-            if delta.logprobs and answer.is_large(delta):
-                await slices.run(answer.shape(delta))
-            events += answer.events(delta)
-        if generation.done:
-            await ends.wait()
-            await exchange.finish(events + answer.last_events())
-            return
-        if events:
-            await exchange.write(events)
-            events = b""
-        deltas = await generation.take(write_now)
-
-
 async def _whole(exchange: Exchange, generation: Generation, answer: Answer, headers: HeaderPairs) -> None:
     """Collect the output, shape it and write it, in slices between which the event loop runs."""
     slices = Slices()
@@ -239,18 +147,3 @@ async def _whole(exchange: Exchange, generation: Generation, answer: Answer, hea
             if (steps := answer.add(delta)) is not None:
                 await slices.run(steps)
     await respond_in_pieces(exchange, answer.body(), headers)
-
-
-class Slices:
-    """Counts the log probabilities that a request has shaped since the event loop last ran."""
-
-    def __init__(self) -> None:
-        self._num_values = 0
-
-    async def run(self, steps: Iterator[int]) -> None:
-        """Run the steps, each of which yields how many values it has shaped; let the event loop run in between."""
-        for num_values in steps:
-            self._num_values += num_values
-            if self._num_values >= VALUES_PER_SLICE:
-                self._num_values = 0
-                await asyncio.sleep(0)

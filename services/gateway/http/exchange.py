@@ -116,6 +116,27 @@ class DirectWriter:
         self.cycle.keep_alive = True
         self.cycle.on_response = self._leave
 
+    @property
+    def can_begin(self) -> bool:
+        """Whether :meth:`begin` may be called: no response has begun, and it needs not be the connection's last."""
+        cycle = self.cycle
+        is_free = not (cycle.response_started or cycle.disconnected or self._flow.write_paused)
+        return is_free and not self.is_last()
+
+    def begin(self, headers: Headers, body: bytes) -> None:
+        """Begin a chunked response with status 200, and send the first piece of its body with its head."""
+        cycle = self.cycle
+        cycle.response_started = cycle.chunked_encoding = True
+        cycle.waiting_for_100_continue = False
+        pieces = [b"HTTP/1.1 200 OK\r\n"]
+        pieces += (b"%b: %b\r\n" % pair for pair in (*cycle.default_headers, *headers))
+        if not cycle.keep_alive:
+            pieces.append(b"connection: close\r\n")
+        pieces.append(b"transfer-encoding: chunked\r\n\r\n")
+        if body:
+            pieces.append(b"%x\r\n%b\r\n" % (len(body), body))
+        self._transport.write(b"".join(pieces))
+
     def write(self, body: bytes) -> None:
         """Send a piece of the response's body. ``body`` must not be empty: an empty chunk would end the response."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
@@ -224,6 +245,17 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": all_headers})
         if is_last:
             self.direct.end_connection()
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether :meth:`begin` may be called: nothing was sent, and the client can take it."""
+        return self.direct.can_begin and not self.body.is_incomplete
+
+    def begin(self, headers: Headers, body: bytes) -> None:
+        """Begin a stream: send status 200, the headers and the first piece of the body at once, without waiting."""
+        self.started = True
+        self.status = 200
+        self.direct.begin((*headers, *self.extra_headers, (b"x-request-id", self.request_id)), body)
 
     async def write(self, body: bytes) -> None:
         """Send a piece of the body; wait while the client does not read."""

@@ -83,7 +83,7 @@ async def _receive() -> dict[str, Any]:
 class _NoConnection:
     """Stands for the connection of a client that never leaves."""
 
-    is_open = False
+    is_open = can_begin = False
 
     def is_last(self) -> bool:
         return False

@@ -1,6 +1,7 @@
+import socket
+
 import numpy as np
 import pytest
-import zmq
 
 from benchmarks.engine import tensors
 from tokenloom.engine_core.wire.array_arena import ArrayArena
@@ -14,11 +15,10 @@ def test_every_size_goes_both_ways() -> None:
 
 
 def test_a_wrong_sum_ends_the_benchmark() -> None:
-    with zmq.Context() as context, context.socket(zmq.PAIR) as socket, context.socket(zmq.PAIR) as other:
-        socket.bind("inproc://tensors")
-        other.connect("inproc://tensors")
-        other.send(b"1.5")
+    near, far = socket.socketpair()
+    with near, far:
+        FrameSender(far).send_frames([b"1.5"])
         arena = ArrayArena(1 << 20, min_bytes=0)
         with pytest.raises(SystemExit, match="arrived wrong"):
-            tensors._send(socket, FrameSender(socket), np.ones(500, np.float32), arena)
+            tensors._send(near, np.ones(500, np.float32), arena)
         arena.close()

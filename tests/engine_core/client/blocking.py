@@ -1,27 +1,24 @@
 """A client without an event loop, of a core in a process of its own: for tests of that process."""
 
 import itertools
+import select
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
-
-import zmq
 
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.errors import EngineDeadError
 from tokenloom.engine_core.process.core_io import ENGINE_CORE_DEAD
 from tokenloom.engine_core.process.core_launch import CoreProcess
 from tokenloom.engine_core.wire.array_arena import ArrayArena
-from tokenloom.engine_core.wire.frames import FrameSender, receive_frames
+from tokenloom.engine_core.wire.frames import FrameReceiver, FrameSender
 from tokenloom.engine_core.wire.handshake import CoreReady
 from tokenloom.engine_core.wire.messages import EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from tokenloom.engine_core.wire.serialization import Decoder, to_raw
 from tokenloom.services.engine.core.core_start import CORE_COMMAND
 
-_POLL_MS = 100
-"""How often a wait checks whether the core's process is alive."""
-_LAST_POLL_MS = 500
-"""How long the last outputs of a process that has ended may take to arrive."""
+_POLL_SECONDS = 0.1
+"""How often a wait for room checks whether the core's process is alive."""
 
 
 class SyncClient(Protocol):
@@ -50,12 +47,8 @@ class SyncMPClient:
 
     def __init__(self, config: EngineConfig, command: Sequence[str] = CORE_COMMAND) -> None:
         self._process = CoreProcess(command)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._input = self._context.socket(zmq.PUSH)
-        self._output = self._context.socket(zmq.PULL)
-        self._input.bind(self._process.input_address)
-        self._output.bind(self._process.output_address)
-        self._sender = FrameSender(self._input)
+        self._sender = FrameSender(self._process.connection)
+        self._receiver = FrameReceiver(self._process.connection)
         self._arena = ArrayArena(config.parallel.array_arena_bytes)
         self._decoder = Decoder(EngineCoreOutputs)
         self._call_ids = itertools.count(1)
@@ -91,23 +84,28 @@ class SyncMPClient:
                 return answer.value()
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
         self._process.kill()  # no caller waits for an answer any more
         self._process.stop(grace=0)
+        self._process.connection.close()
         self._arena.close()
 
     def _send(self, kind: RequestType, message: object) -> None:
-        while not self._input.poll(_POLL_MS, zmq.POLLOUT):
+        while not select.select([], [self._process.connection], [], _POLL_SECONDS)[1]:
             self._check_alive()
         with self._arena.lend() as loan:
-            self._sender.send(message, kind.value, loan=loan)
+            try:
+                self._sender.send(message, kind.value, loan=loan)
+            except ConnectionError:
+                self._process.wait()
+                self._check_alive()
 
     def _receive(self) -> EngineCoreOutputs:
-        while not self._output.poll(_POLL_MS):
-            # A process that ends sends its outputs first, and they may have arrived after the poll.
-            if self._process.exit_status() is not None and not self._output.poll(_LAST_POLL_MS):
-                self._check_alive()
-        frames = receive_frames(self._output, num_small=1)
+        try:
+            frames = self._receiver.receive()
+        except EOFError:  # it comes after the last outputs
+            self._process.wait()
+            self._check_alive()
+            raise
         if frames[0] == ENGINE_CORE_DEAD:
             raise EngineDeadError("the engine core failed; see its log")
         return self._decoder.decode(frames)

@@ -1,4 +1,4 @@
-"""The clients for an event loop: over ZMQ, and with the core on a thread."""
+"""The clients for an event loop: over a socket, and with the core on a thread."""
 
 import asyncio
 import contextlib

@@ -1,91 +1,127 @@
-"""A plain ZMQ socket in an event loop: order, bounds, cancellation, failure."""
+"""A socket in an event loop: order, bounds, cancellation, failure."""
 
 import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import socket
+from collections.abc import AsyncIterator
 
 import pytest
-import zmq
 
 from tokenloom.engine_core.client.async_socket import AsyncSocket
-
-HWM = 4
+from tokenloom.engine_core.wire.frames import FrameReceiver, FrameSender
 
 
 class Broken(Exception):
     pass
 
 
-MakePair = Callable[[int, int], tuple[AsyncSocket, zmq.Socket[bytes]]]
+Pair = tuple[AsyncSocket, socket.socket]
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[MakePair]:
+async def pair() -> AsyncIterator[Pair]:
     """One of ours, and a blocking one at its other end; both hold little."""
-    context = zmq.Context()
-    sockets: list[zmq.Socket[bytes]] = []
-
-    def make(ours: int, theirs: int) -> tuple[AsyncSocket, zmq.Socket[bytes]]:
-        near, far = context.socket(ours), context.socket(theirs)
-        for socket in (near, far):
-            socket.sndhwm = socket.rcvhwm = HWM
-            socket.sndbuf = socket.rcvbuf = 4096
-            sockets.append(socket)
-        near.bind(f"ipc://{tmp_path}/socket")
-        far.connect(f"ipc://{tmp_path}/socket")
-        return AsyncSocket(near), far
-
-    yield make
-    context.destroy(linger=0)
+    near, far = socket.socketpair()
+    for end in (near, far):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    ours = AsyncSocket(near)
+    yield ours, far
+    ours.fail(Broken("the test has ended"))
+    near.close()
+    far.close()
 
 
-async def test_what_comes_in_is_received_in_order(pair: MakePair) -> None:
-    near, far = pair(zmq.PULL, zmq.PUSH)
+async def test_what_comes_in_is_received_in_order(pair: Pair) -> None:
+    near, far = pair
+    sender = FrameSender(far)
     sending = asyncio.create_task(
-        asyncio.to_thread(lambda: [far.send_multipart([b"%d" % i, b"x"]) for i in range(500)])
+        asyncio.to_thread(lambda: [sender.send_frames([b"%d" % i, b"x"]) for i in range(500)])
     )
     assert [await near.receive() for _ in range(500)] == [[b"%d" % i, b"x"] for i in range(500)]
     await sending
 
 
-async def test_a_message_that_comes_while_nobody_waits_is_not_missed(pair: MakePair) -> None:
-    near, far = pair(zmq.PULL, zmq.PUSH)
+async def test_a_message_that_comes_while_nobody_waits_is_not_missed(pair: Pair) -> None:
+    near, far = pair
+    sender = FrameSender(far)
     for round_ in range(20):  # each begins with a socket that had nothing
         waiting = asyncio.create_task(near.receive())
         await asyncio.sleep(0)
-        await asyncio.to_thread(far.send, b"%d" % round_)
+        sender.send_frames([b"%d" % round_])
         assert await waiting == [b"%d" % round_]
-        await asyncio.to_thread(far.send, b"alone")
+        sender.send_frames([b"alone"])
         for _ in range(3):
             await asyncio.sleep(0)
         assert await near.receive() == [b"alone"]
 
 
-async def test_senders_wait_for_room_and_keep_their_order(pair: MakePair) -> None:
-    near, far = pair(zmq.PUSH, zmq.PULL)
+async def test_a_sender_waits_while_nobody_receives(pair: Pair) -> None:
+    near, far = pair
+    sender = FrameSender(far)
+    sending = asyncio.create_task(
+        asyncio.to_thread(lambda: [sender.send_frames([b"%d" % i, bytes(2048)]) for i in range(500)])
+    )
+    assert (await near.receive())[0] == b"0"
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert not sending.done(), "all messages were read although nobody takes them"
+    assert [(await near.receive())[0] for _ in range(499)] == [b"%d" % i for i in range(1, 500)]
+    await sending
+
+
+async def test_senders_wait_for_room_and_keep_their_order(pair: Pair) -> None:
+    near, far = pair
     body = bytes(2048)
-    senders = [asyncio.create_task(near.send([b"%d" % i, body], copy=True)) for i in range(300)]
+    senders = [asyncio.create_task(near.send([b"%d" % i, body])) for i in range(300)]
     await asyncio.sleep(0)
     assert not all(sender.done() for sender in senders), "there was room for all of them"
     senders[-1].cancel()
-    read = await asyncio.to_thread(lambda: [far.recv_multipart()[0] for _ in range(299)])
+    receiver = FrameReceiver(far)
+    read = await asyncio.to_thread(lambda: [receiver.receive()[0] for _ in range(299)])
     assert read == [b"%d" % i for i in range(299)]
     assert (await asyncio.gather(*senders, return_exceptions=True))[:-1] == [None] * 299
 
 
-async def test_a_cancelled_receive_has_taken_nothing(pair: MakePair) -> None:
-    near, far = pair(zmq.PULL, zmq.PUSH)
+async def test_a_message_whose_sender_was_cancelled_in_its_middle_is_completed(pair: Pair) -> None:
+    near, far = pair
+    large = bytes(1 << 20)
+    cancelled = asyncio.create_task(near.send([b"large", large]))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    receiver = FrameReceiver(far)
+    reading = asyncio.create_task(asyncio.to_thread(lambda: [receiver.receive(), receiver.receive()]))
+    await near.send([b"next"])
+    assert await reading == [[b"large", large], [b"next"]]
+
+
+async def test_a_message_of_which_nothing_was_sent_is_dropped_with_its_sender(pair: Pair) -> None:
+    near, far = pair
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    first = [asyncio.create_task(near.send([b"%d" % i, bytes(512)])) for i in range(300)]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    waiting = next(i for i, sender in enumerate(first) if not sender.done())
+    first[waiting].cancel()
+    receiver = FrameReceiver(far)
+    read = await asyncio.to_thread(lambda: [int(receiver.receive()[0]) for _ in range(299)])
+    assert read == [i for i in range(300) if i != waiting]
+    await asyncio.gather(*first, return_exceptions=True)
+
+
+async def test_a_cancelled_receive_has_taken_nothing(pair: Pair) -> None:
+    near, far = pair
     waiting = asyncio.create_task(near.receive())
     await asyncio.sleep(0)
     waiting.cancel()
-    await asyncio.to_thread(far.send, b"kept")
+    FrameSender(far).send_frames([b"kept"])
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert await near.receive() == [b"kept"]
 
 
-async def test_a_failure_ends_what_waits_and_what_comes(pair: MakePair) -> None:
-    near, _ = pair(zmq.PULL, zmq.PUSH)
+async def test_a_failure_ends_what_waits_and_what_comes(pair: Pair) -> None:
+    near, _ = pair
     waiting = asyncio.create_task(near.receive())
     await asyncio.sleep(0)
     near.fail(Broken("first"))
@@ -94,3 +130,18 @@ async def test_a_failure_ends_what_waits_and_what_comes(pair: MakePair) -> None:
         await waiting
     with pytest.raises(Broken, match="first"):
         await near.receive()
+
+
+async def test_after_the_end_of_the_connection_operations_wait_for_its_reason(pair: Pair) -> None:
+    near, far = pair
+    FrameSender(far).send_frames([b"last"])
+    far.close()
+    assert await near.receive() == [b"last"]
+    operations = [asyncio.create_task(near.receive()), asyncio.create_task(near.send([b"late"]))]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not any(operation.done() for operation in operations)
+    near.fail(Broken("it was killed"))
+    for operation in operations:
+        with pytest.raises(Broken, match="killed"):
+            await operation

@@ -2,13 +2,13 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
 
 from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.helpers import make_config, make_core, make_request
@@ -16,8 +16,7 @@ from tests.engine_core.processes import collect, failing_core, has_ended, wait_u
 from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, EngineStartError
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.engine_core.process.core_process import EngineCoreProc
-from tokenloom.engine_core.wire.frames import receive_frames
-from tokenloom.engine_core.wire.handshake import CoreInit
+from tokenloom.engine_core.wire.frames import FrameReceiver
 from tokenloom.engine_core.wire.messages import EngineCoreOutputs, FinishReason, RequestType
 from tokenloom.engine_core.wire.serialization import Decoder
 
@@ -26,7 +25,7 @@ import sys
 from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.helpers import make_config
 client = SyncMPClient(make_config())
-print(client.pid, client._process.input_address, flush=True)
+print(client.pid, client._process.kv_address, flush=True)
 sys.stdin.read()
 """
 
@@ -61,22 +60,19 @@ def test_sigterm_lets_live_requests_finish_and_refuses_new_ones() -> None:
     client.close()
 
 
-def test_requests_that_came_before_a_shutdown_are_served_and_later_ones_refused(socket_dir: Path) -> None:
-    with zmq.Context() as context, context.socket(zmq.PULL) as outputs:
-        outputs.bind(f"ipc://{socket_dir}/output")
-        init = CoreInit(f"ipc://{socket_dir}/input", f"ipc://{socket_dir}/output", make_config())
-        proc = EngineCoreProc(make_core(), context, init)
+def test_requests_that_came_before_a_shutdown_are_served_and_later_ones_refused() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        proc = EngineCoreProc(make_core(), far)
         inputs = proc._input.input_queue
         inputs.put((RequestType.ADD, make_request("before", [1, 2], max_tokens=3)))
         proc.request_shutdown()
         inputs.put((RequestType.ADD, make_request("after", [1, 2], max_tokens=3)))
         proc.run()
-        proc._input._socket.close()
-        decoder = Decoder(EngineCoreOutputs)
+        receiver, decoder = FrameReceiver(near), Decoder(EngineCoreOutputs)
         ends = {}
         while set(ends) != {"before", "after"}:
-            assert outputs.poll(30_000)
-            for output in decoder.decode(receive_frames(outputs, num_small=1)).outputs:
+            for output in decoder.decode(receiver.receive()).outputs:
                 if output.finish_reason is not None:
                     ends[output.request_id] = output.finish_reason
     assert ends == {"before": FinishReason.LENGTH, "after": FinishReason.ERROR}
@@ -131,7 +127,7 @@ def test_ctrl_c_of_the_terminal_leaves_the_core_to_its_parent() -> None:
 
 def test_closing_leaves_no_process_and_no_socket() -> None:
     client = SyncMPClient(make_config())
-    pid, directory = client.pid, Path(client._process.input_address.removeprefix("ipc://")).parent
+    pid, directory = client.pid, Path(client._process.kv_address.removeprefix("ipc://")).parent
     assert pid is not None
     assert directory.stat().st_mode & 0o777 == 0o700
     client.close()

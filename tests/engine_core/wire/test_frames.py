@@ -1,63 +1,99 @@
-import time
+import socket
+import threading
 from collections.abc import Iterator
+from itertools import cycle
+from typing import cast
 
 import numpy as np
 import pytest
-import zmq
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tokenloom.engine_core.wire.frames import FrameSender, receive_frames
-from tokenloom.engine_core.wire.serialization import Decoder
+from tokenloom.engine_core.wire.frames import READ_BYTES, FrameReader, FrameReceiver, FrameSender, head, rest_after
+from tokenloom.engine_core.wire.serialization import Decoder, Frame
 
 LARGE = 1 << 20
 
+Messages = list[list[bytes]]
+
 
 @pytest.fixture
-def sockets() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
-    """PUSH and PULL, the message being in ZMQ's hands until it is received."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    push, pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-    pull.bind("inproc://frames")
-    push.connect("inproc://frames")
-    yield push, pull
-    context.destroy(linger=0)
+def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    near, far = socket.socketpair()
+    with near, far:
+        yield near, far
 
 
-def test_a_buffer_is_used_again_only_after_it_was_sent(sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]) -> None:
-    push, pull = sockets
-    sender, decoder = FrameSender(push), Decoder(list[bytes])
-    for content in (b"a", b"b"):
-        sender.send([content * LARGE])
-    assert sender.num_sending == 2, "each message lies in a buffer of its own"
-    for content in (b"a", b"b"):
-        frames = receive_frames(pull, num_small=1)
-        assert decoder.decode(frames) == [content * LARGE]
-    deadline = time.monotonic() + 30
-    while sender.num_sending:  # ZMQ tells of it from a thread of its own
-        sender.send([b"c"])
-        assert decoder.decode(receive_frames(pull, num_small=1)) == [b"c"]
-        assert time.monotonic() < deadline
+class FakeConnection:
+    """A socket of which each read returns at most the next of some numbers of bytes."""
+
+    def __init__(self, stream: bytes, sizes: Iterator[int]) -> None:
+        self._stream = stream
+        self._sizes = sizes
+
+    def recv(self, most: int) -> bytes:
+        count = min(most, next(self._sizes))
+        data, self._stream = self._stream[:count], self._stream[count:]
+        return data
+
+    def recvmsg_into(self, buffers: list[memoryview]) -> tuple[int]:
+        left = data = self.recv(sum(map(len, buffers)))
+        for buffer in map(memoryview, buffers):
+            part = left[: len(buffer)]
+            buffer[: len(part)] = part
+            left = left[len(part) :]
+        return (len(data),)
 
 
-def test_a_small_array_behind_a_large_body_does_not_free_the_body(
-    sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
-) -> None:
-    push, pull = sockets
-    sender = FrameSender(push)
-    sender.send([b"a" * LARGE, np.arange(100)], b"head")
-    sender.send([b"b" * LARGE])
-    assert sender.num_sending == 2
-    head, *frames = receive_frames(pull, num_small=2)
-    assert head == b"head"
-    text, array = Decoder(tuple[bytes, np.ndarray]).decode(frames)
-    assert text == b"a" * LARGE
-    np.testing.assert_array_equal(array, np.arange(100))
+FRAMES = st.one_of(st.binary(max_size=40), st.integers(0, 3).map(lambda n: bytes([n]) * (READ_BYTES - 20 + 10 * n)))
 
 
-def test_arrays_are_neither_copied_when_sent_nor_when_received(
-    sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
-) -> None:
-    push, pull = sockets
-    array = np.arange(LARGE)
-    FrameSender(push).send([array])
-    (found,) = Decoder(list[np.ndarray]).decode(receive_frames(pull, num_small=1))
-    assert np.shares_memory(found, array), "within one process even the memory is the same"
+@given(st.lists(st.lists(FRAMES, min_size=1, max_size=4), max_size=6), st.data())
+def test_messages_are_found_however_the_stream_is_split(messages: Messages, data: st.DataObject) -> None:
+    stream = b"".join(head(frames) + b"".join(frames) for frames in messages)
+    sizes = data.draw(st.lists(st.sampled_from([1, 3, 4, 5, 11, 60, 1000, READ_BYTES]), min_size=1, max_size=8))
+    connection = cast(socket.socket, FakeConnection(stream, cycle([*sizes, READ_BYTES])))
+    reader = FrameReader()
+    found: list[list[Frame]] = []
+    while (complete := reader.read(connection)) is not None:
+        found += complete
+    assert found == messages
+
+
+@given(st.lists(st.binary(max_size=5), max_size=5), st.integers(0, 25))
+def test_what_was_not_sent_is_left(buffers: list[bytes], num_bytes: int) -> None:
+    whole = b"".join(buffers)
+    rest = rest_after(buffers, min(num_bytes, len(whole)))
+    assert b"".join(map(bytes, rest)) == whole[num_bytes:]
+    assert all(map(len, rest))
+
+
+def test_messages_and_arrays_of_any_size_arrive(sockets: tuple[socket.socket, socket.socket]) -> None:
+    near, far = sockets
+    receiver, decoder = FrameReceiver(far), Decoder(tuple[bytes, np.ndarray])
+    sender = FrameSender(near)
+    sizes = (10, LARGE, 10, 3 * LARGE)
+
+    def send() -> None:
+        for size in sizes:
+            sender.send([b"a" * size, np.arange(size)], b"head")
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    for size in sizes:
+        leading, *frames = receiver.receive()
+        assert leading == b"head"
+        text, array = decoder.decode(frames)
+        assert text == b"a" * size
+        np.testing.assert_array_equal(array, np.arange(size))
+    thread.join()
+
+
+def test_the_end_of_the_connection_comes_after_the_last_message(sockets: tuple[socket.socket, socket.socket]) -> None:
+    near, far = sockets
+    FrameSender(near).send_frames([b"last"])
+    near.close()
+    receiver = FrameReceiver(far)
+    assert receiver.receive() == [b"last"]
+    with pytest.raises(EOFError):
+        receiver.receive()

@@ -52,8 +52,8 @@ EXPECTED_NAMES: dict[Callable[..., Any], str] = {
     HttpToolsProtocol.on_headers_complete: "RequestResponseCycle cycle on_response_complete pipeline scope url",
     HttpToolsProtocol.on_message_complete: "cycle message_event more_body",
     HttpToolsProtocol.data_received: "_unset_keepalive_if_required feed_data parser",
-    RequestResponseCycle.__init__: "body chunked_encoding disconnected flow keep_alive message_event more_body "
-    "on_response response_complete response_started transport waiting_for_100_continue",
+    RequestResponseCycle.__init__: "body chunked_encoding default_headers disconnected flow keep_alive "
+    "message_event more_body on_response response_complete response_started transport waiting_for_100_continue",
     FlowControl.__init__: "write_paused",
     FlowControl.resume_reading: "read_paused",
 }

@@ -35,6 +35,9 @@ class FakeTransport:
     def is_closing(self) -> bool:
         return False
 
+    def close(self) -> None:
+        """Nothing follows."""
+
     def pause_reading(self) -> None:
         """Nothing is read."""
 
@@ -83,6 +86,44 @@ async def test_a_piece_looks_like_one_that_was_sent() -> None:
     sent, connection.transport.sent = connection.transport.sent, b""
     connection.writer.write(body)
     assert connection.transport.sent == sent
+
+
+@pytest.mark.parametrize("keep_alive", [True, False])
+async def test_a_beginning_looks_like_one_that_was_sent(keep_alive: bool) -> None:
+    headers, body = [(b"x-request-id", b"1"), (b"content-type", b"text/event-stream")], b"data: {}\n\n"
+    sent, begun = FakeConnection(), FakeConnection()
+    for connection in (sent, begun):
+        connection.cycle.default_headers = [(b"date", b"today")]
+        connection.cycle.keep_alive = keep_alive
+        assert connection.writer.can_begin
+    await sent.cycle.send({"type": "http.response.start", "status": 200, "headers": headers})
+    await sent.cycle.send({"type": "http.response.body", "body": body, "more_body": True})
+    begun.writer.begin(headers, body)
+    assert begun.transport.sent == sent.transport.sent
+    for connection in (sent, begun):
+        assert connection.writer.is_open
+        assert not connection.writer.can_begin
+        await connection.cycle.send({"type": "http.response.body", "body": body, "more_body": False})
+    assert begun.transport.sent == sent.transport.sent
+    assert begun.cycle.response_complete
+
+
+async def test_a_beginning_without_a_piece_of_the_body_does_not_end_it() -> None:
+    connection = FakeConnection()
+    connection.writer.begin([], b"")
+    assert connection.transport.sent.endswith(b"transfer-encoding: chunked\r\n\r\n")
+
+
+async def test_a_response_begins_at_once_only_while_the_client_reads_and_the_connection_stays() -> None:
+    connection = FakeConnection()
+    connection.flow.pause_writing()
+    assert not connection.writer.can_begin, "the client is slow"
+    connection.flow.resume_writing()
+    connection.writer.is_last = lambda: True
+    assert not connection.writer.can_begin, "the head must announce the end of the connection"
+    connection.writer.is_last = lambda: False
+    connection.cycle.disconnected = True
+    assert not connection.writer.can_begin, "the client left"
 
 
 async def test_open_only_while_the_client_reads_a_chunked_response() -> None:

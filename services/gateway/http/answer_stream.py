@@ -1,0 +1,154 @@
+"""Writes the answer of one request as a stream of events, mostly without waking the task of the request."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from ..generation.delivered import Delivered
+from ..generation.generation import Generation
+from ..mesh.collector import Delta
+from ..openai.event_ids import EventId
+from .exchange import Exchange, Headers
+from .turn_share import TurnShare
+
+VALUES_PER_SLICE = 4096
+"""Log probabilities that one request may shape in one turn of the event loop: a few milliseconds."""
+
+
+class Answer(Protocol):
+    """Shapes the output of one request."""
+
+    def first_events(self) -> bytes:
+        """Return the events before any output."""
+
+    def events(self, delta: Delta) -> bytes:
+        """Return the events of some output; empty when there is nothing to send."""
+
+    def last_events(self) -> bytes:
+        """Return the events after all output."""
+
+    def repeat(self, delta: Delta) -> None:
+        """Shape output that the client of a resumed answer has: what follows depends on it."""
+
+    def is_large(self, delta: Delta) -> bool:
+        """Return whether :meth:`shape` should go before :meth:`events`, which would take long otherwise."""
+
+    def shape(self, delta: Delta) -> Iterator[int]:
+        """Shape a delta's log probabilities, step by step; yield how many were shaped in each step."""
+
+    def add(self, delta: Delta) -> Iterator[int] | None:
+        """Keep some output for :meth:`body`; return the steps of :meth:`shape`, or None without any."""
+
+    def body(self) -> Iterator[bytes]:
+        """Return the whole JSON response, in blocks."""
+
+
+class AnswerStream:
+    """Writes an answer. Once its reader waits, output is written when it arrives: its first piece with the head of the
+    response. The task of the request wakes for what takes long or has to wait, and for the end."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        generation: Generation,
+        answer: Answer,
+        turns: TurnShare,
+        headers: Callable[[], Headers],
+    ) -> None:
+        """``turns``: limits the answers that begin and end in one turn of the event loop. ``headers``: makes those of
+        the response, when it begins."""
+        self._exchange = exchange
+        self._generation = generation
+        self._answer = answer
+        self._turns = turns
+        self._headers = headers
+        self._slices = Slices()
+
+    async def run(self, resumed: EventId | None) -> None:
+        """Write the answer to its end. ``resumed``: what the client has of it; None: it is new."""
+        # An error before the first output still gets its own status.
+        deltas = await self._generation.take(self._write_now if resumed is None else None)
+        events = b""
+        if not self._exchange.started:
+            await self._turns.wait()
+            await self._exchange.start(200, self._headers())
+            events = self._answer.first_events()
+        if resumed is not None:
+            events = await self._repeat(Delivered(resumed.positions), deltas, events)
+            deltas = []
+        await self._write_rest(deltas, events)
+
+    async def _repeat(self, delivered: Delivered, deltas: list[Delta], events: bytes) -> bytes:
+        """Write the rest of a resumed stream, up to where all that follows is new to the client. Return the events that
+        are left to write. ``events``: what comes before ``deltas``."""
+        exchange, generation, answer = self._exchange, self._generation, self._answer
+        while True:
+            for delta in deltas:
+                for part, is_new in delivered.cut(delta):
+                    if part.logprobs and answer.is_large(part):
+                        await self._slices.run(answer.shape(part))
+                    if is_new:
+                        events += answer.events(part)
+                    else:
+                        answer.repeat(part)
+            if delivered.is_over or generation.done:
+                return events
+            if events:
+                await exchange.write(events)
+                events = b""
+            deltas = await generation.take()
+
+    async def _write_rest(self, deltas: list[Delta], events: bytes) -> None:
+        """Write the body from some deltas on. ``events``: what comes before them."""
+        exchange, generation, answer = self._exchange, self._generation, self._answer
+        while True:
+            for delta in deltas:
+                if delta.logprobs and answer.is_large(delta):
+                    await self._slices.run(answer.shape(delta))
+                events += answer.events(delta)
+            if generation.done:
+                await self._turns.wait()
+                await exchange.finish(events + answer.last_events())
+                return
+            if events:
+                await exchange.write(events)
+                events = b""
+            deltas = await generation.take(self._write_now)
+
+    def _write_now(self, delta: Delta) -> bool:
+        """Write output without waking the task of the request, if that takes no time and the connection has room."""
+        exchange, answer = self._exchange, self._answer
+        if delta.logprobs and answer.is_large(delta):
+            return False
+        if not exchange.started:
+            return self._begin_now(delta)
+        if not exchange.direct.is_open:
+            return False
+        self._generation.count(delta)
+        if events := answer.events(delta):
+            exchange.direct.write(events)
+        return True
+
+    def _begin_now(self, delta: Delta) -> bool:
+        """Begin the response with its first output, if the answers that begin in this turn leave time for it."""
+        if not self._exchange.can_begin or not self._turns.take():
+            return False
+        self._generation.count(delta)
+        events = self._answer.first_events() + self._answer.events(delta)
+        self._exchange.begin(self._headers(), events)
+        return True
+
+
+class Slices:
+    """Counts the log probabilities that a request has shaped since the event loop last ran."""
+
+    def __init__(self) -> None:
+        self._num_values = 0
+
+    async def run(self, steps: Iterator[int]) -> None:
+        """Run the steps, each of which yields how many values it has shaped; let the event loop run in between."""
+        for num_values in steps:
+            self._num_values += num_values
+            if self._num_values >= VALUES_PER_SLICE:
+                self._num_values = 0
+                await asyncio.sleep(0)

@@ -1,0 +1,152 @@
+"""Which output is written when it arrives, and which by the task of the request."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+
+from tokenloom.services.gateway.generation.generation import Generation
+from tokenloom.services.gateway.http.answer_stream import Answer, AnswerStream
+from tokenloom.services.gateway.http.exchange import Exchange, Headers
+from tokenloom.services.gateway.http.turn_share import TurnShare
+from tokenloom.services.gateway.mesh.collector import Collector, Delta
+from tokenloom.v1.output_processor_pb2 import RequestFinished
+
+
+class FakeGeneration:
+    """Takes output from a collector, and counts it."""
+
+    def __init__(self) -> None:
+        self.collector = Collector(1)
+        self.take = self.collector.take
+        self.counted = ""
+
+    @property
+    def done(self) -> bool:
+        return self.collector.done
+
+    def count(self, delta: Delta) -> None:
+        self.counted += delta.text
+
+
+class FakeAnswer:
+    """Writes texts as they are; those of "!" fail."""
+
+    def first_events(self) -> bytes:
+        return b"[first]"
+
+    def events(self, delta: Delta) -> bytes:
+        if delta.text == "!":
+            raise RuntimeError("a bug")
+        return delta.text.encode()
+
+    def last_events(self) -> bytes:
+        return b"[last]"
+
+    def is_large(self, delta: Delta) -> bool:
+        return False
+
+    def shape(self, delta: Delta) -> Iterator[int]:
+        raise NotImplementedError
+
+
+class Direct:
+    """The connection of a fake exchange."""
+
+    def __init__(self, exchange: "FakeExchange") -> None:
+        self.is_open = True
+        self.write = exchange.write_now
+
+
+class FakeExchange:
+    """Keeps what is written, and whether it was written past the task."""
+
+    def __init__(self) -> None:
+        self.started = False
+        self.can_begin = True
+        self.written: list[tuple[str, bytes]] = []
+        self.direct = Direct(self)
+
+    def begin(self, headers: Headers, body: bytes) -> None:
+        self.started = True
+        self.written.append(("begin", body))
+
+    def write_now(self, body: bytes) -> None:
+        self.written.append(("now", body))
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.started = True
+        self.written.append(("start", b""))
+
+    async def write(self, body: bytes) -> None:
+        self.written.append(("write", body))
+
+    async def finish(self, body: bytes) -> None:
+        self.written.append(("finish", body))
+
+
+class Streamed:
+    """An answer that is streamed by a task of its own."""
+
+    def __init__(self, turns: TurnShare | None = None) -> None:
+        self.generation, self.exchange = FakeGeneration(), FakeExchange()
+        stream = AnswerStream(
+            cast(Exchange, self.exchange),
+            cast(Generation, self.generation),
+            cast(Answer, FakeAnswer()),
+            turns or TurnShare(8),
+            lambda: (),
+        )
+        self.task = asyncio.create_task(stream.run(None))
+
+    def put(self, text: str) -> None:
+        collector = self.generation.collector
+        collector.put(0, text, collector.num_tokens(0), [7])
+
+    async def end(self) -> None:
+        collector = self.generation.collector
+        collector.finish(0, RequestFinished(completion_tokens=collector.num_tokens(0)))
+        await self.task
+
+
+async def test_the_first_output_is_written_with_the_head_as_soon_as_it_arrives() -> None:
+    streamed = Streamed()
+    await asyncio.sleep(0)
+    streamed.put("a")
+    streamed.put("b")
+    assert streamed.exchange.written == [("begin", b"[first]a"), ("now", b"b")]
+    await streamed.end()
+    assert streamed.exchange.written[2:] == [("finish", b"[last]")]
+    assert streamed.generation.counted == "ab"
+
+
+async def test_a_connection_that_cannot_take_it_is_left_to_the_task() -> None:
+    streamed = Streamed()
+    streamed.exchange.can_begin = False
+    await asyncio.sleep(0)
+    streamed.put("a")
+    assert streamed.exchange.written == []
+    await streamed.end()
+    assert streamed.exchange.written == [("start", b""), ("finish", b"[first]a[last]")]
+
+
+async def test_only_so_many_answers_begin_in_one_turn() -> None:
+    turns = TurnShare(2)
+    answers = [Streamed(turns) for _ in range(5)]
+    await asyncio.sleep(0)
+    for streamed in answers:
+        streamed.put("a")
+    assert [bool(streamed.exchange.written) for streamed in answers] == [True, True, False, False, False]
+    for streamed in answers:
+        await streamed.end()
+    assert all(streamed.exchange.written[-1][1].endswith(b"[last]") for streamed in answers)
+
+
+async def test_a_bug_in_the_first_output_begins_no_response() -> None:
+    streamed = Streamed()
+    await asyncio.sleep(0)
+    streamed.put("!")
+    with pytest.raises(Exception, match="internal error"):
+        await streamed.task
+    assert streamed.exchange.written == []

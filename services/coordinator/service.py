@@ -3,11 +3,12 @@
 import asyncio
 from pathlib import Path
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Gauge
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.placement.rules import RULES
+from tokenloom.services.runtime.telemetry.fast_metrics import LabelledCounter
 
 from .attentive_clock import AttentiveClock
 from .caches.cache_followers import CacheFollowers
@@ -63,11 +64,12 @@ class CoordinatorService:
         engines.set_function(lambda: len(registry))
         reports = Gauge("tokenloom_reports_read", "Reports of engines since the start.", registry=host.metrics)
         reports.set_function(lambda: registry.num_reports)
-        picks = Counter(
+        picks = LabelledCounter(
+            host.metrics,
             "tokenloom_picks",
             "Picks: WHOLE, PREFILL, DECODE or an error's reason.",
-            ("outcome",),
-            registry=host.metrics,
+            "outcome",
+            ("WHOLE", "PREFILL", "DECODE"),
         )
         caches = CacheFollowers(registry.prefixes, host.channels, host.spawn)
         followed = Gauge("tokenloom_followed_caches", "Engines whose KV events are followed.", registry=host.metrics)

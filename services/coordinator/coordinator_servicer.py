@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
@@ -12,7 +13,6 @@ import grpc.aio
 from tokenloom.request.errors import InvalidArgument, NotFound, ResourceExhausted, TokenloomError
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello, make_hello
-from tokenloom.services.runtime.telemetry.fast_metrics import LabelledCounter
 from tokenloom.v1 import coordinator_pb2_grpc
 from tokenloom.v1.coordinator_pb2 import (
     Drain,
@@ -38,6 +38,7 @@ from .engine_stream import EngineStream, to_duration
 from .enrolments import Enrolments
 from .feed.snapshot_feed import SnapshotFeed
 from .groups import Commands, Groups
+from .picks.pick_metrics import PickMetrics
 from .picks.pick_slices import PickSlices
 from .picks.placed import Placed
 from .report_interval import ReportPace
@@ -59,10 +60,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     """Serves the RPCs. Methods raise errors, which the edge turns into statuses."""
 
     def __init__(
-        self, registry: Registry, name: str, epoch: int, picks: LabelledCounter, caches: CacheFollowers | None = None
+        self, registry: Registry, name: str, epoch: int, picks: PickMetrics, caches: CacheFollowers | None = None
     ) -> None:
-        """``picks`` counts them by outcome. ``caches``: follows the engines' prefix caches; None: the index knows only
-        what was picked."""
+        """``caches``: follows the engines' prefix caches; None: the index knows only what was picked."""
         self._registry = registry
         self._caches = caches
         self._feed = SnapshotFeed(registry)
@@ -99,8 +99,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> None:
         await context.write(b"")
         async for batch in requests:
+            began = time.perf_counter()
             async for results in self._slices.answer(batch.pick):
                 await context.write(results)
+            self._picks.seconds.observe_many(time.perf_counter() - began, len(batch.pick))
 
     async def Watch(  # type: ignore[override]  # the messages are serialized, once for all watchers
         self, request: WatchRequest, context: _Context
@@ -180,9 +182,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         try:
             placed = self._registry.pick(request)
         except TokenloomError as error:
-            self._picks.inc(error.reason)
+            self._picks.outcomes.inc(error.reason)
             raise
-        self._picks.inc("WHOLE" if placed.whole_request else _LEGS[request.role])
+        self._picks.outcomes.inc("WHOLE" if placed.whole_request else _LEGS[request.role])
         return placed
 
     def _open(self, first: EngineReport) -> EngineStream:

@@ -8,7 +8,6 @@ from prometheus_client import Gauge
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.placement.rules import RULES
-from tokenloom.services.runtime.telemetry.fast_metrics import LabelledCounter
 
 from .attentive_clock import AttentiveClock
 from .caches.cache_followers import CacheFollowers
@@ -20,6 +19,7 @@ from .lease.file_lease import FileLease
 from .lease.kubernetes_api import LeaseApi
 from .lease.kubernetes_lease import KubernetesLease
 from .lease.lease import Lease
+from .picks.pick_metrics import PickMetrics
 from .predecessor import Predecessor
 from .standby import take_over
 
@@ -64,17 +64,12 @@ class CoordinatorService:
         engines.set_function(lambda: len(registry))
         reports = Gauge("tokenloom_reports_read", "Reports of engines since the start.", registry=host.metrics)
         reports.set_function(lambda: registry.num_reports)
-        picks = LabelledCounter(
-            host.metrics,
-            "tokenloom_picks",
-            "Picks: WHOLE, PREFILL, DECODE or an error's reason.",
-            "outcome",
-            ("WHOLE", "PREFILL", "DECODE"),
-        )
         caches = CacheFollowers(registry.prefixes, host.channels, host.spawn)
         followed = Gauge("tokenloom_followed_caches", "Engines whose KV events are followed.", registry=host.metrics)
         followed.set_function(lambda: caches.num_followed)
-        self.servicer = CoordinatorServicer(registry, self._settings.instance_id, host.epoch, picks, caches)
+        self.servicer = CoordinatorServicer(
+            registry, self._settings.instance_id, host.epoch, PickMetrics(host.metrics), caches
+        )
         host.add_servicer(add_to_server, self.servicer)
         host.spawn(clock.run(), name="clock")
         host.spawn(self.servicer.publish(), name="publish")

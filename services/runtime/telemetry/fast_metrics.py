@@ -108,6 +108,11 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    def observe_many(self, value: float, count: int) -> None:
+        """Count the same value so many times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
     def describe(self) -> Iterable[HistogramMetricFamily]:
         """Return the name, so that the registry refuses a second metric with it."""
         return [HistogramMetricFamily(*self._description, labels=list(self._labels))]

@@ -15,9 +15,9 @@ from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.attentive_clock import AttentiveClock
 from tokenloom.services.coordinator.coordinator_servicer import CoordinatorServicer
 from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.picks.pick_metrics import PickMetrics
 from tokenloom.services.coordinator.picks.pick_slices import SLICE_SECONDS, PickSlices
 from tokenloom.services.coordinator.picks.placed import Placed, engine_part
-from tokenloom.services.runtime.telemetry.fast_metrics import LabelledCounter
 from tokenloom.v1.coordinator_pb2 import (
     EngineIdentity,
     EngineReport,
@@ -187,7 +187,7 @@ async def test_no_engine_is_dead_after_five_thousand_picks_at_one_moment() -> No
         return pick(request)
 
     registry.pick = slow_pick  # type: ignore[method-assign]
-    servicer = CoordinatorServicer(registry, "c", 1, LabelledCounter(CollectorRegistry(), "picks", "", "outcome"))
+    servicer = CoordinatorServicer(registry, "c", 1, PickMetrics(CollectorRegistry()))
     servicer._slices = PickSlices(servicer._pick, time)
     engines = [Engine(f"e{number}", servicer) for number in range(NUM_ENGINES)]
     await settle()
@@ -210,6 +210,7 @@ async def test_no_engine_is_dead_after_five_thousand_picks_at_one_moment() -> No
 
     await servicer.PickStream(one_batch(), Context(take))  # type: ignore[arg-type]
     assert time.now > 14.0
+    assert sum(servicer._picks.seconds.counts) == NUM_PICKS
     names = Counter(result.response.engine.engine_id for result in results)
     assert len(names) == NUM_ENGINES
     assert set(names.values()) == {NUM_PICKS // NUM_ENGINES}

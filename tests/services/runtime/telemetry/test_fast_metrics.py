@@ -26,6 +26,9 @@ def test_a_histogram_shows_what_prometheus_clients_would() -> None:
     for value in VALUES:
         ours.observe(value)
         reference.observe(value)
+    ours.observe_many(2.0, 3)
+    for _ in range(3):
+        reference.observe(2.0)
     assert shown(registry) == shown(theirs)
 
 

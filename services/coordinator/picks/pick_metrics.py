@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry
 
 from tokenloom.services.runtime.telemetry.fast_metrics import Histogram, LabelledCounter
 
-SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
+_MILLISECONDS = (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)
 
 
 class PickMetrics:
@@ -28,5 +28,5 @@ class PickMetrics:
             "tokenloom_pick_seconds",
             "Time from reading a message with picks until the last of its answers was sent.",
             {},
-            SECONDS,
+            [bound / 1000 for bound in _MILLISECONDS],
         )

@@ -43,8 +43,8 @@ class Placed(NamedTuple):
     def part(self) -> bytes:
         """Return the answer as a part of a serialized ``PickResults``.
 
-        Parts that are joined make the message. An engine is serialized when it joins: to copy it into two messages and
-        to serialize it there takes a sixth of the time of a pick.
+        Parts that are joined make the message. An engine is serialized when it joins, not copied into two messages and
+        serialized there for each pick.
         """
         pick = _EPOCH + self.epoch.to_bytes(_EPOCH_BYTES, "little") + _NUMBER + _varint(self.number)
         whole = _WHOLE if self.whole_request else b""

@@ -5,6 +5,8 @@ import sys
 import time
 from collections import Counter
 
+import uvloop
+
 from tokenloom.request.errors import TokenloomError
 from tokenloom.services.output_processor.placement.last_snapshot import LastSnapshot
 from tokenloom.services.output_processor.placement.pick_stream import PickStream
@@ -60,4 +62,4 @@ async def run(coordinator: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(run(sys.argv[1]))
+    uvloop.run(run(sys.argv[1]))

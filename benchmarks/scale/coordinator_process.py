@@ -1,8 +1,10 @@
 """Runs a real coordinator in a process of its own, and reads what it uses."""
 
+import re
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import psutil
 
@@ -31,6 +33,11 @@ class Coordinator:
         self._process = subprocess.Popen(self._command)
         self._shown = psutil.Process(self._process.pid)
 
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
     def kill(self) -> None:
         """End it at once, as a lost node does."""
         self._process.kill()
@@ -45,12 +52,25 @@ class Coordinator:
         (main,) = (each for each in self._shown.threads() if each.id == self._process.pid)
         return float(main.user_time + main.system_time)
 
+    def loop_wait_seconds(self) -> float:
+        """Return for how long that thread has waited for a core."""
+        shown = Path(f"/proc/{self.pid}/task/{self.pid}/schedstat").read_text().split()
+        return int(shown[1]) / 1e9
+
     def reports(self) -> int:
         """Return how many reports it has read. Raises ``OSError`` if it does not answer."""
-        with urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=_METRICS_SECONDS) as page:
-            lines = page.read().decode().splitlines()
-        (value,) = (line.split()[1] for line in lines if line.startswith("tokenloom_reports_read "))
+        (value,) = re.findall(r"^tokenloom_reports_read (\S+)$", self._page(), re.MULTILINE)
         return int(float(value))
+
+    def pick_seconds(self) -> dict[float, float]:
+        """Return how many picks of streams it has answered within some seconds each after it had read them. Raises
+        ``OSError`` if it does not answer."""
+        found = re.findall(r'^tokenloom_pick_seconds_bucket\{le="(\S+)"\} (\S+)$', self._page(), re.MULTILINE)
+        return {float(bound): float(count) for bound, count in found}
+
+    def _page(self) -> str:
+        with urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=_METRICS_SECONDS) as page:
+            return str(page.read().decode())
 
     def mebibytes(self) -> float:
         return float(self._shown.memory_info().rss) / 2**20

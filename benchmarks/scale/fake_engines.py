@@ -3,6 +3,8 @@
 import asyncio
 import sys
 
+import uvloop
+
 from tokenloom.engine_core.wire.messages import SchedulerStats
 from tokenloom.services.engine.coordinator_link import CoordinatorLink
 from tokenloom.services.engine.kv.kv_peers import EngineRegistry
@@ -112,4 +114,4 @@ async def run(coordinator: str, first: int, count: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+    uvloop.run(run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

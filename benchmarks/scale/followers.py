@@ -4,6 +4,8 @@ import asyncio
 import sys
 import time
 
+import uvloop
+
 from tokenloom.services.output_processor.placement.last_snapshot import LastSnapshot
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.services.runtime.registry.registry_watch import watch_registry
@@ -37,4 +39,4 @@ async def run(coordinator: str, count: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(run(sys.argv[1], int(sys.argv[3])))  # the number of the first one does not matter
+    uvloop.run(run(sys.argv[1], int(sys.argv[3])))  # the number of the first one does not matter

@@ -10,6 +10,7 @@ from typing import Self
 import grpc.aio
 
 from tokenloom.request.prefix_schedule import MAX_HASHES
+from tokenloom.services.runtime.telemetry.quantile import quantile
 from tokenloom.v1.coordinator_pb2 import PickBatch, PickRequest, PickResults
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_PREFILL
 
@@ -36,6 +37,8 @@ class StreamResult:
 
     Attributes:
         answered_per_second: Until all that were asked were answered.
+        here_p99_milliseconds: From reading a message with picks until its last answer was sent, in the coordinator.
+        wait_share: For so much of the time the thread with the event loop waited for a core.
         cores: What the coordinator used, its reports and snapshots included.
         loop_cores: The part of it in the thread with the event loop, which cannot use more than one.
         microseconds_a_pick: What all threads of the coordinator used, for each pick that was answered.
@@ -47,6 +50,8 @@ class StreamResult:
     answered_per_second: float
     p50_milliseconds: float
     p99_milliseconds: float
+    here_p99_milliseconds: float
+    wait_share: float
     cores: float
     loop_cores: float
     microseconds_a_pick: float
@@ -81,16 +86,21 @@ async def measure(
     """Offer so many picks per second over several streams, and then as many as are answered."""
     asked = [PickBatch(pick=[each]).SerializeToString() for each in requests(_NUM_REQUESTS, num_hashes)]
     await _offer(channel, asked, rate, _WARM_UP_SECONDS)
+    here, wait = await asyncio.to_thread(coordinator.pick_seconds), coordinator.loop_wait_seconds()
     cpu, loop, began = coordinator.cpu_seconds(), coordinator.loop_seconds(), time.monotonic()
     latencies = sorted(await _offer(channel, asked, rate, seconds))
     elapsed, cpu = time.monotonic() - began, coordinator.cpu_seconds() - cpu
-    loop = coordinator.loop_seconds() - loop
+    loop, wait = coordinator.loop_seconds() - loop, coordinator.loop_wait_seconds() - wait
+    answered_within = await asyncio.to_thread(coordinator.pick_seconds)
+    here_p99 = quantile({bound: count - here[bound] for bound, count in answered_within.items()}, 0.99) or 0.0
     return StreamResult(
         hashes=num_hashes,
         asked_per_second=rate,
         answered_per_second=len(latencies) / elapsed,
         p50_milliseconds=latencies[len(latencies) // 2] * 1e3,
         p99_milliseconds=latencies[len(latencies) * 99 // 100] * 1e3,
+        here_p99_milliseconds=here_p99 * 1e3,
+        wait_share=wait / elapsed,
         cores=cpu / elapsed,
         loop_cores=loop / elapsed,
         microseconds_a_pick=cpu / len(latencies) * 1e6,

@@ -1,10 +1,10 @@
 """Runs ``bench scale``: the coordinator with 10, 100 and 1,000 fake engines, against the limits of its design."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import uvloop
 from rich.table import Table
 
 from ..report import machine
@@ -50,7 +50,7 @@ def run(engines: Sequence[int], seconds: float, done: Callable[[], None]) -> dic
     for count in engines:
         followers = max(2, round(count * FOLLOWERS_PER_ENGINE))
         cost, memory = pick_cost(count), index_memory(count)
-        result = asyncio.run(run_registry(RegistryCase(count, followers, seconds)))
+        result = uvloop.run(run_registry(RegistryCase(count, followers, seconds)))
         figures = figures_of(result, cost, memory)
         cases.append({**figures, "exceeded": exceeded(figures)})
         done()
@@ -74,6 +74,8 @@ def _figures_of_picks(kind: str, picks: StreamResult) -> dict[str, float]:
     return {
         f"{kind}picks_per_second": picks.answered_per_second,
         f"{kind}picks_p99": picks.p99_milliseconds,
+        f"{kind}picks_here_p99": picks.here_p99_milliseconds,
+        f"{kind}picks_wait_share": picks.wait_share,
         f"{kind}most_picks_per_second": picks.most_per_second,
         f"{kind}picks_cores": picks.cores,
         f"{kind}picks_loop_cores": picks.loop_cores,
@@ -111,13 +113,17 @@ _ROWS = (
     ("one follower, share of a core", "follower_share", "{:.2%}"),
     ("engines shown as dead", "dead", "{:.0f}"),
     ("picks a second through PickStream, 10,000 asked", "picks_per_second", "{:,.0f}"),
-    ("their latency, p99, ms", "picks_p99", "{:.1f}"),
+    ("their latency from due to read, p99, ms", "picks_p99", "{:.1f}"),
+    ("of it, in the coordinator, p99, ms", "picks_here_p99", "{:.1f}"),
+    ("its event loop waited for a core", "picks_wait_share", "{:.0%}"),
     ("coordinator meanwhile, cores", "picks_cores", "{:.2f}"),
     ("of these, its event loop", "picks_loop_cores", "{:.2f}"),
     ("coordinator at the full rate of picks, cores", "picks_cores_at_full_rate", "{:.2f}"),
     ("picks a second if more are asked", "most_picks_per_second", "{:,.0f}"),
     ("picks with 256 hashes a second, 5,000 asked", "hashed_picks_per_second", "{:,.0f}"),
-    ("their latency, p99, ms", "hashed_picks_p99", "{:.1f}"),
+    ("their latency from due to read, p99, ms", "hashed_picks_p99", "{:.1f}"),
+    ("of it, in the coordinator, p99, ms", "hashed_picks_here_p99", "{:.1f}"),
+    ("its event loop waited for a core", "hashed_picks_wait_share", "{:.0%}"),
     ("coordinator meanwhile, cores", "hashed_picks_cores", "{:.2f}"),
     ("of these, its event loop", "hashed_picks_loop_cores", "{:.2f}"),
     ("coordinator at the full rate of these picks, cores", "hashed_picks_cores_at_full_rate", "{:.2f}"),

@@ -217,7 +217,7 @@ class Run:
             subset = Subset(index=request.processor, count=len(self._processors), size=self._subset)
             pick.subset.CopyFrom(subset)
         if self._has_coordinator:
-            picked = self._registry.pick(pick)
+            picked = self._registry.pick(pick).response()
             engine, release = self.engines[picked.engine.engine_id], _nothing
             engine.picks.append(picked.pick)
         else:

@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
-from prometheus_client import Counter
 
 from tokenloom.request.errors import InvalidArgument, NotFound, ResourceExhausted, TokenloomError
 from tokenloom.services.runtime.host.tasks import first_of
@@ -23,7 +23,6 @@ from tokenloom.v1.coordinator_pb2 import (
     PickBatch,
     PickRequest,
     PickResponse,
-    PickResults,
     Position,
     ScaleRequest,
     ScaleResponse,
@@ -39,7 +38,9 @@ from .engine_stream import EngineStream, to_duration
 from .enrolments import Enrolments
 from .feed.snapshot_feed import SnapshotFeed
 from .groups import Commands, Groups
+from .picks.pick_metrics import PickMetrics
 from .picks.pick_slices import PickSlices
+from .picks.placed import Placed
 from .report_interval import ReportPace
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     """Serves the RPCs. Methods raise errors, which the edge turns into statuses."""
 
     def __init__(
-        self, registry: Registry, name: str, epoch: int, picks: Counter, caches: CacheFollowers | None = None
+        self, registry: Registry, name: str, epoch: int, picks: PickMetrics, caches: CacheFollowers | None = None
     ) -> None:
         """``caches``: follows the engines' prefix caches; None: the index knows only what was picked."""
         self._registry = registry
@@ -69,7 +70,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._name = name
         self._epoch = epoch
         self._picks = picks
-        self._picked = {name: picks.labels(name) for name in ("WHOLE", *_LEGS.values())}
         self._streams: dict[str, EngineStream] = {}  # one for each joined engine
         self._enrolments = Enrolments()
         self._groups = Groups()
@@ -92,15 +92,17 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             late = now() - due
 
     async def Pick(self, request: PickRequest, context: _Context) -> PickResponse:
-        return await self._slices.answer_one(request)
+        return (await self._slices.answer_one(request)).response()
 
-    async def PickStream(  # type: ignore[override]  # it writes to the context, because a generator costs more
+    async def PickStream(  # type: ignore[override]  # it writes serialized messages to the context
         self, requests: AsyncIterator[PickBatch], context: _Context
     ) -> None:
-        await context.write(PickResults())
+        await context.write(b"")
         async for batch in requests:
+            began = time.perf_counter()
             async for results in self._slices.answer(batch.pick):
                 await context.write(results)
+            self._picks.seconds.observe_many(time.perf_counter() - began, len(batch.pick))
 
     async def Watch(  # type: ignore[override]  # the messages are serialized, once for all watchers
         self, request: WatchRequest, context: _Context
@@ -176,14 +178,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._closing = True
         self._enrolments.close()
 
-    def _pick(self, request: PickRequest) -> PickResponse:
+    def _pick(self, request: PickRequest) -> Placed:
         try:
-            response = self._registry.pick(request)
+            placed = self._registry.pick(request)
         except TokenloomError as error:
-            self._picks.labels(error.reason).inc()
+            self._picks.outcomes.inc(error.reason)
             raise
-        self._picked["WHOLE" if response.whole_request else _LEGS[request.role]].inc()
-        return response
+        self._picks.outcomes.inc("WHOLE" if placed.whole_request else _LEGS[request.role])
+        return placed
 
     def _open(self, first: EngineReport) -> EngineStream:
         identity = first.identity
@@ -242,7 +244,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
 
 
 def add_to_server(servicer: CoordinatorServicer, server: Any) -> None:
-    """Add the servicer as the generated function does, but pass on the messages of Watch as they are."""
+    """Add the servicer as the generated function does, but pass on what is serialized already as it is."""
     coordinator_pb2_grpc.add_CoordinatorServicer_to_server(servicer, _WithoutSerializer(server))  # type: ignore[arg-type]
 
 
@@ -253,9 +255,12 @@ class _WithoutSerializer:
         self._server = server
 
     def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        watch = handlers["Watch"]
-        bare: Any = grpc.unary_stream_rpc_method_handler(watch.unary_stream, watch.request_deserializer)
-        self._server.add_registered_method_handlers(service, {**handlers, "Watch": bare})
+        watch, picks = handlers["Watch"], handlers["PickStream"]
+        bare: dict[str, Any] = {
+            "Watch": grpc.unary_stream_rpc_method_handler(watch.unary_stream, watch.request_deserializer),
+            "PickStream": grpc.stream_stream_rpc_method_handler(picks.stream_stream, picks.request_deserializer),
+        }
+        self._server.add_registered_method_handlers(service, {**handlers, **bare})
 
     def add_generic_rpc_handlers(self, _: object) -> None:
         """Do nothing: the handlers were added by name."""

@@ -6,6 +6,7 @@ from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, EngineState
 
 from .picks.arrived_picks import ArrivedPicks
+from .picks.placed import engine_part
 
 PICK_SECONDS = 2.0
 """How long a pick counts that the engine never acknowledges: its output processor died or placed elsewhere."""
@@ -29,6 +30,7 @@ class EngineRecord:
     Attributes:
         report: The last one.
         shown: What snapshots show of it.
+        answer_part: The engine in answers to picks.
         row: Its row of the columns.
         state: What it reports, unless it fell silent or hangs.
         adapters: Digests of the LoRA adapters that it has loaded.
@@ -38,6 +40,7 @@ class EngineRecord:
         self, identity: EngineIdentity, report: EngineReport, now: float, columns: EngineColumns, row: int
     ) -> None:
         self.identity = identity
+        self.answer_part = engine_part(identity)
         self.report = report
         self.row = row
         self.adapters: frozenset[bytes] = frozenset()

@@ -15,9 +15,7 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineRef,
     EngineReport,
     PickRequest,
-    PickResponse,
 )
-from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import Adapter
 
 from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
@@ -26,6 +24,7 @@ from .engine_pools import EnginePools
 from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord
 from .feed.changed_engines import ChangedEngines
 from .picks.expiring_picks import ExpiringPicks
+from .picks.placed import Placed
 from .picks.prefix_placements import PrefixPlacements
 from .predecessor import Predecessor
 from .prefixes.prefix_index import Path, PrefixIndex
@@ -164,7 +163,7 @@ class Registry:
             self.prefixes.close(record.row)
             self._regroup(record.identity.engine_id)
 
-    def pick(self, request: PickRequest) -> PickResponse:
+    def pick(self, request: PickRequest) -> Placed:
         """Place one leg and count it. Raises what :func:`.check_request` and :meth:`.Placement.choose` raise,
         ``ModelNotFound`` for an adapter that was unloaded, and ``InvalidArgument`` for a subset that cannot be."""
         check_request(request)
@@ -188,11 +187,7 @@ class Registry:
         self._expire(now)  # a few at each pick: those of a tenth of a second together would keep others waiting
         self.revision += 1
         self.changed.load(record.identity.engine_id)
-        return PickResponse(
-            engine=record.identity,
-            whole_request=whole,
-            pick=PickId(coordinator_epoch=self._epoch, number=self._num_picks),
-        )
+        return Placed(record.identity, record.answer_part, whole, self._epoch, self._num_picks)
 
     def refresh(self) -> None:
         """Notice what time alone changes. To be called several times a second."""

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Gauge
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.host.host import Host
@@ -19,6 +19,7 @@ from .lease.file_lease import FileLease
 from .lease.kubernetes_api import LeaseApi
 from .lease.kubernetes_lease import KubernetesLease
 from .lease.lease import Lease
+from .picks.pick_metrics import PickMetrics
 from .predecessor import Predecessor
 from .standby import take_over
 
@@ -63,16 +64,12 @@ class CoordinatorService:
         engines.set_function(lambda: len(registry))
         reports = Gauge("tokenloom_reports_read", "Reports of engines since the start.", registry=host.metrics)
         reports.set_function(lambda: registry.num_reports)
-        picks = Counter(
-            "tokenloom_picks",
-            "Picks: WHOLE, PREFILL, DECODE or an error's reason.",
-            ("outcome",),
-            registry=host.metrics,
-        )
         caches = CacheFollowers(registry.prefixes, host.channels, host.spawn)
         followed = Gauge("tokenloom_followed_caches", "Engines whose KV events are followed.", registry=host.metrics)
         followed.set_function(lambda: caches.num_followed)
-        self.servicer = CoordinatorServicer(registry, self._settings.instance_id, host.epoch, picks, caches)
+        self.servicer = CoordinatorServicer(
+            registry, self._settings.instance_id, host.epoch, PickMetrics(host.metrics), caches
+        )
         host.add_servicer(add_to_server, self.servicer)
         host.spawn(clock.run(), name="clock")
         host.spawn(self.servicer.publish(), name="publish")

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from tokenloom.request.errors import TokenloomError
-from tokenloom.request.wire_errors import to_proto
-from tokenloom.v1.coordinator_pb2 import PickRequest, PickResponse, PickResults
+from tokenloom.v1.coordinator_pb2 import PickRequest
+
+from .placed import Placed, error_part
 
 SLICE_SECONDS = 0.005
 """Picks of all streams together take no longer in one turn of the event loop, except for the last one of a slice."""
@@ -24,41 +25,39 @@ class PickSlices:
         clock: Seconds, of any beginning.
     """
 
-    def __init__(
-        self, pick: Callable[[PickRequest], PickResponse], clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, pick: Callable[[PickRequest], Placed], clock: Callable[[], float] = time.perf_counter) -> None:
         self._pick = pick
         self._clock = clock
         self._ends_at: float | None = None  # the slice of this turn of the event loop; None: no pick was made in it
         self._waiting: deque[asyncio.Future[None]] = deque()  # one for each stream at most
         self._singles_end_at: float | None = None
         # One for each call at most, of which the server has a limited number.
-        self._singles: deque[tuple[PickRequest, asyncio.Future[PickResponse]]] = deque()
+        self._singles: deque[tuple[PickRequest, asyncio.Future[Placed]]] = deque()
 
-    async def answer(self, requests: Sequence[PickRequest]) -> AsyncIterator[PickResults]:
-        """Yield the answers to one batch in its order, in one message for each slice; at least one message."""
+    async def answer(self, requests: Sequence[PickRequest]) -> AsyncIterator[bytes]:
+        """Yield the answers to one batch in its order, as a serialized ``PickResults`` for each slice; at least one."""
         num_done = 0
         while True:
             ends_at = await self._begin()
-            results = PickResults()
+            parts: list[bytes] = []
             while num_done < len(requests):
                 try:
-                    results.result.add(response=self._pick(requests[num_done]))
+                    parts.append(self._pick(requests[num_done]).part())
                 except TokenloomError as error:  # of one request, not of the stream
-                    results.result.add(error=to_proto(error))
+                    parts.append(error_part(error))
                 num_done += 1
                 if self._clock() >= ends_at:
                     break
-            yield results
+            yield b"".join(parts)
             if num_done == len(requests):
                 return
             await asyncio.sleep(0)  # streams that have not begun are before this one
 
-    async def answer_one(self, request: PickRequest) -> PickResponse:
-        """Return the answer to a pick that comes without a batch. Raises what ``pick`` raises."""
+    async def answer_one(self, request: PickRequest) -> Placed:
+        """Return the outcome of a pick that comes without a batch. Raises what ``pick`` raises."""
         if not self._singles and self._has_time_for_one():
             return self._pick(request)
-        answer: asyncio.Future[PickResponse] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Placed] = asyncio.get_running_loop().create_future()
         self._singles.append((request, answer))
         return await answer
 

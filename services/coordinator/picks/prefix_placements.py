@@ -1,7 +1,9 @@
 """Remembers where prompts with popular beginnings were placed, for output processors that place prompts. No I/O."""
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import islice
+from typing import TypeVar
 
 from tokenloom.services.runtime.placement.prefix_homes import NUM_HOMES, keys_of
 
@@ -9,6 +11,8 @@ MAX_PREFIXES = 4096
 """Remembered of each kind at most; the least recently picked are forgotten first."""
 MAX_CHANGES = 512
 """Sent in one message at most."""
+
+_Value = TypeVar("_Value")
 
 
 class PrefixPlacements:
@@ -19,10 +23,11 @@ class PrefixPlacements:
     """
 
     def __init__(self) -> None:
-        self._engines: dict[int, tuple[str, ...]] = {}  # of beginnings that came again, the most recent last
-        self._shortest: dict[int, str] = {}  # that came once
-        self._longer: dict[int, str] = {}
-        self._changed: dict[int, None] = {}
+        # Not plain dictionaries, which step over everything that was removed from their front to find the first entry.
+        self._engines = OrderedDict[int, tuple[str, ...]]()  # of beginnings that came again, the most recent last
+        self._shortest = OrderedDict[int, str]()  # that came once
+        self._longer = OrderedDict[int, str]()
+        self._changed = OrderedDict[int, None]()
 
     def note(self, block_hashes: Sequence[int], engine: str) -> None:
         """Note that a prompt was placed on an engine."""
@@ -50,7 +55,7 @@ class PrefixPlacements:
 
     def take_changed(self) -> Iterator[tuple[int, Sequence[str]]]:
         """Yield those that changed since they were taken, the longest ago first, at most :data:`MAX_CHANGES`."""
-        for key in list(self._changed)[:MAX_CHANGES]:
+        for key in list(islice(self._changed, MAX_CHANGES)):
             del self._changed[key]
             if engines := self._engines.get(key, ()):
                 yield key, engines
@@ -62,8 +67,8 @@ class PrefixPlacements:
             _put(self._changed, key, None)
 
 
-def _put(prefixes: dict[int, Any], key: int, value: object) -> None:
+def _put(prefixes: OrderedDict[int, _Value], key: int, value: _Value) -> None:
     """Add a beginning that is not there."""
     if len(prefixes) >= MAX_PREFIXES:
-        del prefixes[next(iter(prefixes))]
+        prefixes.popitem(last=False)
     prefixes[key] = value

@@ -5,8 +5,7 @@ between engines of equal cost.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +32,7 @@ _DECODE = EngineRole.ENGINE_ROLE_DECODE
 _WAITING_WEIGHT, _NONE = np.array(WAITING_WEIGHT), np.array(0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """Describes a leg to place.
 
     Attributes:
@@ -83,11 +81,13 @@ def cost(engines: EngineColumns, candidates: Candidates, ask: Ask) -> FloatColum
     """
     index, speeds = candidates.index, candidates.speeds(engines)
     requests = engines.waiting[index] + engines.running[index]
-    limit = np.array(EXCESS / len(requests) * float(np.add.reduce(requests)))
-    seconds: FloatColumn = np.maximum(requests, limit)
-    seconds -= limit
-    seconds *= np.array(EXCESS_STEPS * speeds.step_seconds)
-    seconds += requests * speeds.seconds_per_request
+    seconds: FloatColumn = requests * speeds.seconds_per_request
+    limit = EXCESS / len(requests) * float(np.add.reduce(requests))
+    if requests[requests.argmax()] > limit:
+        excess: FloatColumn = np.maximum(requests, np.array(limit))
+        excess -= np.array(limit)
+        excess *= np.array(EXCESS_STEPS * speeds.step_seconds)
+        seconds += excess
     if ask.role == _DECODE:
         return seconds
     tokens: FloatColumn = engines.uncached_tokens[index] + np.array(float(ask.prompt_tokens))

@@ -51,6 +51,34 @@ class Counter:
         return [family]
 
 
+class LabelledCounter:
+    """A counter with one label, of few values."""
+
+    def __init__(
+        self, registry: CollectorRegistry, name: str, text: str, label: str, values: Iterable[str] = ()
+    ) -> None:
+        """``name`` without ``_total``. ``values``: those of the label that are shown from the beginning."""
+        self._description = name, text
+        self._label = label
+        self._counts = dict.fromkeys(values, 0)
+        registry.register(self)
+
+    def inc(self, value: str) -> None:
+        """Count one for a value of the label."""
+        self._counts[value] = self._counts.get(value, 0) + 1
+
+    def describe(self) -> Iterable[CounterMetricFamily]:
+        """Return the name, so that the registry refuses a second metric with it."""
+        return [CounterMetricFamily(*self._description, labels=[self._label])]
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """Return the counts now."""
+        [family] = self.describe()
+        for value, count in self._counts.copy().items():
+            family.add_metric([value], count)
+        return [family]
+
+
 class Histogram:
     """A histogram with fixed labels."""
 
@@ -79,6 +107,11 @@ class Histogram:
         """Count a value in the first bucket whose bound is not below it."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
+
+    def observe_many(self, value: float, count: int) -> None:
+        """Count the same value so many times."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
 
     def describe(self) -> Iterable[HistogramMetricFamily]:
         """Return the name, so that the registry refuses a second metric with it."""

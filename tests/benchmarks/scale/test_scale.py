@@ -27,10 +27,30 @@ RESULT = RegistryResult(
     asked=900,
     picks=(
         StreamResult(
-            0, 10_000, 8000.0, 2.0, 9.0, cores=0.6, loop_cores=0.4, microseconds_a_pick=75.0, most_per_second=8100.0
+            0,
+            10_000,
+            8000.0,
+            2.0,
+            9.0,
+            7.0,
+            0.1,
+            cores=0.6,
+            loop_cores=0.4,
+            microseconds_a_pick=75.0,
+            most_per_second=8100.0,
         ),
         StreamResult(
-            256, 5000, 5000.0, 2.0, 9.5, cores=0.9, loop_cores=0.7, microseconds_a_pick=180.0, most_per_second=6000.0
+            256,
+            5000,
+            5000.0,
+            2.0,
+            9.5,
+            8.0,
+            0.1,
+            cores=0.9,
+            loop_cores=0.7,
+            microseconds_a_pick=180.0,
+            most_per_second=6000.0,
         ),
     ),
 )
@@ -45,7 +65,7 @@ async def test_fake_engines_join_report_and_rejoin(monkeypatch: pytest.MonkeyPat
     assert result.reports_per_second > 3  # more often than idle engines
     assert result.asked > 0
     assert [picks.hashes for picks in result.picks] == [0, 256]
-    assert all(picks.answered_per_second > 0 and picks.most_per_second > 0 for picks in result.picks)
+    assert all(picks.here_p99_milliseconds > 0 and picks.most_per_second > 0 for picks in result.picks)
     assert (result.dead, result.refused) == (0, 0)
 
 

@@ -4,7 +4,8 @@ import pytest
 
 from tokenloom.request.errors import InvalidArgument, ResourceExhausted, Unavailable
 from tokenloom.services.coordinator.engine_registry import Registry
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, EngineReport, EngineState, PickRequest, PickResponse
+from tokenloom.services.coordinator.picks.placed import Placed
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, EngineReport, EngineState, PickRequest
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 
@@ -47,8 +48,8 @@ def request(prompt_tokens: int = 10, **fields: object) -> PickRequest:
     return PickRequest(prompt_tokens=prompt_tokens, **{**values, **fields})
 
 
-def picked(response: PickResponse) -> str:
-    return response.engine.engine_id
+def picked(placed: Placed) -> str:
+    return placed.engine.engine_id
 
 
 @pytest.fixture

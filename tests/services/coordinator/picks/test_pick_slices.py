@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from prometheus_client import Counter as Metric
 
 from tests.loop_clock import settle
 from tests.services.coordinator.test_coordinator_servicer import first_report
@@ -16,17 +15,18 @@ from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.attentive_clock import AttentiveClock
 from tokenloom.services.coordinator.coordinator_servicer import CoordinatorServicer
 from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.picks.pick_metrics import PickMetrics
 from tokenloom.services.coordinator.picks.pick_slices import SLICE_SECONDS, PickSlices
+from tokenloom.services.coordinator.picks.placed import Placed, engine_part
 from tokenloom.v1.coordinator_pb2 import (
+    EngineIdentity,
     EngineReport,
     EngineState,
     PickBatch,
     PickRequest,
-    PickResponse,
     PickResult,
     PickResults,
 )
-from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
 NUM_ENGINES, NUM_PICKS = 1000, 5000
@@ -49,12 +49,13 @@ class Picker:
         self._time = time
         self.tenants: list[str] = []
 
-    def __call__(self, request: PickRequest) -> PickResponse:
+    def __call__(self, request: PickRequest) -> Placed:
         self._time.now += SLICE_SECONDS / 5
         self.tenants.append(request.tenant)
         if not request.tenant:
             raise Unavailable("no tenant")
-        return PickResponse(pick=PickId(number=len(self.tenants)))
+        engine = EngineIdentity()
+        return Placed(engine, engine_part(engine), False, 1, len(self.tenants))
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def batch(tenant: str, count: int) -> list[PickRequest]:
 
 async def answers(slices: PickSlices, requests: list[PickRequest]) -> list[int]:
     """The number of answers in each message."""
-    return [len(results.result) async for results in slices.answer(requests)]
+    return [len(PickResults.FromString(results).result) async for results in slices.answer(requests)]
 
 
 async def test_a_batch_is_answered_in_slices_with_a_turn_of_the_loop_between(time: Time) -> None:
@@ -109,7 +110,9 @@ async def test_a_stream_that_ends_gives_its_turn_to_the_next(time: Time) -> None
 
 async def test_an_error_is_of_one_pick(time: Time) -> None:
     slices = PickSlices(Picker(time), time)
-    (results,) = [each async for each in slices.answer([*batch("a", 1), *batch("", 1), *batch("b", 1)])]
+    (results,) = [
+        PickResults.FromString(each) async for each in slices.answer([*batch("a", 1), *batch("", 1), *batch("b", 1)])
+    ]
     assert [each.WhichOneof("outcome") for each in results.result] == ["response", "error", "response"]
 
 
@@ -132,7 +135,7 @@ async def test_the_error_of_a_single_pick_is_its_own(time: Time) -> None:
     slices = PickSlices(Picker(time), time)
     singles = [slices.answer_one(PickRequest(tenant=tenant)) for tenant in ("a", "a", "a", "", "", "b")]
     outcomes = await asyncio.gather(*singles, return_exceptions=True)
-    assert [type(outcome) for outcome in outcomes] == [PickResponse] * 3 + [Unavailable] * 2 + [PickResponse]
+    assert [type(outcome) for outcome in outcomes] == [Placed] * 3 + [Unavailable] * 2 + [Placed]
 
 
 class Context:
@@ -179,12 +182,12 @@ async def test_no_engine_is_dead_after_five_thousand_picks_at_one_moment() -> No
     registry = Registry(1, clock, settle_seconds=0.0)
     pick = registry.pick
 
-    def slow_pick(request: PickRequest) -> PickResponse:
+    def slow_pick(request: PickRequest) -> Placed:
         time.now += 0.003
         return pick(request)
 
     registry.pick = slow_pick  # type: ignore[method-assign]
-    servicer = CoordinatorServicer(registry, "c", 1, Metric("picks", "", ("outcome",), registry=CollectorRegistry()))
+    servicer = CoordinatorServicer(registry, "c", 1, PickMetrics(CollectorRegistry()))
     servicer._slices = PickSlices(servicer._pick, time)
     engines = [Engine(f"e{number}", servicer) for number in range(NUM_ENGINES)]
     await settle()
@@ -192,7 +195,8 @@ async def test_no_engine_is_dead_after_five_thousand_picks_at_one_moment() -> No
     states: set[int] = set()
     results: list[PickResult] = []
 
-    def take(message: PickResults) -> None:
+    def take(data: bytes) -> None:
+        message = PickResults.FromString(data)
         assert len(message.result) <= 2  # 5 ms
         clock.tick()
         registry.refresh()
@@ -206,6 +210,7 @@ async def test_no_engine_is_dead_after_five_thousand_picks_at_one_moment() -> No
 
     await servicer.PickStream(one_batch(), Context(take))  # type: ignore[arg-type]
     assert time.now > 14.0
+    assert sum(servicer._picks.seconds.counts) == NUM_PICKS
     names = Counter(result.response.engine.engine_id for result in results)
     assert len(names) == NUM_ENGINES
     assert set(names.values()) == {NUM_PICKS // NUM_ENGINES}

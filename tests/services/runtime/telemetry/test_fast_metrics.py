@@ -4,7 +4,7 @@ import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tokenloom.services.runtime.telemetry.fast_metrics import Counter, Histogram
+from tokenloom.services.runtime.telemetry.fast_metrics import Counter, Histogram, LabelledCounter
 
 LABELS = {"model_name": "m", "engine": "e"}
 BUCKETS = (0.001, 0.5, 2.5, 80)
@@ -26,6 +26,9 @@ def test_a_histogram_shows_what_prometheus_clients_would() -> None:
     for value in VALUES:
         ours.observe(value)
         reference.observe(value)
+    ours.observe_many(2.0, 3)
+    for _ in range(3):
+        reference.observe(2.0)
     assert shown(registry) == shown(theirs)
 
 
@@ -58,3 +61,15 @@ def test_a_name_is_taken_once(name: str) -> None:
     Counter(registry, "vllm:three", "Three.", {}, lambda: 3)
     with pytest.raises(ValueError, match="Duplicated"):
         prometheus_client.Counter(name, "Again.", registry=registry)
+
+
+def test_a_labelled_counter_shows_what_prometheus_clients_would() -> None:
+    registry, theirs = CollectorRegistry(), CollectorRegistry()
+    ours = LabelledCounter(registry, "picks", "Picks.", "outcome", ("WHOLE", "PREFILL"))
+    reference = prometheus_client.Counter("picks", "Picks.", ["outcome"], registry=theirs)
+    for value in ("WHOLE", "PREFILL"):
+        reference.labels(value)
+    for value in ("WHOLE", "WHOLE", "NO_ENGINE"):
+        ours.inc(value)
+        reference.labels(value).inc()
+    assert shown(registry) == shown(theirs)

@@ -1,0 +1,72 @@
+"""Describes where a leg was placed, and serializes it. No I/O."""
+
+from typing import NamedTuple
+
+from tokenloom.request.errors import TokenloomError
+from tokenloom.request.wire_errors import to_proto
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, PickResponse, PickResult, PickResults
+from tokenloom.v1.engine_pb2 import PickId
+
+# Tags of the fields that are written here; a test compares the bytes with those of the messages.
+_RESULT, _RESPONSE, _PICK = b"\x0a", b"\x0a", b"\x1a"
+_WHOLE = b"\x10\x01"
+_EPOCH, _NUMBER = b"\x09", b"\x10"
+_EPOCH_BYTES = 8
+
+
+class Placed(NamedTuple):
+    """Names the engine that takes a leg.
+
+    Attributes:
+        engine: It.
+        engine_part: The engine as a part of a serialized ``PickResponse``, of :func:`engine_part`.
+        whole_request: Whether it does the whole request.
+        epoch: Incarnation of the coordinator.
+        number: Of the pick.
+    """
+
+    engine: EngineIdentity
+    engine_part: bytes
+    whole_request: bool
+    epoch: int
+    number: int
+
+    @property
+    def pick(self) -> PickId:
+        """What the engine reports when the request has arrived."""
+        return PickId(coordinator_epoch=self.epoch, number=self.number)
+
+    def response(self) -> PickResponse:
+        """Return the answer to a pick that comes alone."""
+        return PickResponse(engine=self.engine, whole_request=self.whole_request, pick=self.pick)
+
+    def part(self) -> bytes:
+        """Return the answer as a part of a serialized ``PickResults``.
+
+        Parts that are joined make the message. An engine is serialized when it joins, not copied into two messages and
+        serialized there for each pick.
+        """
+        pick = _EPOCH + self.epoch.to_bytes(_EPOCH_BYTES, "little") + _NUMBER + _varint(self.number)
+        whole = _WHOLE if self.whole_request else b""
+        response = self.engine_part + whole + _PICK + _varint(len(pick)) + pick
+        result = _RESPONSE + _varint(len(response)) + response
+        return _RESULT + _varint(len(result)) + result
+
+
+def engine_part(engine: EngineIdentity) -> bytes:
+    """Return an engine as a part of a serialized ``PickResponse``."""
+    return PickResponse(engine=engine).SerializeToString()
+
+
+def error_part(error: TokenloomError) -> bytes:
+    """Return the refusal of a pick as a part of a serialized ``PickResults``."""
+    return PickResults(result=[PickResult(error=to_proto(error))]).SerializeToString()
+
+
+def _varint(value: int) -> bytes:
+    """Return a number as Protocol Buffers write it: seven bits in each byte, the lowest first."""
+    if value < 1 << 7:
+        return bytes((value,))
+    if value < 1 << 14:
+        return bytes((value & 127 | 128, value >> 7))
+    return bytes((value & 127 | 128,)) + _varint(value >> 7)

@@ -142,13 +142,17 @@ def load_fused(march: str = "native") -> CDLL:
 @load_once
 def load_few_rows(march: str = "native") -> CDLL:
     """Load products of few bfloat16 rows. Raises :class:`KernelsUnavailable`, also if the CPU has no matrix unit."""
-    return _load_products("few_rows", march, _MATRIX_UNIT, "multiply")
+    library = _load(build("few_rows", march))
+    _check_can_multiply(library, _MATRIX_UNIT)
+    library.multiply.argtypes = [*[_P] * 4, *[_I64] * 3, *[_I32] * 2]
+    library.multiply.restype = None
+    return library
 
 
 @load_once
-def load_few_float_rows(march: str = "native") -> CDLL:
-    """Load products of few float32 rows. Raises :class:`KernelsUnavailable`, also without AVX2."""
-    return _load_products("few_float_rows", march, "AVX2", "multiply")
+def load_floats(march: str = "native") -> CDLL:
+    """Load products with float32 matrices. Raises :class:`KernelsUnavailable`, also without FMA."""
+    return _load_panels("floats", march, "FMA")
 
 
 @load_once
@@ -178,14 +182,14 @@ def load_quantized(march: str = "native") -> CDLL:
 def load_bfloat16(march: str = "native") -> CDLL:
     """Load products with bfloat16 matrices in float32 arithmetic. Raises :class:`KernelsUnavailable`, also without
     FMA."""
-    return _load_bfloat16("bfloat16", march, "FMA")
+    return _load_panels("bfloat16", march, "FMA")
 
 
 @load_once
 def load_bfloat16_dots(march: str = "native") -> CDLL:
     """Load products with bfloat16 matrices by the instruction for pairs of such numbers. Raises
     :class:`KernelsUnavailable`, also without AVX-512 BF16."""
-    return _load_bfloat16("bfloat16_dots", march, "AVX-512 BF16")
+    return _load_panels("bfloat16_dots", march, "AVX-512 BF16")
 
 
 @load_once
@@ -266,22 +270,13 @@ def warn_unavailable(reason: str) -> None:
     log.warning("CPU kernels are not available; PyTorch's slower operations replace them: %s", reason)
 
 
-def _load_products(source: str, march: str, needed: str, *functions: str) -> CDLL:
+def _load_panels(source: str, march: str, needed: str) -> CDLL:
     library = _load(build(source, march))
     _check_can_multiply(library, needed)
-    for function in functions:
-        getattr(library, function).argtypes = [_P, _P, _P, _P, _I64, _I64, _I64, _I32, _I32]
-        getattr(library, function).restype = None
-    return library
-
-
-def _load_bfloat16(source: str, march: str, needed: str) -> CDLL:
-    library = _load(build(source, march))
-    _check_can_multiply(library, needed)
-    library.panel_outputs.restype = library.word_inputs.restype = _I64
-    library.multiply_bfloat16.argtypes = [*[_P] * 4, *[_I64] * 3, _I32]
-    library.pack_bfloat16.argtypes = [*[_P] * 2, *[_I64] * 2, _I32]
-    library.multiply_bfloat16.restype = library.pack_bfloat16.restype = None
+    library.panel_outputs.restype = library.word_outputs.restype = library.word_inputs.restype = _I64
+    library.multiply.argtypes = [*[_P] * 4, *[_I64] * 3, _I32]
+    library.pack.argtypes = [*[_P] * 2, *[_I64] * 2, _I32]
+    library.multiply.restype = library.pack.restype = None
     return library
 
 

@@ -14,11 +14,11 @@ from ..kernels.gpu_kernels import uses_triton
 from ..kernels.library import warn_unavailable
 from ..parallel.group import Group
 from ..parallel.sharding import Dimension, length
-from .bfloat16_linear import Bfloat16Linear, outruns_onednn
 from .fp8_linear import Fp8Linear, can_round
 from .int8_linear import Int8Linear
 from .interface import Linear as Linear
 from .packed_linear import PackedLinear, can_pack
+from .panel_linear import PanelLinear, outruns_onednn
 from .quantized_linear import GROUP, QuantizedLinear
 from .quantized_weight import QuantizedWeight, round_to_4_bits, round_to_8_bits
 
@@ -62,10 +62,15 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, quantization: str | 
         from .triton_linear import TritonLinear
 
         return TritonLinear(weight, bias)
-    if can_pack(weight.device, weight.dtype) and not (weight.dtype == torch.bfloat16 and outruns_onednn()):
+    return make_unquantized(weight, bias)
+
+
+def make_unquantized(weight: Tensor, bias: Tensor | None) -> Linear:
+    """Make a layer that computes in the dtype of ``weight``, packed if that is possible."""
+    if not outruns_onednn(weight.dtype) and can_pack(weight.device, weight.dtype):
         return PackedLinear(weight, bias)
     try:
-        return Bfloat16Linear(weight, bias)
+        return PanelLinear(weight, bias)
     except KernelsUnavailable:
         return PlainLinear(weight, bias)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.levels import processor_features
-from .few_rows import make_few_rows
+from .few_rows import MOST_ROWS, make_few_rows
 
 _ROWS = 32
 """oneDNN chooses the layout for this number of rows. It chooses the same one from one to hundreds of rows."""
@@ -32,7 +32,7 @@ class PackedLinear:
         self._few_rows = make_few_rows(self._weight, (weight.shape[0], weight.shape[1]), bias, self._multiply)
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        if self._few_rows is not None and 0 < len(x) <= self._few_rows.most_rows:
+        if self._few_rows is not None and 0 < len(x) <= MOST_ROWS:
             return self._few_rows(x, dtype or x.dtype)
         result: Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
         return result if dtype is None else result.to(dtype)

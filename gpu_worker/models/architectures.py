@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 _PRODUCTS = {
     torch.bfloat16: ("bfloat16", "bfloat16_dots", "few_rows"),
-    torch.float32: ("few_float_rows",),
+    torch.float32: ("floats",),
 }
 """The kernels with which layers multiply, by the dtype of the weights."""
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
-from ..layers.bfloat16_linear import Bfloat16Linear
 from ..layers.interface import Linear, Unpackable
 from ..layers.linear import load_linear, make_linear
+from ..layers.panel_linear import PanelLinear
 from ..ops.ops import Ops
 from ..parallel.sharding import joined
 
@@ -72,7 +72,7 @@ class MLP:
 
 def _taken(own: Linear, new: Linear) -> Linear:
     """Return ``new``, or ``own`` with its weight: a slab of memory is freed only with all matrices in it."""
-    if isinstance(own, Bfloat16Linear) and isinstance(new, Bfloat16Linear):
+    if isinstance(own, PanelLinear) and isinstance(new, PanelLinear):
         own.take(new)
         return own
     return new

@@ -123,7 +123,7 @@ void finish(const Product& p, int64_t first, int64_t start, int64_t end, int64_t
 }
 
 // `count` panels for the rows [first, first + rows), which `x` holds.
-void multiply(const Product& p, const float* x, int64_t first, int64_t rows, int64_t panel, int64_t count) {
+void multiply_panels(const Product& p, const float* x, int64_t first, int64_t rows, int64_t panel, int64_t count) {
   alignas(64) float sums[SEVERAL * STRETCH * PANEL];
   std::fill_n(sums, count * rows * PANEL, 0.f);
   const int64_t stride = LANES * p.inputs;
@@ -173,7 +173,7 @@ void run(const Product& p, int threads) {
     });
     for_ranges(panels, step, threads, [&](int64_t begin, int64_t end) {
       for (int64_t panel = begin; panel < end; panel += step)
-        multiply(p, x, first, rows, panel, std::min(step, end - panel));
+        multiply_panels(p, x, first, rows, panel, std::min(step, end - panel));
     });
   }
 }
@@ -183,14 +183,15 @@ void run(const Product& p, int threads) {
 // Whether this processor has FMA; without it, do not multiply.
 extern "C" int32_t can_multiply() { return USABLE; }
 
-// How many outputs a panel has; of each input it takes two bytes for each of them.
+// How many outputs a panel has.
 extern "C" int64_t panel_outputs() { return PANEL; }
 
-// How many inputs a word of the packed matrix holds: one, of two outputs.
+// How many outputs and inputs a word of the packed matrix holds.
+extern "C" int64_t word_outputs() { return 2; }
 extern "C" int64_t word_inputs() { return 1; }
 
 // Arranges `weight`, [outputs, inputs], as the products read it; zeros fill the last panel.
-extern "C" void pack_bfloat16(const uint16_t* weight, uint32_t* matrix, int64_t outputs, int64_t inputs,
+extern "C" void pack(const uint16_t* weight, uint32_t* matrix, int64_t outputs, int64_t inputs,
                               int32_t threads) {
   for_pieces((outputs + PANEL - 1) / PANEL, threads, [&](int64_t panel) {
     for (int64_t k = 0; k < inputs; ++k)
@@ -204,7 +205,7 @@ extern "C" void pack_bfloat16(const uint16_t* weight, uint32_t* matrix, int64_t 
 }
 
 // out = rows times matrixᵀ, plus bias if there is one.
-extern "C" void multiply_bfloat16(const void* rows, const void* matrix, const float* bias, void* out, int64_t num_rows,
+extern "C" void multiply(const void* rows, const void* matrix, const float* bias, void* out, int64_t num_rows,
                                   int64_t inputs, int64_t outputs, int32_t threads) {
   run({(const BF16*)rows, (const uint32_t*)matrix, bias, (BF16*)out, num_rows, inputs, outputs}, threads);
 }

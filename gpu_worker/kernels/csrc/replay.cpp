@@ -68,7 +68,7 @@ constexpr Entry SIGNATURES[] = {
     entry<I, P, P, L, L, I>(),                                // silu_mul, gelu_mul
     entry<I, P, P, P, P, P, L, L, L, L, L>(),                 // write_kv
     entry<P, P, P, P, L, L, L, I, I>(),                       // multiply of few rows
-    entry<P, P, P, P, L, L, L, I>(),                          // multiply_bfloat16
+    entry<P, P, P, P, L, L, L, I>(),                          // multiply of panels
     entry<I, P, P, P, P, P, L, L, L, I>(),                    // multiply_int8
     entry<I, I, P, P, P, P, P, P, L, L, L, L, F, I, I>(),     // multiply_quantized
     entry<P, P, P, P, L, L, F, I>(),                          // rotations

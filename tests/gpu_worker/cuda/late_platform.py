@@ -39,4 +39,4 @@ def use_tensor_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         "make_attention_backend",
         lambda name, config, block_size, device: TensorBackend(config, block_size, device),
     )
-    monkeypatch.setattr(linear, "can_pack", lambda *_: False)
+    monkeypatch.setattr(linear, "make_unquantized", linear.PlainLinear)

@@ -1,6 +1,6 @@
 """Products of few rows are those of oneDNN, whose packed matrix they read."""
 
-from ctypes import c_float
+from ctypes import c_float, c_int16
 
 import pytest
 import torch
@@ -8,20 +8,21 @@ import torch
 from tokenloom.gpu_worker.kernels import library
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.layers import few_rows
-from tokenloom.gpu_worker.layers.few_rows import KERNELS, FewRows, Kernel
+from tokenloom.gpu_worker.layers.few_rows import FewRows
 from tokenloom.gpu_worker.layers.packed_linear import PackedLinear, can_pack
 
+packs_here = can_pack(torch.device("cpu"), torch.bfloat16)
 
-def available(load, dtype) -> bool:
+
+def available() -> bool:
     try:
-        load()
+        library.load_few_rows()
     except KernelsUnavailable:
         return False
-    return can_pack(torch.device("cpu"), dtype)
+    return packs_here
 
 
-needs_unit = pytest.mark.skipif(not available(library.load_few_rows, torch.bfloat16), reason="no matrix unit")
-needs_registers = pytest.mark.skipif(not available(library.load_few_float_rows, torch.float32), reason="no AVX2")
+needs_unit = pytest.mark.skipif(not available(), reason="no matrix unit")
 
 
 @pytest.fixture
@@ -50,28 +51,6 @@ def test_equals_onednn(rows, outputs, inputs, bias, threads, set_threads):
     assert torch.equal(packed(x, torch.float32), many.float())
 
 
-@needs_registers
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 36, 37, 64, 300])
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 16), (320, 208), (512, 1024)])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_float32_is_as_exact_as_onednn(rows, outputs, inputs, bias, threads, set_threads):
-    set_threads(threads)
-    weight, offset, x = (random(*size).float() for size in ((outputs, inputs), (outputs,), (rows, inputs)))
-    packed = PackedLinear(weight, offset if bias else None)
-    assert packed._few_rows is not None
-    exact = torch.nn.functional.linear(x.double(), weight.double(), offset.double() if bias else None)
-    torch.testing.assert_close(packed(x).double(), exact, rtol=1e-5, atol=1e-4)
-    assert torch.equal(packed(x)[-1:], packed(x[-1:])), "a row depends on no other"
-
-
-@needs_registers
-def test_any_number_of_float32_rows_has_the_kernel():
-    packed, x = PackedLinear(random(64, 32).float()), random(1000, 32).float()
-    assert packed._few_rows is not None
-    assert torch.equal(packed(x), packed._few_rows(x, torch.float32))
-
-
 @needs_unit
 def test_more_rows_are_onednn_s():
     packed = PackedLinear(random(64, 32))
@@ -91,43 +70,41 @@ def test_rows_that_lie_apart():
     [
         ((64, 48), torch.bfloat16),
         ((48, 64), torch.bfloat16),
-        ((96, 64), torch.float32),
-        ((64, 40), torch.float32),
+        ((64, 64), torch.float32),
     ],
 )
 def test_shapes_that_a_kernel_does_not_know(shape, dtype):
     with pytest.raises(KernelsUnavailable, match="a matrix of"):
-        FewRows(torch.zeros(shape, dtype=dtype), shape, None, KERNELS[dtype])
+        FewRows(torch.zeros(shape, dtype=dtype), shape, None)
 
 
 class Fake:
     """A kernel that computes ``factor`` times the product."""
 
     def __init__(self, weight: torch.Tensor, factor: float) -> None:
-        self._weight, self._factor = weight, factor
+        self._weight, self._factor = weight.float(), factor
 
     def multiply(self, rows, matrix, bias, out, num_rows, inputs, outputs, to_float, threads) -> None:
-        x = torch.frombuffer((c_float * (num_rows * inputs)).from_address(rows), dtype=torch.float32)
-        y = torch.frombuffer((c_float * (num_rows * outputs)).from_address(out), dtype=torch.float32)
-        y.copy_((x.view(num_rows, inputs) @ self._weight.t()).flatten() * self._factor)
+        x = torch.frombuffer((c_int16 * (num_rows * inputs)).from_address(rows), dtype=torch.bfloat16)
+        number, dtype = (c_float, torch.float32) if to_float else (c_int16, torch.bfloat16)
+        y = torch.frombuffer((number * (num_rows * outputs)).from_address(out), dtype=dtype)
+        y.copy_((x.float().view(num_rows, inputs) @ self._weight.t()).flatten() * self._factor)
 
 
-@pytest.mark.skipif(not can_pack(torch.device("cpu"), torch.float32), reason="oneDNN cannot pack here")
+@pytest.mark.skipif(not packs_here, reason="oneDNN cannot pack here")
 @pytest.mark.parametrize("factor", [1, 2])
 def test_a_kernel_that_does_not_agree_with_onednn_computes_nothing(factor, monkeypatch):
     """oneDNN does not document the layout that it chose, so one product is compared."""
-    weight, x = random(64, 32).float(), random(3, 32).float()
-    fake = Fake(weight, factor)
-    monkeypatch.setitem(few_rows.KERNELS, torch.float32, Kernel(lambda: fake, 32, 16, 1e-4))
+    weight, x = random(64, 32), random(3, 32)
+    monkeypatch.setattr(few_rows, "load_few_rows", lambda: Fake(weight, factor))
     packed = PackedLinear(weight)
     assert (packed._few_rows is not None) == (factor == 1)
-    torch.testing.assert_close(packed(x), x @ weight.t(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(packed(x), x @ weight.t(), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("load", [library.load_few_rows, library.load_bfloat16_dots, library.load_few_float_rows])
-def test_a_cpu_that_lacks_what_they_need(load, monkeypatch):
-    """As built for one that does."""
+def test_a_cpu_without_the_unit(monkeypatch):
+    """As built for one that has it."""
     build = library.build
     monkeypatch.setattr(library, "build", lambda source, march: build(source, "x86-64"))
     with pytest.raises(KernelsUnavailable, match="the CPU has no"):
-        load.__wrapped__()
+        library.load_few_rows.__wrapped__()

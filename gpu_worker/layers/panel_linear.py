@@ -1,0 +1,98 @@
+"""Computes linear layers in panels of our own: float32 with FMA, bfloat16 with the instruction for pairs of such
+numbers where the processor has it, otherwise in float32 arithmetic.
+
+A row's result depends on no other row. The panels lie in huge pages, which oneDNN's packed matrices do not.
+"""
+
+import functools
+from ctypes import CDLL
+
+import torch
+from torch import Tensor
+
+from ..kernels.compiler import KernelsUnavailable
+from ..kernels.levels import processor_features
+from ..kernels.library import load_bfloat16, load_bfloat16_dots, load_floats
+from ..kernels.threads import kernel_threads
+from .weight_memory import weight_memory
+
+
+@functools.cache
+def outruns_onednn(dtype: torch.dtype) -> bool:
+    """Return whether the kernels are faster than oneDNN's, which read the weights of few rows at half of the memory's
+    bandwidth. For bfloat16: with AVX-512 BF16, but without the matrix unit, which only oneDNN uses for many rows."""
+    if dtype == torch.bfloat16 and "amx_bf16" in processor_features():
+        return False
+    try:
+        load_floats() if dtype == torch.float32 else load_bfloat16_dots()
+    except KernelsUnavailable:
+        return False
+    return True
+
+
+def _load_kernels(dtype: torch.dtype, inputs: int) -> CDLL:
+    """Load the fastest kernels that this processor has. Raises :class:`KernelsUnavailable`."""
+    if dtype == torch.float32:
+        return load_floats()
+    try:
+        kernels = load_bfloat16_dots()
+    except KernelsUnavailable:
+        return load_bfloat16()
+    return load_bfloat16() if inputs % kernels.word_inputs() else kernels
+
+
+class PanelLinear:
+    """Fulfils :class:`.linear.Linear` on the CPU for inputs of its dtype; keeps a packed copy of ``weight`` [out, in],
+    float32 or bfloat16.
+
+    Raises :class:`KernelsUnavailable` without a compiler, or without FMA.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+            raise KernelsUnavailable(f"a matrix of {weight.dtype} on {weight.device.type}")
+        kernels = _load_kernels(weight.dtype, weight.shape[1])
+        self._multiply = kernels.multiply
+        self._shape = (weight.shape[0], weight.shape[1])
+        self._weight = _in_panels(weight, kernels)
+        self._bias = None if bias is None else bias.float()
+        self._weight_at = self._weight.data_ptr()
+        self._bias_at = None if self._bias is None else self._bias.data_ptr()
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        outputs, inputs = self._shape
+        x = x.contiguous()
+        rows = x.shape[0]
+        out = x.new_empty(rows, outputs)
+        self._multiply(
+            x.data_ptr(),
+            self._weight_at,
+            self._bias_at,
+            out.data_ptr(),
+            rows,
+            inputs,
+            outputs,
+            kernel_threads(),
+        )
+        return out if dtype is None else out.to(dtype)
+
+    def take(self, other: "PanelLinear") -> None:
+        """Copy the weight of another layer of the same shape, without a bias, to where this one has its own."""
+        self._weight.copy_(other._weight)
+
+    def unpacked(self) -> Tensor:
+        """Return a copy of the weight [out, in]."""
+        outputs, inputs = self._shape
+        return self._weight.permute(0, 3, 2, 1, 4).reshape(-1, inputs)[:outputs]
+
+
+def _in_panels(weight: Tensor, kernels: CDLL) -> Tensor:
+    """Arrange [out, in] for the kernel as [panels, words of an output, words of inputs, outputs and inputs of a word].
+    Outputs that share a word are of different parts of the panel."""
+    outputs, inputs = weight.shape
+    panel, of_word = kernels.panel_outputs(), (kernels.word_outputs(), kernels.word_inputs())
+    shape = -(-outputs // panel), inputs // of_word[1], panel // of_word[0], *of_word
+    packed = weight_memory.empty(*shape, dtype=weight.dtype)
+    weight = weight.contiguous()
+    kernels.pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs, kernel_threads())
+    return packed

@@ -22,7 +22,8 @@ def _pool(num_blocks=_NUM_BLOCKS, shared=False):
 
 
 def _step(new=(), appended=()):
-    requests = [NewRequestData(f"new {i}", [1], [], SamplingParams(max_tokens=1, seed=0), list(ids), 0) for i, ids in enumerate(new)]
+    params = SamplingParams(max_tokens=1, seed=0)
+    requests = [NewRequestData(f"new {i}", [1], [], params, list(ids), 0) for i, ids in enumerate(new)]
     known = [f"known {i}" for i in range(len(appended))]
     cached = CachedRequestData(known, [list(ids) for ids in appended], [16] * len(known), {})
     return SchedulerOutput(requests, cached, {}, 0, [], [])

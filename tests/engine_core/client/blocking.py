@@ -59,6 +59,10 @@ class SyncMPClient:
             self.close()
             raise
 
+    def fileno(self) -> int:
+        """The descriptor that becomes readable when outputs come."""
+        return self._process.connection.fileno()
+
     @property
     def pid(self) -> int | None:
         """Of the core's process."""
@@ -72,6 +76,14 @@ class SyncMPClient:
 
     def get_output(self) -> EngineCoreOutputs:
         return self._early.popleft() if self._early else self._receive()
+
+    def take_ready(self) -> list[EngineCoreOutputs]:
+        """The outputs that have come, without waiting. Raises ``EngineDeadError``."""
+        ready = list(self._early)
+        self._early.clear()
+        while self._receiver._messages or select.select([self._process.connection], [], [], 0)[0]:
+            ready.append(self._receive())
+        return ready
 
     def call_utility(self, method: str, *args: object) -> object:
         call_id = next(self._call_ids)

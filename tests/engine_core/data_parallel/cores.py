@@ -1,5 +1,6 @@
 """Cores of a data-parallel group in processes of their own, over the hash worker with experts."""
 
+import select
 import socket
 import sys
 import time
@@ -7,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import zmq
 
 from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.helpers import make_config
@@ -117,18 +117,15 @@ class Group:
     def pump(self, until: Callable[[], bool], seconds: float = 60.0) -> None:
         """Read outputs until a condition holds. Raises ``EngineDeadError`` if a rank ends."""
         deadline = time.monotonic() + seconds
-        poller = zmq.Poller()
-        for rank, client in enumerate(self.ranks):
-            poller.register(client._output, zmq.POLLIN)
-            while client._early:  # read while a utility's answer was awaited
-                self._take(rank, client._early.popleft())
-        while not until():
-            assert time.monotonic() < deadline, f"{self.states}, {len(self.ended)} of {len(self.tokens)} requests ended"
-            ready = dict(poller.poll(100))
+        while True:
             for rank, client in enumerate(self.ranks):
-                if client._output in ready:
-                    self._take(rank, client._receive())
-                elif not ready:
+                for outputs in client.take_ready():
+                    self._take(rank, outputs)
+            if until():
+                return
+            assert time.monotonic() < deadline, f"{self.states}, {len(self.ended)} of {len(self.tokens)} requests ended"
+            if not select.select(self.ranks, [], [], 0.1)[0]:
+                for client in self.ranks:
                     client._check_alive()
 
     def finish(self) -> None:

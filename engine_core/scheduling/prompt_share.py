@@ -2,6 +2,8 @@
 
 _DELAY = 0.06
 """Seconds by which a step's prompt tokens may delay the next tokens of all decoding requests together."""
+_BEHIND = 2
+"""How many requests that decode weigh as much as a prompt that waits behind another one."""
 _WEIGHT = 1 / 8
 
 
@@ -22,8 +24,8 @@ class PromptShare:
     def num_tokens(self, num_decoding: int, num_prompts: int) -> int:
         """Return the prompt tokens of a step beside ``num_decoding`` requests (at least 1) while ``num_prompts`` wait.
 
-        Where n times as many prompts wait as requests decode, the step may compute n times as many tokens: each of them
-        brings n times as many requests forward as it delays.
+        Each token delays the requests that decode and brings the prompts that wait forward. Where these outweigh the
+        others n times, the step may compute n times as many tokens.
         """
         beside = max(self._least, int(self._rate * _DELAY / num_decoding))
-        return beside * max(num_decoding, num_prompts) // num_decoding
+        return beside * max(num_decoding, 1 + _BEHIND * (num_prompts - 1)) // num_decoding

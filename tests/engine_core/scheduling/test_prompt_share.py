@@ -12,8 +12,8 @@ def test_a_model_of_unknown_speed_computes_the_least(share: PromptShare) -> None
     assert share.num_tokens(4, 1) == 128
 
 
-def test_more_prompts_than_decoding_requests_get_more_in_proportion(share: PromptShare) -> None:
-    assert [share.num_tokens(4, waiting) for waiting in (3, 4, 6, 8)] == [128, 128, 192, 256]
+def test_prompts_that_outweigh_the_decoding_requests_get_more(share: PromptShare) -> None:
+    assert [share.num_tokens(4, waiting) for waiting in (0, 1, 2, 3, 4)] == [128, 128, 128, 160, 224]
 
 
 def test_a_fast_model_delays_the_others_by_60_ms_together(share: PromptShare) -> None:

@@ -170,8 +170,8 @@ class SchedulerConfig(Struct, frozen=True):
     max_num_batched_tokens: Annotated[Count, "Token budget of a step."] = 2048
     prefill_tokens_beside_decode: Annotated[
         Count | None,
-        "Prompt tokens in a step in which other requests decode. More if they delay these by 60 ms together at most, or "
-        "if many prompts wait for few requests that decode. none: no limit.",
+        "Prompt tokens in a step in which other requests decode. More if they delay these by 60 ms together at most, "
+        "or if many prompts wait for few requests that decode. none: no limit.",
     ] = None
     enable_chunked_prefill: Annotated[bool, "Let the prefill of a prompt take several steps."] = True
     async_scheduling: Annotated[

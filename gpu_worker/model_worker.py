@@ -307,6 +307,8 @@ class ModelWorker:
 
     def shutdown(self) -> None:
         self._profiler.close()
+        if self._pages is not None:
+            self._pages.close()
         self._slot = self._backend = self._runner = self._pool = self._pages = self._drafting = None
 
     @property

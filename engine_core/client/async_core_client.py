@@ -200,7 +200,7 @@ class AsyncMPClient:
         await self._socket.send([kind.value, *encode(message, loan)])
 
     async def _unless_dead(self, operation: Callable[[], Awaitable[T]]) -> T:
-        """Await a ZMQ operation; it fails when the core dies instead of waiting without end."""
+        """Await an operation of a socket; it fails when the core dies instead of waiting without end."""
         self._check_alive()
         future = asyncio.ensure_future(operation())
         if future.done():

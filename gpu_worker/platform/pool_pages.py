@@ -57,10 +57,14 @@ class PoolPages:
 
     def drop(self) -> None:
         """Release all pages to the system."""
-        if self._thread is not None:
-            self._thread.join()
+        self.close()
         self._pool.host.discard()
         self._ready = 0
+
+    def close(self) -> None:
+        """Wait until no thread touches the pool any more."""
+        if self._thread is not None:
+            self._thread.join()
 
     def begin(self) -> None:
         """Begin to make the first blocks ready."""

@@ -40,7 +40,7 @@ async def test_what_comes_in_is_received_in_order(pair: Pair) -> None:
     await sending
 
 
-async def test_a_message_that_comes_while_nobody_waits_is_not_missed(pair: Pair) -> None:
+async def test_a_message_without_a_waiting_receiver_is_not_missed(pair: Pair) -> None:
     near, far = pair
     sender = FrameSender(far)
     for round_ in range(20):  # each begins with a socket that had nothing
@@ -54,7 +54,7 @@ async def test_a_message_that_comes_while_nobody_waits_is_not_missed(pair: Pair)
         assert await near.receive() == [b"alone"]
 
 
-async def test_a_sender_waits_while_nobody_receives(pair: Pair) -> None:
+async def test_a_sender_waits_for_its_receiver(pair: Pair) -> None:
     near, far = pair
     sender = FrameSender(far)
     sending = asyncio.create_task(
@@ -63,7 +63,7 @@ async def test_a_sender_waits_while_nobody_receives(pair: Pair) -> None:
     assert (await near.receive())[0] == b"0"
     for _ in range(1000):
         await asyncio.sleep(0)
-    assert not sending.done(), "all messages were read although nobody takes them"
+    assert not sending.done(), "the socket read all messages although none was received"
     assert [(await near.receive())[0] for _ in range(499)] == [b"%d" % i for i in range(1, 500)]
     await sending
 

@@ -176,3 +176,12 @@ def test_a_drop_waits_for_the_thread():
     seen.pages.begin()
     seen.pages.drop()
     assert not seen.thread.is_alive()
+
+
+def test_closing_waits_for_the_thread_that_touches_the_pool():
+    populated = _Populated(_pool())
+    populated.is_slow = True
+    populated.pages.begin()
+    assert populated.thread.is_alive()
+    populated.pages.close()
+    assert not populated.thread.is_alive()

@@ -3,33 +3,17 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from tokenloom.cli.main import app
-from tokenloom.cli.serve import serving
 from tokenloom.cli.serve.serve_options import DECIDED, OFFERS, SETTINGS
 from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.supervisor.layout import MeshOptions
-from tokenloom.supervisor.run import Outcome
-
-
-@pytest.fixture
-def meshes(monkeypatch: pytest.MonkeyPatch) -> list[MeshOptions]:
-    """What would have been started."""
-    started: list[MeshOptions] = []
-
-    def run_mesh(options: MeshOptions, *_: Any) -> Outcome:
-        started.append(options)
-        return Outcome(interrupted=False, clean=True)
-
-    monkeypatch.setattr(serving, "run_mesh", run_mesh)
-    return started
 
 
 def run(path: Path, text: str, *arguments: str) -> Result:
@@ -37,13 +21,13 @@ def run(path: Path, text: str, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["serve", "--config", str(path), *arguments])
 
 
-def test_flags_go_before_the_file_and_the_file_before_defaults(meshes: list[MeshOptions], tmp_path: Path) -> None:
+def test_flags_go_before_the_file_and_the_file_before_defaults(started: list[MeshOptions], tmp_path: Path) -> None:
     text = (
         'engines = 3\nport = 9000\nmax-num-seqs = 7\nlog_level = "debug"\nstrict = true\n[engine]\nwatermark = 0.25\n'
     )
     result = run(tmp_path / "mesh.toml", text, "--port", "9001", "--no-enable-prefix-caching")
     assert result.exit_code == 0, result.output
-    (options,) = meshes
+    (options,) = started
     assert (options.engines, options.port, options.tokenizers) == (3, 9001, 1)
     assert "--strict" in options.flags["gateway"]
     assert {"--watermark=0.25", "--no-enable-prefix-caching", "--max-num-seqs=7"} <= set(options.flags["engine"])
@@ -51,22 +35,22 @@ def test_flags_go_before_the_file_and_the_file_before_defaults(meshes: list[Mesh
 
 
 def test_variables_go_before_the_file(
-    meshes: list[MeshOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    started: list[MeshOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKENLOOM_MAX_NUM_SEQS", "9")
     monkeypatch.setenv("TOKENLOOM_METRICS_LISTEN", "")
     monkeypatch.setenv("TOKENLOOM_PORT", "tcp://10.0.0.1:80")  # Kubernetes sets it for a Service of that name
     run(tmp_path / "mesh.toml", 'max_num_seqs = 7\n[engine]\nmetrics_listen = "127.0.0.1:9"')
-    assert meshes[0].flags["engine"] == ("--max-num-seqs=9",)
+    assert started[0].flags["engine"] == ("--max-num-seqs=9",)
 
 
-def test_options_may_stand_in_the_table_of_their_group(meshes: list[MeshOptions], tmp_path: Path) -> None:
+def test_options_may_stand_in_the_table_of_their_group(started: list[MeshOptions], tmp_path: Path) -> None:
     text = 'worker = "hash"\n[scheduler]\nmax_num_seqs = 7\n[engine]\nblock_size = 32\n[kv]\nkv_transports = ["shm"]'
     result = run(tmp_path / "mesh.toml", text)
     assert result.exit_code == 0, result.output
     flags = ("--worker=hash", "--block-size=32", "--max-num-seqs=7", "--kv-transports=shm")
-    assert sorted(meshes[0].flags["engine"]) == sorted(flags)
-    assert meshes[0].flags["tokenizer"] == ("--block-size=32",)
+    assert sorted(started[0].flags["engine"]) == sorted(flags)
+    assert started[0].flags["tokenizer"] == ("--block-size=32",)
 
 
 @pytest.mark.parametrize(
@@ -80,17 +64,17 @@ def test_options_may_stand_in_the_table_of_their_group(meshes: list[MeshOptions]
         (("--max-waiting", "5"), "engine", "--max-waiting=5"),
     ],
 )
-def test_former_spellings(meshes: list[MeshOptions], arguments: tuple[str, ...], service: str, flag: str) -> None:
+def test_former_spellings(started: list[MeshOptions], arguments: tuple[str, ...], service: str, flag: str) -> None:
     result = CliRunner().invoke(app, ["serve", *arguments])
     assert result.exit_code == 0, result.output
-    assert flag in meshes[0].flags[service]
-    assert "coordinator" not in meshes[0].flags
+    assert flag in started[0].flags[service]
+    assert "coordinator" not in started[0].flags
 
 
-def test_keys_are_passed_in_the_environment(meshes: list[MeshOptions]) -> None:
+def test_keys_are_passed_in_the_environment(started: list[MeshOptions]) -> None:
     assert CliRunner().invoke(app, ["serve", "--api-key", "a,b"]).exit_code == 0
-    assert meshes[0].environment == {"gateway": {"TOKENLOOM_API_KEY": "a,b"}}
-    assert meshes[0].flags == {}
+    assert started[0].environment == {"gateway": {"TOKENLOOM_API_KEY": "a,b"}}
+    assert started[0].flags == {}
 
 
 def test_every_option_of_an_engine_is_offered() -> None:
@@ -99,12 +83,12 @@ def test_every_option_of_an_engine_is_offered() -> None:
 
 
 @pytest.mark.parametrize("suffix", [".json", ".yaml"])
-def test_other_forms_of_file(meshes: list[MeshOptions], tmp_path: Path, suffix: str) -> None:
+def test_other_forms_of_file(started: list[MeshOptions], tmp_path: Path, suffix: str) -> None:
     values = {"engines": 2, "tokenizer": {"metrics-listen": "127.0.0.1:0"}}
     result = run(tmp_path / f"mesh{suffix}", json.dumps(values))
     assert result.exit_code == 0, result.output
-    assert [options.engines for options in meshes] == [2]
-    assert meshes[0].flags["tokenizer"] == ("--metrics-listen=127.0.0.1:0",)
+    assert [options.engines for options in started] == [2]
+    assert started[0].flags["tokenizer"] == ("--metrics-listen=127.0.0.1:0",)
 
 
 @pytest.mark.parametrize(
@@ -121,11 +105,11 @@ def test_other_forms_of_file(meshes: list[MeshOptions], tmp_path: Path, suffix: 
         ("port", "cannot be parsed"),
     ],
 )
-def test_what_is_wrong_is_a_usage_error(meshes: list[MeshOptions], tmp_path: Path, text: str, message: str) -> None:
+def test_what_is_wrong_is_a_usage_error(started: list[MeshOptions], tmp_path: Path, text: str, message: str) -> None:
     result = run(tmp_path / "mesh.toml", text)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
-    assert meshes == []
+    assert started == []
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -134,7 +118,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert "cannot read" in result.output
 
 
-def test_names_in_the_file_on_the_command_line_and_behind_the_model(meshes: list[MeshOptions], tmp_path: Path) -> None:
+def test_names_in_the_file_on_the_command_line_and_behind_the_model(started: list[MeshOptions], tmp_path: Path) -> None:
     file = tmp_path / "mesh.toml"
     for text, arguments, names in (
         ('served_model_name = "a"', (), ("a",)),
@@ -146,7 +130,7 @@ def test_names_in_the_file_on_the_command_line_and_behind_the_model(meshes: list
     ):
         result = run(file, text, *arguments)
         assert result.exit_code == 0, result.output
-        assert (meshes[-1].served_model_name, *meshes[-1].other_names) == names
+        assert (started[-1].served_model_name, *started[-1].other_names) == names
     for arguments, message in (
         ((DEMO_MODEL_NAME, "more"), "unexpected extra argument"),
         (("--served-model-name", "a,"), "a name is empty"),
@@ -157,13 +141,13 @@ def test_names_in_the_file_on_the_command_line_and_behind_the_model(meshes: list
         assert (result.exit_code, message in result.output) == (2, True), result.output
 
 
-def test_further_models(meshes: list[MeshOptions], tmp_path: Path) -> None:
+def test_further_models(started: list[MeshOptions], tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(DEMO_MODEL, other)
     file = tmp_path / "mesh.toml"
     result = run(file, f'also = ["{other}", "third={DEMO_MODEL_NAME}"]')
     assert result.exit_code == 0, result.output
-    assert [(model.name, model.path) for model in meshes[0].models[1:]] == [("other", other), ("third", DEMO_MODEL)]
+    assert [(model.name, model.path) for model in started[0].models[1:]] == [("other", other), ("third", DEMO_MODEL)]
     for arguments, message in (
         (("--also", DEMO_MODEL_NAME), "is given twice"),
         (("--also", f"x={other},x={other}"), "is given twice"),
@@ -175,27 +159,27 @@ def test_further_models(meshes: list[MeshOptions], tmp_path: Path) -> None:
         result = run(file, "", *arguments)
         written = " ".join(result.output.replace("│", " ").split())  # a narrow terminal breaks the line
         assert (result.exit_code in (1, 2), message in written) == (True, True), result.output
-    assert len(meshes) == 1
+    assert len(started) == 1
 
 
 def test_a_directory_of_batches_need_not_exist_and_belongs_to_one_gateway(
-    meshes: list[MeshOptions], tmp_path: Path
+    started: list[MeshOptions], tmp_path: Path
 ) -> None:
     directory = str(tmp_path / "new")
     result = run(tmp_path / "mesh.toml", "", "--batch-dir", directory)
     assert result.exit_code == 0, result.output
-    assert f"--batch-dir={directory}" in meshes[0].flags["gateway"]
+    assert f"--batch-dir={directory}" in started[0].flags["gateway"]
     result = run(tmp_path / "mesh.toml", "", "--batch-dir", directory, "--gateways", "2")
     assert (result.exit_code, "belongs to one gateway" in result.output) == (2, True), result.output
 
 
-def test_a_wrong_template_starts_nothing(meshes: list[MeshOptions], tmp_path: Path) -> None:
+def test_a_wrong_template_starts_nothing(started: list[MeshOptions], tmp_path: Path) -> None:
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages }}")
     for given, message in (("nowhere.jinja", "no such file"), ("{% if %}", "is not valid Jinja")):
         result = run(tmp_path / "mesh.toml", "", "--chat-template", given)
         assert (result.exit_code, message in result.output) == (2, True), result.output
-    assert not meshes
+    assert not started
     assert run(tmp_path / "mesh.toml", "", "--chat-template", str(template)).exit_code == 0
     for service in ("tokenizer", "engine"):
-        assert f"--chat-template={template}" in meshes[0].flags[service]
+        assert f"--chat-template={template}" in started[0].flags[service]

@@ -1,31 +1,15 @@
 """Secrets on their way from ``tokenloom serve`` to the parts."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from tokenloom.cli.main import app
-from tokenloom.cli.serve import serving
 from tokenloom.supervisor.layout import MeshOptions, parts_of
 from tokenloom.supervisor.ports import GatewayPorts
-from tokenloom.supervisor.run import Outcome
 
 SECRET = "a-secret-that-stays-secret"
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[MeshOptions]:
-    """Take the place of the mesh; holds what it would start with."""
-    started: list[MeshOptions] = []
-
-    def run_mesh(options: MeshOptions, *_: Any) -> Outcome:
-        started.append(options)
-        return Outcome(interrupted=True, clean=True)
-
-    monkeypatch.setattr(serving, "run_mesh", run_mesh)
-    return started
 
 
 @pytest.mark.parametrize("where", ["flag", "variable", "file", "table"])

@@ -11,18 +11,18 @@ from typing import Self
 import psutil
 
 _NICE = 19
-"""These processes stand for other machines: the coordinator gets its processor time first."""
+"""Most of these processes stand for other machines: the coordinator gets its processor time first."""
 
 
 class Child:
     """A process of a module of this package. To be used in a ``with`` block, which ends it."""
 
-    def __init__(self, module: str, *arguments: object) -> None:
-        """``module``: its name in this package."""
+    def __init__(self, module: str, *arguments: object, nice: int = _NICE) -> None:
+        """``module``: its name in this package. ``nice``: 0 for one that measures how long the coordinator takes."""
         command = (sys.executable, "-m", f"{__package__}.{module}", *map(str, arguments))
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         shown = psutil.Process(self._process.pid)
-        shown.nice(_NICE)
+        shown.nice(nice)
         self._times = shown.cpu_times
 
     def __enter__(self) -> Self:

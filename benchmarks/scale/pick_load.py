@@ -1,61 +1,25 @@
-"""Asks a coordinator for many picks a second, as output processors do, and measures its answers."""
+"""Asks a coordinator for many picks a second, as output processors do, and times its answers."""
 
 import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Self
 
 import grpc.aio
 
-from tokenloom.request.prefix_schedule import MAX_HASHES
-from tokenloom.services.runtime.telemetry.quantile import quantile
-from tokenloom.v1.coordinator_pb2 import PickBatch, PickRequest, PickResults
+from tokenloom.v1.coordinator_pb2 import PickRequest, PickResults
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_PREFILL
 
-from .coordinator_process import Coordinator
 from .fake_engines import FINGERPRINT
 
-RATES = ((10_000, 0), (5_000, MAX_HASHES))
-"""Picks per second, and the block hashes of each."""
 _BLOCK_SIZE = 16
 _NUM_PREFIXES = 1000
-_NUM_REQUESTS = 4000
 _NUM_STREAMS = 8
 """Output processors that ask. Each has one stream."""
 _TICK_SECONDS = 0.001
 _MAX_BATCH = 256
 _PICK_STREAM = "/tokenloom.v1.Coordinator/PickStream"
-_WARM_UP_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class StreamResult:
-    """Describes picks of a rate through gRPC. Latencies count from the moment at which a pick is due, and include the
-    process that asks.
-
-    Attributes:
-        answered_per_second: Until all that were asked were answered.
-        here_p99_milliseconds: From reading a message with picks until its last answer was sent, in the coordinator.
-        wait_share: For so much of the time the thread with the event loop waited for a core.
-        cores: What the coordinator used, its reports and snapshots included.
-        loop_cores: The part of it in the thread with the event loop, which cannot use more than one.
-        microseconds_a_pick: What all threads of the coordinator used, for each pick that was answered.
-        most_per_second: Picks that are answered if the streams ask for more as soon as they have answers.
-    """
-
-    hashes: int
-    asked_per_second: float
-    answered_per_second: float
-    p50_milliseconds: float
-    p99_milliseconds: float
-    here_p99_milliseconds: float
-    wait_share: float
-    cores: float
-    loop_cores: float
-    microseconds_a_pick: float
-    most_per_second: float
 
 
 def requests(count: int, num_hashes: int, seed: int = 1) -> list[PickRequest]:
@@ -80,35 +44,7 @@ def request(hashes: Sequence[int]) -> PickRequest:
     )
 
 
-async def measure(
-    channel: grpc.aio.Channel, coordinator: Coordinator, rate: int, num_hashes: int, seconds: float
-) -> StreamResult:
-    """Offer so many picks per second over several streams, and then as many as are answered."""
-    asked = [PickBatch(pick=[each]).SerializeToString() for each in requests(_NUM_REQUESTS, num_hashes)]
-    await _offer(channel, asked, rate, _WARM_UP_SECONDS)
-    here, wait = await asyncio.to_thread(coordinator.pick_seconds), coordinator.loop_wait_seconds()
-    cpu, loop, began = coordinator.cpu_seconds(), coordinator.loop_seconds(), time.monotonic()
-    latencies = sorted(await _offer(channel, asked, rate, seconds))
-    elapsed, cpu = time.monotonic() - began, coordinator.cpu_seconds() - cpu
-    loop, wait = coordinator.loop_seconds() - loop, coordinator.loop_wait_seconds() - wait
-    answered_within = await asyncio.to_thread(coordinator.pick_seconds)
-    here_p99 = quantile({bound: count - here[bound] for bound, count in answered_within.items()}, 0.99) or 0.0
-    return StreamResult(
-        hashes=num_hashes,
-        asked_per_second=rate,
-        answered_per_second=len(latencies) / elapsed,
-        p50_milliseconds=latencies[len(latencies) // 2] * 1e3,
-        p99_milliseconds=latencies[len(latencies) * 99 // 100] * 1e3,
-        here_p99_milliseconds=here_p99 * 1e3,
-        wait_share=wait / elapsed,
-        cores=cpu / elapsed,
-        loop_cores=loop / elapsed,
-        microseconds_a_pick=cpu / len(latencies) * 1e6,
-        most_per_second=await _flood(channel, asked, seconds),
-    )
-
-
-async def _offer(channel: grpc.aio.Channel, asked: Sequence[bytes], rate: int, seconds: float) -> list[float]:
+async def offer(channel: grpc.aio.Channel, asked: Sequence[bytes], rate: int, seconds: float) -> list[float]:
     """Ask for picks at their times, whether or not earlier ones were answered, and return the seconds from then until
     each answer. All of them are waited for, so that those of a coordinator that falls behind count too. As in an output
     processor, one message of a stream is unanswered at a time (:class:`.PickStream`)."""
@@ -132,7 +68,7 @@ async def _offer(channel: grpc.aio.Channel, asked: Sequence[bytes], rate: int, s
     return [each for part in await asyncio.gather(*map(one_stream, range(_NUM_STREAMS))) for each in part]
 
 
-async def _flood(channel: grpc.aio.Channel, asked: Sequence[bytes], seconds: float) -> float:
+async def flood(channel: grpc.aio.Channel, asked: Sequence[bytes], seconds: float) -> float:
     """Return how many picks are answered in a second when each stream asks for more as soon as it has its answers."""
 
     async def one_stream(number: int) -> int:

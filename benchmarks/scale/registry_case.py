@@ -13,8 +13,7 @@ from .child import Child
 from .coordinator_process import Coordinator
 from .fake_engines import BUSY, CALM
 from .meter import Meter
-from .patient_channels import PatientChannels
-from .pick_load import RATES, StreamResult, measure
+from .offered_picks import RATES, StreamResult, measure
 
 ENGINES_PER_PROCESS = 100
 FOLLOWERS_PER_PROCESS = 50
@@ -96,7 +95,8 @@ async def run_registry(case: RegistryCase) -> RegistryResult:
         num_bytes = (mesh.meter.num_bytes - num_bytes) * (case.followers + 1)
         await _order(mesh.engines, CALM)  # as a coordinator asks of engines when it has no time for more reports
         await asyncio.sleep(_PAUSE_SECONDS)
-        picks = [await _ask_for_picks(case, mesh, *rate) for rate in RATES]
+        with Child("pickers", mesh.coordinator.address, nice=0) as pickers:
+            picks = [await measure(pickers, mesh.coordinator, *rate, case.seconds) for rate in RATES]
         await _order(mesh.engines, BUSY)
         mebibytes, dead = mesh.coordinator.mebibytes(), mesh.meter.num_dead
         join_seconds, rejoin_cpu = await _rejoin(case, mesh)
@@ -123,11 +123,6 @@ async def run_registry(case: RegistryCase) -> RegistryResult:
 async def _order(engines: Sequence[Child], order: str) -> None:
     for child in engines:
         await asyncio.to_thread(child.counts, order)
-
-
-async def _ask_for_picks(case: RegistryCase, mesh: _Mesh, rate: int, num_hashes: int) -> StreamResult:
-    async with PatientChannels().open(mesh.coordinator.address, "coordinator") as channel:
-        return await measure(channel, mesh.coordinator, rate, num_hashes, case.seconds)
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ import uvloop
 from rich.table import Table
 
 from ..report import machine
-from .pick_load import StreamResult
+from .offered_picks import StreamResult
 from .picks import IndexMemory, PickCost, index_memory, pick_cost
 from .registry_case import RegistryCase, RegistryResult, run_registry
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.scale import pick_load, registry_case
-from benchmarks.scale.pick_load import StreamResult
+from benchmarks.scale import offered_picks, registry_case
+from benchmarks.scale.offered_picks import StreamResult
 from benchmarks.scale.picks import IndexMemory, PickCost
 from benchmarks.scale.registry_case import RegistryCase, RegistryResult, run_registry
 from benchmarks.scale.scale import cores_at_full_rate, exceeded, figures_of, table
@@ -60,7 +60,7 @@ COST, MEMORY = PickCost(1000, 40.0, 140.0), IndexMemory(1000, 60.0, 300.0)
 async def test_fake_engines_join_report_and_rejoin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_case, "_PAUSE_SECONDS", 0.5)
     monkeypatch.setattr(registry_case, "RATES", ((200, 0), (100, 256)))
-    monkeypatch.setattr(pick_load, "_WARM_UP_SECONDS", 0.1)
+    monkeypatch.setattr(offered_picks, "_WARM_UP_SECONDS", 0.1)
     result = await run_registry(RegistryCase(engines=3, followers=2, seconds=0.5))
     assert result.reports_per_second > 3  # more often than idle engines
     assert result.asked > 0

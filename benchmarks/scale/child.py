@@ -1,6 +1,7 @@
 """Runs the processes of ``bench scale``: each one prints what it has counted whenever it reads a line."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -10,20 +11,19 @@ from typing import Self
 
 import psutil
 
-_NICE = 19
-"""Most of these processes stand for other machines: the coordinator gets its processor time first."""
-
 
 class Child:
     """A process of a module of this package. To be used in a ``with`` block, which ends it."""
 
-    def __init__(self, module: str, *arguments: object, nice: int = _NICE) -> None:
-        """``module``: its name in this package. ``nice``: 0 for one that measures how long the coordinator takes."""
+    def __init__(self, module: str, *arguments: object, is_remote: bool = True) -> None:
+        """``module``: its name in this package. ``is_remote``: whether it stands for parts on other machines, and so
+        gets processor time only when the coordinator needs none. A low priority is not enough: Linux lets such a
+        process run for some milliseconds before one with a higher priority that has work again."""
         command = (sys.executable, "-m", f"{__package__}.{module}", *map(str, arguments))
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        shown = psutil.Process(self._process.pid)
-        shown.nice(nice)
-        self._times = shown.cpu_times
+        if is_remote:
+            os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
+        self._times = psutil.Process(self._process.pid).cpu_times
 
     def __enter__(self) -> Self:
         return self

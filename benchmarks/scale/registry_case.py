@@ -95,7 +95,7 @@ async def run_registry(case: RegistryCase) -> RegistryResult:
         num_bytes = (mesh.meter.num_bytes - num_bytes) * (case.followers + 1)
         await _order(mesh.engines, CALM)  # as a coordinator asks of engines when it has no time for more reports
         await asyncio.sleep(_PAUSE_SECONDS)
-        with Child("pickers", mesh.coordinator.address, nice=0) as pickers:
+        with Child("pickers", mesh.coordinator.address, is_remote=False) as pickers:
             picks = [await measure(pickers, mesh.coordinator, *rate, case.seconds) for rate in RATES]
         await _order(mesh.engines, BUSY)
         mebibytes, dead = mesh.coordinator.mebibytes(), mesh.meter.num_dead

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 MAX_KEPT = 16
 """Changes kept for watchers that are late by a few; one that is later gets everything again."""
-_WOKEN_TOGETHER = 16
-"""Watchers that a change wakes in one turn of the event loop. A message to two hundred takes some 10 ms to write,
-for which no pick would be answered."""
+_WOKEN_TOGETHER = 4
+"""Watchers that a change wakes in one turn of the event loop. A message to two hundred takes 10 to 60 ms to write,
+in which no pick would be answered otherwise; 16 took up to 7 ms where other programs wanted the cores too."""
 
 
 class Published(NamedTuple):

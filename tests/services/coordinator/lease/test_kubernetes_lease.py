@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from tests.simulation.virtual_loop import Process, VirtualLoop
+from tokenloom.bench.scale.takeover.lease_server import LeaseServer
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.coordinator.lease.kubernetes_lease import KubernetesLease
-
-from .lease_server import LeaseServer
 
 NAME = "coordinator"
 

@@ -1,6 +1,7 @@
 """Asks for an engine again and again, as an output processor does: the coordinator, or the last snapshot without it."""
 
 import asyncio
+import logging
 import sys
 import time
 from collections import Counter
@@ -86,4 +87,5 @@ async def run(coordinator: str) -> None:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)  # they are asked on purpose while no coordinator answers
     uvloop.run(run(sys.argv[1]))

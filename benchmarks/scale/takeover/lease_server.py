@@ -1,5 +1,6 @@
 """Stands for the API server of Kubernetes: keeps Leases by its rules, in memory and behind HTTPS."""
 
+import asyncio
 import copy
 import json
 import socket
@@ -44,24 +45,30 @@ class LeaseServer:
     Attributes:
         is_away: Requests get no answer.
         loses_answers: Requests are done, but their answers are lost.
+        seconds: How long an answer takes to those who call the methods.
     """
 
     def __init__(self) -> None:
         self.leases: dict[str, Object] = {}
         self.is_away = self.loses_answers = False
+        self.seconds = 0.0
         self._version = 0
 
     async def get(self, name: str) -> Object:
-        return self.answer("GET", name, None)
+        return await self._answer_later("GET", name, None)
 
     async def create(self, lease: Object) -> Object:
-        return self.answer("POST", "", lease)
+        return await self._answer_later("POST", "", lease)
 
     async def replace(self, lease: Object) -> Object:
-        return self.answer("PUT", lease["metadata"]["name"], lease)
+        return await self._answer_later("PUT", lease["metadata"]["name"], lease)
 
     def close(self) -> None:
         """Do nothing: there is no connection."""
+
+    async def _answer_later(self, method: str, name: str, body: Object | None) -> Object:
+        await asyncio.sleep(self.seconds)
+        return self.answer(method, name, body)
 
     def answer(self, method: str, name: str, body: Object | None) -> Object:
         if self.is_away:

@@ -1,6 +1,6 @@
 """Runs ``bench regress``: two checkouts of Tokenloom in turns on the workloads of ``bench peers`` and through a server.
 
-In a round both trees start afresh and take two turns each, A B B A, so that what slows the machine slows both, and each
+In a round both trees start afresh and take short turns, A B B A, so that what slows the machine slows both, and each
 runs as often first as second. A round gives one ratio of each figure, and rounds follow until the interval of these
 lies on one side of the limit. The trees start afresh because where a process's memory happens to lie makes several
 percent for as long as it lives, which no number of turns of the same two processes would show.
@@ -43,13 +43,15 @@ _FIGURES = {
 }
 CASES = tuple(_FIGURES)
 """The names of what can be compared."""
-_TURN_SECONDS = 0.5
+_CASE_SECONDS = 5.0
+"""For so long a round repeats the four turns of an offline case: the machine's speed changes within seconds."""
+_TURN_SECONDS = 0.25
 """An offline turn repeats its workload for so long. If it repeats it at all, the first time does not count: right after
 the other tree's turn the processor's caches hold none of its code and weights, and a tiny model's first token takes up
 to 40 % longer."""
 
 Turns: TypeAlias = Mapping[str, Sequence[Mapping[str, float]]]
-"""The figures of each turn of a round, by tree."""
+"""The figures of each turn of a round, by tree: of each A B B A two."""
 Measure: TypeAlias = Callable[[int, Sequence[str]], Mapping[str, Turns]]
 """Measures a round, given its number and the cases to run, and returns the turns of each case."""
 OnRun: TypeAlias = Callable[[str, str], None]
@@ -95,7 +97,9 @@ class _Figure:
         base, ours = ([turn[self.name] for turn in turns[tree]] for tree in (BASE, OURS))
         self.values[BASE] += base
         self.values[OURS] += ours
-        self.ratios.append(paired(ours, base) if self.name.endswith("_ms") else paired(base, ours))
+        pair = (ours, base) if self.name.endswith("_ms") else (base, ours)
+        fours = range(0, len(base), 2)
+        self.ratios.append(statistics.median(paired(*(each[at : at + 2] for each in pair)) for at in fours))
 
     @property
     def is_decided(self) -> bool:
@@ -179,7 +183,7 @@ def _starts(number: int) -> tuple[str, str]:
 
 
 def _turns(number: int) -> tuple[str, ...]:
-    """Return whose turns they are. In four rounds, each tree that starts first has the first turn as often as not."""
+    """Return whose turns four are. In four rounds, each tree that starts first has the first turn as often as not."""
     one, other = (BASE, OURS) if number // 2 % 2 == 0 else (OURS, BASE)
     return (one, other, other, one)
 
@@ -198,10 +202,12 @@ def _offline(options: RegressOptions, number: int, cases: Sequence[str], on_run:
             seeds = count()  # of prompts: none comes twice
             for peer in peers.values():
                 peer.run(WORKLOADS[case], next(seeds))
-            for name in _turns(number):
-                on_run(case, name)
-                turns[name].append(_turn(peers[name], WORKLOADS[case], seeds))
             measured[case] = turns
+            ends_at = time.monotonic() + _CASE_SECONDS
+            while not turns[BASE] or time.monotonic() < ends_at:
+                for name in _turns(number):
+                    on_run(case, name)
+                    turns[name].append(_turn(peers[name], WORKLOADS[case], seeds))
     return measured
 
 

@@ -50,8 +50,8 @@ class Interval:
 
 
 def paired(base: Sequence[float], ours: Sequence[float]) -> float:
-    """Return the ratio of two versions in one block, in which each ran as often first as second: the geometric mean, in
-    which a steady drift of the machine, and what it costs to run second, cancel."""
+    """Return the ratio of two versions in a few turns, in which each ran as often first as second: the geometric mean,
+    in which a steady drift of the machine, and what it costs to run second, cancel."""
     return math.exp(sum(math.log(b / a) for a, b in zip(base, ours, strict=True)) / len(base))
 
 

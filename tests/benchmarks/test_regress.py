@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from tokenloom.bench import regress
 from tokenloom.bench.peers.compare import PeerFailed
 from tokenloom.bench.regress import Measure, RegressOptions, Turns, decide, named, run_regress, table
 from tokenloom.bench.report.paired import Verdict
@@ -35,9 +36,10 @@ def trees(*, ours: float, noise: float, second: float = 1.0, seed: int = 1) -> M
     return measure
 
 
-def test_both_trees_start_afresh_and_run_as_often_first_as_second() -> None:
+def test_both_trees_start_afresh_and_run_as_often_first_as_second(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[str, str]] = []
     options = RegressOptions(DEMO_MODEL, ROOT, ROOT, ("shared-prefix",), rounds=1, most_rounds=1, threads=1)
+    monkeypatch.setattr(regress, "_CASE_SECONDS", 0.0)
     report = run_regress(options, lambda case, tree: heard.append((case, tree)))
     assert heard == [("shared-prefix", tree) for tree in ("base", "ours", "ours", "base")]
     (row,) = report["figures"]
@@ -66,6 +68,16 @@ def test_a_slower_tree_is_found() -> None:
     assert row["verdict"] == Verdict.SLOWER
     assert row["high"] < 1 / 1.03
     assert named({"figures": [row]}, Verdict.SLOWER) == ["batch output_tokens_per_second"]
+
+
+def test_a_burst_that_hits_one_turn_of_a_round_does_not_count() -> None:
+    def measure(number: int, cases: Sequence[str]) -> Mapping[str, Turns]:
+        base = [{"output_tokens_per_second": 100.0}] * 6
+        ours = [{"output_tokens_per_second": speed} for speed in (99.0, 99.0, 30.0, 99.0, 99.0, 99.0)]
+        return {"batch": {"base": base, "ours": ours}}
+
+    (row,) = decide(BATCH, measure)
+    assert (row["low"], row["high"], row["verdict"]) == (0.99, 0.99, Verdict.HOLDS)
 
 
 def test_a_longer_time_is_slower() -> None:

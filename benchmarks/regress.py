@@ -43,7 +43,7 @@ _FIGURES = {
 }
 CASES = tuple(_FIGURES)
 """The names of what can be compared."""
-_CASE_SECONDS = 5.0
+_CASE_SECONDS = 8.0
 """For so long a round repeats the four turns of an offline case: the machine's speed changes within seconds."""
 _TURN_SECONDS = 0.25
 """An offline turn repeats its workload for so long. If it repeats it at all, the first time does not count: right after
@@ -196,7 +196,11 @@ def _offline(options: RegressOptions, number: int, cases: Sequence[str], on_run:
     peer_options = PeerOptions(options.model, python, tuple(cases), threads=options.threads, trees=options.trees)
     measured: dict[str, Turns] = {}
     with ExitStack() as stack:
-        peers = {name: stack.enter_context(Peer(name, peer_options)) for name in _starts(number)}
+        peers = {name: Peer(name, peer_options) for name in _starts(number)}  # they load side by side
+        for peer in peers.values():
+            stack.callback(peer.close)
+        for peer in peers.values():
+            stack.enter_context(peer)
         for case in cases:
             turns: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
             seeds = count()  # of prompts: none comes twice

@@ -42,6 +42,11 @@ class Coordinator:
         """The process."""
         return self._process.pid
 
+    @property
+    def is_running(self) -> bool:
+        """False once it has ended, for whatever reason."""
+        return self._process.poll() is None
+
     def kill(self) -> None:
         """End it at once, as a lost node does."""
         self._process.kill()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -16,6 +17,12 @@ from .lease_server import LeaseServer, make_account, serving
 
 START_SECONDS = 60.0
 _LOOK_SECONDS = 0.005
+_WATCH_SECONDS = 0.2
+
+
+class CoordinatorEnded(Exception):
+    """Raised when a coordinator has ended by itself, for example because it could not renew its Lease in time on a busy
+    machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,12 @@ class Pair:
         """End all of them."""
         while self._running:
             self.kill()
+
+    async def watch(self) -> NoReturn:
+        """Raise ``CoordinatorEnded`` when one has ended that was not killed."""
+        while all(coordinator.is_running for coordinator in self._running):  # noqa: ASYNC110 - processes have no event
+            await asyncio.sleep(_WATCH_SECONDS)
+        raise CoordinatorEnded("a coordinator ended by itself; the machine may be too busy")
 
     async def listening(self) -> None:
         """Return when the one that was started last listens: it is the active one then."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.supervisor.ports import reserved_ports
 
@@ -62,10 +63,17 @@ class _Mesh:
 async def run_takeovers(kind: str, engines: int, rounds: int) -> list[Takeover]:
     """Return what each takeover took. ``kind``: what the coordinators compete for, of :data:`.KINDS`.
 
-    Raises ``TimeoutError`` when the engines do not join in time.
+    Raises ``TimeoutError`` when the engines do not join in time, and ``CoordinatorEnded``.
     """
+    results: list[Takeover] = []
+
+    async def measure(mesh: _Mesh) -> None:
+        for number in range(1, rounds + 1):
+            results.append(await _take_over(mesh, number))
+
     async with _running(kind, engines) as mesh:
-        return [await _take_over(mesh, number) for number in range(1, rounds + 1)]
+        await first_of(measure(mesh), mesh.pair.watch())
+    return results
 
 
 def medians(takeovers: Sequence[Takeover]) -> Takeover:
@@ -86,17 +94,17 @@ async def _take_over(mesh: _Mesh, number: int) -> Takeover:
     """Start one that stands by, kill the active one, and wait until all is as before. ``number``: of the takeover."""
     await mesh.pair.start()
     await asyncio.sleep(_PAUSE_SECONDS)
-    before, epoch = await _counts(mesh), mesh.meter.view.coordinator_epoch
-    late = sum(each["late"] for each in await _counts_of_each(mesh, COORDINATORS))
+    before, epoch = await _counts(mesh.askers), mesh.meter.view.coordinator_epoch
+    late = sum(each["late"] for each in await _counts_of_each(mesh.askers, COORDINATORS))
     began = time.monotonic()
     mesh.pair.kill()
     listening = asyncio.create_task(_seconds_until_listening(mesh.pair, began))
-    await _until_joined(mesh, other_than=epoch)
+    await _until_joined(mesh.meter, mesh.engines, other_than=epoch)
     engines_back = time.monotonic() - began
-    answered = await _until_answered(mesh, number + 1)
+    answered = await _until_answered(mesh.askers, number + 1)
     old_picks = await picks_counted(mesh.meter, mesh.address, epoch)
     await asyncio.sleep(_PAUSE_SECONDS)
-    after = await _counts(mesh)
+    after = await _counts(mesh.askers)
     return Takeover(
         listens=await listening,
         answers=max(each["since"] for each in answered) - began,
@@ -104,7 +112,7 @@ async def _take_over(mesh: _Mesh, number: int) -> Takeover:
         asked=int(sum(after.values()) - sum(before.values())),
         by_snapshot=int(after["by_snapshot"] - before["by_snapshot"]),
         refused=int(after["refused"] - before["refused"]),
-        old_answers=int(sum(each["late"] for each in await _counts_of_each(mesh, COORDINATORS)) - late),
+        old_answers=int(sum(each["late"] for each in await _counts_of_each(mesh.askers, COORDINATORS)) - late),
         old_picks=old_picks,
     )
 
@@ -114,34 +122,34 @@ async def _seconds_until_listening(pair: Pair, began: float) -> float:
     return time.monotonic() - began
 
 
-async def _until_answered(mesh: _Mesh, number: int) -> list[dict[str, float]]:
+async def _until_answered(askers: Sequence[Child], number: int) -> list[dict[str, float]]:
     """Wait until so many coordinators have answered every asker; return what each of these has counted."""
     async with asyncio.timeout(JOIN_SECONDS):
         while True:
-            counts = await _counts_of_each(mesh, COORDINATORS)
+            counts = await _counts_of_each(askers, COORDINATORS)
             if all(each["number"] == number for each in counts):
                 return counts
             await asyncio.sleep(0.1)
 
 
-async def _counts(mesh: _Mesh) -> dict[str, float]:
+async def _counts(askers: Sequence[Child]) -> dict[str, float]:
     """Return what all askers have counted together."""
-    counts = await _counts_of_each(mesh)
+    counts = await _counts_of_each(askers)
     return {name: sum(each[name] for each in counts) for name in counts[0]}
 
 
-async def _counts_of_each(mesh: _Mesh, order: str = "") -> list[dict[str, float]]:
-    return [await asyncio.to_thread(asker.counts, order) for asker in mesh.askers]
+async def _counts_of_each(askers: Sequence[Child], order: str = "") -> list[dict[str, float]]:
+    return [await asyncio.to_thread(asker.counts, order) for asker in askers]
 
 
-async def _until_joined(mesh: _Mesh, other_than: int = 0) -> None:
-    """Wait until a coordinator shows all engines. ``other_than``: the epoch of the one before it."""
+async def _until_joined(meter: Meter, engines: int, other_than: int = 0) -> None:
+    """Wait until a coordinator shows so many engines. ``other_than``: the epoch of the one before it."""
 
     def holds(view: RegistryView) -> bool:
-        return view.coordinator_epoch != other_than and len(view.engines) >= mesh.engines
+        return view.coordinator_epoch != other_than and len(view.engines) >= engines
 
     async with asyncio.timeout(JOIN_SECONDS):
-        await mesh.meter.until(holds)
+        await meter.until(holds)
 
 
 @asynccontextmanager
@@ -158,14 +166,12 @@ async def _running(kind: str, engines: int) -> AsyncIterator[_Mesh]:
                 stack.enter_context(Child("fake_engines", address, first, min(ENGINES_PER_PROCESS, engines - first)))
                 for first in range(0, engines, ENGINES_PER_PROCESS)
             ]
-            askers: list[Child] = []
-            mesh = _Mesh(address, pair, meter, askers, engines)
-            await _until_joined(mesh)
+            await _until_joined(meter, engines)
             await meter.until(lambda view: view.complete)
             for child in children:
                 await asyncio.to_thread(child.counts, BUSY)
-            askers += [stack.enter_context(Child("askers", address)) for _ in range(ASKERS)]
-            await _until_answered(mesh, 1)
-            yield mesh
+            askers = [stack.enter_context(Child("askers", address)) for _ in range(ASKERS)]
+            await _until_answered(askers, 1)
+            yield _Mesh(address, pair, meter, askers, engines)
         finally:
             watching.cancel()

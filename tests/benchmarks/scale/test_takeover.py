@@ -1,6 +1,7 @@
 """Tests a takeover of two real coordinators with a few fake engines, and what is made of its figures."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from tokenloom.bench.scale import child
 from tokenloom.bench.scale.askers import Coordinators
 from tokenloom.bench.scale.takeover import takeover
 from tokenloom.bench.scale.takeover.__main__ import missed, table
+from tokenloom.bench.scale.takeover.pair import CoordinatorEnded, LeaseKind, Pair
 from tokenloom.bench.scale.takeover.takeover import Takeover, medians, run_takeovers
 
 RESULT = Takeover(
@@ -18,10 +20,22 @@ RESULT = Takeover(
 async def test_another_coordinator_takes_over_and_no_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(takeover, "_PAUSE_SECONDS", 0.5)
     monkeypatch.setattr(child, "_NICE", 0)  # other tests run beside this one
-    (result,) = await run_takeovers("Lease", engines=3, rounds=1)
+    (result,) = await run_takeovers("file lock", engines=3, rounds=1)
     assert result.asked > 0
     assert result.answers > 0
     assert (result.refused, result.old_answers, result.old_picks) == (0, 0, 0)
+
+
+async def test_a_coordinator_that_ends_by_itself_ends_the_measurement(socket_dir: Path) -> None:
+    pair = Pair(socket_dir, f"unix:{socket_dir}/c", ("", ""), LeaseKind(("tokenloom.services.coordinator",)))
+    try:
+        await pair.start()
+        (coordinator,) = pair._running
+        coordinator.kill()
+        with pytest.raises(CoordinatorEnded):
+            await pair.watch()
+    finally:
+        pair.close()
 
 
 def test_an_asker_counts_late_answers_of_a_former_coordinator() -> None:

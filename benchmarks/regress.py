@@ -22,7 +22,7 @@ from rich.table import Table
 
 from tokenloom.supervisor.ports import reserved_ports
 
-from .load.arrivals import Pace
+from .load.arrivals import LoadResult, Pace
 from .load.datasets import DatasetOptions
 from .mesh.contenders import Contender, load, running, serve_command
 from .mesh.serve import ServeOptions, prompts_for
@@ -179,12 +179,12 @@ def named(report: dict[str, Any], verdict: Verdict) -> list[str]:
 
 def _starts(number: int) -> tuple[str, str]:
     """Return the trees in the order in which a round starts them."""
-    return (BASE, OURS) if number % 2 == 0 else (OURS, BASE)
+    return (BASE, OURS) if number // 2 % 2 == 0 else (OURS, BASE)
 
 
 def _turns(number: int) -> tuple[str, ...]:
     """Return whose turns four are. In four rounds, each tree that starts first has the first turn as often as not."""
-    one, other = (BASE, OURS) if number // 2 % 2 == 0 else (OURS, BASE)
+    one, other = (BASE, OURS) if number % 2 == 0 else (OURS, BASE)
     return (one, other, other, one)
 
 
@@ -226,7 +226,7 @@ def _turn(peer: Peer, workload: Workload, seeds: Iterator[int]) -> dict[str, flo
 
 
 async def _served(options: RegressOptions, number: int, on_run: OnRun) -> Turns:
-    """Measure the servers of a round; the prompts of their first turns are the same, and so are those of the second."""
+    """Measure the servers of a round, each after an untimed turn. Both get the same prompts, and none twice."""
     serve_options = ServeOptions(
         model=options.model.name,
         vocab_size=vocab_size(options.model),
@@ -234,21 +234,27 @@ async def _served(options: RegressOptions, number: int, on_run: OnRun) -> Turns:
         pace=Pace(max_concurrency=options.streams),
         num_warmups=options.streams,
     )
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in options.trees}
+    results: dict[str, list[LoadResult]] = {name: [] for name in options.trees}
+
+    async def take_turn(contender: Contender) -> None:
+        mine = results[contender.name]
+        dataset = replace(serve_options.dataset, seed=3 * number + len(mine))
+        prompts = prompts_for(replace(serve_options, dataset=dataset))
+        mine.append(await load(contender, serve_options, prompts, lambda _: None))
+
     async with AsyncExitStack() as stack:
-        ports = stack.enter_context(reserved_ports("127.0.0.1", len(turns), 0, 0))
-        contenders = {
-            name: _contender(options, name, port.http, port.grpc) for name, port in zip(turns, ports, strict=True)
-        }
+        ports = stack.enter_context(reserved_ports("127.0.0.1", len(results), 0, 0))
+        pairs = zip(results, ports, strict=True)
+        contenders = {name: _contender(options, name, port.http, port.grpc) for name, port in pairs}
         for name in _starts(number):
             await stack.enter_async_context(running(contenders[name]))
+        for name in _turns(number)[:2]:
+            await take_turn(contenders[name])
         for name in _turns(number):
             on_run(SERVER, name)
-            dataset = replace(serve_options.dataset, seed=2 * number + len(turns[name]))
-            prompts = prompts_for(replace(serve_options, dataset=dataset))
-            result = await load(contenders[name], serve_options, prompts, lambda _: None)
-            turns[name].append(summarize(result, serve_options.objectives, serve_options.percents))
-    return turns
+            await take_turn(contenders[name])
+    objectives, percents = serve_options.objectives, serve_options.percents
+    return {name: [summarize(run, objectives, percents) for run in runs[1:]] for name, runs in results.items()}
 
 
 def _contender(options: RegressOptions, name: str, http: int, grpc: int) -> Contender:

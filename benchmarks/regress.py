@@ -1,42 +1,61 @@
 """Runs ``bench regress``: two checkouts of Tokenloom in turns on the workloads of ``bench peers`` and through a server.
 
-In a round both trees take their turns one right after the other, so what slows the machine slows both. What counts is
-the median over the rounds of the ratio of the two.
+In a round both trees start afresh and take short turns, A B B A, so that what slows the machine slows both, and each
+runs as often first as second. A round gives one ratio of each figure, and rounds follow until the interval of these
+lies on one side of the limit. The trees start afresh because where a process's memory happens to lie makes several
+percent for as long as it lives, which no number of turns of the same two processes would show.
 """
 
 import asyncio
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from msgspec.structs import replace
 from rich.table import Table
 
 from tokenloom.supervisor.ports import reserved_ports
 
 from .load.arrivals import LoadResult, Pace
 from .load.datasets import DatasetOptions
-from .mesh.contenders import Contender, compare, serve_command
-from .mesh.serve import ServeOptions
+from .mesh.contenders import Contender, load, running, serve_command
+from .mesh.serve import ServeOptions, prompts_for
 from .mesh.serve_report import summarize
-from .peers.compare import Peer, PeerOptions, run_rounds, vocab_size
-from .peers.workloads import WORKLOADS
+from .peers.compare import Peer, PeerOptions, vocab_size
+from .peers.workloads import WORKLOADS, Workload
 from .report import machine
+from .report.paired import FEWEST, Interval, Verdict, paired
 
 BASE, OURS = "base", "ours"
 SERVER = "server"
-_OFFLINE = {
+_FIGURES = {
     "single-stream": ("decode_tokens_per_second", "ttft_ms"),
     "long-prompt": ("ttft_ms",),
     "batch": ("output_tokens_per_second",),
     "shared-prefix": ("requests_per_second",),
+    SERVER: ("output_throughput", "median_ttft_ms", "median_itl_ms"),
 }
-_SERVED = ("output_throughput", "median_ttft_ms", "median_itl_ms")
-CASES = (*_OFFLINE, SERVER)
+CASES = tuple(_FIGURES)
 """The names of what can be compared."""
+_CASE_SECONDS = 8.0
+"""For so long a round repeats the four turns of an offline case: the machine's speed changes within seconds."""
+_TURN_SECONDS = 0.25
+"""An offline turn repeats its workload for so long. If it repeats it at all, the first time does not count: right after
+the other tree's turn the processor's caches hold none of its code and weights, and a tiny model's first token takes up
+to 40 % longer."""
+
+Turns: TypeAlias = Mapping[str, Sequence[Mapping[str, float]]]
+"""The figures of each turn of a round, by tree: of each A B B A two."""
+Measure: TypeAlias = Callable[[int, Sequence[str]], Mapping[str, Turns]]
+"""Measures a round, given its number and the cases to run, and returns the turns of each case."""
+OnRun: TypeAlias = Callable[[str, str], None]
+"""Called before each turn with the case and the tree."""
 
 
 @dataclass(frozen=True)
@@ -47,65 +66,167 @@ class RegressOptions:
     base: Path
     ours: Path
     cases: tuple[str, ...] = CASES
-    rounds: int = 5
+    rounds: int = FEWEST
+    """Of each case, at least."""
+    most_rounds: int = 20
+    """Of a case that is not decided earlier."""
+    limit: float = 0.03
+    """The share of a figure that our tree may lose."""
     threads: int = 0
     """0: one for each core."""
     streams: int = 32
-    """Concurrent requests to the servers; each round sends twice as many."""
+    """Concurrent requests to the servers; each turn sends twice as many."""
+
+    @property
+    def trees(self) -> dict[str, Path]:
+        return {BASE: self.base, OURS: self.ours}
 
 
-def run_regress(options: RegressOptions, on_run: Callable[[str, str], None]) -> dict[str, Any]:
-    """Compare the trees. ``on_run`` is called before each run of a case.
+@dataclass(slots=True)
+class _Figure:
+    """Collects one figure of all rounds; ratios above 1 say that our tree is better."""
 
-    Raises ``PeerFailed`` or ``ServerBroke`` if a tree does not run.
-    """
-    rows = _offline(options, on_run)
-    if SERVER in options.cases:
-        rows += _served(options, on_run)
+    case: str
+    name: str
+    limit: float
+    values: dict[str, list[float]] = field(default_factory=lambda: {BASE: [], OURS: []})
+    ratios: list[float] = field(default_factory=list)
+
+    def take(self, turns: Turns) -> None:
+        """Take a round."""
+        base, ours = ([turn[self.name] for turn in turns[tree]] for tree in (BASE, OURS))
+        self.values[BASE] += base
+        self.values[OURS] += ours
+        pair = (ours, base) if self.name.endswith("_ms") else (base, ours)
+        fours = range(0, len(base), 2)
+        self.ratios.append(statistics.median(paired(*(each[at : at + 2] for each in pair)) for at in fours))
+
+    @property
+    def is_decided(self) -> bool:
+        return Interval.of(self.ratios).verdict(self.limit) is not Verdict.UNDECIDED
+
+    def row(self) -> dict[str, Any]:
+        """Return what is shown of the figure."""
+        interval = Interval.of(self.ratios)
+        return {
+            "case": self.case,
+            "figure": self.name,
+            **{tree: round(statistics.median(values), 3) for tree, values in self.values.items()},
+            "ratio": round(interval.median, 4),
+            "low": round(interval.low, 4),
+            "high": round(interval.high, 4),
+            "rounds": len(self.ratios),
+            "verdict": interval.verdict(self.limit),
+        }
+
+
+def run_regress(options: RegressOptions, on_run: OnRun) -> dict[str, Any]:
+    """Compare the trees. Raises ``PeerFailed`` or ``ServerBroke`` if a tree does not run."""
+
+    def measure(number: int, cases: Sequence[str]) -> Mapping[str, Turns]:
+        turns = _offline(options, number, [case for case in cases if case in WORKLOADS], on_run)
+        if SERVER in cases:
+            turns[SERVER] = asyncio.run(_served(options, number, on_run))
+        return turns
+
     return {
         "machine": machine.describe(),
         "model": options.model.name,
-        "rounds": options.rounds,
-        "figures": rows,
+        "limit": options.limit,
+        "figures": decide(options, measure),
     }
+
+
+def decide(options: RegressOptions, measure: Measure) -> list[dict[str, Any]]:
+    """Measure rounds until every figure is decided or has had its most rounds, and return a row for each."""
+    figures = [_Figure(case, name, options.limit) for case in options.cases for name in _FIGURES[case]]
+    for number in range(options.most_rounds):
+        is_early = number < options.rounds
+        cases = [name for name in options.cases if is_early or not _is_decided(figures, name)]
+        if not cases:
+            break
+        measured = measure(number, cases)
+        for figure in figures:
+            if figure.case in measured:
+                figure.take(measured[figure.case])
+    return [figure.row() for figure in figures]
+
+
+def _is_decided(figures: Sequence[_Figure], case: str) -> bool:
+    return all(figure.is_decided for figure in figures if figure.case == case)
 
 
 def table(report: dict[str, Any]) -> Table:
     """Show each figure of both trees and their ratio; above 1 our tree is better."""
     shown = Table(title=f"ours / base, {report['model']}", title_justify="left", title_style="bold")
-    for column in ("case", "figure", BASE, OURS, "ratio"):
-        shown.add_column(column, justify="left" if column in ("case", "figure") else "right")
+    for column in ("case", "figure", BASE, OURS, "ratio", "interval", "rounds", ""):
+        shown.add_column(column, justify="left" if column in ("case", "figure", "") else "right")
     for row in report["figures"]:
-        values = (f"{row[BASE]:,.2f}", f"{row[OURS]:,.2f}", f"{row['ratio']:.3f}")
-        shown.add_row(row["case"], row["figure"].replace("_", " "), *values)
+        values = (
+            f"{row[BASE]:,.2f}",
+            f"{row[OURS]:,.2f}",
+            f"{row['ratio']:.3f}",
+            f"{row['low']:.3f} to {row['high']:.3f}",
+        )
+        shown.add_row(row["case"], row["figure"].replace("_", " "), *values, str(row["rounds"]), row["verdict"])
     return shown
 
 
-def regressions(report: dict[str, Any], limit: float) -> list[str]:
-    """Name the figures that are worse by more than ``limit``, a share of the base."""
-    return [f"{row['case']} {row['figure']}" for row in report["figures"] if row["ratio"] < 1 / (1 + limit)]
+def named(report: dict[str, Any], verdict: Verdict) -> list[str]:
+    """Name the figures with a verdict."""
+    return [f"{row['case']} {row['figure']}" for row in report["figures"] if row["verdict"] == verdict]
 
 
-def _offline(options: RegressOptions, on_run: Callable[[str, str], None]) -> list[dict[str, Any]]:
-    cases = tuple(case for case in options.cases if case in WORKLOADS)
-    peer_options = PeerOptions(
-        options.model,
-        {BASE: sys.executable, OURS: sys.executable},
-        cases,
-        options.rounds,
-        options.threads,
-        trees={BASE: options.base, OURS: options.ours},
-    )
-    rows = []
+def _starts(number: int) -> tuple[str, str]:
+    """Return the trees in the order in which a round starts them."""
+    return (BASE, OURS) if number // 2 % 2 == 0 else (OURS, BASE)
+
+
+def _turns(number: int) -> tuple[str, ...]:
+    """Return whose turns four are. In four rounds, each tree that starts first has the first turn as often as not."""
+    one, other = (BASE, OURS) if number % 2 == 0 else (OURS, BASE)
+    return (one, other, other, one)
+
+
+def _offline(options: RegressOptions, number: int, cases: Sequence[str], on_run: OnRun) -> dict[str, Turns]:
+    """Measure the workloads of a round, each after an untimed run."""
+    if not cases:
+        return {}
+    python = dict.fromkeys(options.trees, sys.executable)
+    peer_options = PeerOptions(options.model, python, tuple(cases), threads=options.threads, trees=options.trees)
+    measured: dict[str, Turns] = {}
     with ExitStack() as stack:
-        peers = [stack.enter_context(Peer(name, peer_options)) for name in (BASE, OURS)] if cases else []
+        peers = {name: Peer(name, peer_options) for name in _starts(number)}  # they load side by side
+        for peer in peers.values():
+            stack.callback(peer.close)
+        for peer in peers.values():
+            stack.enter_context(peer)
         for case in cases:
-            measured = run_rounds(peers, WORKLOADS[case], peer_options, on_run)
-            rows += [_row(case, figure, measured[BASE], measured[OURS]) for figure in _OFFLINE[case]]
-    return rows
+            turns: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
+            seeds = count()  # of prompts: none comes twice
+            for peer in peers.values():
+                peer.run(WORKLOADS[case], next(seeds))
+            measured[case] = turns
+            ends_at = time.monotonic() + _CASE_SECONDS
+            while not turns[BASE] or time.monotonic() < ends_at:
+                for name in _turns(number):
+                    on_run(case, name)
+                    turns[name].append(_turn(peers[name], WORKLOADS[case], seeds))
+    return measured
 
 
-def _served(options: RegressOptions, on_run: Callable[[str, str], None]) -> list[dict[str, Any]]:
+def _turn(peer: Peer, workload: Workload, seeds: Iterator[int]) -> dict[str, float]:
+    """Return the medians of the figures of one turn."""
+    ends_at = time.monotonic() + _TURN_SECONDS
+    runs = [peer.run(workload, next(seeds))]
+    while time.monotonic() < ends_at:
+        runs.append(peer.run(workload, next(seeds)))
+    counted = runs[1:] or runs
+    return {figure: statistics.median(run[figure] for run in counted) for figure in counted[0]}
+
+
+async def _served(options: RegressOptions, number: int, on_run: OnRun) -> Turns:
+    """Measure the servers of a round, each after an untimed turn. Both get the same prompts, and none twice."""
     serve_options = ServeOptions(
         model=options.model.name,
         vocab_size=vocab_size(options.model),
@@ -113,43 +234,30 @@ def _served(options: RegressOptions, on_run: Callable[[str, str], None]) -> list
         pace=Pace(max_concurrency=options.streams),
         num_warmups=options.streams,
     )
+    results: dict[str, list[LoadResult]] = {name: [] for name in options.trees}
 
-    def on_round(name: str, _: int) -> Callable[[object], None]:
-        on_run(SERVER, name)
-        return lambda _: None
+    async def take_turn(contender: Contender) -> None:
+        mine = results[contender.name]
+        dataset = replace(serve_options.dataset, seed=3 * number + len(mine))
+        prompts = prompts_for(replace(serve_options, dataset=dataset))
+        mine.append(await load(contender, serve_options, prompts, lambda _: None))
 
-    trees = {BASE: options.base, OURS: options.ours}
+    async with AsyncExitStack() as stack:
+        ports = stack.enter_context(reserved_ports("127.0.0.1", len(results), 0, 0))
+        pairs = zip(results, ports, strict=True)
+        contenders = {name: _contender(options, name, port.http, port.grpc) for name, port in pairs}
+        for name in _starts(number):
+            await stack.enter_async_context(running(contenders[name]))
+        for name in _turns(number)[:2]:
+            await take_turn(contenders[name])
+        for name in _turns(number):
+            on_run(SERVER, name)
+            await take_turn(contenders[name])
+    objectives, percents = serve_options.objectives, serve_options.percents
+    return {name: [summarize(run, objectives, percents) for run in runs[1:]] for name, runs in results.items()}
+
+
+def _contender(options: RegressOptions, name: str, http: int, grpc: int) -> Contender:
     flags = ("--served-model-name", options.model.name, "--always-queued", str(2 * options.streams))
-    with reserved_ports("127.0.0.1", len(trees), 0, 0) as ports:
-        contenders = [
-            Contender(
-                name,
-                (
-                    *("env", f"PYTHONPATH={tree}"),
-                    *serve_command(str(options.model), port.http, "--grpc-port", str(port.grpc), *flags),
-                ),
-                f"http://127.0.0.1:{port.http}",
-            )
-            for (name, tree), port in zip(trees.items(), ports, strict=True)
-        ]
-        results = asyncio.run(compare(contenders, serve_options, options.rounds, on_round))
-    measured = {name: [_summary(run, serve_options) for run in runs] for name, runs in results.items()}
-    return [_row(SERVER, figure, measured[BASE], measured[OURS]) for figure in _SERVED]
-
-
-def _summary(result: LoadResult, options: ServeOptions) -> dict[str, float]:
-    return summarize(result, options.objectives, options.percents)
-
-
-def _row(case: str, figure: str, base: Sequence[dict[str, float]], ours: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Return the medians of a figure and the median ratio, above 1 if our tree is better."""
-    pairs = [(before[figure], after[figure]) for before, after in zip(base, ours, strict=True)]
-    is_time = figure.endswith("_ms")
-    ratios = [before / after if is_time else after / before for before, after in pairs]
-    return {
-        "case": case,
-        "figure": figure,
-        BASE: round(statistics.median(before for before, _ in pairs), 3),
-        OURS: round(statistics.median(after for _, after in pairs), 3),
-        "ratio": round(statistics.median(ratios), 4),
-    }
+    command = serve_command(str(options.model), http, "--grpc-port", str(grpc), *flags)
+    return Contender(name, ("env", f"PYTHONPATH={options.trees[name]}", *command), f"http://127.0.0.1:{http}")

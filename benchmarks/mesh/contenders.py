@@ -61,7 +61,7 @@ async def compare(
             prompts = prompts_for(msgspec.structs.replace(options, dataset=dataset))
             turn = itertools.islice(itertools.cycle(contenders), index % len(contenders), None)
             for contender in itertools.islice(turn, len(contenders)):
-                run = await _load(contender, options, prompts, on_round(contender.name, len(prompts)))
+                run = await load(contender, options, prompts, on_round(contender.name, len(prompts)))
                 results[contender.name].append(run)
     return dict(results)
 
@@ -83,7 +83,8 @@ async def running(contender: Contender) -> AsyncIterator[None]:
             await _stop(process)
 
 
-async def _load(contender: Contender, options: ServeOptions, prompts: list[Prompt], on_done: Done) -> LoadResult:
+async def load(contender: Contender, options: ServeOptions, prompts: list[Prompt], on_done: Done) -> LoadResult:
+    """Send the prompts to a server that runs."""
     mine = msgspec.structs.replace(options, base_url=contender.base_url)
     return (await run_serve(mine, prompts, on_done)).result
 

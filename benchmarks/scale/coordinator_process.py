@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -19,13 +20,16 @@ class Coordinator:
         address: Where it listens.
     """
 
-    def __init__(self, address: str, metrics: str) -> None:
-        """``metrics``: where it shows its metrics, ``host:port``."""
+    def __init__(
+        self, address: str, metrics: str, *flags: str, program: Sequence[str] = ("tokenloom.services.coordinator",)
+    ) -> None:
+        """``metrics``: where it shows its metrics, ``host:port``. ``flags``: further ones. ``program``: a module that
+        runs it, and the module's own arguments."""
         self.address = address
         self._metrics = metrics
         self._command = (
-            *(sys.executable, "-m", "tokenloom.services.coordinator"),
-            *("--listen", address, "--metrics-listen", metrics, "--log-level", "error"),
+            *(sys.executable, "-m", *program, "--listen", address, "--metrics-listen", metrics),
+            *("--log-level", "error", *flags),
         )
         self.start()
 
@@ -37,6 +41,11 @@ class Coordinator:
     def pid(self) -> int:
         """The process."""
         return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """False once it has ended, for whatever reason."""
+        return self._process.poll() is None
 
     def kill(self) -> None:
         """End it at once, as a lost node does."""

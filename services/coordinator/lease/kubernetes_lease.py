@@ -24,7 +24,7 @@ RENEW_SECONDS = 0.4
 RETRY_SECONDS = 0.1
 """How long it waits after a renewal that failed."""
 POLL_SECONDS = 0.25
-"""How often a pod that waits looks."""
+"""How often a pod that waits looks; it looks too when the lease ends, if that is earlier."""
 
 
 class Api(Protocol):
@@ -62,7 +62,7 @@ class KubernetesLease:
                 if error.status != CONFLICT and str(error) != problem:
                     problem = str(error)
                     log.warning("lease %s: %s", self._name, problem)
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(self._seconds_to_wait())
 
     async def keep(self) -> None:
         """Renew the lease until cancelled. Raises ``FailedPrecondition`` if another pod has it, or if it could not be
@@ -113,10 +113,20 @@ class KubernetesLease:
         holder = spec.get("holderIdentity")
         # This pod's own identity stands there when the answer to its last request was lost.
         is_free = not holder or holder == self._identity
-        if not is_free and now < self._seen_at + float(spec.get("leaseDurationSeconds") or LEASE_SECONDS):
+        if not is_free and now < self._ends_at():
             return False
         self._hold(await self._api.replace(self._object(found)), now)
         return True
+
+    def _ends_at(self) -> float:
+        """Return the loop time at which the lease ends that was read last, unless it changes before."""
+        spec = (self._lease or {}).get("spec") or {}
+        return self._seen_at + float(spec.get("leaseDurationSeconds") or LEASE_SECONDS)
+
+    def _seconds_to_wait(self) -> float:
+        """Return how long to wait before the next look."""
+        left = self._ends_at() - asyncio.get_running_loop().time()
+        return left if 0 < left < POLL_SECONDS else POLL_SECONDS
 
     async def _renew(self) -> None:
         """Renew the lease once. Raises ``ApiError`` only if another pod has it."""

@@ -36,9 +36,10 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 
-COORDINATOR_OPTIONS = [("grpc.min_reconnect_backoff_ms", 3000)]
+COORDINATOR_OPTIONS = [("grpc.min_reconnect_backoff_ms", 3000), ("grpc.max_reconnect_backoff_ms", 300)]
 """A coordinator that was restarted is called by a thousand engines at one moment, and needs longer than the tenth of a
-second that an attempt to connect lasts otherwise: those that were given up would come again, and it would be longer."""
+second that an attempt to connect lasts otherwise: those that were given up would come again, and it would be longer.
+One that takes the place of another listens up to 2.3 s after its death, and must not be looked for a second later."""
 
 
 def open_channel(

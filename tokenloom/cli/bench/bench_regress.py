@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from tokenloom.bench.regress import CASES, RegressOptions, regressions, run_regress, table
+from tokenloom.bench.regress import CASES, RegressOptions, named, run_regress, table
+from tokenloom.bench.report.paired import FEWEST, Verdict
 
 from .bench_load import AsJson, OutputJson
 from .bench_output import failures, progress, show
@@ -18,7 +19,8 @@ def regress(
     base: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Checkout to compare with.")],
     ours: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Checkout under test.")] = _HERE,
     case: Annotated[list[str] | None, typer.Option(help=f"[default: {', '.join(CASES)}]")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds, in each of which both trees run once.")] = 5,
+    rounds: Annotated[int, typer.Option(min=FEWEST, help="Rounds of a case, at least.")] = FEWEST,
+    most_rounds: Annotated[int, typer.Option(min=FEWEST, help="Rounds of a case that is not decided earlier.")] = 20,
     threads: Annotated[int, typer.Option(min=0, help="Compute threads of the offline cases; 0: all cores.")] = 0,
     streams: Annotated[int, typer.Option(min=1, help="Concurrent requests to the servers.")] = 32,
     limit: Annotated[float, typer.Option(min=0, help="Fail if a figure is worse by more than this share.")] = 0.03,
@@ -28,7 +30,9 @@ def regress(
     """Compare two checkouts in turns: one stream, a prompt, a batch, a shared prefix, and a server with 32 streams."""
     with failures():
         trees = (base.resolve(), ours.resolve())
-        options = RegressOptions(model.resolve(), *trees, tuple(case or CASES), rounds, threads, streams)
+        options = RegressOptions(
+            model.resolve(), *trees, tuple(case or CASES), rounds, max(rounds, most_rounds), limit, threads, streams
+        )
         if unknown := set(options.cases) - set(CASES):
             raise ValueError(f"case {', '.join(sorted(unknown))} is unknown; expected {', '.join(CASES)}")
         with progress() as shown:
@@ -37,6 +41,10 @@ def regress(
                 options, lambda name, tree: shown.update(task, advance=1, description=f"{name}: {tree}")
             )
     show(report, [table(report)], as_json=as_json, path=output_json)
-    if worse := regressions(report, limit):
-        typer.secho(f"Slower than {base} by more than {limit:.0%}: {', '.join(worse)}.", fg="red", err=True)
+    if undecided := named(report, Verdict.UNDECIDED):
+        typer.secho(
+            f"Undecided, because the noise is larger than the limit: {', '.join(undecided)}.", fg="yellow", err=True
+        )
+    if slower := named(report, Verdict.SLOWER):
+        typer.secho(f"Slower than {base} by more than {limit:.0%}: {', '.join(slower)}.", fg="red", err=True)
         raise typer.Exit(1)

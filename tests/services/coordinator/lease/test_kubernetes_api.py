@@ -1,60 +1,36 @@
 """Tests the requests to an API server, over HTTPS."""
 
-import socket
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tokenloom.certificates import make_certificates
+from tokenloom.bench.scale.takeover.lease_server import TOKEN, LeaseServer, local_api, make_account, serving
 from tokenloom.services.coordinator.lease.kubernetes_api import CONFLICT, NOT_FOUND, ApiError, LeaseApi
 from tokenloom.services.coordinator.lease.kubernetes_lease import KubernetesLease
 
-from .lease_server import LeaseServer, serving
 
-HOST = "coordinator.tokenloom.internal"
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("certificates")
-    make_certificates(folder, days=10)
-    return folder
+@pytest.fixture
+def account(tmp_path: Path) -> Path:
+    return make_account(tmp_path)
 
 
 @pytest.fixture
-def account(tmp_path: Path, certificates: Path) -> Path:
-    (tmp_path / "ca.crt").write_bytes((certificates / "ca.crt").read_bytes())
-    (tmp_path / "namespace").write_text("mesh")
-    (tmp_path / "token").write_text("first\n")
-    return tmp_path
-
-
-@pytest.fixture
-def port(certificates: Path) -> Iterator[int]:
-    with serving(LeaseServer(), certificates / "coordinator.crt", certificates / "coordinator.key", "first") as port:
+def port(account: Path) -> Iterator[int]:
+    with serving(LeaseServer(), account) as port:
         yield port
 
 
 @pytest.fixture
 def api(account: Path, port: int) -> Iterator[LeaseApi]:
-    """Connects to a server whose certificate names the host that it asks for."""
-    with closing(connected(account, port)) as api:
+    with closing(local_api(account, port)) as api:
         yield api
-
-
-def connected(account: Path, port: int) -> LeaseApi:
-    api = LeaseApi(account, HOST, port)
-    api._connection._create_connection = (  # type: ignore[attr-defined]
-        lambda address, *rest: socket.create_connection(("127.0.0.1", address[1]), *rest)
-    )
-    return api
 
 
 async def test_a_lease_is_taken_and_conflicts_are_seen(api: LeaseApi, account: Path, port: int) -> None:
     await KubernetesLease(api, "coordinator", "a").acquire()
-    with closing(connected(account, port)) as other:
+    with closing(local_api(account, port)) as other:
         held = await other.get("coordinator")
     assert held["spec"]["holderIdentity"] == "a"
     await api.replace(held)
@@ -73,7 +49,7 @@ async def test_the_token_is_read_again_when_it_changes(api: LeaseApi, account: P
     with pytest.raises(ApiError) as refused:
         await api.get("coordinator")
     assert (refused.value.status, "stale" in str(refused.value)) == (401, False)
-    (account / "token").write_text("first")
+    (account / "token").write_text(TOKEN)
     with pytest.raises(ApiError) as missing:
         await api.get("coordinator")
     assert missing.value.status == NOT_FOUND

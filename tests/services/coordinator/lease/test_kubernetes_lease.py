@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from tests.simulation.virtual_loop import Process, VirtualLoop
+from tokenloom.bench.scale.takeover.lease_server import LeaseServer
 from tokenloom.request.errors import FailedPrecondition
-from tokenloom.services.coordinator.lease.kubernetes_lease import KubernetesLease
-
-from .lease_server import LeaseServer
+from tokenloom.services.coordinator.lease.kubernetes_lease import LEASE_SECONDS, POLL_SECONDS, KubernetesLease
 
 NAME = "coordinator"
 
@@ -60,15 +59,19 @@ async def until(holds: Callable[[], bool], seconds: float = 10.0) -> float:
 
 
 @pytest.mark.parametrize("lived", [0.0, 0.39, 0.77, 5.0])
-def test_another_pod_takes_over_within_three_seconds_of_a_death(lived: float) -> None:
+@pytest.mark.parametrize("latency", [0.0, 0.03])
+def test_another_pod_takes_over_as_soon_as_the_lease_of_a_dead_one_ends(lived: float, latency: float) -> None:
     async def test(loop: VirtualLoop, server: LeaseServer) -> None:
+        server.seconds = latency
         first = Pod(loop, server, "a")
         await until(lambda: first.is_active)
         second, third = Pod(loop, server, "b"), Pod(loop, server, "c")
         await asyncio.sleep(lived)
         assert (second.is_active, third.is_active) == (False, False)
         first.kill()
-        assert await until(lambda: second.is_active or third.is_active) < 3.0
+        seen = POLL_SECONDS + 2 * latency  # so late it saw the last renewal
+        latest = seen + LEASE_SECONDS + 2 * latency + 0.02
+        assert await until(lambda: second.is_active or third.is_active) < latest
         await asyncio.sleep(5.0)
         assert second.is_active != third.is_active
         assert server.leases[NAME]["spec"]["leaseTransitions"] == 1

@@ -1,7 +1,9 @@
-"""Keeps Leases by the API server's rules, in memory and behind HTTPS."""
+"""Stands for the API server of Kubernetes: keeps Leases by its rules, in memory and behind HTTPS."""
 
+import asyncio
 import copy
 import json
+import socket
 import ssl
 import threading
 from collections.abc import Iterator
@@ -9,9 +11,32 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from tokenloom.services.coordinator.lease.kubernetes_api import CONFLICT, NOT_FOUND, ApiError, Object
+from tokenloom.certificates import make_certificates
+from tokenloom.services.coordinator.lease.kubernetes_api import CONFLICT, NOT_FOUND, ApiError, LeaseApi, Object
+from tokenloom.services.runtime.peers.service_names import dns_name
 
-PATH = "/apis/coordination.k8s.io/v1/namespaces/mesh/leases"
+NAMESPACE = "mesh"
+PATH = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"
+TOKEN = "first"
+_NAMED = "coordinator"
+"""The part whose certificate the server shows."""
+
+
+def make_account(folder: Path) -> Path:
+    """Write the files that Kubernetes mounts into a pod, and the server's certificate; return the folder."""
+    make_certificates(folder, days=10)
+    (folder / "namespace").write_text(NAMESPACE)
+    (folder / "token").write_text(f"{TOKEN}\n")
+    return folder
+
+
+def local_api(account: Path, port: int) -> LeaseApi:
+    """Return what reaches the server on this machine by the name in its certificate."""
+    api = LeaseApi(account, dns_name(_NAMED), port)
+    api._connection._create_connection = (  # type: ignore[attr-defined]
+        lambda address, *rest: socket.create_connection(("127.0.0.1", address[1]), *rest)
+    )
+    return api
 
 
 class LeaseServer:
@@ -20,24 +45,30 @@ class LeaseServer:
     Attributes:
         is_away: Requests get no answer.
         loses_answers: Requests are done, but their answers are lost.
+        seconds: How long an answer takes to those who call the methods.
     """
 
     def __init__(self) -> None:
         self.leases: dict[str, Object] = {}
         self.is_away = self.loses_answers = False
+        self.seconds = 0.0
         self._version = 0
 
     async def get(self, name: str) -> Object:
-        return self.answer("GET", name, None)
+        return await self._answer_later("GET", name, None)
 
     async def create(self, lease: Object) -> Object:
-        return self.answer("POST", "", lease)
+        return await self._answer_later("POST", "", lease)
 
     async def replace(self, lease: Object) -> Object:
-        return self.answer("PUT", lease["metadata"]["name"], lease)
+        return await self._answer_later("PUT", lease["metadata"]["name"], lease)
 
     def close(self) -> None:
         """Do nothing: there is no connection."""
+
+    async def _answer_later(self, method: str, name: str, body: Object | None) -> Object:
+        await asyncio.sleep(self.seconds)
+        return self.answer(method, name, body)
 
     def answer(self, method: str, name: str, body: Object | None) -> Object:
         if self.is_away:
@@ -77,8 +108,8 @@ class LeaseServer:
 
 
 @contextmanager
-def serving(leases: LeaseServer, cert: Path, key: Path, token: str) -> Iterator[int]:
-    """Serve Leases over HTTPS to those who have the token; provide the port."""
+def serving(leases: LeaseServer, account: Path) -> Iterator[int]:
+    """Serve Leases over HTTPS to those who have the token; provide the port. ``account``: see :func:`make_account`."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -96,7 +127,7 @@ def serving(leases: LeaseServer, cert: Path, key: Path, token: str) -> Iterator[
 
         def _serve(self, body: Object | None) -> None:
             try:
-                if self.headers["Authorization"] != f"Bearer {token}":
+                if self.headers["Authorization"] != f"Bearer {TOKEN}":
                     raise ApiError(401, "Unauthorized")
                 assert self.path.startswith(PATH)
                 answer = leases.answer(self.command, self.path.removeprefix(PATH).lstrip("/"), body)
@@ -112,7 +143,7 @@ def serving(leases: LeaseServer, cert: Path, key: Path, token: str) -> Iterator[
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(cert, key)
+    context.load_cert_chain(account / f"{_NAMED}.crt", account / f"{_NAMED}.key")
     server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()

@@ -1,6 +1,7 @@
 """Keeps what the coordinator knows of one engine: its last report and the picks on their way. No I/O."""
 
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns
+from tokenloom.services.runtime.placement.longest_request import longest_request
 from tokenloom.services.runtime.placement.rendezvous import name_hash
 from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, EngineState
@@ -53,9 +54,7 @@ class EngineRecord:
         self._uncached: dict[int, int] = {}
         self._counted_tokens = self._counted_uncached = 0
         self._queue = ArrivedPicks()
-        size = identity.num_kv_blocks * identity.fingerprint.block_size
-        limit = identity.limits.max_model_len
-        columns.max_tokens[row] = min(size, limit or size) if size else limit  # encoders keep no KV
+        columns.max_tokens[row] = longest_request(identity)
         columns.block_size[row] = identity.fingerprint.block_size
         columns.name_hash[row] = name_hash(f"{identity.engine_id} {identity.epoch}")
         columns.begin_turns(row)

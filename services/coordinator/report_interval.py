@@ -7,6 +7,8 @@ MAX_REPORTS_PER_SECOND = 5000
 _STEPS = (0.03, 0.06, 0.1, 0.2, 0.4, 1.0)
 """Seconds between two reports of an engine. The coordinator counts its own picks at once, so that a slower report only
 delays the news of what has ended."""
+_ALONE_SECONDS = 0.1
+"""Between two reports of the only engine: picks do not compare it, and snapshots show it no more often."""
 _RETURN_SHARE = 0.8
 """A shorter interval is chosen only when the engines are so much fewer than it allows, so that it does not change with
 each engine that comes and goes."""
@@ -63,6 +65,8 @@ class ReportPace:
 
 def report_interval(num_engines: int, before: float = _STEPS[0]) -> float:
     """Return how many seconds engines should let pass between two reports. ``before``: what was chosen last."""
+    if num_engines <= 1:
+        return _ALONE_SECONDS
     return next(_allowed(num_engines, before), _STEPS[-1])
 
 

@@ -7,7 +7,7 @@ from tokenloom.services.runtime.peers.addresses import MAX_UNIX_PATH
 
 from .refusal import Refused
 
-_LONGEST_NAME = "mesh-12345678/output_processor-63-kv.sock.streams"
+_LONGEST_NAME = "mesh-12345678/output_processor-63-kv.sock.calls"
 _NEEDED_BYTES = 16 << 20
 
 

@@ -19,7 +19,7 @@ class PickMetrics:
         self.outcomes = LabelledCounter(
             registry,
             "tokenloom_picks",
-            "Picks: WHOLE, PREFILL, DECODE or an error's reason.",
+            "Picks: WHOLE, PREFILL, DECODE or an error's reason. Most requests of a mesh with one engine need none.",
             "outcome",
             ("WHOLE", "PREFILL", "DECODE"),
         )

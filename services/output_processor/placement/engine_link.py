@@ -114,6 +114,11 @@ class EngineLink:
         self._used_at = asyncio.get_running_loop().time()
 
     @property
+    def is_open(self) -> bool:
+        """Whether both sides have said hello and neither has ended."""
+        return self._opened.is_set() and self.error is None
+
+    @property
     def idle_seconds(self) -> float:
         """How long it has carried no request."""
         return 0.0 if self._attempts else asyncio.get_running_loop().time() - self._used_at

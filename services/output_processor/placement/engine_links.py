@@ -48,6 +48,14 @@ class EngineLinks:
     def num_open(self) -> int:
         return len(self._links)
 
+    def find_open(self, key: EngineKey) -> EngineLink | None:
+        """Return the link to an engine if it is open."""
+        link = self._links.get(key)
+        if link is None or not link.is_open:
+            return None
+        link.touch()
+        return link
+
     async def get(self, identity: EngineIdentity) -> EngineLink:
         """Return an open link. Raises ``Unavailable`` when the engine does not answer or is not the one expected."""
         key = EngineKey(identity.engine_id, identity.epoch)

@@ -31,7 +31,7 @@ from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 FADE_SECONDS = 2.0
 """After so long the loads of the last snapshot count for 1/e. All output processors have the same ones and would send
 their requests to the same engine, long after it has ceased to be the idle one."""
-_DECODE = EngineRole.ENGINE_ROLE_DECODE
+_BOTH, _DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_DECODE
 _KEY_STEP, _KEY_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1  # the golden ratio: keys that never repeat (SplitMix64)
 _ANY_ROOM = np.iinfo(np.int64).max
 
@@ -71,6 +71,8 @@ class LastSnapshot:
         self._random_key = seed
         self._rings: list[list[int]] | None = None  # of the serving engines, once a pick needs them
         self._is_behind = False  # whether the columns lack loads that have arrived
+        self.only_engine: EngineKey | None = None
+        """The engine that every pick would choose, because it is the only one and serves all roles."""
 
     def update(self, snapshot: RegistryView) -> bool:
         """Take a view after a change. While engines still re-join a new coordinator, the view of the former one stays.
@@ -95,6 +97,7 @@ class LastSnapshot:
         self._picks.clear()
         self._rings = None
         before, self._serving = self._serving, frozenset(map(_key, filter(_is_serving, self._entries)))
+        self.only_engine = _only(self._entries)
         return not self._serving <= before
 
     def pick(self, request: PickRequest, exclude: Collection[EngineKey] = ()) -> PickResponse:
@@ -220,6 +223,13 @@ def _has_adapter(entry: EngineEntry, digest: bytes) -> bool:
 
 def _is_serving(entry: EngineEntry) -> bool:
     return entry.report.state == EngineState.ENGINE_STATE_SERVING
+
+
+def _only(entries: Sequence[EngineEntry]) -> EngineKey | None:
+    match entries:
+        case [entry] if _is_serving(entry) and entry.report.role == _BOTH:
+            return _key(entry)
+    return None
 
 
 def _key(entry: EngineEntry) -> EngineKey:

@@ -10,9 +10,10 @@ from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.enrolment import Enrolment
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
+from tokenloom.services.runtime.placement.longest_request import longest_request
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.services.runtime.registry.registry_watch import watch_registry
-from tokenloom.v1.coordinator_pb2 import EngineRef, PickRequest, PickResponse, Subset
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest, PickResponse, Subset
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.output_processor_pb2 import Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
@@ -90,13 +91,28 @@ class Placer:
             news, self._news = self._news, asyncio.Event()
             news.set()
 
+    def at_once(self, submit: Submit) -> Attempt | None:
+        """Place the beginning of a request on the only engine of the mesh, without the coordinator: any pick would
+        choose it. The attempt is not sent yet, and nothing counts it but the engine's own reports.
+
+        Returns None when only :meth:`place` can place it: there are more engines or roles, no stream to the engine is
+        open, or the request needs the coordinator's answer for another reason.
+        """
+        only = self._snapshot.only_engine
+        if only is None or self._is_closed or _needs_answer(submit):
+            return None
+        link = self._links.find_open(only)
+        if link is None or not _fits(submit, link.identity):
+            return None
+        return Attempt(link)
+
     def ask(self, submit: Submit) -> Asked | None:
         """Ask for the first engine of a request, so that the request can be made while the coordinator answers.
 
-        Returns None when only :meth:`place` can ask: the request continues from tokens or is traced, or the coordinator
-        is away.
+        Returns None when :meth:`at_once` places it, or only :meth:`place` can ask: the request continues from tokens or
+        is traced, or the coordinator is away.
         """
-        if submit.journals or submit.trace_headers or not self._picks.is_open:
+        if submit.journals or submit.trace_headers or not self._picks.is_open or self.at_once(submit) is not None:
             return None
         request = _pick_request(submit, EngineRole.ENGINE_ROLE_PREFILL, 0, self._fingerprint, self._subset)
         return Asked(request, self._picks.pick(request))
@@ -238,6 +254,22 @@ class Placer:
             if len(avoided) == len(exclude):
                 raise
             return self._snapshot.pick(request, exclude)  # an engine that was full a moment ago is better than none
+
+
+def _needs_answer(submit: Submit) -> bool:
+    """Return whether the coordinator does more for a request than to choose an engine, or may refuse it."""
+    return bool(
+        submit.journals
+        or submit.trace_headers
+        or submit.prompt.adapter
+        or submit.HasField("pooling_params")
+        or submit.HasField("data_parallel_rank")
+    )
+
+
+def _fits(submit: Submit, engine: EngineIdentity) -> bool:
+    """Return whether an engine's KV cache can hold the prompt and the first token."""
+    return len(submit.prompt.token_ids) < longest_request(engine)
 
 
 async def _away() -> PickResponse:

@@ -77,6 +77,8 @@ class Legs:
         self._on_settled = on_settled
         if (verdict := self._retries.verdict()) is not None:
             self.fail(verdict)
+        elif asked is None and (attempt := self._placer.at_once(self._submit)) is not None:
+            self._begin_at_once(attempt)
         else:
             self._place(_PREFILL, asked)
 
@@ -122,14 +124,24 @@ class Legs:
             )
             self._placement = None
             output.timeline.placement_ns += output.clock() - started
-            self._send_decode(attempt) if role == _DECODE else self.begin_on(attempt)
-            if log.isEnabledFor(logging.DEBUG):
-                request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
-                request_log.debug("%s placed on %s", EngineRole.Name(role), attempt.link.identity.engine_id)
+            self._placed(role, attempt)
         except Exception as error:
             self._placement = None
             if role == _PREFILL or self._handed_over:  # otherwise it is placed again when it is due
                 self.fail(error)
+
+    def _begin_at_once(self, attempt: Attempt) -> None:
+        try:
+            self._placed(_PREFILL, attempt)
+        except Exception as error:  # a fault of one request never ends the stream of all
+            self.fail(error)
+
+    def _placed(self, role: EngineRole, attempt: Attempt) -> None:
+        """Send the leg to the engine that was found."""
+        self._send_decode(attempt) if role == _DECODE else self.begin_on(attempt)
+        if log.isEnabledFor(logging.DEBUG):
+            request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
+            request_log.debug("%s placed on %s", EngineRole.Name(role), attempt.link.identity.engine_id)
 
     def begin_on(self, attempt: Attempt) -> None:
         """Send the prefill leg, or all of the sample, to an engine."""

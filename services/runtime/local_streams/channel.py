@@ -1,9 +1,10 @@
-"""A channel to a process of this host: its bidirectional calls are local streams, all others use gRPC."""
+"""A channel to a process of this host: its bidirectional and unary calls are local streams, all others use gRPC."""
 
 import asyncio
 import contextlib
 import logging
 import socket
+from collections.abc import Awaitable
 from typing import Any
 
 import grpc
@@ -12,6 +13,7 @@ import grpc.aio
 from ..host.tasks import Tasks
 from . import sockets
 from .call import LocalCall
+from .frames import status
 from .peer_process import is_stopped
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,21 @@ class LocalChannel(grpc.aio.Channel):
             """Begin a call. One with arguments that a local stream does not carry (a deadline, metadata) uses gRPC."""
             call = None if args or kwargs else self.open_call(method, request_serializer, response_deserializer)
             return call or through_grpc(*args, **kwargs)
+
+        return begin
+
+    def unary_unary(
+        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **options: Any
+    ) -> Any:
+        through_grpc = self._grpc.unary_unary(method, request_serializer, response_deserializer, **options)
+
+        async def respond(request: Any) -> Any:
+            call = self.open_call(method, request_serializer, response_deserializer)
+            return await (through_grpc(request) if call is None else _only_response(call, request))
+
+        def begin(request: Any, *, metadata: Any = None, **kwargs: Any) -> Awaitable[Any]:
+            """Return what to await for the response. As for streams, some calls use gRPC; others begin when awaited."""
+            return through_grpc(request, metadata=metadata, **kwargs) if metadata or kwargs else respond(request)
 
         return begin
 
@@ -78,9 +95,6 @@ class LocalChannel(grpc.aio.Channel):
 
     # These use gRPC only.
 
-    def unary_unary(self, *args: Any, **kwargs: Any) -> "grpc.aio.UnaryUnaryMultiCallable[Any, Any]":
-        return self._grpc.unary_unary(*args, **kwargs)
-
     def unary_stream(self, *args: Any, **kwargs: Any) -> "grpc.aio.UnaryStreamMultiCallable[Any, Any]":
         return self._grpc.unary_stream(*args, **kwargs)
 
@@ -95,6 +109,17 @@ class LocalChannel(grpc.aio.Channel):
 
     async def channel_ready(self) -> None:
         await self._grpc.channel_ready()
+
+
+async def _only_response(call: LocalCall[Any, Any], request: Any) -> Any:
+    """Return the only message of a call. Raises as :meth:`LocalCall.read`."""
+    try:
+        await call.write(request)
+        if (response := await call.read()) is grpc.aio.EOF:
+            raise status(grpc.StatusCode.INTERNAL, "the call ended without a response")
+        return response
+    finally:
+        call.cancel()
 
 
 async def _attach(call: LocalCall[Any, Any], connected: socket.socket) -> None:

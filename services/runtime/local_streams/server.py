@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -162,10 +163,10 @@ class ServerCall:
 
     def _start(self, method: str) -> None:
         handler = self._find(method)
-        if handler is None or handler.stream_stream is None:
+        if handler is None or not (handler.stream_stream or handler.unary_unary):
             _send_status(self.connection, grpc.StatusCode.UNIMPLEMENTED, f"unknown stream {method}")
             return
-        behaviour: Any = handler.stream_stream
+        behaviour: Any = handler.stream_stream or partial(_answer, handler.unary_unary)
         context = LocalContext(self.connection, handler.response_serializer or bytes, self._max_message_bytes)
         self.connection.takes_messages = True
         self.handler = self._tasks.spawn(behaviour(self.connection, context), name=f"local stream {method}")
@@ -179,6 +180,14 @@ class ServerCall:
         else:  # an AbortError has sent its status
             _send_status(self.connection, grpc.StatusCode.INTERNAL, "internal error")
         self.connection.drop_messages()
+
+
+async def _answer(behaviour: Any, requests: Connection, context: LocalContext) -> None:
+    """Run the handler of a unary call."""
+    request = await anext(requests, None)
+    if request is None:
+        await context.abort(grpc.StatusCode.INTERNAL, "the call ended without a request")
+    await context.write(await behaviour(request, context))
 
 
 def _send_status(connection: Connection, code: grpc.StatusCode, details: str = "", metadata: Metadata = ()) -> None:

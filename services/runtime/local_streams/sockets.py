@@ -7,7 +7,7 @@ import stat
 
 from ..peers import addresses
 
-SUFFIX = ".streams"
+SUFFIX = ".calls"
 _BACKLOG = 128
 
 

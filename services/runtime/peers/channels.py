@@ -71,8 +71,8 @@ class Channels:
     def open(self, address: str, service: str) -> grpc.aio.Channel:
         """Return a lazily connecting channel to ``host:port`` or ``unix:/path``; the caller closes it.
 
-        With TLS it connects only to a peer whose certificate names ``service``. Without, bidirectional calls to a
-        unix socket are local streams.
+        With TLS it connects only to a peer whose certificate names ``service``. Without, calls to a unix socket are
+        local streams where they can be.
         """
         channel = self._connect(address, service)
         self._open.add(channel)

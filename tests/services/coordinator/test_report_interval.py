@@ -3,14 +3,20 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokenloom.services.coordinator.coordinator_servicer import WATCH_SECONDS
 from tokenloom.services.coordinator.report_interval import MAX_REPORTS_PER_SECOND, ReportPace, report_interval
 
 
 def test_the_interval_grows_with_the_engines() -> None:
-    assert [report_interval(count) for count in (0, 1, 150, 151, 500, 1000, 1001, 5000)] == [
-        *(0.03, 0.03, 0.03, 0.06, 0.1, 0.2, 0.4, 1.0)
+    assert [report_interval(count) for count in (2, 150, 151, 500, 1000, 1001, 5000)] == [
+        *(0.03, 0.03, 0.06, 0.1, 0.2, 0.4, 1.0)
     ]
     assert report_interval(100_000) == 1.0
+
+
+def test_the_only_engine_reports_as_often_as_it_is_shown() -> None:
+    assert [report_interval(count) for count in (0, 1)] == [WATCH_SECONDS] * 2
+    assert report_interval(2, before=WATCH_SECONDS) == 0.03
 
 
 @given(st.lists(st.integers(0, 5000), max_size=20))

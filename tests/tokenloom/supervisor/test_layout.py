@@ -32,7 +32,7 @@ def test_one_of_each_in_the_order_in_which_they_drain() -> None:
 def test_internal_parts_listen_on_sockets_of_the_private_directory() -> None:
     for part in parts_of(options(), DIRECTORY, PORTS)[1:]:
         assert flag(part, "--listen") == f"unix:/run/mesh/{part.name}.sock"
-        assert part.leftovers[:2] == (DIRECTORY / f"{part.name}.sock", DIRECTORY / f"{part.name}.sock.streams")
+        assert part.leftovers[:2] == (DIRECTORY / f"{part.name}.sock", DIRECTORY / f"{part.name}.sock.calls")
 
 
 def test_coordinators_compete_for_a_lock_and_one_address() -> None:

@@ -26,7 +26,7 @@ async def test_an_engine_behind_proxies(socket_dir: Path) -> None:
         assert flag(engine, "--kv-advertise-address") == f"unix:{socket_dir}/engine-0-kv.sock"
         assert [path.name for path in engine.leftovers] == [
             "engine-0-real.sock",
-            "engine-0-real.sock.streams",
+            "engine-0-real.sock.calls",
             "engine-0-kv-real.sock",
         ]
         assert "--advertise-address" not in tokenizer.command

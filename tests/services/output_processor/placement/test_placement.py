@@ -194,3 +194,36 @@ async def test_an_engine_that_refused_is_left_out_while_the_coordinator_is_away(
         for name in "ab":
             placer._left_out.add(EngineKey(name, 1))
         assert await placed(without_time()) in "ab"  # better than none
+
+
+async def test_the_only_engine_is_not_asked_for(socket_dir: Path) -> None:
+    only, other = (engine(name, socket_dir) for name in "ab")
+    only.limits.max_model_len = 4
+    fake = FakeCoordinator([only], [EngineRole.ENGINE_ROLE_BOTH])
+    async with (
+        serve_coordinator(socket_dir / "c", fake),
+        serve_engine(FakeEngine(only)),
+        placing(socket_dir) as placer,
+        asyncio.timeout(SOON),
+    ):
+        await fake.watched.wait()
+        assert placer.at_once(submit(1)) is None, "no stream to it is open"
+        await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL, without_time())
+        attempt = placer.at_once(submit(1))
+        assert attempt is not None
+        assert (attempt.link.key, attempt.pick, attempt.whole_request) == (EngineKey("a", 1), None, True)
+        assert placer.ask(submit(1)) is None
+        adapted = submit(1)
+        adapted.prompt.adapter = b"a"
+        for needs_answer in (
+            submit(1, [1] * 4),  # too long
+            submit(1, trace_headers={"traceparent": "x"}),
+            submit(1, data_parallel_rank=0),
+            adapted,
+        ):
+            assert placer.at_once(needs_answer) is None
+        fake.engines, fake.roles = [only, other], [EngineRole.ENGINE_ROLE_BOTH] * 2
+        fake.publish()
+        while placer.at_once(submit(1)) is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert len(fake.requests) == 1

@@ -157,6 +157,9 @@ class Placements:
         self.tasks: list[Task] = []
         self.num_out = 0
 
+    def at_once(self, _: object) -> None:
+        return None
+
     async def place(self, request: object, role: EngineRole, search: EngineSearch, **_: object) -> Attempt:
         later = Later()
         entry = role, later

@@ -196,6 +196,9 @@ class NoPlacer:
     def ask(self, _: object) -> object:
         return self
 
+    def at_once(self, _: object) -> None:
+        return None
+
     async def place(self, *_: object, **__: object) -> None:
         await asyncio.Event().wait()
 

@@ -33,6 +33,8 @@ class NoPlacer:
     def ask(self, _: object) -> None:
         return None
 
+    at_once = ask
+
     async def place(self, *_: object, **__: object) -> None:
         await asyncio.Event().wait()
 

@@ -18,6 +18,7 @@ from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.runtime.local_streams.call import LocalCall
 from tokenloom.services.runtime.local_streams.channel import LocalChannel
+from tokenloom.services.runtime.local_streams.server import LocalContext
 from tokenloom.services.runtime.peers.channels import Channels, open_channel
 from tokenloom.v1 import coordinator_pb2 as pb
 from tokenloom.v1 import coordinator_pb2_grpc
@@ -28,6 +29,9 @@ class Picking(coordinator_pb2_grpc.CoordinatorServicer):
 
     def __init__(self) -> None:
         self.error: Exception | None = None
+        self.contexts: list[Any] = []  # of Pick
+        self.hold: asyncio.Event | None = None  # Pick waits for it
+        self.was_cancelled = asyncio.Event()
 
     async def start(self, host: Host) -> None:
         self.host = host
@@ -38,6 +42,15 @@ class Picking(coordinator_pb2_grpc.CoordinatorServicer):
     async def stop(self) -> None: ...
 
     async def Pick(self, request: pb.PickRequest, context: Any) -> pb.PickResponse:
+        self.contexts.append(context)
+        if self.error is not None:
+            raise self.error
+        try:
+            if self.hold is not None:
+                await self.hold.wait()
+        except asyncio.CancelledError:
+            self.was_cancelled.set()
+            raise
         return pb.PickResponse(whole_request=True)
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.Snapshot]:
@@ -72,6 +85,38 @@ async def pick_twice(call: Any) -> None:
     assert await call.read() is grpc.aio.EOF
 
 
+async def test_unary_calls_are_local_unless_they_have_options(picking: Picking, socket_dir: Path) -> None:
+    async with Channels().open(picking.host.address, "coordinator") as channel:
+        stub = coordinator_pb2_grpc.CoordinatorStub(channel)
+        for options in ({}, {"metadata": ()}, {"timeout": 5.0}, {"metadata": (("a", "b"),)}):
+            assert (await stub.Pick(pb.PickRequest(), **options)).whole_request
+        (socket_dir / "s.calls").unlink()
+        assert (await stub.Pick(pb.PickRequest())).whole_request
+    assert [isinstance(context, LocalContext) for context in picking.contexts] == [True, True, False, False, False]
+
+
+async def test_a_unary_call_that_its_caller_cancels(picking: Picking) -> None:
+    picking.hold = asyncio.Event()
+    async with Channels().open(picking.host.address, "coordinator") as channel:
+        call = asyncio.ensure_future(coordinator_pb2_grpc.CoordinatorStub(channel).Pick(pb.PickRequest()))
+        while not picking.contexts:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        call.cancel()
+        await picking.was_cancelled.wait()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+
+async def test_a_unary_call_without_a_request(picking: Picking) -> None:
+    async with Channels().open(picking.host.address, "coordinator") as channel:
+        assert isinstance(channel, LocalChannel)
+        call = channel.open_call("/tokenloom.v1.Coordinator/Pick", None, None)
+        assert call is not None
+        await call.done_writing()
+        with pytest.raises(grpc.aio.AioRpcError, match="without a request"):
+            await call.read()
+
+
 async def test_streams_are_local_and_the_rest_is_grpcs(picking: Picking) -> None:
     async with Channels().open(picking.host.address, "coordinator") as channel:
         stub = coordinator_pb2_grpc.CoordinatorStub(channel)
@@ -104,7 +149,7 @@ async def test_what_a_local_stream_does_not_carry_goes_over_grpc(picking: Pickin
 
 
 async def test_a_peer_without_local_streams(picking: Picking, socket_dir: Path) -> None:
-    (socket_dir / "s.streams").unlink()
+    (socket_dir / "s.calls").unlink()
     async with Channels().open(picking.host.address, "coordinator") as channel:
         call = coordinator_pb2_grpc.CoordinatorStub(channel).PickStream()
         assert not isinstance(call, LocalCall)
@@ -151,15 +196,17 @@ async def test_the_edge_makes_statuses_of_errors(
 ) -> None:
     picking.error = error
     async with Channels().open(picking.host.address, "coordinator") as channel:
-        call = coordinator_pb2_grpc.CoordinatorStub(channel).PickStream()
+        stub = coordinator_pb2_grpc.CoordinatorStub(channel)
+        call = stub.PickStream()
         await call.write(BATCH)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-    received = wire_errors.from_rpc(caught.value)
-    assert type(received) is expected
-    assert "/etc" not in received.message
-    assert received.field == ("top_p" if expected is errors.InvalidArgument else None)
-    assert received.retry_after == (2.5 if expected is errors.ResourceExhausted else None)
+        for answer in (call.read(), stub.Pick(pb.PickRequest())):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await answer
+            received = wire_errors.from_rpc(caught.value)
+            assert type(received) is expected
+            assert "/etc" not in received.message
+            assert received.field == ("top_p" if expected is errors.InvalidArgument else None)
+            assert received.retry_after == (2.5 if expected is errors.ResourceExhausted else None)
 
 
 async def test_a_method_left_to_the_generated_class(picking: Picking, caplog: pytest.LogCaptureFixture) -> None:
@@ -213,7 +260,7 @@ async def test_only_unix_sockets_have_them(socket_dir: Path) -> None:
 
 
 async def test_a_socket_that_cannot_be_had(settings: ServiceSettings, socket_dir: Path) -> None:
-    (socket_dir / "s.streams").mkdir()
+    (socket_dir / "s.calls").mkdir()
     with pytest.raises(errors.Unavailable, match="cannot bind"):
         async with running(Picking(), settings):
             pass

@@ -13,15 +13,15 @@ from tokenloom.services.runtime.local_streams import sockets
 
 
 def test_the_path_next_to_the_unix_socket_of_grpc() -> None:
-    assert sockets.path_beside("unix:/run/mesh/engine-0.sock") == "/run/mesh/engine-0.sock.streams"
-    assert sockets.path_beside("unix:///run/e") == "/run/e.streams"
+    assert sockets.path_beside("unix:/run/mesh/engine-0.sock") == "/run/mesh/engine-0.sock.calls"
+    assert sockets.path_beside("unix:///run/e") == "/run/e.calls"
     assert sockets.path_beside("127.0.0.1:80") is None
     assert sockets.path_beside("dns:///engines:80") is None
 
 
 def test_a_path_that_leaves_no_room() -> None:
-    assert sockets.path_beside("unix:/" + "a" * 98) == "/" + "a" * 98 + ".streams"
-    assert sockets.path_beside("unix:/" + "a" * 99) is None
+    assert sockets.path_beside("unix:/" + "a" * 100) == "/" + "a" * 100 + ".calls"
+    assert sockets.path_beside("unix:/" + "a" * 101) is None
 
 
 def test_no_listener(socket_dir: Path) -> None:

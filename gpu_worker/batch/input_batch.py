@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from tokenloom.engine_core.wire.core_pooling_params import PoolingParams
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
@@ -14,6 +15,7 @@ from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRe
 
 from ..pooling.pooled_rows import PooledRows
 from ..sampler import LogprobRows, make_logits_processors
+from .best_tokens import make_best_tokens
 from .block_table import BlockTable
 from .expected_tokens import UNKNOWN_TOKEN, Places
 from .gatherer import make_gatherer
@@ -80,6 +82,7 @@ class InputBatch:
         self._changes: RowChanges | None = None
         self._max_num_seqs = max_num_seqs
         self._gatherer = make_gatherer(self._token_ids, self._num_computed, self._num_tokens, self.block_table)
+        self._best_tokens = make_best_tokens(self._token_ids, self._num_tokens)
         self.clear()
 
     def clear(self) -> None:
@@ -323,6 +326,18 @@ class InputBatch:
         self._token_ids[rows, ends] = token_ids
         self._num_tokens[rows] = ends + 1
         self.logits_processors.append(rows, token_ids)
+
+    def append_best(self, rows: Ints, logits: Tensor) -> Ints | None:
+        """Append the token of the largest logit [n, vocab] to each of these rows, all or a part of those of the step
+        that was prepared last; no request may ask for changed logits.
+
+        Returns the tokens [n], which hold until the next call; None: not all rows are greedy, or a kernel cannot choose
+        their tokens, and nothing was appended.
+        """
+        members, best_tokens = self._members, self._best_tokens
+        if best_tokens is None or members is None or not members.are_greedy:
+            return None
+        return best_tokens.append(members.rows_at if rows is members.rows else rows.ctypes.data, logits)
 
     def expect_tokens(self, rows: Ints) -> Places:
         """Append a token that only the device knows to each of these rows, as :meth:`append` does with known ones.

@@ -23,9 +23,12 @@ class Members:
     """The address of ``rows``."""
     params: list[SamplingParams]
     """[R]"""
+    are_greedy: bool
+    """Whether all take the tokens of the largest logits."""
 
     @classmethod
     def find(cls, req_ids: list[str], row_of: Mapping[str, int], params: Mapping[int, SamplingParams]) -> Self:
         """Look up the rows of these requests, and the parameters of the rows."""
         rows = np.array([row_of[req_id] for req_id in req_ids], dtype=np.int64)
-        return cls(req_ids, rows, rows.ctypes.data, [params[row] for row in rows.tolist()])
+        wanted = [params[row] for row in rows.tolist()]
+        return cls(req_ids, rows, rows.ctypes.data, wanted, all(each.temperature == 0.0 for each in wanted))

@@ -71,6 +71,16 @@ class GatherArgs(Structure):
     ]
 
 
+class BestArgs(Structure):
+    """Mirrors the struct in ``batch.cpp``."""
+
+    _fields_ = [
+        *_fields(_P, "tokens known best logits rows"),
+        *_fields(_I64, "num_requests tokens_stride logits_stride vocab"),
+        *_fields(_I32, "num_threads"),
+    ]
+
+
 class LoraPart(Structure):
     """Mirrors the struct in ``lora.cpp``."""
 
@@ -222,10 +232,10 @@ def load_replay(march: str = "native") -> CDLL:
 
 @load_once
 def load_batch(march: str = "native") -> CDLL:
-    """Load what gathers the arrays of steps. Raises :class:`KernelsUnavailable`."""
+    """Load what gathers the arrays of steps and appends their tokens. Raises :class:`KernelsUnavailable`."""
     library = _load(build("batch", march))
-    library.gather.argtypes = [_P]
-    library.gather.restype = None
+    library.gather.argtypes = library.append_best.argtypes = [_P]
+    library.gather.restype, library.append_best.restype = None, _I32
     return library
 
 

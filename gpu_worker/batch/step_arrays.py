@@ -12,8 +12,10 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """Holds what ``StepInputs`` shows the beginnings of, for up to so many tokens [n] of so many requests [n]. Each owns
-    its memory, so it is the ``base`` of its parts."""
+    """Holds what ``StepInputs`` shows the beginnings of, for up to so many tokens [n] of so many requests [n].
+
+    Each array owns its memory, so it is the ``base`` of its parts.
+    """
 
     token_ids: Ints
     positions: Ints

@@ -113,7 +113,7 @@ class OfflineSample:
     def news(self, *, whole: bool) -> CompletionOutput:
         """Return a copy of the whole output so far, or of what is new since the last call."""
         full = self.completion
-        if not full.finished():
+        if self._num_decoded < len(full.token_ids):
             self._decode()
         chars, tokens = (0, 0) if whole else (self._num_reported_chars, self._num_reported_tokens)
         self._num_reported_chars, self._num_reported_tokens = len(full.text), len(full.token_ids)

@@ -43,18 +43,29 @@ struct BestArgs {
 namespace {
 
 constexpr int64_t STRETCH = 1024;    // numbers that are searched again for the place of their largest one
-constexpr int64_t FEW = 32 * 1024;   // numbers that one thread compares in the time in which another one begins
+constexpr int64_t FEW = 128 * 1024;  // numbers that one thread compares in the time that sharing them takes
+constexpr int CHAINS = 4;            // registers, because a comparison takes 4 cycles
+
+// Whether a lane is not zero.
+bool any(VecInt x) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x);
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)x, (__m256i)x);
+#else
+  return fold(x, [](VecInt a, VecInt b) { return a | b; });
+#endif
+}
 
 // The place of the largest of n numbers, of equal ones the first; -1 if one of them is NaN or the largest is infinite.
 int64_t place_of_largest(const float* x, int64_t n) {
-  constexpr int CHAINS = 4;
-  const Vec least = splat(-INFINITY);
   float top = -INFINITY;
   int64_t where = 0;
   VecInt is_nan = {};
   for (int64_t begin = 0; begin < n; begin += STRETCH) {
     const int64_t end = std::min(n, begin + STRETCH);
-    Vec tops[CHAINS] = {least, least, least, least};
+    Vec tops[CHAINS];
+    std::fill_n(tops, CHAINS, splat(-INFINITY));
     int64_t i = begin;
     for (; i + CHAINS * LANES <= end; i += CHAINS * LANES)
 #pragma GCC unroll 4
@@ -70,9 +81,8 @@ int64_t place_of_largest(const float* x, int64_t n) {
     }
     if (found > top) top = found, where = begin;
   }
-  for (int lane = 0; lane < LANES; ++lane)
-    if (is_nan[lane]) return -1;
-  if (!std::isfinite(top)) return -1;
+  if (any(is_nan) || !std::isfinite(top)) return -1;
+  while (where + LANES <= n && !any(load(x + where) == top)) where += LANES;
   while (x[where] != top) ++where;
   return where;
 }

@@ -21,8 +21,8 @@ def hash_next_block(request: Request, block_size: int, seed: bytes) -> None:
 
 
 class RequestHasher:
-    """Computes the block hashes of requests. One that begins as the request before it takes over the hashes of what they
-    share: comparing the tokens of a block takes a fifth of the time of its hash."""
+    """Computes the block hashes of requests. One that begins as the request before it takes over the hashes of what
+    they share: comparing the tokens of a block takes a fifth of the time of its hash."""
 
     def __init__(self, block_size: int, seed: bytes) -> None:
         """``seed``: the root of all chains."""

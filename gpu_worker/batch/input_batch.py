@@ -15,8 +15,8 @@ from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRe
 
 from ..pooling.pooled_rows import PooledRows
 from ..sampler import LogprobRows, make_logits_processors
-from .best_tokens import make_best_tokens
 from .block_table import BlockTable
+from .drawer import make_drawer
 from .expected_tokens import UNKNOWN_TOKEN, Places
 from .gatherer import Gathered, make_gatherer
 from .members import Members
@@ -85,7 +85,7 @@ class InputBatch:
         self._gatherer = make_gatherer(self._token_ids, self._num_computed, self._num_tokens, self.block_table)
         self._gathered: Gathered | None = None
         self._inputs: StepInputs  # those of ``_gathered``
-        self._best_tokens = make_best_tokens(self._token_ids, self._num_tokens)
+        self._drawer = make_drawer(self._token_ids, self._num_tokens, self._num_prompt_tokens)
         self.clear()
 
     def clear(self) -> None:
@@ -343,17 +343,15 @@ class InputBatch:
         self._num_tokens[rows] = ends + 1
         self.logits_processors.append(rows, token_ids)
 
-    def append_best(self, rows: Ints, logits: Tensor) -> Ints | None:
-        """Append the token of the largest logit [n, vocab] to each of these rows, all or a part of those of the step
-        that was prepared last; no request may ask for changed logits.
+    def append_drawn(self, places: Ints, logits: Tensor) -> Ints | None:
+        """Draw a token for each of the requests ``places`` [n] of the step that was prepared last, from logits
+        [n, vocab] of the host, and append it; no request may ask for changed logits.
 
-        Returns the tokens [n], which hold until the next call; None: not all rows are greedy, or a kernel cannot choose
-        their tokens, and nothing was appended.
+        Returns the tokens [n], which hold until the next call; None: no kernel can draw them, and nothing was appended.
         """
-        members, best_tokens = self._members, self._best_tokens
-        if best_tokens is None or members is None or not members.are_greedy:
+        if self._drawer is None or self._members is None:
             return None
-        return best_tokens.append(members.rows_at if rows is members.rows else rows.ctypes.data, logits)
+        return self._drawer.append(self._members, places, logits)
 
     def expect_tokens(self, rows: Ints) -> Places:
         """Append a token that only the device knows to each of these rows, as :meth:`append` does with known ones.

@@ -71,12 +71,12 @@ class GatherArgs(Structure):
     ]
 
 
-class BestArgs(Structure):
-    """Mirrors the struct in ``batch.cpp``."""
+class DrawArgs(Structure):
+    """Mirrors the struct in ``draw.cpp``."""
 
     _fields_ = [
-        *_fields(_P, "tokens known best logits rows"),
-        *_fields(_I64, "num_requests tokens_stride logits_stride vocab"),
+        *_fields(_P, "tokens known prompts rows params places logits drawn"),
+        *_fields(_I64, "num_drawn tokens_stride logits_stride vocab"),
         *_fields(_I32, "num_threads"),
     ]
 
@@ -232,10 +232,18 @@ def load_replay(march: str = "native") -> CDLL:
 
 @load_once
 def load_batch(march: str = "native") -> CDLL:
-    """Load what gathers the arrays of steps and appends their tokens. Raises :class:`KernelsUnavailable`."""
+    """Load what gathers the arrays of steps. Raises :class:`KernelsUnavailable`."""
     library = _load(build("batch", march))
-    library.gather.argtypes = library.append_best.argtypes = [_P]
-    library.gather.restype, library.append_best.restype = None, _I32
+    library.gather.argtypes = [_P]
+    library.gather.restype = None
+    return library
+
+
+@load_once
+def load_draw(march: str = "native") -> CDLL:
+    """Load what draws the tokens of steps. Raises :class:`KernelsUnavailable`."""
+    library = _load(build("draw", march))
+    library.append_drawn.argtypes, library.append_drawn.restype = [_P], _I32
     return library
 
 

@@ -62,9 +62,9 @@ class StepSampler:
         """Draw a token for each request of ``inputs.sampled`` [S] from its row of ``logits`` [S, vocab]."""
         self.measure(inputs, logits, output)
         if self.device_sampler is None and self.only_draws(grammar):
-            best = self.batch.append_best(rows_of(inputs, inputs.sampled), logits)
-            if best is not None:
-                self._report(inputs, best, output)
+            tokens = self.batch.append_drawn(inputs.sampled, logits)
+            if tokens is not None:
+                self._report(inputs, tokens, output)
                 return
         self._complete(inputs, *self.draw_rows(inputs, inputs.sampled, logits, grammar, output), output)
 

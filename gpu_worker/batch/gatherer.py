@@ -95,7 +95,8 @@ class Gatherer:
     def _choose_room(self, num_tokens: int) -> None:
         """Let the arrays of tokens be those that never move, or larger ones if the step needs them."""
         if num_tokens > len(self._many[0]):
-            self._many = tuple(np.empty((3, 2 * num_tokens), dtype=np.int64))
+            token_ids, positions, slots = np.empty((3, 2 * num_tokens), dtype=np.int64)
+            self._many = token_ids, positions, slots
         wanted = self._few if num_tokens <= len(self._few[0]) else self._many
         if wanted is not self._in_use:
             self._point_to(wanted)

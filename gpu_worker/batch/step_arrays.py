@@ -29,6 +29,7 @@ class StepArrays:
     @classmethod
     def allocate(cls, most: int, most_blocks: int) -> Self:
         """Allocate arrays of zeros; memory that no step touches is never mapped."""
-        tokens = (np.zeros(most, dtype=np.int64) for _ in range(3))
-        starts, lengths = (np.zeros(most + more, dtype=np.int32) for more in (1, 0))
-        return cls(*tokens, starts, lengths, np.zeros((most, most_blocks), dtype=np.int32))
+        token_ids, positions, slots = (np.zeros(most, dtype=np.int64) for _ in range(3))
+        query_starts, seq_lens = (np.zeros(most + more, dtype=np.int32) for more in (1, 0))
+        block_tables = np.zeros((most, most_blocks), dtype=np.int32)
+        return cls(token_ids, positions, slots, query_starts, seq_lens, block_tables)

@@ -35,7 +35,7 @@ class StepInputs:
 
     req_ids: list[str]
     rows: Ints
-    """[R]: rows of the input batch."""
+    """[R]: rows of the input batch; the same array while the same requests go on in them."""
     token_ids: Ints
     """[T]"""
     positions: Ints

@@ -13,7 +13,7 @@ from .group_events import FirstGroupEvents, group_key
 from .kv_events import KVEventLog
 from .kv_groups import NULL_BLOCK, KVGroup, KVNeed, first_seen_block
 from .prefix_search import find_prefix
-from .request_hashes import hash_next_block
+from .request_hashes import RequestHasher
 
 
 class GroupedKVCacheManager:
@@ -47,7 +47,7 @@ class GroupedKVCacheManager:
         self.num_slots = self._need.capacity(self.pool.num_blocks) * config.block_size
         """Tokens of the longest request that the empty pool has room for."""
         self._windowed = [(index, group.window) for index, group in enumerate(groups) if group.window is not None]
-        self._hash_seed = config.block_hash_seed
+        self._hasher = RequestHasher(config.block_size, config.block_hash_seed)
         self._events = events
         if events is not None:
             self.pool.listeners.append(FirstGroupEvents(events))
@@ -235,7 +235,7 @@ class GroupedKVCacheManager:
     def _hash(self, request: Request, index: int) -> bytes:
         """Return the hash of the block of tokens at ``index``, which is full; the request keeps the hashes."""
         while len(request.block_hashes) <= index:
-            hash_next_block(request, self.block_size, self._hash_seed)
+            self._hasher.add_next(request)
         return request.block_hashes[index]
 
     def _register_blocks(self, request: Request, num_full_blocks: int) -> None:

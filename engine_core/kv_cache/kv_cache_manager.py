@@ -4,7 +4,7 @@ from ..config import CacheConfig
 from ..scheduling.request import Request
 from .block_pool import BlockPool
 from .kv_events import KVEventLog
-from .request_hashes import hash_next_block
+from .request_hashes import RequestHasher
 
 
 class KVCacheManager:
@@ -27,7 +27,7 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, has_null_block=has_null_block)
         self.num_slots = self.pool.num_blocks * config.block_size
         """Tokens that the empty pool has room for."""
-        self._hash_seed = config.block_hash_seed
+        self._hasher = RequestHasher(config.block_size, config.block_hash_seed)
         self._events = events
         if events is not None:
             self.pool.listeners.append(events)
@@ -43,7 +43,7 @@ class KVCacheManager:
         hashes, find = request.block_hashes, self.pool.find
         for index in range(start, request.num_cacheable_tokens // self.block_size):
             if index == len(hashes):
-                hash_next_block(request, self.block_size, self._hash_seed)
+                self._hasher.add_next(request)
             if (block_id := find(hashes[index])) is None:
                 break
             hits.append(block_id)
@@ -133,7 +133,7 @@ class KVCacheManager:
             first -= 1  # an equal block of another request had this hash when ours was full, and was evicted
         for index in range(first, num_full_blocks):
             if index == len(hashes):
-                hash_next_block(request, self.block_size, self._hash_seed)
+                self._hasher.add_next(request)
             if self.pool.register(request.block_ids[index], hashes[index]) and self._events is not None:
                 start = index * self.block_size
                 token_ids = request.all_token_ids[start : start + self.block_size]

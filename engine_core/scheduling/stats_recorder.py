@@ -1,7 +1,8 @@
 """Counts what happens to requests in the scheduler, and attaches their events to their outputs."""
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
 
 from ..config import CacheConfig, SchedulerConfig
 from ..kv_cache.block_pool import BlockPool
@@ -71,14 +72,15 @@ class StatsRecorder:
 
     def stats(self, waiting: WaitingRequests, running: Sequence[Request], pool: BlockPool) -> SchedulerStats:
         """Return the counters, and gauges of the requests and blocks as they are now."""
-        stats = copy.copy(self._counters)
-        stats.num_waiting = len(waiting)
-        stats.num_running = len(running)
-        stats.num_waiting_tokens = waiting.num_tokens
-        stats.num_prefilling_tokens = _prefilling_tokens(running)
-        stats.kv_usage = pool.usage
-        stats.num_free_blocks = pool.num_free // pool.num_groups
-        return stats
+        return msgspec.structs.replace(
+            self._counters,
+            num_waiting=len(waiting),
+            num_running=len(running),
+            num_waiting_tokens=waiting.num_tokens,
+            num_prefilling_tokens=_prefilling_tokens(running),
+            kv_usage=pool.usage,
+            num_free_blocks=pool.num_free // pool.num_groups,
+        )
 
     def attach_events(self, outputs: Iterable[EngineCoreOutput]) -> None:
         """Move the events of each request since its last output into its output."""

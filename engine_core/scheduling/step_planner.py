@@ -3,7 +3,7 @@
 import bisect
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 
 from ..adapters import Adapters
@@ -69,6 +69,29 @@ class StepPlan:
         request.num_computed_tokens += num_new_tokens
         self.num_scheduled_tokens[request_id] = num_new_tokens
         self.budget -= num_new_tokens
+
+    def add_decodes(self, requests: Sequence[Request], allocate: Callable[[Request, int], list[int] | None]) -> int:
+        """Add requests of which each computes one token, from the first one on, as :meth:`add_running` does: up to one
+        that needs more thought, because it misses several tokens, will be full or gets no block. Returns how many.
+
+        This runs for nearly every request of every step, so the loop is written out.
+        """
+        req_ids, new_block_ids, computed = self._req_ids, self._new_block_ids, self._computed
+        count = 0
+        for request in requests[: self.budget]:
+            num_computed, num_in_flight = request.num_computed_tokens, request.num_output_placeholders
+            if request.num_tokens + num_in_flight - num_computed != 1 or (num_in_flight and request.will_be_full):
+                break
+            if (block_ids := allocate(request, 1)) is None:
+                break
+            req_ids.append(request.request_id)
+            new_block_ids.append(block_ids)
+            computed.append(num_computed)
+            request.num_computed_tokens = num_computed + 1
+            count += 1
+        self.num_scheduled_tokens.update(dict.fromkeys(req_ids[len(req_ids) - count :], 1))
+        self.budget -= count
+        return count
 
     def add_resumed(self, request: Request, num_new_tokens: int) -> None:
         """Add a request that was preempted: the worker builds its row anew."""
@@ -246,15 +269,15 @@ class StepPlanner:
 
     def _plan_running(self, plan: StepPlan, left_out: Collection[str] = (), *, may_preempt: bool = True) -> None:
         """Plan the running requests but for the ids ``left_out``."""
-        index, running, allocate = 0, self.running, self._kv.allocate
+        running, allocate = self.running, self._kv.allocate
+        index = 0 if left_out else plan.add_decodes(running, allocate)
         while index < len(running) and plan.budget > 0:
             request = running[index]
             is_full = request.num_output_placeholders and request.will_be_full
             if is_full or (left_out and request.request_id in left_out):
                 index += 1
                 continue
-            # As `num_missing_tokens` says; written out because this runs for every request of every step.
-            num_new_tokens = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+            num_new_tokens = request.num_missing_tokens
             if num_new_tokens > 1:
                 num_after = len(running) - index - 1  # each of these gets at least one token
                 num_new_tokens = self._chunk(request, plan.budget - num_after)

@@ -6,6 +6,7 @@ from ctypes import Structure
 import numpy as np
 import torch
 
+from ..batch.step_arrays import StepArrays
 from ..kernels.library import AttentionArgs
 from .attention_backend import AttentionBackend, AttentionPlan, IntArray
 from .cpu_backend import CPUBackend, CPUPlan
@@ -17,35 +18,46 @@ from .shared_prefix import SharedPrefixes
 class _FixedArrays:
     """Holds the arrays of one group of layers."""
 
-    def __init__(self, backend: CPUBackend, most_tokens: int, most_blocks: int) -> None:
+    def __init__(self, backend: CPUBackend, arrays: StepArrays) -> None:
         self._backend = backend
-        members, starts, lengths = (np.zeros(most_tokens + more, dtype=np.int32) for more in (0, 1, 0))
+        most = len(arrays.seq_lens)
+        members, starts, lengths = (np.zeros(most + more, dtype=np.int32) for more in (0, 1, 0))
         self._arrays = PlanArrays(
-            query_starts=np.zeros(most_tokens + 1, dtype=np.int32),
-            seq_lens=np.zeros(most_tokens, dtype=np.int32),
-            block_tables=np.zeros((most_tokens, most_blocks), dtype=np.int32),
-            slots=torch.zeros(most_tokens, dtype=torch.int64),
+            query_starts=arrays.query_starts,
+            seq_lens=arrays.seq_lens,
+            block_tables=arrays.block_tables,
+            slots=torch.from_numpy(arrays.slots),
             prefixes=SharedPrefixes(members, starts, lengths),
             num_requests=0,
             num_groups=0,
         )
-        self._slots = self._arrays.slots.numpy()
-        self.tables_at = self._arrays.block_tables.ctypes.data
+        self._slots = arrays.slots
+        self._decoding: IntArray | None = None  # the rows whose shared prefixes are known
+        self.tables_at = arrays.block_tables.ctypes.data
         self.num_requests = self.num_groups = 0
 
     def plan(self) -> CPUPlan:
         self._arrays.num_requests, self._arrays.num_groups = self.num_requests, self.num_groups
         return CPUPlan(self._backend, self._arrays)
 
-    def fill(self, query_starts: IntArray, seq_lens: IntArray, tables: IntArray, slots: IntArray) -> None:
+    def fill(
+        self, query_starts: IntArray, seq_lens: IntArray, tables: IntArray, slots: IntArray, rows: IntArray
+    ) -> None:
         arrays, count = self._arrays, len(seq_lens)
-        arrays.query_starts[: count + 1] = query_starts
-        arrays.seq_lens[:count] = seq_lens
-        arrays.block_tables[:count, : tables.shape[1]] = tables
-        self._slots[: len(slots)] = slots
-        self.num_requests, self.num_groups = count, 0
+        if seq_lens.base is not arrays.seq_lens:  # otherwise the batch gathered the step here
+            arrays.query_starts[: count + 1] = query_starts
+            arrays.seq_lens[:count] = seq_lens
+            arrays.block_tables[:count, : tables.shape[1]] = tables
+            self._slots[: len(slots)] = slots
+        self.num_requests = count
+        if rows is not self._decoding or len(slots) != count:
+            self._find_groups(query_starts, seq_lens, tables)
+            self._decoding = rows if len(slots) == count else None
+
+    def _find_groups(self, query_starts: IntArray, seq_lens: IntArray, tables: IntArray) -> None:
+        self.num_groups = 0
         finder = self._backend.prefixes
-        if count >= finder.fewest_members:
+        if len(seq_lens) >= finder.fewest_members:
             self._share(finder.find(np.diff(query_starts), seq_lens.copy(), tables.copy()))
 
     def _share(self, prefixes: SharedPrefixes) -> None:
@@ -59,19 +71,32 @@ class _FixedArrays:
 class FixedPlan:
     """Holds the arrays of every group of layers, for steps up to a size."""
 
-    def __init__(self, backend: AttentionBackend, parts: Sequence[CPUBackend], most_tokens: int, most_blocks: int):
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        parts: Sequence[CPUBackend],
+        most_tokens: int,
+        most_blocks: int,
+        gathered: StepArrays | None,
+    ) -> None:
         """``parts``: the backends of the groups; ``most_blocks``: of a request, in one group."""
         self.most_tokens = most_tokens
         self._backend = backend
-        self._parts = [_FixedArrays(part, most_tokens, most_blocks) for part in parts]
+        arrays = [gathered or StepArrays.allocate(most_tokens, most_blocks) for _ in parts]
+        self._parts = [_FixedArrays(part, own) for part, own in zip(parts, arrays, strict=True)]
+        self.token_ids, self.positions = arrays[0].token_ids, arrays[0].positions
+        """Where a recorded step reads its tokens [n] and their positions [n]."""
 
-    def fill(self, cu_query_lens: IntArray, seq_lens: IntArray, tables: IntArray, slots: IntArray) -> None:
-        """Copy the arrays of a step, as :meth:`.attention_backend.AttentionBackend.plan` gets them."""
+    def fill(
+        self, cu_query_lens: IntArray, seq_lens: IntArray, tables: IntArray, slots: IntArray, rows: IntArray
+    ) -> None:
+        """Copy the arrays of a step, as :meth:`.attention_backend.AttentionBackend.plan` gets them, but for those that
+        lie here. ``rows`` [R] of the batch are the same array while the same requests go on in them."""
         if len(self._parts) == 1:
-            self._parts[0].fill(cu_query_lens, seq_lens, tables, slots)
+            self._parts[0].fill(cu_query_lens, seq_lens, tables, slots, rows)
             return
         for index, part in enumerate(self._parts):
-            part.fill(cu_query_lens, seq_lens, tables[:, index :: len(self._parts)], slots[index])
+            part.fill(cu_query_lens, seq_lens, tables[:, index :: len(self._parts)], slots[index], rows)
 
     def plan(self) -> AttentionPlan:
         """Return a plan of the step that was filled in last."""
@@ -105,9 +130,15 @@ class BoundPlan:
                     args.num_groups = 0 if args.window else part.num_groups
 
 
-def make_fixed_plan(backend: AttentionBackend, most_tokens: int, most_blocks: int) -> FixedPlan | None:
-    """Return a plan for steps of so many tokens and blocks of a request; None: the backend's steps are not recorded."""
+def make_fixed_plan(
+    backend: AttentionBackend, most_tokens: int, most_blocks: int, gathered: StepArrays | None = None
+) -> FixedPlan | None:
+    """Return a plan for steps of so many tokens and blocks of a request; None: the backend's steps are not recorded.
+
+    ``gathered``: where a batch gathers its steps, so that these need no copy; None if there are groups of layers.
+    """
     parts = backend.parts if isinstance(backend, GroupedBackend) else [backend]
     if not all(isinstance(part, CPUBackend) for part in parts):
         return None
-    return FixedPlan(backend, [part for part in parts if isinstance(part, CPUBackend)], most_tokens, most_blocks)
+    found = [part for part in parts if isinstance(part, CPUBackend)]
+    return FixedPlan(backend, found, most_tokens, most_blocks, gathered)

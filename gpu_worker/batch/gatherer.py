@@ -11,6 +11,7 @@ from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import GatherArgs, load_batch
 from .block_table import BlockTable
 from .members import Members
+from .step_arrays import StepArrays
 
 Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
@@ -40,49 +41,70 @@ class Gatherer:
         """
         self._gather = load_batch().gather
         tables, num_blocks = table.block_ids, table.num_blocks
-        most = len(tables)
+        most = max(len(tables), _FEW_TOKENS)
         self._inputs = (tokens, computed, known, tables, num_blocks)
         self._lengths, self._sampled = np.ones(most, dtype=np.int64), np.empty(most, dtype=np.int64)
-        self._starts, self._seq_lens = np.empty(most + 1, dtype=np.int32), np.empty(most, dtype=np.int32)
-        self._tables = np.empty(tables.size, dtype=np.int32)  # memory that no step touches is never mapped
+        self.arrays = arrays = StepArrays.allocate(most, tables.shape[1])
+        """Where steps of up to so many tokens lie; of larger ones, only the arrays of requests."""
+        self._few = self._in_use = (arrays.token_ids, arrays.positions, arrays.slots)
+        self._many = self._few
         self._args = GatherArgs(
             *(each.ctypes.data for each in self._inputs),
             lengths=self._lengths.ctypes.data,
-            query_starts=self._starts.ctypes.data,
-            seq_lens=self._seq_lens.ctypes.data,
-            block_tables=self._tables.ctypes.data,
+            query_starts=arrays.query_starts.ctypes.data,
+            seq_lens=arrays.seq_lens.ctypes.data,
+            block_tables=arrays.block_tables.ctypes.data,
             sampled=self._sampled.ctypes.data,
             tokens_stride=tokens.shape[1],
             tables_stride=tables.shape[1],
             block_size=table.block_size,
         )
         self._where = byref(self._args)
-        self._make_room(_FEW_TOKENS)
+        self._point_to(self._few)
+        self._decodes: tuple[Members, int, Gathered] | None = None  # the last ones, and the width of their tables
 
     def gather(self, members: Members, lengths: Collection[int]) -> Gathered:
-        """Gather the arrays of a step that computes so many tokens of each of these requests."""
+        """Gather the arrays of a step that computes so many tokens of each of these requests.
+
+        Returns the same object while the same requests decode and the shapes of their arrays stay.
+        """
         args, count, num_tokens = self._args, len(lengths), sum(lengths)
-        if num_tokens > len(self._token_ids):
-            self._make_room(2 * num_tokens)
+        self._choose_room(num_tokens)
         self._lengths[:count] = 1 if num_tokens == count else list(lengths)
         args.rows, args.num_requests = members.rows_at, count
         self._gather(self._where)
-        width = args.width
+        if args.num_sampled != num_tokens:
+            return self._view(count, num_tokens)
+        last = self._decodes
+        if last is None or last[0] is not members or last[1] != args.width:
+            last = self._decodes = members, args.width, self._view(count, num_tokens)
+        return last[2]
+
+    def _view(self, count: int, num_tokens: int) -> Gathered:
+        arrays, (token_ids, positions, slots) = self.arrays, self._in_use
         return Gathered(
-            self._token_ids[:num_tokens],
-            self._positions[:num_tokens],
-            self._starts[: count + 1],
-            self._seq_lens[:count],
-            self._tables[: count * width].reshape(count, width),
-            self._slots[:num_tokens],
-            self._sampled[: args.num_sampled],
+            token_ids[:num_tokens],
+            positions[:num_tokens],
+            arrays.query_starts[: count + 1],
+            arrays.seq_lens[:count],
+            arrays.block_tables[:count, : self._args.width],
+            slots[:num_tokens],
+            self._sampled[: self._args.num_sampled],
         )
 
-    def _make_room(self, num_tokens: int) -> None:
-        self._token_ids, self._positions, self._slots = np.empty((3, num_tokens), dtype=np.int64)
-        args = self._args
-        args.token_ids, args.positions = self._token_ids.ctypes.data, self._positions.ctypes.data
-        args.slots = self._slots.ctypes.data
+    def _choose_room(self, num_tokens: int) -> None:
+        """Let the arrays of tokens be those that never move, or larger ones if the step needs them."""
+        if num_tokens > len(self._many[0]):
+            token_ids, positions, slots = np.empty((3, 2 * num_tokens), dtype=np.int64)
+            self._many = token_ids, positions, slots
+        wanted = self._few if num_tokens <= len(self._few[0]) else self._many
+        if wanted is not self._in_use:
+            self._point_to(wanted)
+
+    def _point_to(self, arrays: tuple[Ints, Ints, Ints]) -> None:
+        self._in_use = arrays
+        args, (token_ids, positions, slots) = self._args, arrays
+        args.token_ids, args.positions, args.slots = (each.ctypes.data for each in (token_ids, positions, slots))
 
 
 def make_gatherer(tokens: Int32s, computed: Ints, known: Ints, table: BlockTable) -> Gatherer | None:

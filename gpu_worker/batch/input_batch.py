@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from tokenloom.engine_core.wire.core_pooling_params import PoolingParams
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
@@ -15,12 +16,14 @@ from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRe
 from ..pooling.pooled_rows import PooledRows
 from ..sampler import LogprobRows, make_logits_processors
 from .block_table import BlockTable
+from .drawer import make_drawer
 from .expected_tokens import UNKNOWN_TOKEN, Places
-from .gatherer import make_gatherer
+from .gatherer import Gathered, make_gatherer
 from .members import Members
 from .prompt_logprobs import PromptLogprobs
 from .prompt_rows import PromptEmbeds, TokenRows
 from .row_changes import RowChanges
+from .step_arrays import StepArrays
 
 Ints = npt.NDArray[np.int64]
 _NONE: Mapping[str, list[int]] = MappingProxyType({})
@@ -32,7 +35,7 @@ class StepInputs:
 
     req_ids: list[str]
     rows: Ints
-    """[R]: rows of the input batch."""
+    """[R]: rows of the input batch; the same array while the same requests go on in them."""
     token_ids: Ints
     """[T]"""
     positions: Ints
@@ -80,6 +83,9 @@ class InputBatch:
         self._changes: RowChanges | None = None
         self._max_num_seqs = max_num_seqs
         self._gatherer = make_gatherer(self._token_ids, self._num_computed, self._num_tokens, self.block_table)
+        self._gathered: Gathered | None = None
+        self._inputs: StepInputs  # those of ``_gathered``
+        self._drawer = make_drawer(self._token_ids, self._num_tokens, self._num_prompt_tokens)
         self.clear()
 
     def clear(self) -> None:
@@ -107,6 +113,11 @@ class InputBatch:
     def max_num_seqs(self) -> int:
         """Return how many rows there are."""
         return self._max_num_seqs
+
+    @property
+    def gathered(self) -> StepArrays | None:
+        """Where the arrays of a step lie that has not more tokens than they; None: each step's lie elsewhere."""
+        return None if self._gatherer is None else self._gatherer.arrays
 
     def watch(self) -> RowChanges:
         """Return what collects the changes of rows and block tables from now on; no request may have a row yet."""
@@ -144,11 +155,15 @@ class InputBatch:
             self._resume(cached)
             return
         row_of, table = self._row_of, self.block_table
-        rows = [row_of[req_id] for req_id in cached.req_ids]
-        self._num_computed[rows] = cached.num_computed_tokens
+        members = self._members
+        if members is not None and members.req_ids == cached.req_ids:
+            self._num_computed[members.rows] = cached.num_computed_tokens
+        else:
+            self._num_computed[[row_of[req_id] for req_id in cached.req_ids]] = cached.num_computed_tokens
         if any(cached.new_block_ids):
-            for row, block_ids in zip(rows, cached.new_block_ids, strict=True):
-                table.append(row, block_ids)
+            for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+                if block_ids:
+                    table.append(row_of[req_id], block_ids)
 
     def _resume(self, cached: CachedRequestData) -> None:
         """Apply the changes of requests some of which were preempted and have no row."""
@@ -215,7 +230,11 @@ class InputBatch:
             self._token_ids[row, end : end + len(token_ids)] = token_ids
         counts, rows = num_scheduled_tokens.values(), members.rows
         if self._gatherer is not None and not self.prompt_embeds:
-            return StepInputs(members.req_ids, rows, *self._gatherer.gather(members, counts), drafts=drafts)
+            gathered = self._gatherer.gather(members, counts)
+            if gathered is not self._gathered or drafts:
+                self._gathered = None if drafts else gathered
+                self._inputs = StepInputs(members.req_ids, rows, *gathered, drafts=drafts)
+            return self._inputs
         lengths = np.fromiter(counts, dtype=np.int64, count=len(rows))
         return self.gather(members.req_ids, rows, self._num_computed[rows], lengths, drafts)
 
@@ -323,6 +342,16 @@ class InputBatch:
         self._token_ids[rows, ends] = token_ids
         self._num_tokens[rows] = ends + 1
         self.logits_processors.append(rows, token_ids)
+
+    def append_drawn(self, places: Ints, logits: Tensor) -> Ints | None:
+        """Draw a token for each of the requests ``places`` [n] of the step that was prepared last, from logits
+        [n, vocab] of the host, and append it; no request may ask for changed logits.
+
+        Returns the tokens [n], which hold until the next call; None: no kernel can draw them, and nothing was appended.
+        """
+        if self._drawer is None or self._members is None:
+            return None
+        return self._drawer.append(self._members, places, logits)
 
     def expect_tokens(self, rows: Ints) -> Places:
         """Append a token that only the device knows to each of these rows, as :meth:`append` does with known ones.

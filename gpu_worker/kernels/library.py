@@ -71,6 +71,16 @@ class GatherArgs(Structure):
     ]
 
 
+class DrawArgs(Structure):
+    """Mirrors the struct in ``draw.cpp``."""
+
+    _fields_ = [
+        *_fields(_P, "tokens known prompts rows params places logits drawn"),
+        *_fields(_I64, "num_drawn tokens_stride logits_stride vocab"),
+        *_fields(_I32, "num_threads"),
+    ]
+
+
 class LoraPart(Structure):
     """Mirrors the struct in ``lora.cpp``."""
 
@@ -226,6 +236,14 @@ def load_batch(march: str = "native") -> CDLL:
     library = _load(build("batch", march))
     library.gather.argtypes = [_P]
     library.gather.restype = None
+    return library
+
+
+@load_once
+def load_draw(march: str = "native") -> CDLL:
+    """Load what draws the tokens of steps. Raises :class:`KernelsUnavailable`."""
+    library = _load(build("draw", march))
+    library.append_drawn.argtypes, library.append_drawn.restype = [_P], _I32
     return library
 
 

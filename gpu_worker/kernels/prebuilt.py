@@ -24,7 +24,7 @@ _HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
 _SOFTCAP_HEAD_SIZES = (64, 128, 256)
 """Of Gemma 2, and of models with attention sinks."""
 _PRODUCTS = ("few_rows", "int8", "quantized", "bfloat16", "bfloat16_dots", "floats")
-_OTHERS = (*_PRODUCTS, "fused", "drafts", "replay", "batch", "lora", "pool", "sums")
+_OTHERS = (*_PRODUCTS, "fused", "drafts", "replay", "batch", "draw", "lora", "pool", "sums")
 
 Variant = tuple[str, dict[str, int]]
 """The name of a source, and the macros with which it is compiled."""

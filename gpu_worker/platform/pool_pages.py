@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
@@ -74,7 +74,8 @@ class PoolPages:
     def follow(self, step: SchedulerOutput) -> None:
         """Look at the blocks that requests got in this step, and begin to make more ready if few are left."""
         if self._ready < self._pool.num_blocks and self._is_possible:
-            used = 1 + max(map(max, _new_blocks(step)), default=-1)
+            new_blocks = _new_blocks(step)
+            used = 1 + max(map(max, new_blocks)) if new_blocks else 0
             if used > self._ready - self._ahead // 2 and (self._thread is None or not self._thread.is_alive()):
                 self._extend(used)
 
@@ -94,10 +95,10 @@ class PoolPages:
                     return
 
 
-def _new_blocks(step: SchedulerOutput) -> Iterator[list[int]]:
+def _new_blocks(step: SchedulerOutput) -> list[list[int]]:
     """Return the blocks of each request that got any."""
-    for new in step.scheduled_new_reqs:
-        if new.block_ids:
-            yield new.block_ids
-    if any(step.scheduled_cached_reqs.new_block_ids):
-        yield from filter(None, step.scheduled_cached_reqs.new_block_ids)
+    cached = step.scheduled_cached_reqs.new_block_ids
+    found = [each for each in cached if each] if any(cached) else []
+    if step.scheduled_new_reqs:
+        found += [new.block_ids for new in step.scheduled_new_reqs if new.block_ids]
+    return found

@@ -69,9 +69,8 @@ class RecordedModel:
     def __init__(self, plan: FixedPlan) -> None:
         """``plan`` holds the arrays from which every recorded step computes."""
         self._plan = plan
-        self._token_ids = torch.zeros(plan.most_tokens, dtype=torch.int64)
-        self._positions = torch.zeros(plan.most_tokens, dtype=torch.int64)
-        self._ids, self._places = self._token_ids.numpy(), self._positions.numpy()
+        self._ids, self._places = plan.token_ids, plan.positions
+        self._token_ids, self._positions = torch.from_numpy(self._ids), torch.from_numpy(self._places)
         self._memory = SharedMemory()
         self._steps: dict[_Size, _Step] = {}
         self._failed: set[_Size] = set()
@@ -118,9 +117,11 @@ class RecordedModel:
         step = self._steps.get(size)
         if step is None and (size in self._failed or len(self._failed) >= _MOST_FAILURES):
             return None
-        self._ids[:num_tokens] = inputs.token_ids
-        self._places[:num_tokens] = inputs.positions
-        self._plan.fill(inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping)
+        if inputs.token_ids.base is not self._ids:
+            self._ids[:num_tokens] = inputs.token_ids
+            self._places[:num_tokens] = inputs.positions
+        arrays = (inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping)
+        self._plan.fill(*arrays, inputs.rows)
         if step is None:
             with torch.inference_mode():
                 return self._record(size, model, kv_caches)

@@ -33,5 +33,5 @@ def make_recorded_steps(
     if eager:
         return None
     table = batch.block_table
-    plan = make_fixed_plan(backend, MOST_TOKENS, table.block_ids.shape[1] // table.num_groups)
+    plan = make_fixed_plan(backend, MOST_TOKENS, table.block_ids.shape[1] // table.num_groups, batch.gathered)
     return None if plan is None else RecordedModel(plan)

@@ -1,6 +1,7 @@
 """The output of a step, completed once its tokens are on the host."""
 
 import threading
+from collections.abc import Iterable
 
 from tokenloom.engine_core.wire.messages import Logprobs
 from tokenloom.engine_core.wire.scheduler_output import ModelRunnerOutput
@@ -60,7 +61,7 @@ class EndingStep:
         return self._output
 
 
-def by_request(tokens: list[int], indices: list[int], num_requests: int) -> list[list[int]]:
+def by_request(tokens: list[int], indices: Iterable[int], num_requests: int) -> list[list[int]]:
     """Return the tokens [S] of the requests ``indices`` [S] in a list for each request of the step."""
     if len(tokens) == num_requests:  # every request decodes
         return [[token_id] for token_id in tokens]

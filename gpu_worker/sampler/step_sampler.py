@@ -61,7 +61,18 @@ class StepSampler:
     ) -> None:
         """Draw a token for each request of ``inputs.sampled`` [S] from its row of ``logits`` [S, vocab]."""
         self.measure(inputs, logits, output)
+        if self.device_sampler is None and self.only_draws(grammar):
+            tokens = self.batch.append_drawn(inputs.sampled, logits)
+            if tokens is not None:
+                self._report(inputs, tokens, output)
+                return
         self._complete(inputs, *self.draw_rows(inputs, inputs.sampled, logits, grammar, output), output)
+
+    def _report(self, inputs: StepInputs, tokens: Ints, output: ModelRunnerOutput) -> None:
+        """Give the output the tokens [S], which the batch has already."""
+        output.sampled_token_ids = by_request(tokens.tolist(), inputs.sampled, len(inputs.req_ids))
+        if self._publish is not None:
+            self._publish(tokens.copy())
 
     def _complete(
         self, inputs: StepInputs, tokens: list[int], kept: RowLogprobs | None, output: ModelRunnerOutput

@@ -12,6 +12,7 @@ from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import Logprobs
 from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
+from tokenloom.gpu_worker.batch import input_batch
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
 from tokenloom.gpu_worker.model_runner import ModelRunner
 from tokenloom.gpu_worker.models.architectures import load_model
@@ -94,6 +95,25 @@ def test_a_batch_computes_what_each_computes_alone(runner):
         for req_id, tokens in drawn.items():
             together[req_id] += tokens
     assert together == alone
+
+
+def test_greedy_requests_get_the_tokens_that_numpy_finds(model, monkeypatch):
+    """Rows that draw beside a prompt that does not, a full context, and rows that end and are taken again."""
+
+    def draw():
+        backend = make_attention_backend("torch", model.config, 16, torch.device("cpu"))
+        runner = ModelRunner(model, backend, InputBatch(3, 48, 16), num_blocks=8)
+        news = [NewRequestData(r, PROMPTS[r], [], PARAMS["a"], BLOCKS[r][:3], 0) for r in PROMPTS]
+        steps = [run(runner, {"a": 11, "b": 2, "c": 30}, news=news)]
+        steps.append(run(runner, {"a": 1, "b": 1, "c": 5}, computed={"a": 11, "b": 2, "c": 30}))
+        steps.append(run(runner, {"c": 5, "b": 1}, computed={"c": 35, "b": 3}))
+        steps += [run(runner, {"c": 1}, computed={"c": 40 + step}) for step in range(8)]
+        steps.append(run(runner, {"a": 11, "b": 1}, news=news[:1], computed={"b": 4}, finished=["a", "c"]))
+        return [*steps, run(runner, {"b": 1, "a": 1}, computed={"b": 5, "a": 11})]
+
+    found = draw()
+    monkeypatch.setattr(input_batch, "make_drawer", lambda *_: None)
+    assert found == draw()
 
 
 def test_chunks_give_the_same_token_and_nothing_before_it(runner):

@@ -51,7 +51,8 @@ class OfflineRequest:
         if step.new_prompt_logprobs is not None:
             self.output.prompt_logprobs = sample.prompt_logprobs(step.new_prompt_logprobs)
         is_stopped = sample.accept(step)
-        self.output.finished = all(completion.finished() for completion in self.output.outputs)
+        if sample.completion.finished():
+            self.output.finished = all(completion.finished() for completion in self.output.outputs)
         return is_stopped
 
     def abort(self) -> None:

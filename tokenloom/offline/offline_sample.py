@@ -7,7 +7,7 @@ from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequ
 from tokenloom.request.reasoning import Reasoning
 from tokenloom.request.routed_experts import to_array
 from tokenloom.request.routed_rows import RoutedRows
-from tokenloom.services.output_processor.text.detokenizer import Detokenizer
+from tokenloom.services.output_processor.text.detokenizer import Detokenizer, StopMatch
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 
 from .outputs import CompletionOutput, Logprob
@@ -48,6 +48,10 @@ class OfflineSample:
             self.completion.num_reasoning_tokens = 0
         self._routed = RoutedRows(params.routed_experts_prompt_start) if params.return_routed_experts else None
         self._num_reported_chars = self._num_reported_tokens = 0
+        details = (self.completion.logprobs, text.reasoning, self._routed)
+        self._is_plain = not text.detokenizer.may_stop and all(each is None for each in details)
+        """Whether the text may be made when it is asked for: decoding it step by step takes longer."""
+        self._num_decoded = 0
 
     @property
     def num_new_tokens(self) -> int:
@@ -64,16 +68,18 @@ class OfflineSample:
 
         Raises ``ValueError`` if the request was at fault, ``RuntimeError`` if the core failed it.
         """
+        if self._is_plain and step.finish_reason is None:
+            self.completion.token_ids += step.new_token_ids
+            return False
         if step.error_field:
             raise ValueError(step.error)
         if step.finish_reason is FinishReason.ERROR:
             raise RuntimeError(f"request {step.request_id} failed: {step.error}")
         completion = self.completion
         ends = step.finish_reason is FinishReason.STOP
-        text, match = self._text.detokenizer.step(step.new_token_ids, ends_with_stop_token=ends)
-        completion.text += text
         num_before = len(completion.token_ids)
         completion.token_ids += step.new_token_ids
+        match = self._decode(ends_with_stop_token=ends)
         if match is not None:
             del completion.token_ids[match.num_tokens :]
         if (reasoning := self._text.reasoning) is not None:
@@ -91,6 +97,14 @@ class OfflineSample:
             self._finish(step.finish_reason, step.stop_token_id)
         return False
 
+    def _decode(self, *, ends_with_stop_token: bool = False) -> StopMatch | None:
+        """Make the text of the tokens since the last call."""
+        completion = self.completion
+        new, self._num_decoded = completion.token_ids[self._num_decoded :], len(completion.token_ids)
+        text, match = self._text.detokenizer.step(new, ends_with_stop_token=ends_with_stop_token)
+        completion.text += text
+        return match
+
     def prompt_logprobs(self, columns: Logprobs) -> list[dict[int, Logprob] | None]:
         """Return the log probabilities of the prompt; ``columns`` has all its tokens except the first."""
         prompt = self.core_request.prompt_token_ids
@@ -99,6 +113,8 @@ class OfflineSample:
     def news(self, *, whole: bool) -> CompletionOutput:
         """Return a copy of the whole output so far, or of what is new since the last call."""
         full = self.completion
+        if self._num_decoded < len(full.token_ids):
+            self._decode()
         chars, tokens = (0, 0) if whole else (self._num_reported_chars, self._num_reported_tokens)
         self._num_reported_chars, self._num_reported_tokens = len(full.text), len(full.token_ids)
         logprobs = None if full.logprobs is None else full.logprobs[tokens:]

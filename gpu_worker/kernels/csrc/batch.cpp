@@ -14,7 +14,7 @@ struct GatherArgs {
   const int64_t* num_blocks;
   // Of the step, by request: its row, and how many of its tokens the step computes.
   const int64_t *rows, *lengths;
-  // Written, as StepInputs holds them; block tables with `width` columns.
+  // Written, as StepInputs holds them; the first `width` columns of block tables as wide as those of the batch.
   int64_t *token_ids, *positions, *slots;
   int32_t *query_starts, *seq_lens, *block_tables;
   int64_t* sampled;
@@ -33,7 +33,7 @@ extern "C" void gather(GatherArgs* args) {
     const int32_t *table = a.tables + row * a.tables_stride, *tokens = a.tokens + row * a.tokens_stride;
     a.query_starts[r] = a.num_tokens;
     a.seq_lens[r] = end;
-    memcpy(a.block_tables + r * a.width, table, a.width * sizeof *table);
+    memcpy(a.block_tables + r * a.tables_stride, table, a.width * sizeof *table);
     for (int64_t p = start; p < end; ++p, ++a.num_tokens) {
       a.token_ids[a.num_tokens] = tokens[p];
       a.positions[a.num_tokens] = p;

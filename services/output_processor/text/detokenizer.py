@@ -60,6 +60,11 @@ class Detokenizer:
         self.num_tokens = 0
         """Output tokens seen, those of earlier attempts included; after a stop match, those that remain."""
 
+    @property
+    def may_stop(self) -> bool:
+        """Return whether a stop string can end the output."""
+        return self._stop is not None
+
     def step(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> tuple[str, StopMatch | None]:
         """Return text that can be shown now, and the stop string if one was completed; later tokens are ignored.
 

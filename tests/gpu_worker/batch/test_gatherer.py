@@ -65,3 +65,32 @@ def test_a_row_that_another_request_takes(batches: list[InputBatch]) -> None:
     found, expected = (batch.prepare({"a": 7, "b": 5}) for batch in batches)
     assert_equal(found, expected)
     assert found.block_tables.tolist() == [[6], [4]]
+
+
+def test_decodes_that_go_on_keep_their_arrays(batches: list[InputBatch]) -> None:
+    """Until their requests or shapes change. They lie where recorded kernels read them."""
+    batch = batches[0]
+    begin(batch, {"a": 20, "b": 5}, {"a": [2, 9], "b": [4]})
+    batch.prepare({"a": 20, "b": 5})
+    for row in range(2):
+        batch.append(np.array([row]), np.array([3]))
+
+    def decode(computed: list[int], counts: dict[str, int], new_blocks: list[list[int]] | None = None) -> StepInputs:
+        cached = CachedRequestData(list(counts), new_blocks or [[]] * len(counts), computed, {})
+        batch.update(SchedulerOutput([], cached, counts, len(counts), [], []))
+        return batch.prepare(counts, {"a": [7]} if counts["a"] > 1 else {})
+
+    first = decode([20, 5], {"a": 1, "b": 1})
+    arrays = batch.gathered
+    assert arrays is not None
+    assert first.seq_lens.base is arrays.seq_lens
+    assert first.token_ids.base is arrays.token_ids
+    assert decode([20, 5], {"a": 1, "b": 1}) is first
+    wider = decode([20, 5], {"a": 1, "b": 1}, [[], [7, 8]])
+    assert wider is not first
+    assert wider.block_tables.tolist() == [[2, 9, 0], [4, 7, 8]]
+    drafted = decode([20, 5], {"a": 2, "b": 1})
+    assert (drafted.drafts, drafted.token_ids.tolist()) == ({"a": [7]}, [3, 7, 3])
+    again = decode([20, 5], {"a": 1, "b": 1})
+    assert (again.drafts, again.token_ids.tolist()) == ({}, [3, 3])
+    assert decode([5, 20], {"b": 1, "a": 1}).seq_lens.tolist() == [6, 21]

@@ -35,10 +35,11 @@ def load(path: Path, dtype: str, **options: Any) -> Model:
 
 def make_runner(model: Model, *, records: bool, **config: Any) -> tuple[ModelRunner, RecordedModel | None]:
     backend = make_attention_backend("cpu", model.config, BLOCK, CPU)
-    plan = make_fixed_plan(backend, 8, 32)
+    batch = InputBatch(4, 256, BLOCK)
+    plan = make_fixed_plan(backend, 8, 32, batch.gathered)
     assert plan is not None
     recorded = RecordedModel(plan) if records else None
-    return ModelRunner(model, backend, InputBatch(4, 256, BLOCK), num_blocks=12, recorded=recorded, **config), recorded
+    return ModelRunner(model, backend, batch, num_blocks=12, recorded=recorded, **config), recorded
 
 
 def step(runner: ModelRunner, counts: dict[str, int], computed: dict[str, int]) -> Drawn:

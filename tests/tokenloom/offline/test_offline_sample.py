@@ -90,6 +90,20 @@ def test_news_are_the_whole_or_what_is_new(make, tokenizer):
     assert whole.token_ids is not sample.completion.token_ids
 
 
+@pytest.mark.parametrize("spells_out", [False, True])
+def test_text_is_the_same_whenever_it_is_made(make, tokenizer, spells_out):
+    """Without a stop string it is made when it is asked for; the end token is no part of it."""
+    sample, ids = make(stop=["never"] if spells_out else ()), tokenizer.encode("Once upon a time").ids
+    for token_id in ids[:3]:
+        sample.accept(step([token_id]))
+    first = sample.news(whole=True)
+    assert (first.text, first.token_ids) == (tokenizer.decode(ids[:3]), ids[:3])
+    for token_id in ids[3:]:
+        sample.accept(step([token_id]))
+    sample.accept(step([EOS], FinishReason.STOP, EOS))
+    assert sample.completion.text == sample.news(whole=True).text == "Once upon a time"
+
+
 def test_a_failed_request_raises(make):
     with pytest.raises(RuntimeError, match="request r failed: out of luck"):
         make().accept(step([], FinishReason.ERROR, error="out of luck"))

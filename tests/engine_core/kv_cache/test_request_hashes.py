@@ -1,0 +1,86 @@
+"""Hashes are those of the blocks' content, whatever request came before."""
+
+import numpy as np
+import pytest
+
+from tokenloom.engine_core.kv_cache.request_hashes import RequestHasher
+from tokenloom.engine_core.scheduling.request import Request
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.request import prompt_block_hash
+from tokenloom.request.prompt_block_hash import block_hashes
+
+SIZE = 4
+PREFIX = list(range(100, 112))
+
+
+def request(prompt: list[int], salt: bytes = b"") -> Request:
+    message = EngineCoreRequest("r", prompt, SamplingParams(max_tokens=8, seed=0), cache_salt=salt)
+    return Request(message, 64, 0)
+
+
+def hash_all(hasher: RequestHasher, wanted: Request) -> list[bytes]:
+    while len(wanted.block_hashes) < wanted.num_tokens // SIZE:
+        hasher.add_next(wanted)
+    return wanted.block_hashes
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [PREFIX, PREFIX],
+        [[*PREFIX, 1, 2, 3], [*PREFIX, 1, 2, 3, 4]],
+        [[*PREFIX, 1, 2, 3, 4], [*PREFIX, 1, 2], [*PREFIX, 1, 2, 3, 4, 5, 6, 7, 8]],
+        [PREFIX, [1, *PREFIX], PREFIX[:7], PREFIX[:8]],
+    ],
+)
+def test_hashes_are_those_of_the_content(prompts: list[list[int]]) -> None:
+    hasher = RequestHasher(SIZE, b"seed")
+    for prompt in prompts:
+        assert hash_all(hasher, request(prompt)) == block_hashes(prompt, SIZE, b"seed")
+
+
+def test_other_salts_share_nothing() -> None:
+    hasher = RequestHasher(SIZE, b"")
+    for salt in (b"one", b"two", b"two"):
+        assert hash_all(hasher, request(PREFIX, salt)) == block_hashes(PREFIX, SIZE, b"", salt)
+
+
+def test_the_output_of_the_request_before_counts() -> None:
+    hasher, before = RequestHasher(SIZE, b""), request(PREFIX)
+    hash_all(hasher, before)
+    for token_id in range(8):
+        before.append_token(token_id)
+    hash_all(hasher, before)
+    after = request([*PREFIX, 0, 1, 2, 3, 9, 9, 9, 9])
+    assert hash_all(hasher, after) == block_hashes(after.all_token_ids, SIZE)
+
+
+def test_shared_blocks_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+
+    def count(parent: bytes, token_ids: list[int], salt: bytes) -> bytes:
+        hashed.append(token_ids)
+        return prompt_block_hash.hash_block(parent, token_ids, salt)
+
+    monkeypatch.setattr("tokenloom.engine_core.kv_cache.request_hashes.hash_block", count)
+    hasher = RequestHasher(SIZE, b"")
+    for last in range(5):
+        hash_all(hasher, request([*PREFIX, last, last, last, last]))
+    assert len(hashed) == 4 + 4
+
+
+def test_embeddings_are_never_taken_for_tokens() -> None:
+    """Their ids are 0, as those of a prompt may be."""
+    hasher, zeros = RequestHasher(SIZE, b""), [0] * 8
+    first, second = (hash_all(hasher, with_rows(zeros, value)) for value in (1.0, 2.0))
+    plain = hash_all(hasher, request(zeros))
+    assert len({first[0], second[0], plain[0]}) == 3
+    assert plain == block_hashes(zeros, SIZE)
+
+
+def with_rows(prompt: list[int], value: float) -> Request:
+    wanted = request(prompt)
+    wanted.prompt_embeds = [EmbedsSpan(0, np.full((4, 2), value, dtype=np.float32))]
+    return wanted

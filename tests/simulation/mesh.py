@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tests.services.coordinator.lease.lease_server import LeaseServer
+from benchmarks.scale.takeover.lease_server import LeaseServer
 from tokenloom.checkpoint import tokenizer_fingerprint
 from tokenloom.model_path import DEMO_MODEL
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings

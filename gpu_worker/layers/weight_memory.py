@@ -40,7 +40,10 @@ class WeightMemory:
         return tensor.view(dtype).view(shape)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous copy of ``tensor``."""
+        """Return a contiguous copy of ``tensor``; of one without data (``meta``), as a check of a checkpoint has them,
+        another one without data."""
+        if tensor.is_meta:
+            return tensor.contiguous()
         return self.empty(*tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 

@@ -58,3 +58,11 @@ def test_a_slab_is_freed_with_its_last_tensor(monkeypatch):
     assert slabs[0]() is None
     memory.empty(LARGE, dtype=torch.uint8)
     assert len(slabs) == 2
+
+
+def test_a_copy_of_a_tensor_without_data_has_none_either():
+    """Checkpoints are checked with such tensors before weights are replaced."""
+    copy = WeightMemory(LARGE).copy(torch.empty(8, 4, device="meta", dtype=torch.int8).t())
+    assert copy.is_meta
+    assert copy.shape == (4, 8)
+    assert copy.is_contiguous()

@@ -41,7 +41,7 @@ struct PairRows {
   Vec settle(int i, int start, int end, int count) {
     if constexpr (LIMITS_SCORES)
       for (int t = 0; t < count; ++t) store(&scores[t][i * LANES], limited(a, load(&scores[t][i * LANES]) * a.scale));
-    if (!all_seen(i, start, count)) hide(i, start, end, count);
+    if (!all_seen(i, start, end, count)) hide(i, start, end, count);
     Vec now = top[i];
     for (int t = 0; t < count; ++t) now = maximum(now, scaled(t, i));
     return now;
@@ -62,7 +62,9 @@ struct PairRows {
     rows[r].target.write(output, top[r / LANES][r % LANES], weights[r / LANES][r % LANES]);
   }
 
-  bool all_seen(int i, int start, int count) const {
+  // Behind the end nothing is seen, though rows of requests that share a prefix have their own positions there.
+  bool all_seen(int i, int start, int end, int count) const {
+    if (start + count > end) return false;
     for (int r = 0; r < LANES; ++r) {
       if (last[i][r] < start + count - 1) return false;
       if (a.window && last[i][r] - a.window >= start) return false;

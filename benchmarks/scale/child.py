@@ -11,18 +11,21 @@ from typing import Self
 
 import psutil
 
+REMOTE_POLICY = os.SCHED_IDLE
+"""How processes that stand for other machines are scheduled: they get processor time only when the coordinator needs
+none. A low priority is not enough: Linux lets such a process run for some milliseconds before one with a higher
+priority that has work again."""
+
 
 class Child:
     """A process of a module of this package. To be used in a ``with`` block, which ends it."""
 
     def __init__(self, module: str, *arguments: object, is_remote: bool = True) -> None:
-        """``module``: its name in this package. ``is_remote``: whether it stands for parts on other machines, and so
-        gets processor time only when the coordinator needs none. A low priority is not enough: Linux lets such a
-        process run for some milliseconds before one with a higher priority that has work again."""
+        """``module``: its name in this package. ``is_remote``: whether it stands for parts on other machines."""
         command = (sys.executable, "-m", f"{__package__}.{module}", *map(str, arguments))
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if is_remote:
-            os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
+            os.sched_setscheduler(self._process.pid, REMOTE_POLICY, os.sched_param(0))
         self._times = psutil.Process(self._process.pid).cpu_times
 
     def __enter__(self) -> Self:

@@ -1,10 +1,11 @@
 """Tests ``bench scale`` with a few engines, and what it makes of its figures."""
 
+import os
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.scale import offered_picks, registry_case
+from benchmarks.scale import child, offered_picks, registry_case
 from benchmarks.scale.offered_picks import StreamResult
 from benchmarks.scale.picks import IndexMemory, PickCost
 from benchmarks.scale.registry_case import RegistryCase, RegistryResult, run_registry
@@ -58,6 +59,7 @@ COST, MEMORY = PickCost(1000, 40.0, 140.0), IndexMemory(1000, 60.0, 300.0)
 
 
 async def test_fake_engines_join_report_and_rejoin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "REMOTE_POLICY", os.SCHED_OTHER)  # other tests run beside this one
     monkeypatch.setattr(registry_case, "_PAUSE_SECONDS", 0.5)
     monkeypatch.setattr(registry_case, "RATES", ((200, 0), (100, 256)))
     monkeypatch.setattr(offered_picks, "_WARM_UP_SECONDS", 0.1)

@@ -1,5 +1,6 @@
 """Tests a takeover of two real coordinators with a few fake engines, and what is made of its figures."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ RESULT = Takeover(
 
 async def test_another_coordinator_takes_over_and_no_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(takeover, "_PAUSE_SECONDS", 0.5)
-    monkeypatch.setattr(child, "_NICE", 0)  # other tests run beside this one
+    monkeypatch.setattr(child, "REMOTE_POLICY", os.SCHED_OTHER)  # other tests run beside this one
     (result,) = await run_takeovers("file lock", engines=3, rounds=1)
     assert result.asked > 0
     assert result.answers > 0

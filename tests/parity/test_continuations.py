@@ -19,8 +19,8 @@ SEEDED = {"temperature": 0.8, "repetition_penalty": 1.1, "presence_penalty": 0.2
 MAX_GAP = 0.25
 """Between the log probabilities of two tokens that rounding may exchange: bfloat16 has 8 bits of a number."""
 MAX_SHARE = 0.75
-"""Of the continuations that may differ at all. With AVX-512 BF16 up to 42 % do, and with AMX and int8 7 of 12, because a
-prompt's attention and its products round otherwise than those of single tokens; each must still be a near tie."""
+"""Of the continuations that may differ at all. With AVX-512 BF16 up to 42 % do, and with AMX and int8 7 of 12, because
+a prompt's attention and its products round otherwise than those of single tokens; each must still be a near tie."""
 
 Continued = tuple[list[int], list[int], list[int]]
 """A prompt, its undisturbed output, and the output that was continued on another engine."""

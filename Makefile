@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 PROTOS := $(shell cd protos && find tokenloom -name '*.proto' | sort)
-PROTOC := PATH=$(CURDIR)/$(BIN):$$PATH python -m grpc_tools.protoc -I .
+PROTOC := PATH="$(CURDIR)/$(BIN):$$PATH" python -m grpc_tools.protoc -I .
 # Where pip finds torch; empty: the default index. PyTorch's public CPU index serves machines that would otherwise draw CUDA.
 TORCH_INDEX ?=
 TORCH_VERSION := 2.13.0

@@ -393,9 +393,7 @@ class ModelWorker:
         return make_recorded_steps(self._backend, self._platform, batch, most_tokens, eager=eager)
 
     def _make_backend(self, model_config: ModelConfig) -> AttentionBackend:
-        config = self._config
+        name, block_size = self._config.worker.attention_backend, self._config.cache.block_size
         if model_config.shard.spreads_context:
-            return ContextBackend(model_config, config.cache.block_size, self._device, self._ranks.group)
-        return make_attention_backend(
-            config.worker.attention_backend, model_config, config.cache.block_size, self._device
-        )
+            return ContextBackend(model_config, block_size, self._device, self._ranks.group)
+        return make_attention_backend(name, model_config, block_size, self._device)

@@ -94,9 +94,10 @@ class Pair:
         raise CoordinatorEnded("a coordinator ended by itself; the machine may be too busy")
 
     async def listening(self) -> None:
-        """Return when the one that was started last listens: it is the active one then."""
-        while not json.loads(self._state_file.read_text())["address"]:  # noqa: ASYNC110 - another process has no event
-            await asyncio.sleep(_LOOK_SECONDS)
+        """Return when the one that was started last listens: it is the active one then. Raises ``TimeoutError``."""
+        async with asyncio.timeout(START_SECONDS):
+            while not json.loads(self._state_file.read_text())["address"]:  # noqa: ASYNC110 - a process has no event
+                await asyncio.sleep(_LOOK_SECONDS)
 
     @property
     def _state_file(self) -> Path:

@@ -99,22 +99,25 @@ async def _take_over(mesh: _Mesh, number: int) -> Takeover:
     began = time.monotonic()
     mesh.pair.kill()
     listening = asyncio.create_task(_seconds_until_listening(mesh.pair, began))
-    await _until_joined(mesh.meter, mesh.engines, other_than=epoch)
-    engines_back = time.monotonic() - began
-    answered = await _until_answered(mesh.askers, number + 1)
-    old_picks = await picks_counted(mesh.meter, mesh.address, epoch)
-    await asyncio.sleep(_PAUSE_SECONDS)
-    after = await _counts(mesh.askers)
-    return Takeover(
-        listens=await listening,
-        answers=max(each["since"] for each in answered) - began,
-        engines_back=engines_back,
-        asked=int(sum(after.values()) - sum(before.values())),
-        by_snapshot=int(after["by_snapshot"] - before["by_snapshot"]),
-        refused=int(after["refused"] - before["refused"]),
-        old_answers=int(sum(each["late"] for each in await _counts_of_each(mesh.askers, COORDINATORS)) - late),
-        old_picks=old_picks,
-    )
+    try:
+        await _until_joined(mesh.meter, mesh.engines, other_than=epoch)
+        engines_back = time.monotonic() - began
+        answered = await _until_answered(mesh.askers, number + 1)
+        old_picks = await picks_counted(mesh.meter, mesh.address, epoch)
+        await asyncio.sleep(_PAUSE_SECONDS)
+        after = await _counts(mesh.askers)
+        return Takeover(
+            listens=await listening,
+            answers=max(each["since"] for each in answered) - began,
+            engines_back=engines_back,
+            asked=int(sum(after.values()) - sum(before.values())),
+            by_snapshot=int(after["by_snapshot"] - before["by_snapshot"]),
+            refused=int(after["refused"] - before["refused"]),
+            old_answers=int(sum(each["late"] for each in await _counts_of_each(mesh.askers, COORDINATORS)) - late),
+            old_picks=old_picks,
+        )
+    finally:
+        listening.cancel()  # otherwise it would go on after an error
 
 
 async def _seconds_until_listening(pair: Pair, began: float) -> float:

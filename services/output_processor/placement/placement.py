@@ -18,7 +18,7 @@ from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.output_processor_pb2 import Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
-from .engine_link import Attempt
+from .engine_link import Attempt, EngineLink
 from .engine_links import EngineLinks
 from .engine_search import EngineSearch
 from .last_snapshot import EngineKey, LastSnapshot
@@ -98,13 +98,15 @@ class Placer:
         Returns None when only :meth:`place` can place it: there are more engines or roles, no stream to the engine is
         open, or the request needs the coordinator's answer for another reason.
         """
+        link = self._only_link(submit)
+        return None if link is None else Attempt(link)
+
+    def _only_link(self, submit: Submit) -> EngineLink | None:
         only = self._snapshot.only_engine
         if only is None or self._is_closed or _needs_answer(submit):
             return None
         link = self._links.find_open(only)
-        if link is None or not _fits(submit, link.identity):
-            return None
-        return Attempt(link)
+        return link if link is not None and _fits(submit, link.identity) else None
 
     def ask(self, submit: Submit) -> Asked | None:
         """Ask for the first engine of a request, so that the request can be made while the coordinator answers.
@@ -112,7 +114,7 @@ class Placer:
         Returns None when :meth:`at_once` places it, or only :meth:`place` can ask: the request continues from tokens or
         is traced, or the coordinator is away.
         """
-        if submit.journals or submit.trace_headers or not self._picks.is_open or self.at_once(submit) is not None:
+        if submit.journals or submit.trace_headers or not self._picks.is_open or self._only_link(submit) is not None:
             return None
         request = _pick_request(submit, EngineRole.ENGINE_ROLE_PREFILL, 0, self._fingerprint, self._subset)
         return Asked(request, self._picks.pick(request))

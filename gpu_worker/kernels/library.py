@@ -150,16 +150,6 @@ def load_fused(march: str = "native") -> CDLL:
 
 
 @load_once
-def load_few_rows(march: str = "native") -> CDLL:
-    """Load products of few bfloat16 rows. Raises :class:`KernelsUnavailable`, also if the CPU has no matrix unit."""
-    library = _load(build("few_rows", march))
-    _check_can_multiply(library, _MATRIX_UNIT)
-    library.multiply.argtypes = [*[_P] * 4, *[_I64] * 3, *[_I32] * 2]
-    library.multiply.restype = None
-    return library
-
-
-@load_once
 def load_floats(march: str = "native") -> CDLL:
     """Load products with float32 matrices. Raises :class:`KernelsUnavailable`, also without FMA."""
     return _load_panels("floats", march, "FMA")
@@ -167,7 +157,8 @@ def load_floats(march: str = "native") -> CDLL:
 
 @load_once
 def load_int8(march: str = "native") -> CDLL:
-    """Load products with int8 matrices. Raises what :func:`load_few_rows` raises."""
+    """Load products with int8 matrices. Raises :class:`KernelsUnavailable`, also if the CPU has no
+    matrix unit."""
     library = _load(build("int8", march))
     _check_can_multiply(library, _MATRIX_UNIT)
     library.multiply_int8.argtypes = [_I32, _P, _P, _P, _P, _P, _I64, _I64, _I64, _I32]
@@ -200,6 +191,13 @@ def load_bfloat16_dots(march: str = "native") -> CDLL:
     """Load products with bfloat16 matrices by the instruction for pairs of such numbers. Raises
     :class:`KernelsUnavailable`, also without AVX-512 BF16."""
     return _load_panels("bfloat16_dots", march, "AVX-512 BF16")
+
+
+@load_once
+def load_bfloat16_tiles(march: str = "native") -> CDLL:
+    """Load products with bfloat16 matrices on the matrix unit. Raises :class:`KernelsUnavailable`, also if the CPU has
+    none."""
+    return _load_panels("bfloat16_tiles", march, _MATRIX_UNIT)
 
 
 @load_once
@@ -291,7 +289,8 @@ def warn_unavailable(reason: str) -> None:
 def _load_panels(source: str, march: str, needed: str) -> CDLL:
     library = _load(build(source, march))
     _check_can_multiply(library, needed)
-    library.panel_outputs.restype = library.word_outputs.restype = library.word_inputs.restype = _I64
+    for size in (library.panel_outputs, library.word_outputs, library.word_inputs, library.whole_inputs):
+        size.restype = _I64
     library.multiply.argtypes = [*[_P] * 4, *[_I64] * 3, _I32]
     library.pack.argtypes = [*[_P] * 2, *[_I64] * 2, _I32]
     library.multiply.restype = library.pack.restype = None

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.levels import processor_features
-from .few_rows import MOST_ROWS, make_few_rows
 
 _ROWS = 32
 """oneDNN chooses the layout for this number of rows. It chooses the same one from one to hundreds of rows."""
@@ -29,11 +28,8 @@ class PackedLinear:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
         self._bias = bias
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
-        self._few_rows = make_few_rows(self._weight, (weight.shape[0], weight.shape[1]), bias, self._multiply)
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        if self._few_rows is not None and 0 < len(x) <= MOST_ROWS:
-            return self._few_rows(x, dtype or x.dtype)
         result: Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
         return result if dtype is None else result.to(dtype)
 

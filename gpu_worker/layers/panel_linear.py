@@ -1,9 +1,10 @@
-"""Computes linear layers in panels of our own: float32 with FMA, bfloat16 with the instruction for pairs of such
-numbers where the processor has it, otherwise in float32 arithmetic.
+"""Computes linear layers in panels of our own: float32 with FMA, bfloat16 on the matrix unit or with the instruction
+for pairs of such numbers where the processor has them, otherwise in float32 arithmetic.
 
 A row's result depends on no other row. The panels lie in huge pages, which oneDNN's packed matrices do not.
 """
 
+import contextlib
 import functools
 from ctypes import CDLL
 
@@ -11,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.compiler import KernelsUnavailable
-from ..kernels.levels import processor_features
-from ..kernels.library import load_bfloat16, load_bfloat16_dots, load_floats
+from ..kernels.library import load_bfloat16, load_bfloat16_dots, load_bfloat16_tiles, load_floats
 from ..kernels.threads import kernel_threads
 from .weight_memory import weight_memory
 
@@ -20,25 +20,24 @@ from .weight_memory import weight_memory
 @functools.cache
 def outruns_onednn(dtype: torch.dtype) -> bool:
     """Return whether the kernels are faster than oneDNN's, which read the weights of few rows at half of the memory's
-    bandwidth. For bfloat16: with AVX-512 BF16, but without the matrix unit, which only oneDNN uses for many rows."""
-    if dtype == torch.bfloat16 and "amx_bf16" in processor_features():
-        return False
-    try:
-        load_floats() if dtype == torch.float32 else load_bfloat16_dots()
-    except KernelsUnavailable:
-        return False
-    return True
+    bandwidth. For bfloat16: with AVX-512 BF16, or the matrix unit."""
+    for load in (load_floats,) if dtype == torch.float32 else (load_bfloat16_tiles, load_bfloat16_dots):
+        with contextlib.suppress(KernelsUnavailable):
+            load()
+            return True
+    return False
 
 
 def _load_kernels(dtype: torch.dtype, inputs: int) -> CDLL:
     """Load the fastest kernels that this processor has. Raises :class:`KernelsUnavailable`."""
     if dtype == torch.float32:
         return load_floats()
-    try:
-        kernels = load_bfloat16_dots()
-    except KernelsUnavailable:
-        return load_bfloat16()
-    return load_bfloat16() if inputs % kernels.word_inputs() else kernels
+    for load in (load_bfloat16_tiles, load_bfloat16_dots):
+        with contextlib.suppress(KernelsUnavailable):
+            kernels = load()
+            if inputs % kernels.whole_inputs() == 0:
+                return kernels
+    return load_bfloat16()
 
 
 class PanelLinear:

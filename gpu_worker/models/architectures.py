@@ -38,7 +38,7 @@ from .transformers.architecture import read_architecture
 log = logging.getLogger(__name__)
 
 _PRODUCTS = {
-    torch.bfloat16: ("bfloat16", "bfloat16_dots", "few_rows"),
+    torch.bfloat16: ("bfloat16", "bfloat16_dots", "bfloat16_tiles"),
     torch.float32: ("floats",),
 }
 """The kernels with which layers multiply, by the dtype of the weights."""

@@ -32,6 +32,7 @@ class AmxRegisters {
       config.rows[i] = rows[i];
       config.row_bytes[i] = bytes[i];
     }
+    asm volatile("" : : "r"(&config) : "memory");  // GCC takes the instruction for one that reads 8 bytes
     _tile_loadconfig(&config);
   }
   ~AmxRegisters() { _tile_release(); }

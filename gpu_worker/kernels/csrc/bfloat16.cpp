@@ -186,9 +186,10 @@ extern "C" int32_t can_multiply() { return USABLE; }
 // How many outputs a panel has.
 extern "C" int64_t panel_outputs() { return PANEL; }
 
-// How many outputs and inputs a word of the packed matrix holds.
+// How many outputs and inputs a word of the packed matrix holds, and of how many inputs there must be a multiple.
 extern "C" int64_t word_outputs() { return 2; }
 extern "C" int64_t word_inputs() { return 1; }
+extern "C" int64_t whole_inputs() { return 1; }
 
 // Arranges `weight`, [outputs, inputs], as the products read it; zeros fill the last panel.
 extern "C" void pack(const uint16_t* weight, uint32_t* matrix, int64_t outputs, int64_t inputs,

@@ -145,19 +145,4 @@ void multiply_rows(const Product<Numbers>& p, int threads) {
   });
 }
 
-// Arranges `weight`, [outputs, inputs], as the products read it; zeros fill the last panel.
-template <class Numbers>
-void pack_panels(const typename Numbers::Number* weight, typename Numbers::Number* matrix, int64_t outputs,
-                 int64_t inputs, int threads) {
-  constexpr int INPUTS = Product<Numbers>::INPUTS;
-  for_pieces((outputs + PANEL - 1) / PANEL, threads, [&](int64_t panel) {
-    for (int64_t lane = 0; lane < PANEL; ++lane) {
-      const int64_t output = panel * PANEL + lane;
-      auto* to = matrix + panel * PANEL * inputs + lane * INPUTS;
-      for (int64_t k = 0; k < inputs; ++k)
-        to[k / INPUTS * PANEL * INPUTS + k % INPUTS] = output < outputs ? weight[output * inputs + k] : typename Numbers::Number{};
-    }
-  });
-}
-
 }  // namespace

@@ -95,7 +95,7 @@ def test_what_is_built_ahead_loads_and_computes(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(build_ahead, "variants", lambda: iter([("bfloat16", {})]))
     compiler_name = build_ahead.compiler_for(level)
     assert compiler_name is not None
-    stale = place(tmp_path, level, "few_rows")
+    stale = place(tmp_path, level, "int8")
     (path,) = build_ahead.build_ahead(level, compiler_name, tmp_path)
     assert not stale.exists()
     assert path == find_prebuilt("bfloat16", {}, [level], tmp_path)

@@ -2,16 +2,15 @@
 
 import functools
 import weakref
+from typing import NoReturn
 
 import pytest
 import torch
 
 from tokenloom.gpu_worker.kernels import library
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
-from tokenloom.gpu_worker.kernels.levels import processor_features
 from tokenloom.gpu_worker.layers import linear, panel_linear
 from tokenloom.gpu_worker.layers.linear import PlainLinear, make_linear
-from tokenloom.gpu_worker.layers.packed_linear import PackedLinear
 from tokenloom.gpu_worker.layers.panel_linear import PanelLinear
 
 
@@ -26,15 +25,19 @@ def available(load) -> bool:
 needs_kernel = pytest.mark.skipif(not available(library.load_bfloat16), reason="no FMA, or no compiler")
 
 
-@pytest.fixture(params=["dots", "words", "floats", "narrow floats"])
+@pytest.fixture(params=["tiles", "dots", "words", "floats", "narrow floats"])
 def dtype(request, monkeypatch):
     """The dtype of each kernel that the processor has."""
+    if request.param in ("dots", "words"):
+        monkeypatch.setattr(panel_linear, "load_bfloat16_tiles", library.load_bfloat16_dots)
     if request.param == "words":
-        monkeypatch.setattr(panel_linear, "load_bfloat16_dots", library.load_bfloat16)
+        monkeypatch.setattr(panel_linear, "load_bfloat16_tiles", library.load_bfloat16)
     elif request.param == "narrow floats":
         monkeypatch.setattr(panel_linear, "load_floats", functools.partial(library.load_floats, "haswell"))
     elif request.param == "dots" and not available(library.load_bfloat16_dots):
         pytest.skip("no AVX-512 BF16")
+    elif request.param == "tiles" and not available(library.load_bfloat16_tiles):
+        pytest.skip("no matrix unit")
     return torch.float32 if "floats" in request.param else torch.bfloat16
 
 
@@ -44,7 +47,7 @@ def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 @needs_kernel
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 132, 140])
-@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (1, 7), (503, 130), (64, 1100)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (1, 7), (503, 130), (64, 1100), (130, 1120)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_it_sums_in_float32(rows, outputs, inputs, bias, dtype):
     weight, offset, x = (random(*size, dtype=dtype) for size in ((outputs, inputs), (outputs,), (rows, inputs)))
@@ -75,16 +78,37 @@ def test_it_gives_its_weight_back(shape, dtype):
     assert torch.equal(PanelLinear(weight).unpacked(), weight)
 
 
-@pytest.mark.skipif(not available(library.load_bfloat16_dots), reason="no AVX-512 BF16")
-@pytest.mark.parametrize("has_unit", [True, False])
-def test_it_replaces_onednn_where_it_is_faster(has_unit, monkeypatch):
-    features = processor_features() - {"amx_bf16"} | ({"amx_bf16"} if has_unit else set())
-    monkeypatch.setattr(panel_linear, "processor_features", lambda: features)
+def unavailable() -> NoReturn:
+    raise KernelsUnavailable("the CPU has none")
+
+
+@pytest.mark.skipif(not available(library.load_floats), reason="no FMA, or no compiler")
+@pytest.mark.parametrize("faster", ["load_bfloat16_tiles", "load_bfloat16_dots", None])
+def test_it_replaces_onednn_where_it_is_faster(faster, monkeypatch):
+    for name in ("load_bfloat16_tiles", "load_bfloat16_dots"):
+        monkeypatch.setattr(panel_linear, name, library.load_floats if name == faster else unavailable)
     panel_linear.outruns_onednn.cache_clear()
-    found = make_linear(random(32, 64))
+    found = panel_linear.outruns_onednn(torch.bfloat16)
     panel_linear.outruns_onednn.cache_clear()
-    assert isinstance(found, PackedLinear if has_unit else PanelLinear)
-    assert isinstance(make_linear(random(32, 64).float()), PanelLinear)
+    assert found == (faster is not None)
+    assert panel_linear.outruns_onednn(torch.float32)
+
+
+@pytest.mark.skipif(not available(library.load_bfloat16_tiles), reason="no matrix unit")
+@pytest.mark.parametrize("outputs", [4096, 4100])
+def test_large_results_on_the_matrix_unit(outputs):
+    """They are written past the caches where whole panels allow it."""
+    weight, x = random(outputs, 64), random(150, 64)
+    found = PanelLinear(weight)(x)
+    torch.testing.assert_close(found, torch.nn.functional.linear(x.float(), weight.float()).bfloat16())
+
+
+@pytest.mark.skipif(not available(library.load_bfloat16_tiles), reason="no matrix unit")
+def test_several_stretches_of_rows_on_the_matrix_unit():
+    weight, x = random(64, 8192), random(100, 8192)
+    found = PanelLinear(weight)(x)
+    torch.testing.assert_close(found.float(), x.float() @ weight.float().t(), rtol=2**-8, atol=1e-3)
+    assert torch.equal(found[80:90], PanelLinear(weight)(x[80:90]))
 
 
 @needs_kernel
@@ -97,7 +121,9 @@ def test_the_weight_itself_is_released():
     assert layer(random(8, 192)[:, 64:128]).shape == (8, 64)
 
 
-@pytest.mark.parametrize("load", [library.load_bfloat16, library.load_bfloat16_dots, library.load_floats])
+@pytest.mark.parametrize(
+    "load", [library.load_bfloat16, library.load_bfloat16_dots, library.load_bfloat16_tiles, library.load_floats]
+)
 def test_a_cpu_that_lacks_what_it_needs(load, monkeypatch):
     """As built for one that does."""
     build = library.build

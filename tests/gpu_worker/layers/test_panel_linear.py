@@ -94,23 +94,6 @@ def test_it_replaces_onednn_where_it_is_faster(faster, monkeypatch):
     assert panel_linear.outruns_onednn(torch.float32)
 
 
-@pytest.mark.skipif(not available(library.load_bfloat16_tiles), reason="no matrix unit")
-@pytest.mark.parametrize("outputs", [4096, 4100])
-def test_large_results_on_the_matrix_unit(outputs):
-    """They are written past the caches where whole panels allow it."""
-    weight, x = random(outputs, 64), random(150, 64)
-    found = PanelLinear(weight)(x)
-    torch.testing.assert_close(found, torch.nn.functional.linear(x.float(), weight.float()).bfloat16())
-
-
-@pytest.mark.skipif(not available(library.load_bfloat16_tiles), reason="no matrix unit")
-def test_several_stretches_of_rows_on_the_matrix_unit():
-    weight, x = random(64, 8192), random(100, 8192)
-    found = PanelLinear(weight)(x)
-    torch.testing.assert_close(found.float(), x.float() @ weight.float().t(), rtol=2**-8, atol=1e-3)
-    assert torch.equal(found[80:90], PanelLinear(weight)(x[80:90]))
-
-
 @needs_kernel
 def test_the_weight_itself_is_released():
     weight = random(64, 64)

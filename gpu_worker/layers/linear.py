@@ -62,17 +62,24 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, quantization: str | 
         from .triton_linear import TritonLinear
 
         return TritonLinear(weight, bias)
-    return make_unquantized(weight, bias)
+    return make_unquantized([weight], bias)
 
 
-def make_unquantized(weight: Tensor, bias: Tensor | None) -> Linear:
-    """Make a layer that computes in the dtype of ``weight``, packed if that is possible."""
-    if not outruns_onednn(weight.dtype) and can_pack(weight.device, weight.dtype):
-        return PackedLinear(weight, bias)
+def make_unquantized(parts: Sequence[Tensor], bias: Tensor | None) -> Linear:
+    """Make a layer that computes in the dtype of its weights, packed if that is possible. ``parts``: [out, in] each, of
+    which the outputs follow each other."""
+    device, dtype = parts[0].device, parts[0].dtype
+    if not outruns_onednn(dtype) and can_pack(device, dtype):
+        return PackedLinear(_merge(parts), bias)
     try:
-        return PanelLinear(weight, bias)
+        return PanelLinear(parts, bias)
     except KernelsUnavailable:
-        return PlainLinear(weight, bias)
+        return make_plain(parts, bias)
+
+
+def make_plain(parts: Sequence[Tensor], bias: Tensor | None) -> Linear:
+    """Make a layer of the same parts that PyTorch computes."""
+    return PlainLinear(_merge(parts), bias)
 
 
 def make_output(weight: Tensor, quantization: str | None = None) -> Linear:
@@ -148,6 +155,8 @@ def _load_linear(
         if (layer := _make_packed([each for each in packed if each is not None], len(pairs), merged_bias)) is not None:
             return layer
     weights = [checkpoint.take(f"{name}.weight", rows, inputs) for name, rows in pairs]
+    if quantization is None and not uses_triton(checkpoint.device):
+        return make_unquantized(weights, merged_bias)
     return make_linear(_merge(weights), merged_bias, quantization)
 
 
@@ -189,5 +198,5 @@ def _merge_quantized(weights: list[QuantizedWeight]) -> QuantizedWeight:
     return QuantizedWeight(values, scales, offsets, weights[0].group)
 
 
-def _merge(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+def _merge(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

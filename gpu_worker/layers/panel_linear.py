@@ -6,6 +6,7 @@ A row's result depends on no other row. The panels lie in huge pages, which oneD
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from ctypes import CDLL
 
 import torch
@@ -42,18 +43,20 @@ def _load_kernels(dtype: torch.dtype, inputs: int) -> CDLL:
 
 class PanelLinear:
     """Fulfils :class:`.linear.Linear` on the CPU for inputs of its dtype; keeps a packed copy of ``weight`` [out, in],
-    float32 or bfloat16.
+    float32 or bfloat16, or of several weights of which the outputs follow each other.
 
     Raises :class:`KernelsUnavailable` without a compiler, or without FMA.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
-            raise KernelsUnavailable(f"a matrix of {weight.dtype} on {weight.device.type}")
-        kernels = _load_kernels(weight.dtype, weight.shape[1])
+    def __init__(self, weight: Tensor | Sequence[Tensor], bias: Tensor | None = None) -> None:
+        parts = [weight] if isinstance(weight, Tensor) else list(weight)
+        dtype, inputs = parts[0].dtype, parts[0].shape[1]
+        if parts[0].device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+            raise KernelsUnavailable(f"a matrix of {dtype} on {parts[0].device.type}")
+        kernels = _load_kernels(dtype, inputs)
         self._multiply = kernels.multiply
-        self._shape = (weight.shape[0], weight.shape[1])
-        self._weight = _in_panels(weight, kernels)
+        self._shape = (sum(map(len, parts)), inputs)
+        self._weight = _in_panels(parts, kernels)
         self._bias = None if bias is None else bias.float()
         self._weight_at = self._weight.data_ptr()
         self._bias_at = None if self._bias is None else self._bias.data_ptr()
@@ -85,13 +88,18 @@ class PanelLinear:
         return self._weight.permute(0, 3, 2, 1, 4).reshape(-1, inputs)[:outputs]
 
 
-def _in_panels(weight: Tensor, kernels: CDLL) -> Tensor:
+def _in_panels(parts: list[Tensor], kernels: CDLL) -> Tensor:
     """Arrange [out, in] for the kernel as [panels, words of an output, words of inputs, outputs and inputs of a word].
     Outputs that share a word are of different parts of the panel."""
-    outputs, inputs = weight.shape
     panel, of_word = kernels.panel_outputs(), (kernels.word_outputs(), kernels.word_inputs())
+    if any(len(part) % panel for part in parts[:-1]):
+        parts = [torch.cat(parts)]
+    outputs, inputs = sum(map(len, parts)), parts[0].shape[1]
     shape = -(-outputs // panel), inputs // of_word[1], panel // of_word[0], *of_word
-    packed = weight_memory.empty(*shape, dtype=weight.dtype)
-    weight = weight.contiguous()
-    kernels.pack(weight.data_ptr(), packed.data_ptr(), outputs, inputs, kernel_threads())
+    packed = weight_memory.empty(*shape, dtype=parts[0].dtype)
+    place = packed.data_ptr()
+    for part in parts:
+        part = part.contiguous()
+        kernels.pack(part.data_ptr(), place, len(part), inputs, kernel_threads())
+        place += part.nbytes
     return packed

@@ -96,7 +96,7 @@ def test_it_sleeps_and_wakes_with_a_pool_of_its_own():
 
 
 def test_at_level_1_the_weights_of_a_device_come_back_without_their_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(linear, "make_unquantized", linear.PlainLinear)  # as on a GPU
+    monkeypatch.setattr(linear, "make_unquantized", linear.make_plain)  # as on a GPU
     path = shutil.copytree(DEMO_MODEL, tmp_path / "model")
     config = make_config()
     config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, model=str(path)))

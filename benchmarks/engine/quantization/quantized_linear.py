@@ -1,8 +1,9 @@
 """Measures linear layers of 4 and 8 bits next to those in the model's dtype, by number of rows.
 
 ``python -m tokenloom.bench.engine.quantization.quantized_linear`` runs the linear layers of qwen3-0.6b's blocks, more
-than a cache holds, in turns: each dtype, int8 by output (``--quantization int8-dynamic``), and groups of 32 in 8 and 4
-bits (``--quantization int4``). With ``OMP_NUM_THREADS=1`` it measures CPU time, which other processes hardly change.
+than a cache holds, in turns: each dtype, bfloat16 by oneDNN, int8 by output (``--quantization int8-dynamic``), and
+groups of 32 in 8 and 4 bits (``--quantization int4``). With ``OMP_NUM_THREADS=1`` it measures CPU time, which other
+processes hardly change.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from tokenloom.gpu_worker.layers.int8_linear import Int8Linear
 from tokenloom.gpu_worker.layers.linear import make_linear, make_quantized
+from tokenloom.gpu_worker.layers.packed_linear import PackedLinear
 from tokenloom.gpu_worker.layers.quantized_weight import round_to_4_bits, round_to_8_bits
 
 from ..bandwidth import read_bandwidth
@@ -23,6 +25,7 @@ SHAPES = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
 Layer = Callable[[Tensor], Tensor]
 _KINDS: dict[str, tuple[Callable[[Tensor], Layer], float]] = {
     "bfloat16": (lambda weight: make_linear(weight.bfloat16()), 2.0),
+    "oneDNN": (lambda weight: PackedLinear(weight.bfloat16()), 2.0),
     "float32": (make_linear, 4.0),
     "int8": (Int8Linear, 1.0),
     "8 bits": (lambda weight: make_quantized(round_to_8_bits(weight), None, torch.bfloat16), 8.5 / 8),

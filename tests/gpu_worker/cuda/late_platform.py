@@ -39,4 +39,4 @@ def use_tensor_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         "make_attention_backend",
         lambda name, config, block_size, device: TensorBackend(config, block_size, device),
     )
-    monkeypatch.setattr(linear, "make_unquantized", linear.PlainLinear)
+    monkeypatch.setattr(linear, "make_unquantized", linear.make_plain)

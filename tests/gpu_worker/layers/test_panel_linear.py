@@ -95,6 +95,15 @@ def test_it_replaces_onednn_where_it_is_faster(faster, monkeypatch):
 
 
 @needs_kernel
+@pytest.mark.parametrize("outputs", [(64, 64, 130), (7, 64, 1)])
+def test_weights_that_follow_each_other(outputs, dtype):
+    parts = [random(count, 96, dtype=dtype) for count in outputs]
+    layer, whole, x = PanelLinear(parts), PanelLinear(torch.cat(parts)), random(5, 96, dtype=dtype)
+    assert torch.equal(layer(x), whole(x))
+    assert torch.equal(layer.unpacked(), torch.cat(parts))
+
+
+@needs_kernel
 def test_the_weight_itself_is_released():
     weight = random(64, 64)
     gone = weakref.ref(weight)

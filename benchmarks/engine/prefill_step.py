@@ -1,5 +1,6 @@
 """Measures how close a prompt's computation comes to the machine's rate for matrix products of its shapes."""
 
+import itertools
 import statistics
 import time
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from ..load.datasets import DatasetOptions, make_prompts
 from .checkpoint_bytes import embedding_bytes, weight_bytes
 
 _BLOCK = 16
-_PROBE_SECONDS = 0.7
+_PROBE_SECONDS = 0.15
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class PrefillOptions:
     model: Path
     lengths: tuple[int, ...] = (512, 2048)
     """The lengths of the prompts; each is computed in one step."""
-    repeats: int = 3
+    repeats: int = 5
     dtype: Dtype = "auto"
     threads: int = 0
     """0: one for each core."""
@@ -46,8 +47,8 @@ class PrefillOptions:
 
 
 def run_prefill(options: PrefillOptions) -> list[dict[str, Any]]:
-    """Return a row for each length that fits into the context. Products are timed before and after each, with as many
-    rows as the prompt has tokens."""
+    """Return a row for each length that fits into the context: medians of prompts. Products are timed before and after
+    each prompt, with as many rows as it has tokens: a machine's speed may change from one prompt to the next."""
     threads = options.threads or torch.get_num_threads()
     config = load_model_config(options.model, options.dtype)
     lengths = [length for length in options.lengths if length < config.max_model_len]
@@ -69,36 +70,45 @@ def prefill_flops(model: Path, config: ModelConfig, length: int) -> int:
     return 2 * layers * length + 2 * output + attention
 
 
-def gemm_rate(config: ModelConfig, rows: int, seconds: float = _PROBE_SECONDS) -> float:
-    """Return the floating-point operations a second of an MLP's two products over so many rows, packed as in the
-    model."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    with torch.inference_mode():
-        up = make_linear(torch.randn(2 * inner, hidden).to(config.dtype))
-        down = make_linear(torch.randn(hidden, inner).to(config.dtype))
-        x, y = torch.randn(rows, hidden).to(config.dtype), torch.randn(rows, inner).to(config.dtype)
-        up(x), down(y)
-        count, started = 0, time.perf_counter()
-        while (elapsed := time.perf_counter() - started) < seconds:
-            up(x), down(y)
-            count += 1
-    return 6 * rows * hidden * inner * count / elapsed
+class Products:
+    """Multiplies so many rows by an MLP's two matrices, packed as in the model."""
+
+    def __init__(self, config: ModelConfig, rows: int) -> None:
+        hidden, inner, dtype = config.hidden_size, config.intermediate_size, config.dtype
+        self._up = make_linear(torch.randn(2 * inner, hidden).to(dtype))
+        self._down = make_linear(torch.randn(hidden, inner).to(dtype))
+        self._x, self._y = torch.randn(rows, hidden).to(dtype), torch.randn(rows, inner).to(dtype)
+        self._flops = 6 * rows * hidden * inner
+
+    def rate(self, seconds: float = _PROBE_SECONDS) -> float:
+        """Return floating-point operations a second."""
+        with torch.inference_mode():
+            self._up(self._x), self._down(self._y)
+            count, started = 0, time.perf_counter()
+            while not count or time.perf_counter() - started < seconds:
+                self._up(self._x), self._down(self._y)
+                count += 1
+            return self._flops * count / (time.perf_counter() - started)
 
 
 def _row(core: EngineCore, options: PrefillOptions, config: ModelConfig, length: int) -> dict[str, Any]:
-    before = gemm_rate(config, length)
-    seconds = [_timed_prompt(core, config, length, repeat) for repeat in range(options.repeats + 1)][1:]
-    after = gemm_rate(config, length)
+    products, flops = Products(config, length), prefill_flops(options.model, config, length)
+    _timed_prompt(core, config, length, options.repeats)
+    rates, seconds = [products.rate()], list[float]()
+    for repeat in range(options.repeats):
+        seconds.append(_timed_prompt(core, config, length, repeat))
+        rates.append(products.rate())
     step = statistics.median(seconds)
-    rate, bound = prefill_flops(options.model, config, length) / step, (before + after) / 2
+    around = [statistics.mean(pair) for pair in itertools.pairwise(rates)]
+    shares = [flops / taken / rate for taken, rate in zip(seconds, around, strict=True)]
     return {
         "tokens": length,
         "step_ms": round(step * 1e3, 3),
         "tokens_per_second": round(length / step, 1),
-        "gflops": round(rate / 1e9, 2),
-        "gemm_before_gflops": round(before / 1e9, 2),
-        "gemm_after_gflops": round(after / 1e9, 2),
-        "share_of_gemm": round(rate / bound, 4),
+        "gflops": round(flops / step / 1e9, 2),
+        "gemm_least_gflops": round(min(rates) / 1e9, 2),
+        "gemm_most_gflops": round(max(rates) / 1e9, 2),
+        "share_of_gemm": round(statistics.median(shares), 4),
     }
 
 

@@ -39,7 +39,7 @@ def decode_table(rows: Sequence[dict[str, Any]]) -> Table:
 def prefill_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Show how close prompts come to the rate of matrix products."""
     table = Table(title="Prefill step", title_justify="left", title_style="bold")
-    for column in ("tokens", "step ms", "tokens/s", "GFLOP/s", "products before / after", "share of products"):
+    for column in ("tokens", "step ms", "tokens/s", "GFLOP/s", "products least / most", "share of products"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
@@ -47,7 +47,7 @@ def prefill_table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['step_ms']:.2f}",
             f"{row['tokens_per_second']:,.0f}",
             f"{row['gflops']:,.0f}",
-            f"{row['gemm_before_gflops']:,.0f} / {row['gemm_after_gflops']:,.0f}",
+            f"{row['gemm_least_gflops']:,.0f} / {row['gemm_most_gflops']:,.0f}",
             f"{row['share_of_gemm']:.0%}",
         )
     return table

@@ -10,7 +10,7 @@ from tokenloom.bench.engine.bandwidth import read_bandwidth
 from tokenloom.bench.engine.checkpoint_bytes import weight_bytes
 from tokenloom.bench.engine.decode_step import DecodeOptions, run_decode
 from tokenloom.bench.engine.engine_memory import ALLOWANCE, measure_memory, packed_weight_bytes
-from tokenloom.bench.engine.prefill_step import PrefillOptions, gemm_rate, prefill_flops, run_prefill
+from tokenloom.bench.engine.prefill_step import PrefillOptions, Products, prefill_flops, run_prefill
 from tokenloom.bench.engine.step_overhead import OverheadOptions, run_overhead
 from tokenloom.bench.engine.step_tables import (
     attention_table,
@@ -47,7 +47,7 @@ def test_decode_rows() -> None:
     assert memory_table(run.memory).row_count == 1
 
 
-def test_memory_is_told_against_weights_pool_and_an_allowance() -> None:
+def test_memory_is_compared_with_weights_pool_and_an_allowance() -> None:
     config = load_model_config(DEMO_MODEL)
     memory = measure_memory(DEMO_MODEL, config, num_kv_tokens=100)
     bound = packed_weight_bytes(DEMO_MODEL, config) + 100 * config.kv_bytes_per_token + ALLOWANCE
@@ -59,7 +59,7 @@ def test_memory_is_told_against_weights_pool_and_an_allowance() -> None:
 def test_prefill_rows_are_of_lengths_that_the_model_has_room_for() -> None:
     rows = run_prefill(PrefillOptions(DEMO_MODEL, lengths=(32, 100_000), repeats=1, threads=1))
     assert [row["tokens"] for row in rows] == [32]
-    gemm = (rows[0]["gemm_before_gflops"] + rows[0]["gemm_after_gflops"]) / 2
+    gemm = (rows[0]["gemm_least_gflops"] + rows[0]["gemm_most_gflops"]) / 2
     assert rows[0]["share_of_gemm"] == pytest.approx(rows[0]["gflops"] / gemm, rel=0.05)
     assert prefill_table(rows).row_count == 1
 
@@ -69,7 +69,7 @@ def test_a_prompt_twice_as_long_costs_more_than_twice() -> None:
     short, long = (prefill_flops(DEMO_MODEL, config, length) for length in (64, 128))
     output = 2 * config.vocab_size * config.hidden_size
     assert long - output > 2 * (short - output)
-    assert gemm_rate(config, 8, seconds=0.01) > 0
+    assert Products(config, 8).rate(seconds=0.01) > 0
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")

@@ -24,7 +24,7 @@ PYRIGHT_VERSION = $(shell sed -n 's/^VERSION = "\(.*\)"/\1/p' tools/figures/edit
 LONG_TESTS := tests/e2e tests/chaos tests/soak tests/attack tests/benchmarks tests/parity tests/mesh/faults \
 	tests/gpu_worker/kernels/test_quantized_paths.py tests/gpu_worker/kernels/test_prebuilt_results.py \
 	tests/gpu_worker/kernels/triton/test_machine_code.py
-PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder
 export HF_HUB_OFFLINE ?= 1
 # The tests start hundreds of processes that import the same modules: let Python keep their bytecode.
 unexport PYTHONDONTWRITEBYTECODE

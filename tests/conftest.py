@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -52,14 +53,28 @@ GROUPS = {
 }
 
 
+def group_of(nodeid: str) -> str:
+    """Return what the test shares a worker with: its file, or several of them."""
+    file = nodeid.partition("::")[0]
+    return next((name for start, name in GROUPS.items() if file.startswith(start)), file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Has one worker run all tests of a group (``make test``). The marks of xdist's ``--dist loadgroup`` have no effect
+    with pytest 9.2: each worker set up the meshes and built the kernels of most files."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return Groups(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders the tests, and has each file, or group of files, run by one worker (``make test``)."""
+    """Orders the tests."""
     items.sort(key=lambda item: next((i for i, folder in enumerate(FIRST) if item.nodeid.startswith(folder)), 99))
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        group = next((name for start, name in GROUPS.items() if file.startswith(start)), file)
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_collectstart() -> None:

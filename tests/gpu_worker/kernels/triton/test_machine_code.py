@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("machine code")  # one process compiles, for all tests
-
 CASES = {
     "decode": {"loads": "LDGSTS.128", "products": "HMMA"},
     "split decode": {"loads": "LDGSTS.128", "products": "HMMA"},

@@ -171,7 +171,8 @@ class SchedulerConfig(Struct, frozen=True):
     prefill_tokens_beside_decode: Annotated[
         Count | None,
         "Prompt tokens in a step in which other requests decode. More if they delay these by 60 ms together at most, "
-        "or if many prompts wait for few requests that decode. none: no limit.",
+        "or if many prompts wait for few requests that decode; as few as half if they delay each of these by more than "
+        "80 ms. none: no limit.",
     ] = None
     enable_chunked_prefill: Annotated[bool, "Let the prefill of a prompt take several steps."] = True
     async_scheduling: Annotated[

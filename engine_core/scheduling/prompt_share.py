@@ -3,15 +3,19 @@
 _DELAY = 0.06
 """Seconds by which a step's prompt tokens may delay the next tokens of all decoding requests together."""
 _BEHIND = 2
-"""How many requests that decode weigh as much as a prompt that waits behind another one."""
+"""How many requests that decode weigh as much, against this delay, as a prompt that waits behind another one."""
+_PAUSE = 0.08
+"""Seconds by which they may delay each of these tokens, however many requests decode. A slow model's step computes half of
+the least number of tokens all the same: fewer would cost more than they save."""
 _WEIGHT = 1 / 8
 
 
 class PromptShare:
-    """Learns how fast prompts are computed, so that a fast model computes a prompt beside few others in few chunks."""
+    """Learns how fast prompts are computed, so that a fast model computes a prompt beside few others in few chunks, and
+    the chunks of a slow one stay short."""
 
     def __init__(self, least: int) -> None:
-        """``least``: prompt tokens that a step may compute however slow the model is."""
+        """``least``: prompt tokens that a step may compute, half as many on a slow model."""
         self._least = least
         self._rate = 0.0  # tokens a second, of steps whose time their tokens make
 
@@ -27,5 +31,13 @@ class PromptShare:
         Each token delays the requests that decode and brings the prompts that wait forward. Where these outweigh the
         others n times, the step may compute n times as many tokens.
         """
-        beside = max(self._least, int(self._rate * _DELAY / num_decoding))
-        return beside * max(num_decoding, 1 + _BEHIND * (num_prompts - 1)) // num_decoding
+        within_delay = int(self._rate * _DELAY / num_decoding)
+        return max(
+            self._least_tokens() * max(num_decoding, num_prompts) // num_decoding,
+            within_delay * max(num_decoding, 1 + _BEHIND * (num_prompts - 1)) // num_decoding,
+        )
+
+    def _least_tokens(self) -> int:
+        if not self._rate:
+            return self._least
+        return max(-(-self._least // 2), min(self._least, int(self._rate * _PAUSE)))

@@ -26,10 +26,10 @@ def test_prompts_get_more_where_more_of_them_wait_than_decode() -> None:
         scheduler.add_request(make_request(request_id, [token] * 10, 20))
     steps = [step(scheduler)[0].num_scheduled_tokens for _ in range(4)]
     assert steps == [
-        {"a": 1, "b": 10, "c": 10},
+        {"a": 1, "b": 10, "c": 2},
+        {"a": 1, "b": 1, "c": 4},
+        {"a": 1, "b": 1, "c": 4},
         {"a": 1, "b": 1, "c": 1, "d": 4},
-        {"a": 1, "b": 1, "c": 1, "d": 4},
-        {"a": 1, "b": 1, "c": 1, "d": 2},
     ]
 
 

@@ -38,6 +38,7 @@ class LocalServer:
         self._calls: dict[ServerCall, None] = {}  # one for each connection, in the order of their start
         self._tasks = Tasks(_log_failure)
         self._server: asyncio.AbstractServer | None = None
+        self._is_closing = False
         self._inode = 0
 
     async def open(self) -> None:
@@ -50,6 +51,7 @@ class LocalServer:
         """Stop accepting calls; those still running after ``grace`` seconds end with UNAVAILABLE. Idempotent."""
         if self._server is None:
             return
+        self._is_closing = True
         self._server.close()
         sockets.remove(self._path, self._inode)
         if handlers := [call.handler for call in self._calls if call.handler is not None]:
@@ -68,6 +70,8 @@ class LocalServer:
     def _accept(self) -> Connection:
         call = ServerCall(self._find, self._tasks, self._max_message_bytes, self._calls.pop)
         self._calls[call] = None
+        if self._is_closing:  # the event loop had taken the socket before the server was closed
+            call.connection.abort()
         return call.connection
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +80,13 @@ async def test_a_caller_that_reads_nothing_does_not_delay_closing(socket_dir: Pa
         await watched.runs.wait()
         await server.close(0)
         assert watched.ended.is_set()
+
+
+async def test_a_socket_that_the_event_loop_accepted_before_it_closed(socket_dir: Path) -> None:
+    async with asyncio.timeout(SOON), serving(echo, socket_dir / "s") as server:
+        await server.close(0)
+        ours, theirs = socket.socketpair()
+        with ours:
+            ours.setblocking(False)
+            await asyncio.get_running_loop().connect_accepted_socket(server._accept, theirs)
+            assert await asyncio.get_running_loop().sock_recv(ours, 1) == b"", "it is closed at once"

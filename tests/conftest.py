@@ -49,7 +49,7 @@ GROUPS = {
     "tests/e2e/test_identical.py": "parity",
     "tests/e2e/test_cli.py": "default mesh",
     "tests/e2e/test_serve.py": "default mesh",
-    "tests/parity": "parity",
+    "tests/parity/test_": "parity",
 }
 
 

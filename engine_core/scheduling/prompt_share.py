@@ -5,7 +5,7 @@ _DELAY = 0.06
 _BEHIND = 2
 """How many requests that decode weigh as much, against this delay, as a prompt that waits behind another one."""
 _PAUSE = 0.08
-"""Seconds by which they may delay each of these tokens, however many requests decode. A slow model's step computes half of
+"""Seconds by which they may delay each of these tokens, however many requests decode. A slow model computes half of
 the least number of tokens all the same: fewer would cost more than they save."""
 _WEIGHT = 1 / 8
 

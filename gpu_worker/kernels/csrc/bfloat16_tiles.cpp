@@ -186,6 +186,7 @@ struct alignas(LINE) Line {
 };
 
 void run(const Product& p, int threads) {
+  if (!p.num_rows) return;  // a register cannot have no rows
   static thread_local std::vector<Line> scratch;
   const int64_t panels = (p.outputs + PANEL - 1) / PANEL;
   if (p.num_rows <= TILE_ROWS)

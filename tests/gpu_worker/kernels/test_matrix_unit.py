@@ -95,6 +95,10 @@ def test_several_stretches_of_rows(layer, threads):
     assert torch.equal(found[80:90], layer(weight)(x[80:90]))
 
 
+def test_no_rows(layer, threads):
+    assert layer(random(64, 32))(random(0, 32)).shape == (0, 64)
+
+
 def test_a_layer_gives_its_weight_back(layer):
     weight = random(49, 96)
     assert torch.equal(layer(weight).unpacked(), weight)

@@ -19,12 +19,14 @@ TOOLS := build/tools
 DOCS := build/docs
 # The version that the figures use too.
 PYRIGHT_VERSION = $(shell sed -n 's/^VERSION = "\(.*\)"/\1/p' tools/figures/editor.py)
-# Whole meshes of processes, killed parts, campaigns of faults, measurements, comparisons with transformers: a command of
-# their own.
-LONG_TESTS := tests/e2e tests/chaos tests/soak tests/attack tests/benchmarks tests/parity tests/mesh/faults
-# Kernels built for other processors and for GPUs, and a Ray cluster: another one.
+# Whole meshes of processes, killed parts, campaigns of faults, comparisons with transformers: a command of their own.
+LONG_TESTS := tests/e2e tests/chaos tests/soak tests/attack tests/parity tests/mesh/faults
+# Short forms of the benchmarks, and what idle and busy meshes take of a processor: another one.
+BENCHMARK_TESTS := tests/benchmarks tests/e2e/test_busy.py tests/e2e/test_idle.py
+# Kernels built for other processors and for GPUs, and models in parts on several workers and on Ray: another one.
 PLATFORM_TESTS := tests/gpu_worker/kernels/test_quantized_paths.py tests/gpu_worker/kernels/test_prebuilt_results.py \
-	tests/gpu_worker/kernels/triton/test_machine_code.py tests/parity/ranks/test_ray.py
+	tests/gpu_worker/kernels/triton/test_machine_code.py tests/parity/ranks
+OTHER_TESTS := $(BENCHMARK_TESTS) $(PLATFORM_TESTS)
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder
 export HF_HUB_OFFLINE ?= 1
 # The tests start hundreds of processes that import the same modules: let Python keep their bytecode.
@@ -51,8 +53,8 @@ endef
 demo: install ## start the whole mesh, chat once through it, show where the time went, stop everything
 	@$(BIN)/tokenloom demo
 
-test: install ## run the tests, except those of test-long and test-platforms; they need neither a GPU nor a network
-	$(PYTEST) $(addprefix --ignore=,$(LONG_TESTS) $(PLATFORM_TESTS))
+test: install ## run the tests, except those of the three commands below; they need neither a GPU nor a network
+	$(PYTEST) $(addprefix --ignore=,$(LONG_TESTS) $(OTHER_TESTS))
 
 test-again: install ## run the tests that failed in the last run once more, one after the other, and list them
 	$(BIN)/python -m pytest -q -rpf --last-failed --last-failed-no-failures none
@@ -164,10 +166,13 @@ COMPILE = $(TOOLS)/bin/uv pip compile --quiet --generate-hashes --no-emit-index-
 
 ##@ Longer tests
 
-test-long: install ## run the tests of whole meshes, of lost parts and of parity, and short forms of soak, attack, bench
-	$(PYTEST) $(LONG_TESTS) $(addprefix --ignore=,$(PLATFORM_TESTS))
+test-long: install ## run the tests of whole meshes, of lost parts and of parity, and short forms of soak and attack
+	$(PYTEST) $(LONG_TESTS) $(addprefix --ignore=,$(OTHER_TESTS))
 
-test-platforms: install ## build kernels for other processors and an H100 and check them, and run ranks on two Ray nodes (2 minutes)
+test-benchmarks: install ## run short forms of the benchmarks, and measure what idle and busy meshes take (2 minutes)
+	$(PYTEST) $(BENCHMARK_TESTS)
+
+test-platforms: install ## check kernels built for other processors and an H100, and models on several workers (3 minutes)
 	$(PYTEST) $(PLATFORM_TESTS)
 
 compat: install ## serve requests with meshes whose parts are of this and of the last release (2 minutes)
@@ -241,4 +246,4 @@ house: install ## print figures about the source tree: sizes, hops of a request,
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test test-again test-long test-platforms lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs kernels wheel wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check dashboards gpu-check bench house chart chart-check wheel-check pictures site help
+.PHONY: install demo test test-again test-long test-benchmarks test-platforms lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs kernels wheel wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check dashboards gpu-check bench house chart chart-check wheel-check pictures site help

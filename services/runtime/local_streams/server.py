@@ -54,18 +54,24 @@ class LocalServer:
         self._is_closing = True
         self._server.close()
         sockets.remove(self._path, self._inode)
+        await asyncio.sleep(0)  # the event loop makes the connections of sockets that it has accepted
         if handlers := [call.handler for call in self._calls if call.handler is not None]:
             await asyncio.wait(handlers, timeout=grace)
         for call in self._calls:
             call.end(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
         await self._tasks.close()
+        await self._wait_gone()
+        for call in self._calls:
+            call.connection.abort()
+        await self._wait_gone()
+        await self._server.wait_closed()
+
+    async def _wait_gone(self) -> None:
+        """Wait a little for the callers to close their connections, or for the event loop to cut them."""
         if gone := [asyncio.ensure_future(call.gone.wait()) for call in self._calls]:
             _, late = await asyncio.wait(gone, timeout=_LEAVE_SECONDS)
             for waiting in late:
                 waiting.cancel()
-        for call in self._calls:
-            call.connection.abort()
-        await self._server.wait_closed()
 
     def _accept(self) -> Connection:
         call = ServerCall(self._find, self._tasks, self._max_message_bytes, self._calls.pop)

@@ -90,3 +90,14 @@ async def test_a_socket_that_the_event_loop_accepted_before_it_closed(socket_dir
             ours.setblocking(False)
             await asyncio.get_running_loop().connect_accepted_socket(server._accept, theirs)
             assert await asyncio.get_running_loop().sock_recv(ours, 1) == b"", "it is closed at once"
+
+
+async def test_connections_are_cut_when_it_has_closed(socket_dir: Path) -> None:
+    async with asyncio.timeout(SOON), serving(echo, socket_dir / "s") as server:
+        with socket.socket(socket.AF_UNIX) as ours:
+            ours.setblocking(False)
+            ours.connect(str(socket_dir / "s"))
+            while not server._calls:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            await server.close(0)
+            assert not server._calls

@@ -18,6 +18,10 @@ inline bool may_use_amx() {
   return granted;
 }
 
+// To be called between a store and the load of a tile that reads it, in one function: GCC takes that load for an
+// instruction that reads no memory, and may move the store behind it.
+inline void finish_stores() { asm volatile("" : : : "memory"); }
+
 // Eight registers of up to 64 bytes a row; given back at the end, so that a switch of threads need not save them.
 class AmxRegisters {
  public:

@@ -121,6 +121,7 @@ class AmxTile {
   }
 
   void add_values(int count) {
+    finish_stores();
     const int depth = (count + STEP - 1) / STEP;
     for (int r = 0; r < R; r += STEP)
       for (int d = 0; d < D; d += STEP) {

@@ -159,6 +159,7 @@ class AmxDecode {
 
   // Registers: 5 and 7 the output, 6 weights, 2 and 3 values.
   void add_values() {
+    finish_stores();
     _tile_loadd(6, shares[0], sizeof shares[0]);
     for (int d = 0; d < D; d += STRETCH) {
       _tile_loadd(5, output[0] + d, sizeof output[0]);

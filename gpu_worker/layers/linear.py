@@ -52,13 +52,22 @@ class SummedLinear:
 
 def make_linear(weight: Tensor, bias: Tensor | None = None, quantization: str | None = None) -> Linear:
     """Make a layer of ``weight`` [out, in] and ``bias`` [out] or None; packing, if possible, copies the weight."""
+    return _make_joined([weight], bias, quantization)
+
+
+def _make_joined(parts: Sequence[Tensor], bias: Tensor | None, quantization: str | None) -> Linear:
+    """Make a layer of weights [out, in] of which the outputs follow each other."""
+    device, dtype = parts[0].device, parts[0].dtype
+    if quantization is None and not uses_triton(device):
+        return make_unquantized(parts, bias)
+    weight = _merge(parts)
     if quantization == INT8_DYNAMIC:
         return Int8Linear(weight, bias)
     if quantization == INT4 and _can_group(weight):
-        return make_quantized(round_to_4_bits(weight), bias, weight.dtype)
+        return make_quantized(round_to_4_bits(weight), bias, dtype)
     if quantization == FP8 and can_round(weight):
         return Fp8Linear(weight, bias)
-    if uses_triton(weight.device):
+    if uses_triton(device):
         from .triton_linear import TritonLinear
 
         return TritonLinear(weight, bias)
@@ -66,10 +75,9 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, quantization: str | 
 
 
 def make_unquantized(parts: Sequence[Tensor], bias: Tensor | None) -> Linear:
-    """Make a layer that computes in the dtype of its weights, packed if that is possible. ``parts``: [out, in] each, of
-    which the outputs follow each other."""
-    device, dtype = parts[0].device, parts[0].dtype
-    if not outruns_onednn(dtype) and can_pack(device, dtype):
+    """Make a layer that computes in the dtype of its weights [out, in], packed if that is possible; the outputs of the
+    weights follow each other."""
+    if not outruns_onednn(parts[0].dtype) and can_pack(parts[0].device, parts[0].dtype):
         return PackedLinear(_merge(parts), bias)
     try:
         return PanelLinear(parts, bias)
@@ -155,9 +163,7 @@ def _load_linear(
         if (layer := _make_packed([each for each in packed if each is not None], len(pairs), merged_bias)) is not None:
             return layer
     weights = [checkpoint.take(f"{name}.weight", rows, inputs) for name, rows in pairs]
-    if quantization is None and not uses_triton(checkpoint.device):
-        return make_unquantized(weights, merged_bias)
-    return make_linear(_merge(weights), merged_bias, quantization)
+    return _make_joined(weights, merged_bias, quantization)
 
 
 def load_conv1d(

@@ -6,7 +6,7 @@ A row's result depends on no other row. The panels lie in huge pages, which oneD
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import CDLL
 
 import torch
@@ -22,23 +22,22 @@ from .weight_memory import weight_memory
 def outruns_onednn(dtype: torch.dtype) -> bool:
     """Return whether the kernels are faster than oneDNN's, which read the weights of few rows at half of the memory's
     bandwidth. For bfloat16: with AVX-512 BF16, or the matrix unit."""
+    return next(_fastest(dtype), None) is not None
+
+
+def _fastest(dtype: torch.dtype) -> Iterator[CDLL]:
+    """Yield the kernels of this processor that are faster than oneDNN's, best first."""
     for load in (load_floats,) if dtype == torch.float32 else (load_bfloat16_tiles, load_bfloat16_dots):
         with contextlib.suppress(KernelsUnavailable):
-            load()
-            return True
-    return False
+            yield load()
 
 
 def _load_kernels(dtype: torch.dtype, inputs: int) -> CDLL:
     """Load the fastest kernels that this processor has. Raises :class:`KernelsUnavailable`."""
-    if dtype == torch.float32:
-        return load_floats()
-    for load in (load_bfloat16_tiles, load_bfloat16_dots):
-        with contextlib.suppress(KernelsUnavailable):
-            kernels = load()
-            if inputs % kernels.whole_inputs() == 0:
-                return kernels
-    return load_bfloat16()
+    for kernels in _fastest(dtype):
+        if inputs % kernels.whole_inputs() == 0:
+            return kernels
+    return load_floats() if dtype == torch.float32 else load_bfloat16()
 
 
 class PanelLinear:

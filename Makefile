@@ -28,6 +28,11 @@ PLATFORM_TESTS := tests/gpu_worker/kernels/test_quantized_paths.py tests/gpu_wor
 	tests/gpu_worker/kernels/triton/test_machine_code.py tests/parity/ranks
 OTHER_TESTS := $(BENCHMARK_TESTS) $(PLATFORM_TESTS)
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder
+# With AGAIN=1, tests that failed run once more one after the other, and only those that fail again count. This holds for
+# pytest's exit status 1; every other one means that the run itself broke (2 interrupted, 3 internal error, 4 wrong use,
+# 5 no tests, more than 128 a signal), and then tests that never ran would count as passed.
+AGAIN ?=
+RUN_TESTS = $(PYTEST) $(1) $(if $(AGAIN),|| { status=$$?; test $$status = 1 && $(MAKE) test-again; })
 export HF_HUB_OFFLINE ?= 1
 # The tests start hundreds of processes that import the same modules: let Python keep their bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -54,7 +59,7 @@ demo: install ## start the whole mesh, chat once through it, show where the time
 	@$(BIN)/tokenloom demo
 
 test: install ## run the tests, except those of the three commands below; they need neither a GPU nor a network
-	$(PYTEST) $(addprefix --ignore=,$(LONG_TESTS) $(OTHER_TESTS))
+	$(call RUN_TESTS,$(addprefix --ignore=,$(LONG_TESTS) $(OTHER_TESTS)))
 
 test-again: install ## run the tests that failed in the last run once more, one after the other, and list them
 	$(BIN)/python -m pytest -q -rpf --last-failed --last-failed-no-failures none
@@ -167,7 +172,7 @@ COMPILE = $(TOOLS)/bin/uv pip compile --quiet --generate-hashes --no-emit-index-
 ##@ Longer tests
 
 test-long: install ## run the tests of whole meshes, of lost parts and of parity, and short forms of soak and attack
-	$(PYTEST) $(LONG_TESTS) $(addprefix --ignore=,$(OTHER_TESTS))
+	$(call RUN_TESTS,$(LONG_TESTS) $(addprefix --ignore=,$(OTHER_TESTS)))
 
 test-benchmarks: install ## run short forms of the benchmarks, and measure what idle and busy meshes take (2 minutes)
 	$(PYTEST) $(BENCHMARK_TESTS)

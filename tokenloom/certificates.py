@@ -42,8 +42,8 @@ class Pair:
         """Write the key, readable by its owner only, and then the certificate: a part that waits for it finds both."""
         pem = serialization.Encoding.PEM
         private = self.key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        _write(key, private, 0o600)
-        _write(cert, self.cert.public_bytes(pem), 0o644)
+        write_file(key, private, 0o600)
+        write_file(cert, self.cert.public_bytes(pem), 0o644)
 
 
 def make_certificates(folder: Path, *, days: int, group_readable: bool = False) -> list[Path]:
@@ -69,9 +69,9 @@ def make_certificates(folder: Path, *, days: int, group_readable: bool = False) 
         paths = folder / f"{name}.crt", folder / f"{name}.key"
         if renewed or Pair.load(*paths) is None:
             _issue(authority, part, lifetime).save(*paths)
-            if group_readable:
-                paths[1].chmod(0o640)
             written += paths
+        if group_readable:  # for kept keys too: an earlier call may have been without it
+            paths[1].chmod(0o640)
     return written
 
 
@@ -90,10 +90,31 @@ def make_separate_certificates(folder: Path, *, days: int) -> list[Path]:
     for part, own in folders.items():
         own.mkdir(parents=True, exist_ok=True)
         paths = own / "ca.crt", own / "tls.key", own / "tls.crt"
-        _write(paths[0], authority.cert.public_bytes(serialization.Encoding.PEM), 0o644)
+        write_file(paths[0], authority.cert.public_bytes(serialization.Encoding.PEM), 0o644)
         _issue(authority, part, lifetime).save(paths[2], paths[1])
         written += paths
     return written
+
+
+def write_file(path: Path, data: bytes, mode: int) -> None:
+    """Write the file atomically, never readable by more than ``mode`` says; to a pipe or a device, write directly.
+
+    A link is followed. Raises ``OSError``; a regular file keeps its old content then.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    path = path.resolve()
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    # What a killed process of this number left would keep its mode, and a link would lead elsewhere.
+    draft.unlink(missing_ok=True)
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 def _is_signed(folder: Path) -> bool:
@@ -159,15 +180,6 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
-
-
-def _write(path: Path, data: bytes, mode: int) -> None:
-    """Write the file atomically, never readable by others."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with open(descriptor, "wb") as file:
-        file.write(data)
-    draft.replace(path)
 
 
 def _now() -> datetime.datetime:

@@ -48,6 +48,26 @@ def service_of(part: dict[str, Any]) -> str:
     return str(part["command"][0]).removeprefix("tokenloom.services.").replace("_", "-")
 
 
+def documented_commands() -> list[list[str]]:
+    """Return the words of each ``docker compose … up`` of the file's head, the README and the quick start."""
+    texts = [(ROOT / path).read_text() for path in ("docker-compose.yml", "README.md", "docs/start/quickstart.md")]
+    found = [re.findall(r"^[#$] +(?:\w+=\S+ )*docker compose (.*\bup\b[^#\n]*)", text, re.MULTILINE) for text in texts]
+    assert all(found)
+    return [command.split() for commands in found for command in commands]
+
+
+@pytest.mark.parametrize("command", documented_commands(), ids=" ".join)
+def test_a_documented_command_starts_what_its_parts_wait_for(command: list[str]) -> None:
+    profiles = {command[at + 1] for at, word in enumerate(command) if word == "--profile"}
+    usual = [name for name, part in COMPOSE["services"].items() if set(part.get("profiles", ())) <= profiles]
+    started = [word for word in command[command.index("up") + 1 :] if not word.startswith("-")] or usual
+    mounted = {source for name in started for source in mounts(COMPOSE["services"][name])}
+    assert not any(volume.startswith("tls-") for volume in mounted) or "certs" in started
+    assert not any(name in READERS for name in started) or "model" in started
+    # A mesh answers when each of its kinds of parts runs.
+    assert {service_of(OURS[name]) for name in started if name in PARTS} == set(SETTINGS) - {"planner"}
+
+
 def test_every_image_is_a_target_of_the_dockerfile() -> None:
     used = {part["image"] for part in OURS.values()}
     used |= {workload.container["image"] for overlay in WHOLE for workload in workloads(build(overlay))}

@@ -58,12 +58,40 @@ def check_values(chart: Chart) -> None:
     images = chart.render(registry="registry.example/team/", tag="1.2.3", digests={"engine-cpu": DIGEST})
     _same(_image(images["Deployment/gateway"]), "registry.example/team/tokenloom/service:1.2.3")
     _same(_image(images["StatefulSet/engine"]), f"registry.example/team/tokenloom/engine-cpu@{DIGEST}")
+    _same(_image(chart.render(tag=20261128)["Deployment/gateway"]), "tokenloom/service:20261128")
+    check_texts(chart)
     larger = chart.render(objects={"StatefulSet/engine": {"spec": {"replicas": 4}}})
     assert larger["StatefulSet/engine"]["spec"].pop("replicas") == 4
     _same(larger["StatefulSet/engine"]["spec"]["template"], build("cpu")["StatefulSet/engine"]["spec"]["template"])
     assert not _is_accepted(chart, overlay="none")
     assert not _is_accepted(chart, components=["none"])
     assert not _is_accepted(chart, objects={"Pod/none": {}})
+
+
+def check_texts(chart: Chart) -> None:
+    """Check that numbers and booleans become texts in ConfigMaps, which Kubernetes asks for, and that nothing else does."""
+    settings = {
+        "TOKENLOOM_A": 30,
+        "TOKENLOOM_B": True,
+        "TOKENLOOM_C": 1_000_000,
+        "TOKENLOOM_D": 0.5,
+        "TOKENLOOM_E": "x",
+    }
+    texts = {
+        "TOKENLOOM_A": "30",
+        "TOKENLOOM_B": "true",
+        "TOKENLOOM_C": "1000000",
+        "TOKENLOOM_D": "0.5",
+        "TOKENLOOM_E": "x",
+    }
+    plain = build("cpu")["ConfigMap/tokenloom-common"]["data"]
+    _same(chart.render(settings=settings)["ConfigMap/tokenloom-common"]["data"], plain | texts)
+    own = {"ConfigMap/tokenloom-common": {"data": settings}}
+    _same(chart.render(objects=own)["ConfigMap/tokenloom-common"]["data"], plain | texts)
+    _same(chart.render(model=7)["ConfigMap/tokenloom-model"]["data"], {"TOKENLOOM_MODEL": "7"})
+    assert not _is_accepted(chart, settings={"TOKENLOOM_A": None})
+    assert not _is_accepted(chart, settings={"TOKENLOOM_A": {"b": 1}})
+    assert not _is_accepted(chart, settings={"TOKENLOOM_A": [1]})
 
 
 def _is_accepted(chart: Chart, **values: object) -> bool:

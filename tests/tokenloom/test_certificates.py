@@ -1,6 +1,7 @@
 """The development CA and what it signs."""
 
 import base64
+import os
 import stat
 from pathlib import Path
 
@@ -33,6 +34,21 @@ def test_a_second_call_changes_nothing(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     assert make_certificates(tmp_path, days=30) == []
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_second_call_lets_the_group_read_keys_that_exist(tmp_path: Path) -> None:
+    make_certificates(tmp_path, days=30)
+    assert make_certificates(tmp_path, days=30, group_readable=True) == []
+    keys = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("*.key")}
+    assert keys == {path.name: 0o600 if path.name == "ca.key" else 0o640 for path in tmp_path.glob("*.key")}
+
+
+def test_a_draft_that_a_killed_run_left_does_not_decide_who_reads_the_key(tmp_path: Path) -> None:
+    draft = tmp_path / f".engine.key.{os.getpid()}"
+    draft.touch(mode=0o644)
+    make_certificates(tmp_path, days=30)
+    assert stat.S_IMODE((tmp_path / "engine.key").stat().st_mode) == 0o600
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_what_is_lost_or_about_to_expire_is_made_anew(tmp_path: Path) -> None:
@@ -87,3 +103,30 @@ def test_secrets_for_kubernetes(tmp_path: Path, options: list[str], namespace: s
         assert secret["data"].keys() == {"ca.crt", "tls.crt", "tls.key"}
         key = folder / part / "tls.key" if by_part else folder / f"{part}.key"
         assert base64.b64decode(secret["data"]["tls.key"]) == key.read_bytes()
+
+
+def test_secrets_are_private_in_a_file_that_others_could_read(tmp_path: Path) -> None:
+    path = tmp_path / "secrets.yaml"
+    path.write_text("old")
+    path.chmod(0o644)
+    with path.open() as reader:
+        result = CliRunner().invoke(app, ["certs", str(tmp_path / "certs"), "--kubernetes", str(path)])
+        assert result.exit_code == 0, result.output
+        assert reader.read() == "old", "a process that had the file open reads the keys"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(list(yaml.safe_load_all(path.read_text()))) == len(PARTS)
+
+
+def test_secrets_go_through_a_link_and_to_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    certs = str(tmp_path / "certs")
+    assert CliRunner().invoke(app, ["certs", certs, "--kubernetes", str(tmp_path / "link")]).exit_code == 0
+    assert (tmp_path / "link").is_symlink()
+    assert stat.S_IMODE((tmp_path / "real").stat().st_mode) == 0o600
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with open(reader, "rb") as file:
+        assert CliRunner().invoke(app, ["certs", certs, "--kubernetes", str(pipe)]).exit_code == 0
+        assert file.read() == (tmp_path / "real").read_bytes()
+    assert pipe.is_fifo()

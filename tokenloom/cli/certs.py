@@ -31,7 +31,7 @@ def certs(
 ) -> None:
     """Make a development CA and a certificate for every part of a mesh. Existing valid certificates are kept."""
     # Imported here: cryptography would slow the start of every other command.
-    from tokenloom.certificates import PARTS, make_certificates, make_separate_certificates
+    from tokenloom.certificates import PARTS, make_certificates, make_separate_certificates, write_file
 
     if by_part and group_readable:
         raise typer.BadParameter("cannot be combined with --by-part", param_hint="--group-readable")
@@ -41,8 +41,7 @@ def certs(
         else:
             written = make_certificates(folder, days=days, group_readable=group_readable)
         if kubernetes is not None:
-            kubernetes.touch(mode=0o600)
-            kubernetes.write_text(_secrets(folder, namespace, PARTS, by_part=by_part))
+            write_file(kubernetes, _secrets(folder, namespace, PARTS, by_part=by_part).encode(), 0o600)
     authority = "" if by_part else "; ca.key can sign for every part; do not copy it to the mesh"
     print(f"{len(written)} files written to {folder}{authority}.")
     if kubernetes is not None:

@@ -22,13 +22,14 @@ FOLDERS = {
     "tokenloom": ROOT / "tokenloom",
     **{f"tokenloom.{link.name}": link.resolve() for link in (ROOT / "tokenloom").iterdir() if link.is_symlink()},
 }
-# What the engine core shares with every entrance: the table of sampling parameters, the rule of block hashes, and how
-# reasoning is found by its tokens.
+# What the engine core shares with every entrance: the table of sampling parameters, the rule of block hashes, how
+# reasoning is found by its tokens, and how a part of what is limited is held.
 SAMPLING_PARAMS = "tokenloom.request.sampling_params"
 BLOCK_HASH = "tokenloom.request.prompt_block_hash"
 REASONING = "tokenloom.request.reasoning"
 PREFIX_SCHEDULE = "tokenloom.request.prefix_schedule"
 ROUTED_ROWS = "tokenloom.request.routed_rows"
+RESERVATION = "tokenloom.request.reservation"
 # The head of a GGUF file, which holds configuration and tokenizer.
 GGUF_FILE = "tokenloom.gguf.gguf_file"
 # What the system allows a process, for workers and services alike.
@@ -224,7 +225,7 @@ def test_engine_core(module: Module) -> None:
     asynchronous = tuple(f"tokenloom.engine_core.client.{name}" for name in names)
     never = () if module.name in asynchronous else ("asyncio", "zmq.asyncio")
     libraries = {"msgspec", "zmq", "numpy"} | EXTRA_LIBRARIES.get(module.name, set())
-    allowed = [SAMPLING_PARAMS, BLOCK_HASH, PREFIX_SCHEDULE, REASONING, ROUTED_ROWS]
+    allowed = [SAMPLING_PARAMS, BLOCK_HASH, PREFIX_SCHEDULE, REASONING, ROUTED_ROWS, RESERVATION]
     if module.name == "tokenloom.engine_core.fake_workers.checkpoint_sizes":
         allowed.append(GGUF_FILE)
     if module.name == "tokenloom.engine_core.lora_config":
@@ -233,7 +234,10 @@ def test_engine_core(module: Module) -> None:
 
 
 def test_gpu_worker() -> None:
-    package, allowed = "tokenloom.gpu_worker", [*sorted(PLAIN_DATA), SAMPLING_PARAMS, GGUF_FILE, CONTROL_GROUPS]
+    package, allowed = (
+        "tokenloom.gpu_worker",
+        [*sorted(PLAIN_DATA), SAMPLING_PARAMS, RESERVATION, GGUF_FILE, CONTROL_GROUPS],
+    )
     assert not violations(package, allowed, never=("grpc", "asyncio"))
     # Only the folder for that library's models, which is imported when one is loaded.
     modules = [module for module in modules_of(package) if not is_in(module.name, f"{package}.models.transformers")]
@@ -259,6 +263,11 @@ def test_what_is_about_requests_knows_no_server() -> None:
     allowed = [*ABOUT_REQUESTS, "tokenloom.v1", "tokenloom.demo_model", "tokenloom.demo_adapters"]
     for package in ABOUT_REQUESTS:
         assert not violations(package, allowed, third_party=third_party)
+
+
+def test_reservations_import_no_code_of_ours() -> None:
+    """The engine core, its workers and every service hold them."""
+    assert not violations(RESERVATION, third_party=set())
 
 
 def test_contracts_import_no_code_of_ours() -> None:

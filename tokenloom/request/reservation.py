@@ -1,0 +1,117 @@
+"""Holds a part of what is limited or lent (places, seats, bytes, tokens, loans), and gives it back once.
+
+The rules are the same wherever something is taken:
+
+- ``take`` returns a :class:`Reservation` or None; it never waits and never raises. The caller names the error.
+- A reservation has one owner. It is moved to a successor, never copied, and moving it leaves the old object empty: the
+  successor holds it before the predecessor can give it back.
+- It is given back once. Releasing an empty reservation does nothing, so every path may release what it may hold.
+
+This module imports nothing of ours, so that the engine core, workers and services may use it. It is not thread-safe: a
+reservation belongs to the thread, or the event loop, of its limit.
+"""
+
+from collections.abc import Callable
+from typing import Final, NoReturn, Self
+
+GiveBack = Callable[[int], object]
+"""Takes an amount back."""
+
+
+class Reservation:
+    """Holds an amount of something that is limited, until it is released or moved.
+
+    Use it as ``with`` where it is held for the length of a block, or keep it in the object that owns what it stands for
+    and release it in that object's ``close``.
+    """
+
+    __slots__ = ("__weakref__", "_amount", "_give_back")
+
+    def __init__(self, give_back: GiveBack, amount: int) -> None:
+        """``give_back``: called with each part that is given back, ``amount`` in total. ``amount``: at least 0."""
+        assert amount >= 0, f"a reservation of {amount}"
+        self._give_back: Final = give_back
+        self._amount = amount
+
+    @property
+    def amount(self) -> int:
+        """How much it holds; 0 once it was released or moved."""
+        return self._amount
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self, amount: int | None = None) -> None:
+        """Give back a part of it, or all that it holds. Without an amount, a second call has no effect."""
+        if amount is None:
+            amount = self._amount
+        assert 0 <= amount <= self._amount, f"{amount} given back of {self._amount}"
+        if amount:
+            self._amount -= amount  # first: `give_back` may come back here
+            self._give_back(amount)
+
+    def move(self) -> "Reservation":
+        """Return a reservation that holds all that this one holds; this one is empty afterwards."""
+        return self.split(self._amount)
+
+    def split(self, amount: int) -> "Reservation":
+        """Return a reservation that holds a part of what this one holds; this one keeps the rest."""
+        assert 0 <= amount <= self._amount, f"{amount} split off {self._amount}"
+        self._amount -= amount
+        return Reservation(self._give_back, amount)
+
+    def absorb(self, other: "Reservation") -> None:
+        """Take over all that another reservation of the same limit holds; the other one is empty afterwards."""
+        assert other is not self, "it holds that already"
+        assert other._give_back == self._give_back, "of another limit"
+        self._amount += other._amount
+        other._amount = 0
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError("a reservation has one owner: move it")
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError("a reservation has one owner: move it")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("a reservation belongs to its process")
+
+    def __repr__(self) -> str:
+        return f"Reservation({self._amount})"
+
+
+class AdmissionLimit:
+    """Limits how much is held at the same time.
+
+    Attributes:
+        size: How much may be held; None: no limit, only the count.
+        taken: How much is held: the sum of the amounts of all its reservations.
+    """
+
+    def __init__(self, size: int | None) -> None:
+        self.size = size
+        self.taken = 0
+
+    def can_take(self, amount: int) -> bool:
+        """Return whether so much is free."""
+        return self.size is None or self.taken + amount <= self.size
+
+    def take(self, amount: int) -> Reservation | None:
+        """Take so much, or return None and take nothing if it is not free."""
+        return self.take_anyway(amount) if self.can_take(amount) else None
+
+    def take_anyway(self, amount: int) -> Reservation:
+        """Take so much whether it is free or not, where another rule has decided."""
+        reservation = Reservation(self._take_back, amount)
+        self.taken += amount
+        return reservation
+
+    def empty(self) -> Reservation:
+        """Return a reservation of nothing, which others are absorbed into."""
+        return Reservation(self._take_back, 0)
+
+    def _take_back(self, amount: int) -> None:
+        self.taken -= amount

@@ -23,6 +23,13 @@ class Command(TyperCommand):
                 _answer(error, written, [name for each in self.params for name in (*each.opts, *each.secondary_opts)])
             raise
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; an expected failure ends it with one line."""
+        from .failures import reported  # here, because the help does not need the supervisor's errors
+
+        with reported():
+            return super().invoke(ctx)
+
     def get_help_option(self, ctx: Any) -> Any:
         return with_default(super().get_help_option(ctx))
 

@@ -1,6 +1,7 @@
 """Ends a failed command with one line and an exit status that scripts can read."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 import typer
@@ -32,10 +33,26 @@ def reported() -> Iterator[None]:
     try:
         yield
     except (PartFailed, PortTaken, StateDirError, RequestFailed, CommandFailed) as error:
-        typer.secho(f"Error: {error}", fg="red", err=True)
+        _print(str(error))
         raise typer.Exit(FAILED) from None
     except Refused as error:
-        typer.secho(f"Error: {error}.", fg="red", err=True)
+        _print(f"{error}.")
         raise typer.Exit(REFUSED) from None
+    except BrokenPipeError:  # the reader of the output went away, as after `| head`; typer ends the command
+        raise
+    except OSError as error:  # a full disk, a folder without access, a limit of this process
+        _print(reason_of(error))
+        raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):  # the exit status says it too
+        typer.secho(f"Error: {text}", fg="red", err=True)
+
+
+def reason_of(error: OSError) -> str:
+    """Return ``/a/file: No space left on device``, without the file if the error names none."""
+    reason = error.strerror or str(error) or type(error).__name__
+    return f"{os.fsdecode(error.filename)}: {reason}" if isinstance(error.filename, (str, bytes)) else reason

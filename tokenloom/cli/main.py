@@ -10,6 +10,7 @@ from tokenloom.services.runtime.host.uncollected_imports import uncollected_impo
 with uncollected_imports():
     import typer
 
+    from . import streams
     from .commands import lazy_group
 
 _GROUPS = {
@@ -51,7 +52,16 @@ def _options(
 
 def main() -> None:
     """Run the console script."""
-    sys.exit(app())
+    streams.open_closed()
+    status: str | int | None = 0
+    try:
+        app()
+    except SystemExit as end:
+        status = end.code
+    except OSError as error:  # before the command began, or while it wrote its own error
+        streams.report(f"Error: {error}")
+        status = 1
+    sys.exit(status if streams.flush_all() else status or 1)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from .part_spec import PartSpec
 
 PYTHON_MODULE = (sys.executable, "-m")
 """How the command of a part begins that can be forked."""
+_POLL_SECONDS = 0.05
+"""Between two looks at a process where the kernel announces no end."""
 
 
 def can_fork() -> bool:
@@ -72,7 +74,8 @@ def fork_part(spec: PartSpec, environment: Mapping[str, str], output: int) -> Fo
     """
     supervisor = os.getpid()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        if stream is not None:  # such as after `2>&-`
+            stream.flush()
     with _interrupts_wait() as mask:  # so that Ctrl-C does not raise in the child before it catches everything
         pid = os.fork()
         if not pid:
@@ -159,7 +162,14 @@ def _close_all_but(kept: tuple[int, ...]) -> None:
 async def _ended(pid: int) -> None:
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
-    descriptor = os.pidfd_open(pid)
+    while True:
+        try:
+            descriptor = os.pidfd_open(pid)
+            break
+        except OSError:  # no descriptor is free; the process runs on, and is not to be ended for that
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:  # noqa: ASYNC222 - WNOHANG
+                return
+        await asyncio.sleep(_POLL_SECONDS)
 
     def end() -> None:
         if not ended.done():

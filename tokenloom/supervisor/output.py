@@ -1,7 +1,7 @@
 """Copies the output of the parts to the user line by line, each with the name of its part."""
 
+import io
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -18,11 +18,17 @@ _LONGEST_LINE = 64 * 1024
 
 class LineCopier:
     """Copies each stream in a thread. The pipe is the only buffer: a stalled terminal stalls the parts, as it would
-    without a supervisor, but never the supervisor's event loop."""
+    without a supervisor.
+
+    A log that cannot be written stalls and ends nothing: its lines are counted, and the next line that can be written
+    follows one that says how many are missing.
+    """
 
     def __init__(self, write_line: WriteLine) -> None:
         self._write_line = write_line
         self._lock = threading.Lock()
+        self._num_lost = 0
+        self._why_lost = ""
         self._threads: list[threading.Thread] = []
         self._last_line = time.monotonic()
 
@@ -47,7 +53,18 @@ class LineCopier:
         """Write a line of the supervisor."""
         with self._lock:
             self._last_line = time.monotonic()
-            self._write_line(name, text)
+            try:
+                self._write(name, text)
+            except (OSError, ValueError) as error:  # a full disk, a reader that went away; ValueError: closed
+                self._num_lost += 1
+                self._why_lost = getattr(error, "strerror", None) or str(error)
+
+    def _write(self, name: str, text: str) -> None:
+        if self._num_lost:
+            missing = f"{self._num_lost} lines are missing here: the log could not be written ({self._why_lost})"
+            self._write_line(name, missing)
+            self._num_lost = 0
+        self._write_line(name, text)
 
     def close(self, timeout: float = 1.0) -> None:
         """Wait until the output of ended parts is written."""
@@ -60,6 +77,18 @@ class LineCopier:
                 self.say(name, line.decode(errors="replace").rstrip("\r\n"))
 
 
+def unbuffered(stream: TextIO) -> TextIO:
+    """Return a stream to the same file without a buffer, in which lines that cannot be written would stay; a stream
+    without a descriptor is returned as it is."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):
+        return stream
+    stream.flush()
+    raw = open(descriptor, "wb", buffering=0, closefd=False)  # noqa: SIM115 - it does not own the descriptor
+    return io.TextIOWrapper(raw, encoding=stream.encoding, errors="backslashreplace", write_through=True)
+
+
 def prefixed(stream: TextIO) -> WriteLine:
     """Return a function that writes ``name | line``, coloured by service on a terminal."""
     colour = stream.isatty() and "NO_COLOR" not in os.environ
@@ -68,14 +97,20 @@ def prefixed(stream: TextIO) -> WriteLine:
         prefix = f"{name:<{_NAME_WIDTH}} |"
         if colour:
             prefix = f"\x1b[{_COLOURS.get(name.rpartition('-')[0], 37)}m{prefix}\x1b[0m"
-        print(prefix, line, file=stream, flush=True)
+        stream.write(f"{prefix} {line}\n")  # at once: a disk that is full in between must not cut the line
+        stream.flush()
 
     return write_line
 
 
-def bare(stream: TextIO = sys.stderr) -> WriteLine:
+def bare(stream: TextIO) -> WriteLine:
     """Return a function that writes lines unchanged, for logs that machines read."""
-    return lambda name, line: print(line, file=stream, flush=True)
+
+    def write_line(name: str, line: str) -> None:
+        stream.write(f"{line}\n")
+        stream.flush()
+
+    return write_line
 
 
 class Tail:

@@ -51,18 +51,24 @@ class Part:
         backoff = FIRST_BACKOFF
         while not self._stopping.is_set():
             started = asyncio.get_running_loop().time()
-            status = await self._run_once()
+            status: int | None = None
+            try:
+                status = await self._run_once()
+                reason = "" if status is None else describe_exit(status)
+                then = "restarting"
+            except Exception as error:  # without descriptors, memory or disk: that may pass, and the others run on
+                reason, then = f"could not be started ({describe(error)})", "trying again"
             if self._stopping.is_set():
                 return
             self.restarts += 1
-            if status is None:
+            if not reason:
                 self._output.say(self.spec.name, "drains; starting its successor")
                 continue
             if not self._ever_served and (status == USAGE_ERROR or self.restarts >= START_ATTEMPTS):
-                raise PartFailed(f"{self.spec.name} did not start ({describe_exit(status)})")
+                raise PartFailed(f"{self.spec.name} did not start ({reason})")
             if asyncio.get_running_loop().time() - started > STABLE_SECONDS:
                 backoff = FIRST_BACKOFF
-            self._output.say(self.spec.name, f"{describe_exit(status)}; restarting in {backoff:.1f} s")
+            self._output.say(self.spec.name, f"{reason}; {then} in {backoff:.1f} s")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), backoff)
             backoff = min(2 * backoff, LONGEST_BACKOFF)
@@ -118,11 +124,21 @@ class Part:
         return await Process.start(self.spec, self._output)
 
     async def _follow(self, pid: int) -> None:
-        """Watch the health of the process once it has written its addresses."""
+        """Watch the health of the process once it has written its addresses. What keeps the supervisor from reading it,
+        such as a lack of descriptors, is no fault of the part."""
         while (state := read_part_state(self.spec.state_file)) is None or state.pid != pid:  # noqa: ASYNC110 - a file has no event
             await asyncio.sleep(_POLL_SECONDS)
         self.state = state
-        await part_health.follow(state.health, self._report)
+        backoff = FIRST_BACKOFF
+        while True:
+            try:
+                await part_health.follow(state.health, self._report)
+            except Exception as error:
+                self._report(False)
+                reason = f"its health cannot be read ({describe(error)}); trying again in {backoff:.1f} s"
+                self._output.say(self.spec.name, reason)
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, LONGEST_BACKOFF)
 
     async def _until_left(self, pid: int) -> None:
         """Return when the process drains and accepts nothing from the sockets that it inherited."""
@@ -146,6 +162,16 @@ class Part:
 
 def describe_exit(status: int) -> str:
     """Return ``killed by SIGKILL`` or ``exited with status 1``."""
-    if status < 0:
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
         return f"killed by {signal.Signals(-status).name}"
-    return f"exited with status {status}"
+    except ValueError:  # most real-time signals have no name
+        return f"killed by signal {-status}"
+
+
+def describe(error: BaseException) -> str:
+    """Return the reason of an error in a few words; of a group that of its first error."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -92,9 +92,14 @@ async def _until(interrupted: asyncio.Event, working: "asyncio.Task[None]") -> N
 
 @contextlib.contextmanager
 def _signals(first: asyncio.Event, second: Callable[[], None]) -> Iterator[None]:
-    """Make SIGINT, SIGTERM and SIGHUP (a closed terminal) set `first`; a further signal calls `second`."""
+    """Make SIGINT, SIGTERM and SIGHUP (a closed terminal) set `first`; a further signal calls `second`.
+
+    A SIGHUP that is ignored stays ignored: `nohup` asks for a mesh that outlives its terminal.
+    """
     loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
 
     def on_signal() -> None:
         if first.is_set():

@@ -1,8 +1,9 @@
 """Finds the running meshes of this user: a private directory holds one directory for each mesh.
 
-A mesh's directory holds its unix sockets, the parts' state files, ``mesh.json`` and a lock that its supervisor holds.
-The kernel releases the lock however the supervisor ends, so a lock that is free marks a dead mesh. The lock's content
-is the time at which the mesh began, in nanoseconds: two files can have the same time of modification.
+A mesh's directory holds its unix sockets, the parts' state files and ``mesh.json``. Its supervisor holds a lock on the
+directory, and on the file ``lock`` in it. The kernel releases both however the supervisor ends, so a mesh whose locks
+are free is dead. The directory's lock lasts when a cleaner of temporary files removes the file; the file's content is
+the time at which the mesh began, in nanoseconds: two files can have the same time of modification.
 """
 
 import contextlib
@@ -68,9 +69,13 @@ def root() -> Path:
     """Return ``$XDG_RUNTIME_DIR/tokenloom`` or ``/tmp/tokenloom-UID``, created private. Raises `StateDirError`."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(runtime) / "tokenloom" if runtime else Path(tempfile.gettempdir()) / f"tokenloom-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700, parents=True)
-    status = path.lstat()
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700, parents=True)
+        status = path.lstat()
+    except (OSError, ValueError) as error:  # ValueError: a character that file names cannot have
+        reason = getattr(error, "strerror", None) or error
+        raise StateDirError(f"{path} cannot be made ({reason}): set XDG_RUNTIME_DIR to another directory") from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise StateDirError(f"{path} must be a directory that only this user can access (mode 0700)")
     return path
@@ -82,16 +87,42 @@ def mesh_directory() -> Iterator[Path]:
     parent = root()
     for dead in [path for path in _directories(parent) if not _is_alive(path)]:
         shutil.rmtree(dead, ignore_errors=True)
-    new = Path(tempfile.mkdtemp(prefix=f"{_NEW}mesh-", dir=parent))
-    with open(new / _LOCK, "w") as lock:  # closed in children by default
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.write(str(time.time_ns()))
-        lock.flush()
+    new, held = _new_directory(parent)
+    with held:
         path = new.rename(parent / new.name.removeprefix(_NEW))
         try:
             yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _new_directory(parent: Path) -> tuple[Path, contextlib.ExitStack]:
+    """Return a new directory with its locks. Raises `StateDirError`."""
+    with contextlib.ExitStack() as unwound:
+        try:
+            new = Path(tempfile.mkdtemp(prefix=f"{_NEW}mesh-", dir=parent))
+            unwound.callback(shutil.rmtree, new, ignore_errors=True)
+            held = _locked(new)
+        except OSError as error:
+            raise StateDirError(
+                f"{parent} cannot hold the files of a mesh ({error.strerror}): set XDG_RUNTIME_DIR to another directory"
+            ) from None
+        unwound.pop_all()
+        return new, held
+
+
+def _locked(new: Path) -> contextlib.ExitStack:
+    """Lock a new directory and the file in it until the stack is closed. Children close both when they execute."""
+    with contextlib.ExitStack() as stack:
+        directory = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
+        stack.callback(os.close, directory)
+        with contextlib.suppress(OSError):  # network file systems lock files only
+            fcntl.flock(directory, fcntl.LOCK_EX)
+        lock = stack.enter_context(open(new / _LOCK, "w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(str(time.time_ns()))
+        lock.flush()
+        return stack.pop_all()
 
 
 def write_record(directory: Path, record: MeshRecord) -> None:
@@ -111,7 +142,7 @@ def running_meshes() -> list[MeshRecord]:
 def read_part_state(path: Path) -> PartState | None:
     """Return the state that the part wrote; None until it listens."""
     values = _read_json(path)
-    if values is None:
+    if "pid" not in values or "address" not in values:
         return None
     return PartState(
         pid=values["pid"],
@@ -129,34 +160,51 @@ def _directories(parent: Path) -> list[Path]:
 
 
 def _is_alive(path: Path) -> bool:
+    """Return whether a lock of the mesh is held, or cannot be examined: only a mesh that is dead may be removed."""
+    return _is_held(path) or _is_held(path / _LOCK)
+
+
+def _is_held(path: Path) -> bool:
     try:
-        with open(path / _LOCK, "rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # two that look at the same time must both find it free
+        descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
+    except OSError:
+        return True
+    try:
+        # Shared: two that look at the same time must both find it free.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    except OSError:  # a file system that locks files only
+        return not path.is_dir()
+    finally:
+        os.close(descriptor)
     return False
 
 
 def _began(path: Path) -> int:
-    """Return when a mesh began, in nanoseconds; 0 if it has just ended."""
-    try:
+    """Return when a mesh began, in nanoseconds; without the file that says it, when its record was written; 0 if the
+    mesh has just ended."""
+    with contextlib.suppress(OSError, ValueError):
         return int((path / _LOCK).read_text() or 0)
-    except FileNotFoundError:
-        return 0
+    with contextlib.suppress(OSError):
+        return (path / _MESH).stat().st_mtime_ns
+    return 0
 
 
 def _read_record(path: Path) -> MeshRecord | None:
     values = _read_json(path)
-    if values is None:
-        return None
-    return MeshRecord(values["pid"], values["port"], [PartRecord(**part) for part in values["parts"]])
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        values: dict[str, Any] = json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        return MeshRecord(values["pid"], values["port"], [PartRecord(**part) for part in values["parts"]])
+    except (LookupError, TypeError):
         return None
-    return values
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file; empty if there is none, yet or any more, or it cannot be read."""
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -1,6 +1,9 @@
 """A forked part differs in nothing from one that was started anew."""
 
+import asyncio
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -163,3 +166,13 @@ def test_what_parts_share_is_imported_without_a_thread() -> None:
         "from tokenloom.supervisor.forked_process import can_fork; print(can_fork())"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "True\n"
+
+
+async def test_the_end_is_seen_without_a_free_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scarce(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", scarce)
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "raise SystemExit(7)"], os.environ)  # noqa: ASYNC221 - a moment
+    async with asyncio.timeout(60):
+        assert await forked_process.ForkedProcess(pid).wait() == 7

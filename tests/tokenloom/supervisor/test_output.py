@@ -1,11 +1,14 @@
 """Lines on their way to the terminal."""
 
+import contextlib
+import errno
 import io
 import os
+from collections.abc import Callable
 
 import pytest
 
-from tokenloom.supervisor.output import LineCopier, Tail, prefixed
+from tokenloom.supervisor.output import LineCopier, Tail, WriteLine, bare, prefixed, unbuffered
 
 
 def test_lines_are_copied_whole_with_their_part() -> None:
@@ -64,3 +67,58 @@ def test_the_tail_keeps_the_last_lines() -> None:
     for line in ("one", "two", "three"):
         tail("engine-0", line)
     assert tail.text().splitlines() == ["engine-0           | two", "engine-0           | three"]
+
+
+class FullDisk(io.StringIO):
+    """A file that takes nothing while ``is_full``."""
+
+    is_full = True
+
+    def write(self, text: str) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(text)
+
+
+@pytest.mark.parametrize("make", [prefixed, bare])
+def test_a_log_that_cannot_be_written_ends_nothing_and_says_later_what_is_missing(
+    make: Callable[[io.StringIO], WriteLine],
+) -> None:
+    stream = FullDisk()
+    copier = LineCopier(make(stream))
+    with open(copier.open("engine-0"), "wb") as part:
+        part.write(b"lost\nlost too\n")
+    copier.close()
+    copier.say("engine-0", "lost as well")
+    stream.is_full = False
+    copier.say("engine-0", "the disk has room")
+    first, second = stream.getvalue().splitlines()
+    assert first.endswith("3 lines are missing here: the log could not be written (No space left on device)")
+    assert second.endswith("the disk has room")
+
+
+def test_a_closed_log_ends_nothing() -> None:
+    stream = io.StringIO()
+    copier = LineCopier(prefixed(stream))
+    stream.close()
+    copier.say("engine-0", "hello")
+
+
+def test_an_unbuffered_stream_keeps_nothing_that_cannot_be_written() -> None:
+    """What stayed in the buffer would come twice, and fail again when the interpreter ends."""
+    with open("/dev/full", "w") as full:
+        copier = LineCopier(prefixed(unbuffered(full)))
+        copier.say("engine-0", "hello")
+        full.flush()
+
+
+def test_a_part_whose_log_has_no_reader_writes_on() -> None:
+    """The copier goes on reading, so that the part neither waits nor gets SIGPIPE."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with contextlib.suppress(BrokenPipeError), open(write_end, "w") as stream:
+        copier = LineCopier(prefixed(stream))
+        with open(copier.open("engine-0"), "wb") as part:
+            for _ in range(2000):  # more than a pipe holds
+                part.write(b"x" * 100 + b"\n")
+        copier.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tokenloom.supervisor import part_health
 from tokenloom.supervisor.output import LineCopier
 from tokenloom.supervisor.part import Part, describe_exit
 from tokenloom.supervisor.part_failed import PartFailed
@@ -160,6 +162,68 @@ async def test_a_stop_during_the_start_ends_it(make_spec: MakeSpec, output: Line
     assert part.state is None
 
 
+class ScarceDescriptors:
+    """Lets the process run out of descriptors at chosen calls of a function."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, failures: int) -> None:
+        self.left = 0
+        self._failures = failures
+        self._real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, self._call)
+
+    def exhaust(self) -> None:
+        self.left = self._failures
+
+    def _call(self, *arguments: object, **options: object) -> object:
+        if self.left:
+            self.left -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return self._real(*arguments, **options)
+
+
+async def test_a_restart_without_descriptors_is_tried_again(
+    make_spec: MakeSpec, output: LineCopier, printed: Printed, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    scarce = ScarceDescriptors(monkeypatch, output, "open", failures=4)
+    part = Part(make_spec(), output)
+    async with kept(part) as keeper:
+        first = await serving_pid(part)
+        scarce.exhaust()
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: not scarce.left or keeper.done())
+        assert not keeper.done()
+        assert await serving_pid(part) != first
+    assert ("fake-0", "could not be started (Too many open files); trying again in 0.2 s") in printed
+
+
+async def test_a_part_whose_health_cannot_be_read_runs_on(
+    make_spec: MakeSpec, output: LineCopier, printed: Printed, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    """A state file, a channel or a lookup that fails is a fault of ours, not of the part."""
+    scarce = ScarceDescriptors(monkeypatch, part_health, "open_channel", failures=2)
+    scarce.exhaust()
+    part = Part(make_spec(), output)
+    async with kept(part) as keeper:
+        await eventually(lambda: not scarce.left or keeper.done())
+        assert not keeper.done()
+        await serving_pid(part)
+    assert part.restarts == 0
+    assert ("fake-0", "its health cannot be read (Too many open files); trying again in 0.1 s") in printed
+
+
+async def test_a_part_that_can_never_be_started_is_given_up(
+    make_spec: MakeSpec, output: LineCopier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ScarceDescriptors(monkeypatch, output, "open", failures=100).exhaust()
+    part = Part(make_spec(), output)
+    async with kept(part) as keeper:
+        with pytest.raises(PartFailed, match=r"fake-0 did not start \(could not be started \(Too many open files\)\)"):
+            await keeper
+    assert part.restarts == 3
+
+
 def test_exits_are_described() -> None:
     assert describe_exit(-9) == "killed by SIGKILL"
+    assert describe_exit(-35) == "killed by signal 35", "signals for real-time programs have no names"
+    assert describe_exit(-64) == "killed by SIGRTMAX"
     assert describe_exit(3) == "exited with status 3"

@@ -63,6 +63,22 @@ async def test_a_signal_drains(make_mesh: Callable[[str], Mesh], number: signal.
         assert await supervise(make_mesh("serve"), work) == Outcome(interrupted=True, clean=True)
 
 
+async def test_an_ignored_hangup_stays_ignored(make_mesh: Callable[[str], Mesh]) -> None:
+    """``nohup tokenloom serve &`` outlives the terminal."""
+
+    async def work(mesh: Mesh) -> None:
+        await mesh.wait_serving()
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0)  # the loop would handle the signal here
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert await supervise(make_mesh("serve"), work) == Outcome(interrupted=False, clean=True)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 async def test_the_second_signal_kills(make_mesh: Callable[[str], Mesh]) -> None:
     """The part is deaf to SIGTERM and has 20 s to drain; two signals end it at once."""
 

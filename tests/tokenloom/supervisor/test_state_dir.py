@@ -1,5 +1,6 @@
 """The private directory, and which meshes are alive."""
 
+import errno
 import fcntl
 import json
 import os
@@ -76,6 +77,50 @@ def test_two_meshes_that_start_at_the_same_time_leave_each_other_alone(monkeypat
     with state_dir.mesh_directory() as directory:
         state_dir.write_record(directory, MeshRecord(7, 1, []))
         assert len(state_dir.running_meshes()) == 1
+
+
+def test_a_mesh_whose_lock_file_a_cleaner_removed_lives_on() -> None:
+    """Cleaners of temporary folders remove files that are old; the next mesh must not take the first one for dead."""
+    with state_dir.mesh_directory() as directory:
+        state_dir.write_record(directory, MeshRecord(7, 8000, []))
+        (directory / "lock").unlink()
+        with state_dir.mesh_directory() as newer:
+            state_dir.write_record(newer, MeshRecord(8, 9000, []))
+            assert directory.exists()
+            assert [mesh.port for mesh in state_dir.running_meshes()] == [9000, 8000]
+
+
+def test_a_mesh_of_which_nothing_is_known_is_not_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = state_dir.root() / "mesh-unknown"
+    unknown.mkdir(mode=0o700)
+    (unknown / "lock").touch()
+
+    def scarce(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", scarce)
+        with pytest.raises(StateDirError, match="No locks available"), state_dir.mesh_directory():
+            pass
+    assert list(unknown.parent.iterdir()) == [unknown]
+
+
+@pytest.mark.parametrize("text", ["", "7", "[]", '{"pid": 7}', '{"pid": 7, "port": 1, "parts": [{"x": 1}]}', "\udcff"])
+def test_a_damaged_record_is_no_mesh(text: str) -> None:
+    with state_dir.mesh_directory() as directory:
+        (directory / "mesh.json").write_bytes(text.encode(errors="surrogateescape"))
+        assert state_dir.running_meshes() == []
+        assert state_dir.read_part_state(directory / "mesh.json") is None
+
+
+@pytest.mark.parametrize("place", ["/dev/null/run", "/proc/run", "~nosuch", "a" * 300])
+def test_a_directory_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", place)
+    if place == "~nosuch":
+        (tmp_path / place).touch()
+    with pytest.raises(StateDirError, match="set XDG_RUNTIME_DIR"):
+        state_dir.root()
 
 
 def test_two_that_look_at_the_same_time_both_see_that_a_mesh_is_dead(runtime_dir: Path) -> None:

@@ -1,5 +1,6 @@
 """Checks what ``tokenloom serve`` was given, and runs the mesh."""
 
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from tokenloom.request.chat_template import read_chat_template
 from tokenloom.supervisor.context_length import context_length
 from tokenloom.supervisor.layout import MeshOptions, ServedModel, with_names
 from tokenloom.supervisor.mesh import Mesh
-from tokenloom.supervisor.output import LineCopier, bare, prefixed
+from tokenloom.supervisor.output import LineCopier, bare, prefixed, unbuffered
 from tokenloom.supervisor.run import run_mesh
 
 from ..failures import reported
@@ -41,7 +42,7 @@ def serve_model(
     with reported():
         for each in options.models:
             check_model(each.path, values)
-    write_line = bare(sys.stderr) if values.get("log_format") == "json" else prefixed(sys.stderr)
+    write_line = (bare if values.get("log_format") == "json" else prefixed)(unbuffered(sys.stderr))
     scheme = "https" if "public_tls_cert" in values else "http"
     with reported():
         check_host(options, values)
@@ -132,9 +133,7 @@ async def _announce_and_wait(mesh: Mesh, names: Sequence[str], scheme: str) -> N
     verb = "is" if len(names) == 1 else "are"
     for gateway in mesh.gateways:
         url = f"{scheme}://{gateway.http}"
-        print(
-            f"{' and '.join(names)} {verb} served at {url} (page: {url}/, gRPC: {gateway.address}{context}). "
-            "Ctrl-C stops it.",
-            flush=True,
-        )
+        line = f"{' and '.join(names)} {verb} served at {url} (page: {url}/, gRPC: {gateway.address}{context})."
+        with contextlib.suppress(OSError):  # an output that cannot be written ends no mesh
+            print(line, "Ctrl-C stops it.", flush=True)
     await mesh.wait_failed()

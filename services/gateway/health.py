@@ -53,6 +53,11 @@ class MeshHealth:
         self._mesh = mesh
         self.draining = False
 
+    @property
+    def block_size(self) -> int:
+        """Return the tokens of a KV block of the serving engines; 0: they differ, or none has served yet."""
+        return self._mesh.block_size
+
     def limits(self) -> types_pb2.ModelLimits | None:
         """Return the limits of a request; None before the first engine is known."""
         info = self._tokenizers.info

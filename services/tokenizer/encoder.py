@@ -10,13 +10,11 @@ from typing import TypeVar
 from tokenizers import Tokenizer
 
 from tokenloom.request import errors
-from tokenloom.request.prefix_schedule import MAX_BLOCKS, scheduled
-from tokenloom.request.prompt_block_hash import block_hashes
+from tokenloom.request.prefix_schedule import prefix_hashes
 from tokenloom.v1.tokenizer_pb2 import TokenizedPrompt
 
 MAX_WAITING = 1024
 """Calls that run in a thread or wait for one; more are refused with an error that invites a retry."""
-_HASH_BYTES = 8
 
 T = TypeVar("T")
 
@@ -110,8 +108,7 @@ class Encoder:
                 first_part_tokens=types.index(1) if 1 in types else 0,
             )
             if want_hashes:
-                hashes = scheduled(block_hashes(ids[: MAX_BLOCKS * self._block_size], self._block_size, salt=salt))
-                prompt.block_hash_prefixes.extend([int.from_bytes(each[:_HASH_BYTES], "little") for each in hashes])
+                prompt.block_hash_prefixes.extend(prefix_hashes(ids, self._block_size, salt))
             prompts.append(prompt)
         return prompts
 

@@ -8,6 +8,8 @@ import struct
 from collections.abc import Sequence
 from functools import cache
 
+_TOKEN_BYTES = 4
+
 
 @cache
 def _token_packer(block_size: int) -> struct.Struct:
@@ -21,11 +23,13 @@ def hash_block(parent: bytes, token_ids: Sequence[int], salt: bytes) -> bytes:
 
 def block_hashes(token_ids: Sequence[int], block_size: int, seed: bytes = b"", salt: bytes = b"") -> list[bytes]:
     """Return the hash of each full block of ``token_ids``. Equal hashes mean equal prefixes under an equal salt."""
-    pack = _token_packer(block_size).pack
+    num_tokens = len(token_ids) // block_size * block_size
+    data = struct.pack(f"<{num_tokens}I", *token_ids[:num_tokens])
+    block_bytes, sha256 = _TOKEN_BYTES * block_size, hashlib.sha256
     hashes: list[bytes] = []
     parent = seed
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = hashlib.sha256(parent + pack(*token_ids[start : start + block_size]) + salt).digest()
+    for start in range(0, len(data), block_bytes):
+        parent = sha256(parent + data[start : start + block_bytes] + salt).digest()
         hashes.append(parent)
     return hashes
 

@@ -15,6 +15,7 @@ from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
 from ..mesh.mesh_view import MeshView
 from ..mesh.tokenizer_client import TokenizerClient
 from .beam_plan import BeamPlan, plan_beams
+from .block_hashing import add_hashes
 from .defaults import DEFAULT_MAX_VALUES
 from .job import SHEDDABLE_PRIORITY, Chat, EmbedsPrompt, Job
 from .pooling_tasks import NO_GENERATION, task_names
@@ -125,7 +126,10 @@ class Preparer:
             keep = None
         if keep is not None:
             prompts = [_truncated(prompt, keep) for prompt in prompts]
-        return [_continued(job.before, prompt) for prompt in prompts] if job.before else prompts
+        if job.before:
+            prompts = [_continued(job.before, prompt) for prompt in prompts]
+        await add_hashes(prompts, self._mesh.block_size, salt)
+        return prompts
 
     async def _forbid(
         self, words: Sequence[str], sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits
@@ -183,7 +187,6 @@ def _submit(
     """Return one prompt's request, checked; its ids and its timeout are filled in later."""
     submit = output_processor_pb2.Submit(
         prompt=prompt if isinstance(prompt, types_pb2.Prompt) else types_pb2.Prompt(token_ids=prompt.token_ids),
-        # Hashes of token ids do not cover embeddings.
         block_hash_prefixes=() if isinstance(prompt, types_pb2.Prompt) else prompt.block_hash_prefixes,
         sampling_params=sampling,
         text=job.text,

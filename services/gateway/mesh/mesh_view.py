@@ -40,6 +40,7 @@ class MeshView:
 
     Attributes:
         address: The coordinator's.
+        block_size: Tokens of a KV block of the serving engines; 0: they differ, or none has served yet.
         connected: Whether the coordinator answers.
         adapters: The LoRA adapters that requests may name, by name.
     """
@@ -57,6 +58,7 @@ class MeshView:
         self._capacity = Capacity()
         self._on_capacity: Callable[[Capacity], None] | None = None
         self.connected = False
+        self.block_size = 0
         self.adapters: Mapping[str, types_pb2.Adapter] = {}
         self._taken = asyncio.Event()  # a new one for each snapshot
 
@@ -188,7 +190,10 @@ class MeshView:
     def _update_limits(self) -> None:
         if self._limits_of is None:
             return
-        if limits := [entry.identity.limits for entry in self.serving(self._limits_of)]:
+        serving = self.serving(self._limits_of)
+        if limits := [entry.identity.limits for entry in serving]:
+            sizes = {entry.identity.fingerprint.block_size for entry in serving}
+            self.block_size = sizes.pop() if len(sizes) == 1 else 0
             self._limits = types_pb2.ModelLimits(
                 max_model_len=min(limit.max_model_len for limit in limits),
                 vocab_size=min(limit.vocab_size for limit in limits),

@@ -10,6 +10,7 @@ from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, Tr
 from tokenloom.v1 import types_pb2
 
 from ..generation.admission import Admission, Place
+from ..generation.block_hashing import add_hashes
 from ..generation.job import SHEDDABLE_PRIORITY, Job
 from ..generation.pooling_tasks import task_name
 from ..generation.request_trace import traced
@@ -97,6 +98,7 @@ class Pooler:
 
     async def _begin(self, pooling: PoolingJob, place: Place, limits: types_pb2.ModelLimits) -> Pooling:
         prompts = await encode(pooling, self._tokenizers, limits)
+        await add_hashes(prompts, self._health.block_size, pooling.job.cache_salt)
         place.reserve(sum(len(prompt.token_ids) for prompt in prompts))
         on_end = _Progress(place, len(prompts)).step
         priority = self._priority(pooling.job, limits)

@@ -33,6 +33,7 @@ from tokenloom.v1 import (
 MODEL = "fake"
 FINGERPRINT = types_pb2.Fingerprint(model=MODEL, tokenizer=b"t" * 32)
 LIMITS = types_pb2.ModelLimits(max_model_len=512, vocab_size=256)
+BLOCK_SIZE = 16
 EOS = 255
 HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
 """Of a request that a test writes by hand."""
@@ -174,6 +175,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             limits=self.limits,
             num_kv_blocks=64,
         )
+        identity.fingerprint.block_size = BLOCK_SIZE
         entry = coordinator_pb2.EngineEntry(identity=identity, report=self.report)
         entry.report.state = self.state
         return entry

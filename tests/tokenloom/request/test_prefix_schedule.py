@@ -1,6 +1,7 @@
 """Which blocks are named by hashes."""
 
-from tokenloom.request.prefix_schedule import LEADING_BLOCKS, MAX_BLOCKS, MAX_HASHES, scheduled
+from tokenloom.request.prefix_schedule import LEADING_BLOCKS, MAX_BLOCKS, MAX_HASHES, prefix_hashes, scheduled
+from tokenloom.request.prompt_block_hash import block_hashes
 
 
 def test_a_short_prompt_is_named_block_by_block() -> None:
@@ -20,3 +21,11 @@ def test_no_hash_stands_for_blocks_that_the_prompt_does_not_have() -> None:
     assert scheduled(range(129)) == list(range(128))
     assert scheduled(range(130)) == [*range(128), 129]
     assert scheduled([]) == []
+
+
+def test_hashes_travel_as_their_first_eight_bytes_of_the_blocks_that_are_named() -> None:
+    token_ids = list(range(4 * (MAX_BLOCKS + 2)))
+    hashes = block_hashes(token_ids, 4, salt=b"s")
+    found = prefix_hashes(token_ids, 4, b"s")
+    assert found == [int.from_bytes(hashes[blocks - 1][:8], "little") for blocks in LEADING_BLOCKS[1:]]
+    assert prefix_hashes(token_ids[:3], 4) == []

@@ -6,9 +6,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.services.gateway.fakes import FakeMesh, FakeRequest
+from tests.services.gateway.fakes import BLOCK_SIZE, FakeMesh, FakeRequest
 from tests.services.gateway.pooling.conftest import TOKEN_EMBED
 from tokenloom.request import errors
+from tokenloom.request.prefix_schedule import prefix_hashes
 from tokenloom.services.gateway.pooling import pooler, pooling
 from tokenloom.v1 import types_pb2
 
@@ -42,6 +43,16 @@ async def test_few_prompts_are_in_work_at_once(
         assert by_hand.outputs.requests.empty()
     assert numbers != sorted(numbers)
     assert [item["embedding"] for item in (await call).json()["data"]] == [[index] for index in range(8)]
+
+
+async def test_prompts_of_token_ids_are_hashed(by_hand: FakeMesh, http: httpx.AsyncClient) -> None:
+    ids = list(range(2 * BLOCK_SIZE + 1))
+    call = asyncio.create_task(_embedding(http, ids))
+    request = await by_hand.outputs.next_request()
+    assert list(request.submit.block_hash_prefixes) == prefix_hashes(ids, BLOCK_SIZE)
+    request.pool([1.0])
+    request.finish()
+    assert (await call).status_code == 200
 
 
 async def test_a_result_that_begins_anew_replaces_its_parts(by_hand: FakeMesh, http: httpx.AsyncClient) -> None:

@@ -35,7 +35,9 @@ def test_only_failed_tests_are_repeated(
     python.chmod(0o755)
     # --old-file: the environment is not what this test is about.
     command = ["make", "--no-print-directory", "--old-file=.venv/.installed", target, "AGAIN=1", f"BIN={tmp_path}"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "AGAIN"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "AGAIN"))
+    }
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert (run.returncode == 0) == passes, run.stdout + run.stderr
     repeated = [line for line in calls.read_text().splitlines() if "--last-failed" in line]

@@ -3,12 +3,18 @@
 import logging
 import resource
 
+from tokenloom.request.errors import FailedPrecondition
+
 log = logging.getLogger(__name__)
 
 RESERVED_SHARE = 1 / 8
 MIN_RESERVED = 128
 """Descriptors that clients never get: for links to other parts, listeners, the metrics port, files, and connections
 that are closed as soon as they have been accepted."""
+MIN_OWN = 64
+"""Descriptors that links from other parts never get. An idle part has some 40 open, its core a few more."""
+NEEDED = MIN_RESERVED + 64
+"""The lowest limit with which a part starts: a gateway has two edges, with 32 clients each at least."""
 
 
 def raise_limit() -> int:
@@ -25,9 +31,25 @@ def raise_limit() -> int:
     return hard
 
 
+def check_limit(limit: int, needed: int = NEEDED) -> None:
+    """Raise ``FailedPrecondition`` if so many open descriptors do not suffice. ``limit``: as ``getrlimit`` says it."""
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise FailedPrecondition(
+            f"the limit of open files is {limit}, and {needed} are needed: raise it with `ulimit -n {needed}` or "
+            "more, or LimitNOFILE of the service"
+        )
+
+
+def for_peers(wanted: int) -> int:
+    """Return how many connections of other parts a server may hold: ``wanted``, or fewer if the descriptors of this
+    process do not suffice for all of them and its own."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return wanted if limit == resource.RLIM_INFINITY else max(1, min(wanted, limit - MIN_OWN))
+
+
 def for_clients(wanted: int, num_edges: int = 1) -> int:
-    """Return how many connections each of ``num_edges`` listeners may hold: ``wanted``, or fewer if the descriptors of
-    this process do not suffice for all of them and for what is reserved."""
+    """Return how many connections of clients each of ``num_edges`` listeners may hold: ``wanted``, or fewer if the
+    descriptors of this process do not suffice for all of them and for what is reserved."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return wanted

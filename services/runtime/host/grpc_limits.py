@@ -30,7 +30,7 @@ class GrpcLimits:
         from ..peers.keepalive import patient_options  # here, because the help of a command needs settings only
 
         return [
-            ("grpc.max_allowed_incoming_connections", descriptors.for_clients(self.connections)),
+            ("grpc.max_allowed_incoming_connections", descriptors.for_peers(self.connections)),
             ("grpc.max_concurrent_streams", self.streams),
             ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_SECONDS * 1000)),
             *(patient_options() if self.is_patient else ()),

@@ -118,7 +118,11 @@ def main(service_class: Callable[[_Settings], Service], settings_class: type[_Se
     logs.setup(name, settings.instance_id, level=settings.log_level, style=settings.log_format)
     for warning in settings_class.exposed():
         log.warning("%s", warning)
-    descriptors.raise_limit()
+    try:
+        descriptors.check_limit(descriptors.raise_limit())
+    except TokenloomError as error:
+        log.error("%s", error.message)
+        return USAGE_ERROR
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(service_class(settings), settings))
 

@@ -1,5 +1,6 @@
 """Ports, files, packages and the directory of sockets, before a process starts."""
 
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,16 @@ def refusal(*arguments: str) -> str:
 def test_what_is_in_order_starts(started: list[Any]) -> None:
     assert run().exit_code == 0
     assert len(started) == 1
+
+
+@pytest.mark.parametrize(("soft", "hard", "needed"), [(128, 128, 192), (40, 4096, 56)])
+def test_too_few_open_files_are_refused(
+    started: list[Any], monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, needed: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    wanted = f"the limit of open files is {soft}, and {needed} are needed: raise it with `ulimit -n {needed}`"
+    assert wanted in refusal()
+    assert not started
 
 
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])

@@ -10,6 +10,7 @@ from tokenloom.preflight.context import check_context
 from tokenloom.preflight.files import check_certificate, check_files
 from tokenloom.preflight.listening import check_addresses
 from tokenloom.preflight.model import check_checkpoint
+from tokenloom.preflight.open_files import check_open_files
 from tokenloom.preflight.packages import check_engine_packages
 from tokenloom.preflight.platforms import platform_note
 from tokenloom.preflight.refusal import Refused
@@ -20,6 +21,9 @@ from tokenloom.supervisor.layout import MeshOptions
 from tokenloom.supervisor.ports import PortTaken, reserved_ports
 
 from .serve_options import OFFERS
+
+_COORDINATORS = 2
+"""At most; as for the supervisor's open files."""
 
 
 def check_model(path: Path, values: Mapping[str, Any]) -> None:
@@ -40,6 +44,7 @@ def check_host(options: MeshOptions, values: Mapping[str, Any]) -> None:
     if "public_tls_cert" in values and "public_tls_key" in values:
         check_certificate(Path(values["public_tls_cert"]), Path(values["public_tls_key"]))
     check_run_directory(state_dir.root())
+    check_open_files(sum(_counts(options).values()) + _COORDINATORS)
     _check_ports(options)
     check_addresses(options.flags, _counts(options))
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tokenloom.services.runtime.host.descriptors import NEEDED
+
 from ..platforms import platform_note
 from ..run_directory import check_run_directory
 from .finding import Finding, from_check
@@ -67,6 +69,10 @@ def _huge_pages(file: Path) -> Finding:
 
 
 def _descriptors(limit: int) -> Finding:
+    if 0 <= limit < NEEDED:
+        return Finding(
+            "fail", "open files", f"at most {limit}, and a part needs {NEEDED}: raise the limit with ulimit -n"
+        )
     if 0 <= limit < _FEW_DESCRIPTORS:
         return Finding("warn", "open files", f"at most {limit}: raise the limit with ulimit -n, for many connections")
     return Finding("ok", "open files", "at most " + ("any number" if limit < 0 else str(limit)))

@@ -6,11 +6,13 @@ import sys
 
 import pytest
 
+from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.runtime.host import descriptors
 from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
 
 _RAISE = """
 import logging, resource
+from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.runtime.host import descriptors
 logging.basicConfig(level=logging.INFO)
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -44,8 +46,33 @@ def test_clients_leave_descriptors_for_the_mesh(
     assert descriptors.for_clients(wanted, num_edges) == expected
 
 
-def test_a_grpc_server_gets_what_the_descriptors_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+@pytest.mark.parametrize(("limit", "connections"), [(192, 128), (1024, 960), (1_048_576, 10_000)])
+def test_links_of_the_mesh_are_not_counted_as_clients(
+    monkeypatch: pytest.MonkeyPatch, limit: int, connections: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     options = dict(GrpcLimits(connections=10_000, streams=7).options())
-    assert options["grpc.max_allowed_incoming_connections"] == 896
+    assert options["grpc.max_allowed_incoming_connections"] == connections
     assert options["grpc.max_concurrent_streams"] == 7
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_enough"), [(0, False), (191, False), (192, True), (resource.RLIM_INFINITY, True)]
+)
+def test_a_limit_that_is_too_low_is_refused_with_the_need(limit: int, is_enough: bool) -> None:
+    if is_enough:
+        descriptors.check_limit(limit)
+        return
+    with pytest.raises(FailedPrecondition, match=rf"is {limit}, and 192 are needed"):
+        descriptors.check_limit(limit)
+
+
+def test_a_part_does_not_start_with_too_few_descriptors() -> None:
+    limited = (
+        "import resource, os, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    part = (sys.executable, "-m", "tokenloom.services.coordinator", "--listen", "127.0.0.1:0")
+    done = subprocess.run((sys.executable, "-c", limited, *part), stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "the limit of open files is 128, and 192 are needed" in done.stderr

@@ -48,7 +48,7 @@ def test_huge_pages(content: str, level: str, tmp_path: Path) -> None:
 
 
 def test_limits(tmp_path: Path) -> None:
-    assert [host._descriptors(limit).level for limit in (1024, 20000, -1)] == ["warn", "ok", "ok"]
+    assert [host._descriptors(limit).level for limit in (128, 1024, 20000, -1)] == ["fail", "warn", "ok", "ok"]
     assert host._shared_memory(tmp_path / "nothing").level == "warn"
 
 

@@ -134,7 +134,7 @@ class EngineCore:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests without an output; ids that are not live are ignored."""
         self._abort(request_ids)
-        self.pausing.settle()
+        self.settle_pause()
 
     def accept_tokens(self, message: AcceptTokens) -> None:
         """Give a request the first tokens that it was added ahead of."""
@@ -326,7 +326,9 @@ class EngineCore:
 
     def pause(self, mode: str = "abort", clear_cache: bool = False) -> "Future[None]":
         """Pause; the future is done once no request runs. See :meth:`Pausing.pause`."""
-        return self.pausing.pause(mode, clear_cache=clear_cache)
+        quiet = self.pausing.pause(mode, clear_cache=clear_cache)
+        self.settle_pause()
+        return quiet
 
     def resume(self) -> None:
         """Resume after a pause; do nothing if not paused. Raises ``ValueError`` while asleep."""

@@ -21,6 +21,20 @@ class WorkerLostError(ExecutorFailedError):
     """The process of a worker ended; the executor can start another one."""
 
 
+class RanksDifferError(ExecutorFailedError):
+    """Some workers did what a call asks and others did not, so that their states differ until the caller repairs that.
+
+    Attributes:
+        results: What the workers returned that made the call.
+        is_refused: Whether every other worker refused it as a mistake of the caller, and has not changed.
+    """
+
+    def __init__(self, text: str, results: list[object], *, is_refused: bool) -> None:
+        super().__init__(text)
+        self.results = results
+        self.is_refused = is_refused
+
+
 class GroupLostError(RuntimeError):
     """Another rank of the data-parallel group is lost, so that this one cannot compute either."""
 

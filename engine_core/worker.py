@@ -111,11 +111,17 @@ class Worker(Protocol):
         Raises ``ValueError``, and changes nothing, if the weights cannot be restored unchanged.
         """
 
+    def check_weights(self, path: str) -> None:
+        """Check that :meth:`reload_weights` could load this checkpoint, without reading all of it. Changes nothing.
+
+        All workers check before any of them reloads. Raises ``ValueError`` naming what is wrong with the checkpoint.
+        """
+
     def reload_weights(self, path: str) -> None:
         """Load the weights of another checkpoint of the same architecture, awake or asleep. No request holds a block.
 
-        Raises ``ValueError``, and keeps the old weights, naming what is wrong with the checkpoint. After any other
-        error no weights are left, and another call must load some.
+        Refuses files that have changed since :meth:`check_weights`. After an error it is unknown which weights are
+        left, and another call must load some.
         """
 
     def load_lora(self, path: str) -> LoraInfo:

@@ -56,6 +56,12 @@ class ModelSlot:
         self.model: Model = loader.load(path)
         self._declared = self.model.declared if isinstance(self.model, CheckedModel) else self.model.config
         self._on_host: OnHost | None = None
+        self._checked: tuple[Path, FileStamps] | None = None  # what :meth:`replace` may load
+
+    @property
+    def path(self) -> Path:
+        """Where the weights are from."""
+        return self._path
 
     @property
     def is_loaded(self) -> bool:
@@ -91,31 +97,52 @@ class ModelSlot:
         check_unchanged(self._path, self._stamps, self._loader.load_format)
         self.model = self._loader.load(self._path)
 
+    def check(self, path: Path) -> None:
+        """Check that :meth:`replace` could load the checkpoint ``path``, without reading its tensors. Changes nothing.
+
+        Raises ``ValueError`` naming the first difference, or what is wrong with the checkpoint.
+        """
+        self._checked = None
+        if self._loader.load_format == "dummy":
+            raise ValueError("load_format dummy: the weights are random and no files replace them; start without it")
+        try:
+            self._loader.read_config(path)  # its errors say more than a missing file
+            stamps = file_stamps(path)  # before the files are compared: :meth:`replace` notices a later change
+            self._compare(path)
+        except OSError as error:
+            raise ValueError(f"the checkpoint {path} cannot be read: {error}") from error
+        self._checked = path, stamps
+
     def replace(self, path: Path) -> None:
         """Load the weights of another checkpoint of the same configuration, in the place of the old ones.
 
-        Raises ``ValueError`` naming the first difference, or what is wrong with the checkpoint; the old weights then
-        stay. Raises :class:`WeightsLostError` if reading fails later; the model is then absent.
+        Raises ``ValueError`` as :meth:`check`, if that was not called for these files before; the old weights then
+        stay. Raises :class:`WeightsLostError` if reading fails later, or if the files have changed since they were
+        checked: other ranks may have loaded those before. The model is then absent.
         """
-        if self._loader.load_format == "dummy":
-            raise ValueError("load_format dummy: the weights are random and no files replace them; start without it")
-        self._check(path)
-        stamps = file_stamps(path)
+        if self._checked is None or self._checked[0] != path:
+            self.check(path)
+        assert self._checked is not None
+        (_, stamps), self._checked = self._checked, None
         try:
             if self.is_loaded:
                 self._loader.replace_weights(self.model, path)
             else:
                 self._on_host = None
                 self.model = self._loader.load(path)
-        except Exception as error:
+            if file_stamps(path) != stamps:
+                raise ValueError("the files changed after they were checked")
+        except BaseException as error:
             self.drop(restorable=False)
+            if not isinstance(error, Exception):
+                raise
             raise WeightsLostError(
                 f"loading {path} failed after the old weights were dropped ({type(error).__name__}: {error}); call "
                 "reload_weights again"
             ) from error
         self._path, self._stamps = path, stamps
 
-    def _check(self, path: Path) -> None:
+    def _compare(self, path: Path) -> None:
         ours, theirs = self._declared, self._loader.read_config(path)
         for field in dataclasses.fields(ModelConfig):
             old, new = getattr(ours, field.name), getattr(theirs, field.name)

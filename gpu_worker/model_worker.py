@@ -46,7 +46,7 @@ from .platform.device_check import check_device
 from .platform.platform import Platform
 from .platform.pool_pages import PoolPages
 from .platform.profiler import Profiler
-from .pooling.pooler import Pooler, make_pooler
+from .pooling.pooler import Pooler, check_pooling, make_pooler
 from .recorded.recorded_steps import RecordedSteps
 from .recorded.recordings import make_recorded_steps
 from .speculation.drafting import Drafting
@@ -270,6 +270,13 @@ class ModelWorker:
         elif "kv_cache" in tags and self._pool is None:
             self._require_runner().make_kv_caches()
 
+    def check_weights(self, path: str) -> None:
+        assert self._slot is not None, "load_model comes first"
+        self._slot.check(Path(path))
+        if self._ranks.place.is_alone:
+            info, head = (None, None) if self._pooler is None else (self._pooler.info, self._pooler.head)
+            check_pooling(info, Path(path), self._config.worker, self._kv_config.hidden_size, head)
+
     def reload_weights(self, path: str) -> None:
         assert self._slot is not None, "load_model comes first"
         try:
@@ -344,9 +351,10 @@ class ModelWorker:
     def _make_pooler(self) -> Pooler | None:
         if not self._ranks.place.is_alone:
             return None
+        assert self._slot is not None, "load_model comes first"
         config, model = self._config.worker, self._model
         head = model.head if isinstance(model, DecoderModel) else None
-        return make_pooler(Path(config.model), config, model.config.hidden_size, head, is_encoder=False)
+        return make_pooler(self._slot.path, config, model.config.hidden_size, head, is_encoder=False)
 
     def _require_loras(self) -> LoraSlots:
         assert self._loras is not None, "LoRA adapters are not enabled"

@@ -3,6 +3,7 @@
 Utility calls name one of the methods declared here. They come over the core's private socket, never over a network.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,7 +12,8 @@ import msgspec
 
 from ..adapters import Adapters
 from ..core import EngineCore
-from ..executor.executor import CLIENT_METHODS
+from ..errors import ExecutorFailedError, RanksDifferError
+from ..executor.executor import CLIENT_METHODS, Executor
 from ..wire.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -90,6 +92,16 @@ def _adapter_methods(adapters: Adapters | None) -> dict[str, Callable[..., objec
     }
 
 
+def _profile(executor: Executor, *args: object) -> list[object]:
+    """Start or stop recording on all workers. If only some can, none records afterwards."""
+    try:
+        return executor.collective_rpc("profile", *args)
+    except RanksDifferError:
+        with contextlib.suppress(ExecutorFailedError, ValueError):  # workers that record nothing refuse
+            executor.collective_rpc("profile", False)
+        raise
+
+
 def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
     """Return the methods that a client may call on this core, by name."""
 
@@ -100,10 +112,12 @@ def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
         """
         if method not in CLIENT_METHODS:
             raise ValueError(f"clients may not call {method!r} on workers; use {', '.join(sorted(CLIENT_METHODS))}")
+        if method == "profile":
+            return _profile(core.executor, *args)
         return core.executor.collective_rpc(method, *args)
 
     def profile(start: bool) -> None:
-        core.executor.collective_rpc("profile", start)
+        _profile(core.executor, start)
 
     return {
         **_adapter_methods(core.adapters),

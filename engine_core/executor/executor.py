@@ -18,7 +18,7 @@ CLIENT_METHODS: Final = frozenset({"profile", "resident_bytes"})
 """Methods of workers that clients may call. None of them changes what the core relies on."""
 WORKER_METHODS: Final = CLIENT_METHODS | {
     *("load_model", "determine_available_memory", "initialize_kv_cache"),
-    *("sleep", "wake_up", "reload_weights", "check_health", "load_lora", "drop_lora"),
+    *("sleep", "wake_up", "check_weights", "reload_weights", "check_health", "load_lora", "drop_lora"),
     *("execute_dummy_batch", "join_experts"),
 }
 """Methods of workers that may be called by name. Their arguments and results are msgspec types."""
@@ -65,8 +65,9 @@ class Executor(Protocol):
     def collective_rpc(self, method: str, *args: object) -> list[object]:
         """Call a method of ``WORKER_METHODS`` on every worker, after all steps begun so far.
 
-        Returns the results as plain data, by rank. Raises ``ValueError`` for a mistake of the caller, and
-        ``ExecutorFailedError`` for any other error in another process.
+        Returns the results as plain data, by rank. Raises ``ValueError`` for a mistake of the caller, which all workers
+        refuse, ``RanksDifferError`` if some workers made the call and others did not, and ``ExecutorFailedError`` for
+        any other error in another process.
         """
 
     def check_health(self, timeout: float) -> None:

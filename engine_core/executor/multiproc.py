@@ -21,6 +21,7 @@ from ..wire.serialization import Decoder, Frame, encode, from_raw, to_raw
 from ..worker import ModelInfo
 from .executor import PoolSpec
 from .merged_info import merged_info
+from .rank_answers import joined_results
 from .rank_config import most_in_flight, rank_config
 from .rank_pools import RankPool, RankPools
 from .worker_launch import WorkerProcess
@@ -143,18 +144,18 @@ class MultiprocExecutor:
             raise ExecutorFailedError(f"a worker cannot be replaced: {error}") from error
 
     def load_model(self) -> ModelInfo:
-        models = msgspec.convert(self.collective_rpc("load_model"), list[ModelInfo])
+        models = msgspec.convert(self._prepare("load_model"), list[ModelInfo])
         self._remove_rendezvous()
         return merged_info(models, self.output_rank)
 
     def determine_available_memory(self) -> int:
         self._is_profiled = True
-        return min(msgspec.convert(self.collective_rpc("determine_available_memory"), list[int]))
+        return min(msgspec.convert(self._prepare("determine_available_memory"), list[int]))
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig, pool: PoolSpec | None = None) -> WarmUp:
         self._kv_cache = kv_cache
         if pool is None:
-            warm_ups = msgspec.convert(self.collective_rpc("initialize_kv_cache", kv_cache), list[WarmUp])
+            warm_ups = msgspec.convert(self._prepare("initialize_kv_cache", kv_cache), list[WarmUp])
         else:
             parts = self._make_pools(kv_cache, pool)
             warm_ups = [part.warm_up for part in parts]
@@ -182,9 +183,15 @@ class MultiprocExecutor:
         return RemoteOutput(self, call_id)
 
     def collective_rpc(self, method: str, *args: object) -> list[object]:
-        replies = self.wait(self._call(method, args), range(len(self.workers)))
+        replies = self._replies_of(self._call(method, args), range(len(self.workers)))
+        results = joined_results([_answer_of(rank, reply) for rank, reply in enumerate(replies)])
         if method == "reload_weights":
             self._weights = str(args[0])
+        return results
+
+    def _prepare(self, method: str, *args: object) -> list[object]:
+        """Call a method that workers make once, as they start: any error ends them, so the first rank's is raised."""
+        replies = self.wait(self._call(method, args), range(len(self.workers)))
         return [from_raw(reply.result) for reply in replies]
 
     def check_health(self, timeout: float) -> None:
@@ -230,6 +237,13 @@ class MultiprocExecutor:
 
         Raises a rank's error, ``ExecutorFailedError`` if a worker ended, or ``TimeoutError`` after ``timeout`` seconds.
         """
+        replies = self._replies_of(call_id, ranks, timeout)
+        for rank, reply in zip(ranks, replies, strict=True):
+            _raise_failure(rank, reply)
+        return replies
+
+    def _replies_of(self, call_id: int, ranks: Sequence[int], timeout: float | None = None) -> list[WorkerReply]:
+        """Return the answers of these ranks, those with errors included. Raises as :meth:`wait` otherwise."""
         ends_at = None if timeout is None else time.monotonic() + timeout
         while not all(call_id in self._replies[rank] for rank in ranks):
             self._check_alive()
@@ -239,10 +253,7 @@ class MultiprocExecutor:
                 raise TimeoutError
             self._read()
             self._check_unasked(call_id, ranks)
-        replies = [self._replies[rank].pop(call_id) for rank in ranks]
-        for rank, reply in zip(ranks, replies, strict=True):
-            _raise_failure(rank, reply)
-        return replies
+        return [self._replies[rank].pop(call_id) for rank in ranks]
 
     def _read(self) -> None:
         for worker in self.workers:
@@ -291,7 +302,17 @@ class MultiprocExecutor:
 
 
 def _raise_failure(rank: int, reply: WorkerReply) -> None:
+    if (error := _error_of(rank, reply)) is not None:
+        raise error
+
+
+def _answer_of(rank: int, reply: WorkerReply) -> object | Exception:
+    return _error_of(rank, reply) or from_raw(reply.result)
+
+
+def _error_of(rank: int, reply: WorkerReply) -> Exception | None:
+    if reply.error_kind is None:
+        return None
     if reply.error_kind is WorkerErrorKind.VALUE:
-        raise ValueError(reply.error)
-    if reply.error_kind is not None:
-        raise ExecutorFailedError(f"worker {rank}: {reply.error}")
+        return ValueError(reply.error)
+    return ExecutorFailedError(f"worker {rank}: {reply.error}")

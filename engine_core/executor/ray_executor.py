@@ -23,6 +23,7 @@ from ..worker import ModelInfo, Worker
 from .executor import PoolSpec
 from .lifelines import Lifelines
 from .merged_info import merged_info
+from .rank_answers import joined_results
 from .rank_config import most_in_flight, rank_config
 from .rank_pools import RankPool, RankPools
 from .ray_cluster import connect, gpus_of_worker, reserve
@@ -107,15 +108,15 @@ class RayExecutor:
         return actor.options(num_cpus=1, num_gpus=gpus, scheduling_strategy=strategy).remote()
 
     def load_model(self) -> ModelInfo:
-        models = msgspec.convert(self.collective_rpc("load_model"), list[ModelInfo])
+        models = msgspec.convert(self._prepare("load_model"), list[ModelInfo])
         return merged_info(models, self._output_rank)
 
     def determine_available_memory(self) -> int:
-        return min(msgspec.convert(self.collective_rpc("determine_available_memory"), list[int]))
+        return min(msgspec.convert(self._prepare("determine_available_memory"), list[int]))
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig, pool: PoolSpec | None = None) -> WarmUp:
         if pool is None:
-            warm_ups = msgspec.convert(self.collective_rpc("initialize_kv_cache", kv_cache), list[WarmUp])
+            warm_ups = msgspec.convert(self._prepare("initialize_kv_cache", kv_cache), list[WarmUp])
         else:
             warm_ups = [part.warm_up for part in self._make_pools(kv_cache, pool)]
         return max(warm_ups, key=lambda warm_up: warm_up.seconds)
@@ -140,15 +141,27 @@ class RayExecutor:
         return RayOutput(self, self._send("sample", SampleMessage(grammar)))
 
     def collective_rpc(self, method: str, *args: object) -> list[object]:
+        return joined_results([self._answer_of(each) for each in self._call(method, args)])
+
+    def _prepare(self, method: str, *args: object) -> list[object]:
+        """Call a method that workers make once, as they start: any error ends them, so the first one is raised."""
+        return [from_raw(msgspec.Raw(answer)) for answer in self._get(self._call(method, args))]
+
+    def _call(self, method: str, args: Sequence[object]) -> list[Any]:
         self._check_alive()
         raw = [bytes(to_raw(arg)) for arg in args]
-        answers = self._get([actor.call.remote(method, raw) for actor in self.actors])
-        return [from_raw(msgspec.Raw(answer)) for answer in answers]
+        return [actor.call.remote(method, raw) for actor in self.actors]
+
+    def _answer_of(self, answer: Any) -> object | Exception:
+        """Wait for one rank's result, or its error."""
+        try:
+            return from_raw(msgspec.Raw(self._get([answer])[0]))
+        except (ValueError, ExecutorFailedError) as error:
+            return error
 
     def check_health(self, timeout: float) -> None:
-        self._check_alive()
         try:
-            self._get([actor.call.remote("check_health", []) for actor in self.actors], timeout)
+            self._get(self._call("check_health", ()), timeout)
         except ValueError as error:
             raise ExecutorFailedError(f"a worker failed: {error}") from error
 

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from ..errors import RanksDifferError
 from ..wire.lora import LoraInfo
 from .executor import Executor
 
@@ -11,12 +12,28 @@ class WorkerAdapters:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
+        self._kept: set[bytes] = set()  # digests that every worker holds
 
     def load(self, path: str) -> LoraInfo:
-        first, *others = msgspec.convert(self._executor.collective_rpc("load_lora", path), list[LoraInfo])
-        if any(other != first for other in others):
+        try:
+            infos = msgspec.convert(self._executor.collective_rpc("load_lora", path), list[LoraInfo])
+        except RanksDifferError as error:
+            self._drop_new(msgspec.convert(error.results, list[LoraInfo]))
+            if error.is_refused:
+                raise ValueError(f"{path}: the workers do not read the same files: {error}") from error
+            raise
+        if any(info != infos[0] for info in infos):
+            self._drop_new(infos)
             raise ValueError(f"{path}: the files changed while they were read; retry")
-        return first
+        self._kept.add(infos[0].digest)
+        return infos[0]
 
     def drop(self, digest: bytes) -> None:
+        self._kept.discard(digest)
         self._executor.collective_rpc("drop_lora", digest)
+
+    def _drop_new(self, infos: list[LoraInfo]) -> None:
+        """Let the workers that have read an adapter which others have not forget it again."""
+        for digest in dict.fromkeys(info.digest for info in infos):
+            if digest not in self._kept:
+                self._executor.collective_rpc("drop_lora", digest)

@@ -167,13 +167,17 @@ class HashWorker:
         if "kv_cache" in tags:
             self._cache[:] = -1
 
-    def reload_weights(self, path: str) -> None:
-        """Check that a model could load the checkpoint; this worker has no weights."""
+    def check_weights(self, path: str) -> None:
+        """Check that a model could load the checkpoint."""
         vocab_size = read_sizes(Path(path)).vocab_size
         if vocab_size != self._vocab_size:
             raise ValueError(
                 f"vocab_size is {vocab_size} in the checkpoint and {self._vocab_size} in the engine; they must be equal"
             )
+
+    def reload_weights(self, path: str) -> None:
+        """Check the checkpoint: this worker has no weights."""
+        self.check_weights(path)
 
     def load_lora(self, path: str) -> LoraInfo:
         return self._loras.load(Path(path))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.engine_core.process.process_memory import resident_bytes
-from tokenloom.engine_core.wire.core_pooling_params import PoolingParams
+from tokenloom.engine_core.wire.core_pooling_params import ModelPooling, PoolingParams
 from tokenloom.engine_core.wire.handshake import WarmUp
 from tokenloom.engine_core.wire.lora import LoraInfo
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -23,15 +24,25 @@ from ..checkpoint.weights import FileStamps, check_unchanged, file_stamps
 from ..platform.affinity import bind_to
 from ..platform.platform import Platform
 from ..platform.profiler import Profiler
+from ..pooling.class_head import ClassHead
 from ..pooling.pooled_rows import Floats
-from ..pooling.pooler import Pooler, make_pooler
+from ..pooling.pooler import Pooler, check_pooling, make_pooler
 from .encoder import Encoder, load_encoder
-from .encoder_config import read_encoder_config
+from .encoder_config import EncoderConfig, read_encoder_config
 
 
 class _Prompt(NamedTuple):
     token_ids: list[int]
     params: PoolingParams
+
+
+class _Offered(NamedTuple):
+    """Describes the loaded model, awake or asleep: other weights must fit it."""
+
+    config: EncoderConfig
+    pooling: ModelPooling
+    head: ClassHead | None
+    """Without its weights."""
 
 
 class EncoderWorker:
@@ -44,6 +55,8 @@ class EncoderWorker:
         self._stamps: FileStamps | None = None
         self._model: Encoder | None = None
         self._pooler: Pooler | None = None
+        self._offered: _Offered | None = None
+        self._checked: tuple[Path, FileStamps] | None = None  # what may be loaded in the place of the weights
         self._prompts: dict[str, _Prompt] = {}
         self._output = ModelRunnerOutput([], [])
         self._profiler = Profiler(config.worker.profiler_dir)
@@ -55,7 +68,8 @@ class EncoderWorker:
         self._load(self._path)
         assert self._model is not None
         assert self._pooler is not None
-        config = self._model.config
+        config, head = self._model.config, self._model.head
+        self._offered = _Offered(config, self._pooler.info, head and replace(head, projections=()))
         device, dtype = self._platform.device.type, str(config.dtype).removeprefix("torch.")
         numerics = (device, dtype, self._config.worker.quantization, "encoder", f"torch-{torch.__version__}")
         return ModelInfo(
@@ -145,11 +159,27 @@ class EncoderWorker:
             check_unchanged(self._path, self._stamps)
             self._load(self._path)
 
-    def reload_weights(self, path: str) -> None:
-        dtype = self._config.worker.dtype
-        if read_encoder_config(Path(path), dtype) != read_encoder_config(self._path, dtype):
+    def check_weights(self, path: str) -> None:
+        settings, directory = self._config.worker, Path(path)
+        try:
+            config = read_encoder_config(directory, settings.dtype)
+            stamps = file_stamps(directory)
+        except OSError as error:
+            raise ValueError(f"the checkpoint {path} cannot be read: {error}") from error
+        assert self._offered is not None, "load_model comes first"
+        if config != self._offered.config:
             raise ValueError("the new checkpoint has another configuration than the loaded one: not the same model")
+        check_pooling(self._offered.pooling, directory, settings, config.hidden_size, self._offered.head)
+        self._checked = directory, stamps
+
+    def reload_weights(self, path: str) -> None:
+        if self._checked is None or self._checked[0] != Path(path):
+            self.check_weights(path)
+        checked, self._checked = self._checked, None
         self._load(Path(path))
+        if (self._path, self._stamps) != checked:
+            self._model = self._stamps = None
+            raise RuntimeError(f"{path}: the files changed after they were checked; call reload_weights again")
 
     def load_lora(self, path: str) -> LoraInfo:
         raise ValueError("an encoder cannot have LoRA adapters")

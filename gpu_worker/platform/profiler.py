@@ -21,8 +21,9 @@ class Profiler:
             raise ValueError("a profile is being recorded already")
         Path(self._directory).mkdir(parents=True, exist_ok=True)
         write = torch.profiler.tensorboard_trace_handler(self._directory, use_gzip=True)
-        self._profile = torch.profiler.profile(on_trace_ready=write)
-        self._profile.start()
+        profile = torch.profiler.profile(on_trace_ready=write)
+        profile.start()
+        self._profile = profile
 
     def stop(self) -> None:
         """Stop and write the trace. Raises ``ValueError`` if nothing is being recorded."""

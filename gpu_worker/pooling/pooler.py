@@ -130,6 +130,23 @@ def make_pooler(
     return Pooler(info, pooling, files.projections, files.normalizes, head, activates)
 
 
+def check_pooling(
+    old: ModelPooling | None, path: Path, config: WorkerConfig, hidden_size: int, head: ClassHead | None
+) -> None:
+    """Check that the checkpoint directory ``path`` offers what the loaded one, with ``head``, does: ``old``.
+
+    Raises ``ValueError`` naming what differs, or what is wrong: what requests may ask for is fixed at the start.
+    """
+    pooler = make_pooler(path, config, hidden_size, head, is_encoder=old is not None and old.is_encoder)
+    old, new = old or ModelPooling(), ModelPooling() if pooler is None else pooler.info
+    for name in ModelPooling.__struct_fields__:
+        if getattr(old, name) != getattr(new, name):
+            raise ValueError(
+                f"{name} of its pooling is {getattr(new, name)} in the new checkpoint and {getattr(old, name)} in the "
+                "loaded one: not the same model"
+            )
+
+
 def _pooling_of(task: PoolingTask, pooling: PoolingType, head: ClassHead | None) -> PoolingType:
     return pooling if head is None or task in _VECTORS else head.pooling
 

@@ -208,3 +208,32 @@ class PeakOfAnonymousMemory:
     def _sample(self) -> None:
         while not self._ended.wait(0.0005):
             self.nbytes = max(self.nbytes, status_bytes("RssAnon") - self._before)
+
+
+def test_files_that_changed_after_they_were_checked_are_not_taken(
+    save_checkpoint: SaveCheckpoint, logits, tmp_path: Path
+) -> None:
+    """Another rank may have loaded the files that were checked."""
+    slot, other = make_slot(save_checkpoint("llama")), save_checkpoint("llama", initializer_range=0.3)
+    slot.check(other)
+    third = save_checkpoint("llama", initializer_range=0.6)
+    os.replace(third / "model.safetensors", other / "model.safetensors")
+    with pytest.raises(WeightsLostError, match="the files changed after they were checked"):
+        slot.replace(other)
+    assert not slot.is_loaded
+    slot.replace(other)
+    torch.testing.assert_close(logits(slot.model), logits(load_model(other)), rtol=0, atol=0)
+
+
+def test_a_file_that_cannot_be_read_is_refused_and_changes_nothing(save_checkpoint: SaveCheckpoint, logits) -> None:
+    slot, other = make_slot(save_checkpoint("llama")), save_checkpoint("llama", initializer_range=0.3)
+    before = logits(slot.model)
+    (other / "model.safetensors").unlink()
+    (other / "model.safetensors").symlink_to(other / "blob")
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        slot.check(other)
+    (other / "model.safetensors").unlink()
+    (other / "model.safetensors").symlink_to(other / "model.safetensors")  # a loop
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        slot.replace(other)
+    torch.testing.assert_close(logits(slot.model), before, rtol=0, atol=0)

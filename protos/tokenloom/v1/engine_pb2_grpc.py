@@ -259,7 +259,8 @@ class EngineAdminServicer:
 
     def Sleep(self, request, context):
         """Pauses, releases memory, and answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
-        FAILED_PRECONDITION if the engine sleeps at another level, or as for Pause.
+        FAILED_PRECONDITION if the engine sleeps at another level, or as for Pause; also if a worker fails to release its memory: the engine then
+        sleeps all the same, WakeUp restores what was released, and another Sleep tries again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -283,8 +284,9 @@ class EngineAdminServicer:
     def ReloadWeights(self, request, context):
         """Loads the weights of another checkpoint of the same architecture, awake or asleep. The fingerprint changes, cached prefixes are forgotten,
         and streams end so that peers reconnect. FAILED_PRECONDITION if requests are live and the engine is not paused, or if the checkpoint does
-        not fit; then the old weights stay. Tensors are replaced one after the other: if reading fails halfway, FAILED_PRECONDITION says so, and
-        the engine sleeps until another ReloadWeights succeeds and WakeUp is called.
+        not fit any of the workers, INVALID_ARGUMENT if its files cannot be read; then the old weights stay. Tensors are replaced one after the
+        other: if a worker fails halfway, FAILED_PRECONDITION says so, and the engine sleeps until another ReloadWeights succeeds and WakeUp is
+        called.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -115,7 +115,8 @@ class EngineAdminStub:
     """Changes which legs the engine takes, once its leases have ended; requests continue. DEADLINE_EXCEEDED if leases outlast the call."""
     Sleep: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]
     """Pauses, releases memory, and answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
-    FAILED_PRECONDITION if the engine sleeps at another level, or as for Pause.
+    FAILED_PRECONDITION if the engine sleeps at another level, or as for Pause; also if a worker fails to release its memory: the engine then
+    sleeps all the same, WakeUp restores what was released, and another Sleep tries again.
     """
     WakeUp: _grpc.UnaryUnaryMultiCallable[_engine_pb2.WakeUpRequest, _engine_pb2.WakeUpResponse]
     """Restores released memory; requests continue once everything is awake. Does nothing if the engine is awake. FAILED_PRECONDITION if the
@@ -126,8 +127,9 @@ class EngineAdminStub:
     ReloadWeights: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ReloadWeightsRequest, _engine_pb2.ReloadWeightsResponse]
     """Loads the weights of another checkpoint of the same architecture, awake or asleep. The fingerprint changes, cached prefixes are forgotten,
     and streams end so that peers reconnect. FAILED_PRECONDITION if requests are live and the engine is not paused, or if the checkpoint does
-    not fit; then the old weights stay. Tensors are replaced one after the other: if reading fails halfway, FAILED_PRECONDITION says so, and
-    the engine sleeps until another ReloadWeights succeeds and WakeUp is called.
+    not fit any of the workers, INVALID_ARGUMENT if its files cannot be read; then the old weights stay. Tensors are replaced one after the
+    other: if a worker fails halfway, FAILED_PRECONDITION says so, and the engine sleeps until another ReloadWeights succeeds and WakeUp is
+    called.
     """
     StartProfile: _grpc.UnaryUnaryMultiCallable[_engine_pb2.StartProfileRequest, _engine_pb2.StartProfileResponse]
     """Starts to record a profile of the worker, which slows it down. FAILED_PRECONDITION without a configured directory, or while recording."""
@@ -176,7 +178,8 @@ class EngineAdminAsyncStub(EngineAdminStub):
     """Changes which legs the engine takes, once its leases have ended; requests continue. DEADLINE_EXCEEDED if leases outlast the call."""
     Sleep: _aio.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]  # type: ignore[assignment]
     """Pauses, releases memory, and answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
-    FAILED_PRECONDITION if the engine sleeps at another level, or as for Pause.
+    FAILED_PRECONDITION if the engine sleeps at another level, or as for Pause; also if a worker fails to release its memory: the engine then
+    sleeps all the same, WakeUp restores what was released, and another Sleep tries again.
     """
     WakeUp: _aio.UnaryUnaryMultiCallable[_engine_pb2.WakeUpRequest, _engine_pb2.WakeUpResponse]  # type: ignore[assignment]
     """Restores released memory; requests continue once everything is awake. Does nothing if the engine is awake. FAILED_PRECONDITION if the
@@ -187,8 +190,9 @@ class EngineAdminAsyncStub(EngineAdminStub):
     ReloadWeights: _aio.UnaryUnaryMultiCallable[_engine_pb2.ReloadWeightsRequest, _engine_pb2.ReloadWeightsResponse]  # type: ignore[assignment]
     """Loads the weights of another checkpoint of the same architecture, awake or asleep. The fingerprint changes, cached prefixes are forgotten,
     and streams end so that peers reconnect. FAILED_PRECONDITION if requests are live and the engine is not paused, or if the checkpoint does
-    not fit; then the old weights stay. Tensors are replaced one after the other: if reading fails halfway, FAILED_PRECONDITION says so, and
-    the engine sleeps until another ReloadWeights succeeds and WakeUp is called.
+    not fit any of the workers, INVALID_ARGUMENT if its files cannot be read; then the old weights stay. Tensors are replaced one after the
+    other: if a worker fails halfway, FAILED_PRECONDITION says so, and the engine sleeps until another ReloadWeights succeeds and WakeUp is
+    called.
     """
     StartProfile: _aio.UnaryUnaryMultiCallable[_engine_pb2.StartProfileRequest, _engine_pb2.StartProfileResponse]  # type: ignore[assignment]
     """Starts to record a profile of the worker, which slows it down. FAILED_PRECONDITION without a configured directory, or while recording."""
@@ -276,7 +280,8 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.SleepResponse, _abc.Awaitable[_engine_pb2.SleepResponse]]:
         """Pauses, releases memory, and answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
-        FAILED_PRECONDITION if the engine sleeps at another level, or as for Pause.
+        FAILED_PRECONDITION if the engine sleeps at another level, or as for Pause; also if a worker fails to release its memory: the engine then
+        sleeps all the same, WakeUp restores what was released, and another Sleep tries again.
         """
 
     @_abc_1.abstractmethod
@@ -305,8 +310,9 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_engine_pb2.ReloadWeightsResponse, _abc.Awaitable[_engine_pb2.ReloadWeightsResponse]]:
         """Loads the weights of another checkpoint of the same architecture, awake or asleep. The fingerprint changes, cached prefixes are forgotten,
         and streams end so that peers reconnect. FAILED_PRECONDITION if requests are live and the engine is not paused, or if the checkpoint does
-        not fit; then the old weights stay. Tensors are replaced one after the other: if reading fails halfway, FAILED_PRECONDITION says so, and
-        the engine sleeps until another ReloadWeights succeeds and WakeUp is called.
+        not fit any of the workers, INVALID_ARGUMENT if its files cannot be read; then the old weights stay. Tensors are replaced one after the
+        other: if a worker fails halfway, FAILED_PRECONDITION says so, and the engine sleeps until another ReloadWeights succeeds and WakeUp is
+        called.
         """
 
     @_abc_1.abstractmethod

@@ -29,13 +29,15 @@ class Sleep:
         normally. If cancelled before that, the engine stays paused.
 
         Raises ``InvalidArgument`` for an unknown level or mode, ``FailedPrecondition`` if the engine sleeps at another
-        level, or as :meth:`Pause.begin`, ``Unavailable`` if the core is dead.
+        level, if a worker fails (the engine then sleeps all the same, and may sleep again or wake up), or as
+        :meth:`Pause.begin`, ``Unavailable`` if the core is dead.
         """
         if level not in LEVELS:
             raise InvalidArgument(f"level must be 0, 1 or 2, not {level}", "level")
         await self._engine.pause.begin(mode, clear_cache=level > 0)
         if level and mode == engine_pb2.PAUSE_MODE_WAIT:
             await self._engine.leases_ended()
+        self._engine.pause.note_begin(mode)  # the engine may have been resumed meanwhile
         freed = msgspec.convert(await self._engine.core.call("sleep", level, MODES[mode].value), FreedMemory)
         log.info(
             "asleep at level %d: released %d MiB of weights and %d MiB of KV; host memory keeps %d MiB",
@@ -52,9 +54,7 @@ class Sleep:
             raise InvalidArgument("tags must be WEIGHTS or KV_CACHE", "tags")
         if not await self.is_sleeping():
             return
-        await self._engine.core.call("wake_up", [_TAGS[tag] for tag in tags] or None)
-        if not await self.is_sleeping():
-            await self._engine.pause.end()
+        await self._engine.pause.wake([_TAGS[tag] for tag in tags] or None)
 
     async def is_sleeping(self) -> bool:
         """Return whether any part of the core is asleep."""

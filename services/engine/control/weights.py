@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from tokenloom import checkpoint, model_path
-from tokenloom.request.errors import FailedPrecondition, InvalidArgument, TokenloomError
+from tokenloom.request.errors import FailedPrecondition, InvalidArgument
 from tokenloom.v1 import engine_pb2
 
 from ..running_engine import RunningEngine
@@ -21,9 +21,10 @@ class Weights:
         """Load the weights of the checkpoint ``path``. The engine must be paused, or have no live requests.
         The reload continues if the call is cancelled, so that the core and the mesh agree on the weights.
 
-        Raises ``InvalidArgument`` if the path is no checkpoint, ``FailedPrecondition`` if requests are live or the
-        checkpoint does not fit; then the weights stay as they are. If reading fails halfway, it raises
-        ``FailedPrecondition`` too, and the engine sleeps until other weights are loaded and it is woken up.
+        Raises ``InvalidArgument`` if the path is no checkpoint that can be read, ``FailedPrecondition`` if requests are
+        live or the checkpoint does not fit; then the weights stay as they are. If reading fails halfway, it raises
+        ``FailedPrecondition`` too, and the engine sleeps until other weights are loaded and it is woken up. The engine
+        fails if the mesh cannot learn of weights that were loaded.
         """
         directory = Path(path)
         if not directory.is_absolute() or not model_path.is_checkpoint(directory):
@@ -33,25 +34,40 @@ class Weights:
         if (error := await asyncio.shield(task)) is not None:
             raise error
 
-    async def _try(self, directory: Path) -> TokenloomError | None:
-        try:
-            async with self._changing:
+    async def _try(self, directory: Path) -> Exception | None:
+        """Reload, and return the error, which is the caller's. A task that raises would end the engine."""
+        async with self._changing:
+            try:
                 await self._reload(directory)
-        except TokenloomError as error:
-            return error
+            except Exception as error:  # reading files raises whatever the file system and the formats do
+                return error
         return None
 
     async def _reload(self, directory: Path) -> None:
-        is_ours = self._engine.pause.mode == engine_pb2.PAUSE_MODE_UNSPECIFIED
-        if is_ours:
+        ours = None
+        if self._engine.pause.mode == engine_pb2.PAUSE_MODE_UNSPECIFIED:
             if self._engine.load.num_live:
                 raise FailedPrecondition("requests are live; pause the engine first")
-            await self._engine.pause.begin(engine_pb2.PAUSE_MODE_WAIT)
+            ours = await self._engine.pause.begin(engine_pb2.PAUSE_MODE_WAIT)
         try:
-            weights = await asyncio.to_thread(checkpoint.weights_fingerprint, directory)
+            weights = await asyncio.to_thread(_fingerprint, directory)
             await self._engine.core.call("reload_weights", str(directory))
-            await self._engine.publish_weights(weights)
+            await self._publish(weights)
         finally:
             # A reload that failed halfway leaves the core asleep without weights; the engine then stays paused.
-            if is_ours and not await self._engine.core.call("is_sleeping"):
-                await self._engine.pause.end()
+            if ours is not None and not await self._engine.core.call("is_sleeping"):
+                await self._engine.pause.end(ours)
+
+    async def _publish(self, weights: bytes) -> None:
+        try:
+            await self._engine.publish_weights(weights)
+        except Exception as error:
+            self._engine.host.failed(error)  # the mesh would take it for an engine with the old weights
+            raise
+
+
+def _fingerprint(directory: Path) -> bytes:
+    try:
+        return checkpoint.weights_fingerprint(directory)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        raise InvalidArgument(f"path: {error.filename} cannot be read: {error.strerror}", "path") from error

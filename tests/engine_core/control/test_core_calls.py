@@ -4,7 +4,11 @@ from concurrent.futures import Future
 import msgspec
 import pytest
 
-from tokenloom.engine_core.control.core_calls import Utilities
+from tests.engine_core.executor.ranks import make_ranked_core
+from tests.engine_core.helpers import make_config
+from tokenloom.engine_core.control.core_calls import Utilities, methods_of
+from tokenloom.engine_core.errors import ExecutorFailedError, RanksDifferError
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.wire.messages import UtilityCall, UtilityOutput
 from tokenloom.engine_core.wire.serialization import from_raw, to_raw
 
@@ -64,3 +68,41 @@ def test_a_future_is_answered_once_it_has_its_result() -> None:
     assert [(answer.call_id, from_raw(answer.result)) for answer in answers] == [(2, {"a": [1, None]})]
     futures[0].set_exception(ValueError("too late"))
     assert answers[1].error == "later: too late"
+
+
+class Recorder(HashWorker):
+    """Records between two calls, as a worker's profiler does."""
+
+    records = False
+
+    def profile(self, start: bool) -> None:
+        if self.records is start:
+            raise ValueError("recording already" if start else "nothing is being recorded")
+        self.records = start
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_records_if_one_cannot(rank: int, by_name: bool) -> None:
+    recorders = [Recorder(make_config()) for _ in range(2)]
+    core, ranks = make_ranked_core(make_config(), *recorders)
+    methods = methods_of(core)
+
+    def profile(start: bool) -> None:
+        if by_name:
+            methods["collective_rpc"]("profile", [start])
+        else:
+            methods["profile"](start)
+
+    for failure in (ValueError("no directory"), ExecutorFailedError("the disk is full")):
+        ranks.failures[rank, "profile"] = failure
+        with pytest.raises(RanksDifferError, match=str(failure)):
+            profile(True)
+        assert not any(recorder.records for recorder in recorders)
+    ranks.failures.clear()
+    profile(True)
+    assert all(recorder.records for recorder in recorders)
+    profile(False)
+    assert not any(recorder.records for recorder in recorders)
+    with pytest.raises(ValueError, match="nothing is being recorded"):
+        profile(False)

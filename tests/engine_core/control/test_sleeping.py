@@ -4,11 +4,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.engine_core.helpers import VOCAB_SIZE, finish, make_core, make_request, tokens_of
+from tests.engine_core.executor.ranks import Ranks, make_ranked_core
+from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_core, make_request, make_worker, tokens_of
 from tests.engine_core.invariants import check_scheduler
 from tests.engine_core.kv_transfer.kv_pair import Pair
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
+from tokenloom.engine_core.errors import ExecutorFailedError, RanksDifferError
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.wire.messages import FinishReason
 
 
@@ -189,20 +191,151 @@ def test_without_weights_after_a_failed_reload_it_sleeps_until_others_are_loaded
 ) -> None:
     core = busy_core()
     core.pause("keep")
+    (tmp_path / "config.json").write_text(f'{{"vocab_size": {VOCAB_SIZE}}}')
     with monkeypatch.context() as patch:
-        patch.setattr(core.executor, "collective_rpc", fail_to_read)
-        with pytest.raises(OSError, match="the disk failed"):
+        patch.setattr(HashWorker, "reload_weights", fail_to_read)
+        with pytest.raises(ExecutorFailedError, match="the disk failed; the engine has no weights now"):
             core.sleeping.reload_weights(str(tmp_path))
     assert core.sleeping.is_sleeping()
     with pytest.raises(ValueError, match="asleep"):
         core.resume()
     assert finish(core) == {}
-    (tmp_path / "config.json").write_text(f'{{"vocab_size": {VOCAB_SIZE}}}')
     core.sleeping.reload_weights(str(tmp_path))
     core.sleeping.wake_up()
     assert not core.sleeping.is_sleeping()
     assert tokens_of(finish(core)["a"]) == expected_tokens(range(9), 6, VOCAB_SIZE)[1:]
 
 
-def fail_to_read(method: str, *args: object) -> list[object]:
+def fail_to_read(worker: HashWorker, path: str) -> None:
     raise OSError("the disk failed")
+
+
+def make_ranks() -> tuple[EngineCore, Ranks]:
+    config = make_config()
+    return make_ranked_core(config, make_worker(config), make_worker(config))
+
+
+def make_weights(directory: Path) -> str:
+    (directory / "config.json").write_text(f'{{"vocab_size": {VOCAB_SIZE}}}')
+    return str(directory)
+
+
+def works(core: EngineCore) -> bool:
+    core.add_request(make_request("works", [1]))
+    return tokens_of(finish(core).get("works", [])) == expected_tokens([1], 5, VOCAB_SIZE)
+
+
+def test_no_rank_replaces_its_weights_if_one_refuses_the_checkpoint(tmp_path: Path) -> None:
+    core, ranks = make_ranks()
+    ranks.failures[1, "check_weights"] = ValueError("no such directory on this node")
+    with pytest.raises(RanksDifferError, match="worker 1: no such directory on this node"):
+        core.sleeping.reload_weights(make_weights(tmp_path))
+    assert not any("reload_weights" in made for made in ranks.made)
+    assert not core.sleeping.is_sleeping()
+    assert works(core)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("error", [ValueError("the file changed"), ExecutorFailedError("no memory")])
+def test_weights_that_only_some_ranks_replaced_are_lost(tmp_path: Path, rank: int, error: Exception) -> None:
+    core, ranks = make_ranks()
+    ranks.failures[rank, "reload_weights"] = error
+    with pytest.raises(ExecutorFailedError, match=f"worker {rank}: .*; the engine has no weights now"):
+        core.sleeping.reload_weights(make_weights(tmp_path))
+    assert core.sleeping.is_sleeping()
+    with pytest.raises(ValueError, match="the engine has no weights; call reload_weights"):
+        core.sleeping.wake_up()
+    assert not works(core)
+    ranks.failures.clear()
+    core.abort_requests(["works"])
+    core.sleeping.reload_weights(make_weights(tmp_path))
+    core.sleeping.wake_up()
+    assert works(core)
+
+
+def test_an_interrupt_of_a_reload_loses_the_weights(tmp_path: Path) -> None:
+    core, ranks = make_ranks()
+    ranks.failures[1, "reload_weights"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        core.sleeping.reload_weights(make_weights(tmp_path))
+    assert "no weights" in core.sleeping.calls_to_wake()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+def test_a_sleep_that_fails_is_an_error_and_the_next_one_tries_again(rank: int, mode: str) -> None:
+    core, ranks = make_ranks()
+    ranks.failures[rank, "sleep"] = ExecutorFailedError("no space left on device")
+    if mode == "wait":
+        core.add_request(make_request("a", [1], 3))
+        core.step()
+    falling = core.sleeping.sleep(1, mode)
+    finish(core)
+    with pytest.raises(RanksDifferError, match="no space left on device"):
+        falling.result(timeout=0)
+    assert core.sleeping.is_sleeping(), "the other rank has released its memory"
+    assert not works(core)
+    core.abort_requests(["works"])
+    with pytest.raises(RanksDifferError):
+        core.sleeping.sleep(1, mode).result(timeout=0)
+    ranks.failures.clear()
+    assert core.sleeping.sleep(1, mode).result(timeout=0).kv_cache > 0
+    assert core.sleeping.sleep(1, mode).result(timeout=0).kv_cache == 0
+    core.sleeping.wake_up()
+    assert works(core)
+
+
+def test_after_a_sleep_that_failed_the_engine_can_wake_up() -> None:
+    core, ranks = make_ranks()
+    ranks.failures[1, "sleep"] = ExecutorFailedError("no space left on device")
+    assert core.sleeping.sleep().exception(timeout=0)
+    core.sleeping.wake_up()
+    assert ["wake_up" in made for made in ranks.made] == [True, True]
+    assert works(core)
+
+
+def test_an_interrupt_ends_falling_asleep() -> None:
+    core, ranks = make_ranks()
+    core.add_request(make_request("a", [1], 2))
+    core.step()
+    falling = core.sleeping.sleep(1, "wait")
+    ranks.failures[0, "sleep"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        finish(core)
+    with pytest.raises(ExecutorFailedError, match="falling asleep was interrupted"):
+        falling.result(timeout=0)
+    ranks.failures.clear()
+    assert core.sleeping.sleep(1, "wait").result(timeout=0).kv_cache > 0
+
+
+def test_a_rank_that_does_not_wake_up_keeps_the_engine_asleep_until_it_does() -> None:
+    core, ranks = make_ranks()
+    core.sleeping.sleep()
+    ranks.failures[1, "wake_up"] = ValueError("the files changed")
+    with pytest.raises(RanksDifferError, match="worker 1: the files changed"):
+        core.sleeping.wake_up()
+    assert core.sleeping.is_sleeping()
+    assert not works(core)
+    core.abort_requests(["works"])
+    assert core.sleeping.sleep().result(timeout=0).kv_cache > 0, "one rank was awake"
+    ranks.failures.clear()
+    core.sleeping.wake_up()
+    assert works(core)
+
+
+def test_an_engine_of_which_a_part_is_awake_can_sleep_again() -> None:
+    core, ranks = make_ranks()
+    core.sleeping.sleep()
+    core.sleeping.wake_up(["kv_cache"])
+    core.sleeping.sleep().result(timeout=0)
+    assert ranks.made[0].count("sleep") == 2
+    core.sleeping.wake_up(["kv_cache"])
+    assert core.sleeping.is_sleeping()
+
+
+def test_aborting_the_last_running_request_lets_the_engine_sleep() -> None:
+    core = busy_core()
+    falling = core.sleeping.sleep(1, "wait")
+    core.abort_requests(["a", "b"])
+    assert falling.done()
+    assert pool_is_empty(core)

@@ -19,7 +19,7 @@ from tests.engine_core.processes import collect, has_ended, wait_until
 from tests.engine_core.wire.test_embedding_rows import expected, make_mixed, make_wide
 from tokenloom.engine_core.config import EngineConfig, ParallelConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.errors import EngineDeadError, ExecutorFailedError, WorkerLostError
+from tokenloom.engine_core.errors import EngineDeadError, ExecutorFailedError, RanksDifferError, WorkerLostError
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import DEFAULT_VOCAB_SIZE, expected_tokens
 from tokenloom.engine_core.kv_cache.kv_events import AllBlocksCleared
@@ -87,6 +87,32 @@ class ReloadingWorker(HashWorker):
 parser = argparse.ArgumentParser()
 parser.add_argument("--address")
 raise SystemExit(run_worker(parser.parse_known_args()[0].address, ReloadingWorker))
+"""
+
+DIFFERING_WORKER = """
+import argparse
+from tokenloom.engine_core.executor.worker_process import run_worker
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+
+class DifferingWorker(HashWorker):
+    def __init__(self, config):
+        super().__init__(config)
+        self.rank = config.parallel.rank
+
+    def check_weights(self, path: str) -> None:
+        if path == "/refused/by/all" or self.rank == 1:
+            raise ValueError(f"{path}: No such file or directory")
+
+    def reload_weights(self, path: str) -> None:
+        if self.rank == 1:
+            raise OSError("the disk failed")
+
+    def resident_bytes(self) -> int:
+        return 7
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--address")
+raise SystemExit(run_worker(parser.parse_known_args()[0].address, DifferingWorker))
 """
 
 ORPHAN_MAKER = """
@@ -240,6 +266,22 @@ def test_new_workers_have_the_weights_that_the_old_ones_were_given(tmp_path: Pat
     core.replace_workers()
     assert executor.collective_rpc("resident_bytes") == [len("/new/weights")]
     core.shutdown()
+
+
+def test_a_call_that_only_some_ranks_make_is_no_refusal(tmp_path: Path) -> None:
+    (script := tmp_path / "worker.py").write_text(DIFFERING_WORKER)
+    executor = MultiprocExecutor(make_config(), [sys.executable, str(script)], world_size=2)
+    try:
+        with pytest.raises(RanksDifferError, match="worker 1: /new: No such file or directory; done by worker 0"):
+            executor.collective_rpc("check_weights", "/new")
+        with pytest.raises(ValueError, match=r"^/refused/by/all: No such file or directory$"):
+            executor.collective_rpc("check_weights", "/refused/by/all")
+        with pytest.raises(RanksDifferError, match="worker 1: OSError: the disk failed"):
+            executor.collective_rpc("reload_weights", "/new")
+        assert executor._weights == "", "new workers load the weights that all had"
+        assert executor.collective_rpc("resident_bytes") == [7, 7]
+    finally:
+        executor.shutdown()
 
 
 def test_an_error_of_a_starting_worker_is_reported_by_its_cause(tmp_path: Path) -> None:

@@ -152,3 +152,60 @@ def test_classifier_cannot_generate(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "LlamaForSequenceClassification")
     with pytest.raises(ValueError, match="this model generates no text"):
         make_core(tmp_path, runner="generate")
+
+
+def save_dense(path: Path, seed: int, *, out: int = 6) -> None:
+    """Save a decoder that pools through a dense layer of random weights."""
+    make_checkpoint(path, "Qwen3ForCausalLM")
+    dense = {
+        "in_features": 32,
+        "out_features": out,
+        "bias": False,
+        "activation_function": "torch.nn.modules.linear.Identity",
+    }
+    save_pooling(path, {"type": "Pooling", "config": {"pooling_mode": "mean"}}, {"type": "Dense", "config": dense})
+    weights = {"linear.weight": torch.randn(out, 32, generator=torch.Generator().manual_seed(seed))}
+    save_file(weights, path / "2_Dense" / "model.safetensors")
+
+
+@pytest.mark.parametrize("level", [None, 1, 2])
+def test_new_weights_bring_their_dense_layers(tmp_path: Path, level: int | None) -> None:
+    for seed, name in enumerate("ab"):
+        save_dense(tmp_path / name, seed)
+    [expected] = pool(make_core(tmp_path / "b"), PROMPTS[:1], PoolingTask.EMBED)
+    core = make_core(tmp_path / "a")
+    if level is not None:
+        core.sleeping.sleep(level)
+    core.sleeping.reload_weights(str(tmp_path / "b"))
+    core.sleeping.wake_up()
+    [found] = pool(core, PROMPTS[:1], PoolingTask.EMBED)
+    close(found, torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_weights_that_pool_otherwise_are_refused(tmp_path: Path, asleep: bool) -> None:
+    save_dense(tmp_path / "a", 0)
+    save_dense(tmp_path / "b", 0, out=5)
+    core = make_core(tmp_path / "a")
+    [expected] = pool(core, PROMPTS[:1], PoolingTask.EMBED)
+    if asleep:
+        core.sleeping.sleep(1)
+    with pytest.raises(ValueError, match="vector_size of its pooling is 5 in the new checkpoint and 6 in the loaded"):
+        core.sleeping.reload_weights(str(tmp_path / "b"))
+    core.sleeping.wake_up()
+    [found] = pool(core, PROMPTS[:1], PoolingTask.EMBED)
+    close(found, torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bert"])
+def test_weights_with_other_names_of_classes_are_refused(tmp_path: Path, name: str) -> None:
+    for number in range(2):
+        labels = {0: "good", 1: f"bad{number}"}
+        make_checkpoint(tmp_path / str(number), f"{name}ForSequenceClassification", id2label=labels)
+    core = make_core(tmp_path / "0", budget=128)
+    core.sleeping.sleep(1)
+    with pytest.raises(ValueError, match="class_labels of its pooling is"):
+        core.sleeping.reload_weights(str(tmp_path / "1"))
+    core.sleeping.reload_weights(str(tmp_path / "0"))
+    core.sleeping.wake_up()
+    assert len(pool(core, PROMPTS, PoolingTask.CLASSIFY)) == 3

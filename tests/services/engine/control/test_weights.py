@@ -1,3 +1,4 @@
+import errno
 import json
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings, running_engine
 from tests.services.engine.test_coordinator_link import is_serving, running_coordinator, see
 from tokenloom.checkpoint import weights_fingerprint
-from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
+from tokenloom.services.engine.control import weights
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import engine_pb2
@@ -112,22 +114,67 @@ async def test_what_does_not_fit_changes_nothing(
 
 
 async def test_a_reload_that_fails_halfway_leaves_the_engine_asleep_until_another_succeeds(
-    admin: EngineAdminStub, host: Host, checkpoint: Path
+    socket_dir: Path, checkpoint: Path
 ) -> None:
-    whole = (checkpoint / "config.json").read_text()
-    (checkpoint / "config.json").write_text('{"text_config": 5}')  # the worker fails with an error that is no refusal
-    with pytest.raises(grpc.aio.AioRpcError, match="reload_weights") as failure:
-        await admin.ReloadWeights(ReloadWeightsRequest(path=str(checkpoint)))
-    assert failure.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert (await admin.IsSleeping(engine_pb2.IsSleepingRequest())).sleeping
-    async with Peer(host.address) as peer:
-        await peer.send(make_add(1, [3], 5))
-        with pytest.raises(grpc.aio.AioRpcError, match="asleep"):
-            await admin.Resume(engine_pb2.ResumeRequest())
-        (checkpoint / "config.json").write_text(whole)
-        await admin.ReloadWeights(ReloadWeightsRequest(path=str(checkpoint)))
-        await admin.WakeUp(WakeUpRequest())
+    class FailingOnce(HashWorker):
+        has_failed = False
+
+        def reload_weights(self, path: str) -> None:
+            if not FailingOnce.has_failed:
+                FailingOnce.has_failed = True
+                raise OSError("the disk failed")
+            super().reload_weights(path)
+
+    async with (
+        running_engine(make_settings(socket_dir), FailingOnce) as host,
+        open_channel(host.address) as channel,
+    ):
+        admin = EngineAdminStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="the disk failed; the engine has no weights now") as failure:
+            await admin.ReloadWeights(ReloadWeightsRequest(path=str(checkpoint)))
+        assert failure.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert (await admin.IsSleeping(engine_pb2.IsSleepingRequest())).sleeping
+        async with Peer(host.address) as peer:
+            await peer.send(make_add(1, [3], 5))
+            for call in (admin.Resume(engine_pb2.ResumeRequest()), admin.WakeUp(WakeUpRequest())):
+                with pytest.raises(grpc.aio.AioRpcError, match=r"asleep|no weights"):
+                    await call
+            await admin.ReloadWeights(ReloadWeightsRequest(path=str(checkpoint)))
+            await admin.WakeUp(WakeUpRequest())
+        await can_serve(host)
+
+
+async def can_serve(host: Host) -> None:
     async with Peer(host.address) as peer:
         await peer.send(make_add(1, [3], 5))
         received = await peer.read_until_finished([1])
         assert received.token_ids[1] == expected_tokens([3], 5, VOCAB_SIZE)
+
+
+async def test_a_file_that_cannot_be_read_is_the_caller_s_error_and_changes_nothing(
+    admin: EngineAdminStub, host: Host, checkpoint: Path
+) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors").symlink_to(checkpoint / "blob")
+    before = await info_of(admin)
+    with pytest.raises(grpc.aio.AioRpcError, match=r"model\.safetensors cannot be read: No such file") as refusal:
+        await admin.ReloadWeights(ReloadWeightsRequest(path=str(checkpoint)))
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert await info_of(admin) == before
+    await can_serve(host)
+
+
+async def test_an_error_of_the_disk_is_ours_and_changes_nothing(
+    admin: EngineAdminStub, host: Host, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    before = await info_of(admin)
+    with monkeypatch.context() as patch:
+        patch.setattr(weights.checkpoint, "weights_fingerprint", fail)
+        with pytest.raises(grpc.aio.AioRpcError, match="internal error") as failure:
+            await admin.ReloadWeights(ReloadWeightsRequest(path=str(checkpoint)))
+    assert failure.value.code() is grpc.StatusCode.INTERNAL
+    assert await info_of(admin) == before
+    await can_serve(host)

@@ -1,0 +1,37 @@
+import pytest
+
+from tokenloom.engine_core.errors import ExecutorFailedError, RanksDifferError, WorkerLostError
+from tokenloom.engine_core.executor.rank_answers import joined_results
+
+REFUSED, FAILED = ValueError("no such file"), ExecutorFailedError("worker 1: OSError: the disk failed")
+LOST = WorkerLostError("worker 1 ended with status -9")
+
+
+def test_results_are_those_of_all_ranks() -> None:
+    assert joined_results([1, None, 3]) == [1, None, 3]
+
+
+@pytest.mark.parametrize(
+    ("answers", "error"),
+    [
+        ([REFUSED, REFUSED], REFUSED),
+        ([REFUSED, FAILED], FAILED),
+        ([REFUSED], REFUSED),
+        ([FAILED], FAILED),
+        ([1, LOST], LOST),
+    ],
+)
+def test_an_error_of_every_rank_is_raised_as_it_is(answers: list[object], error: Exception) -> None:
+    with pytest.raises(type(error)) as raised:
+        joined_results(answers)
+    assert raised.value is error
+
+
+@pytest.mark.parametrize(("error", "is_refused"), [(REFUSED, True), (FAILED, False)])
+def test_a_call_that_some_ranks_made_is_an_error_with_their_results(error: Exception, is_refused: bool) -> None:
+    with pytest.raises(RanksDifferError) as raised:
+        joined_results(["a", error, "c"])
+    assert raised.value.results == ["a", "c"]
+    assert raised.value.is_refused is is_refused
+    assert str(raised.value).count("worker 1: ") == 1
+    assert str(raised.value).endswith("done by worker 0, worker 2")

@@ -51,6 +51,9 @@ class BlockPool:
         self.registered_in = [0] * num_blocks
         """[num_blocks] the step in which a block was registered. Steps after it do not write to the block any more."""
         self.listeners: list[EvictionListener] = []
+        self.wrong: set[int] = set()
+        """Held blocks that were forgotten: their content, and what was computed from it, is not to be registered. They
+        leave the set with their last holder."""
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self.find: Callable[[bytes], int | None] = self._by_hash.get
@@ -97,6 +100,7 @@ class BlockPool:
                 self.num_free += 1
                 if self._hashes[block_id] is None:
                     self._blank.append(block_id)
+                    self.wrong.discard(block_id)
                 else:
                     self._cached[block_id] = None
 
@@ -119,6 +123,7 @@ class BlockPool:
             if block_hash is not None:
                 del self._by_hash[block_hash]
                 self._hashes[block_id] = None
+                self.wrong.add(block_id)
                 for listener in self.listeners:
                     listener.forgot(block_hash)
 
@@ -128,7 +133,9 @@ class BlockPool:
             block_id = self._by_hash.pop(key, None)
             if block_id is not None:
                 self._hashes[block_id] = None
-                if not self.ref_counts[block_id]:
+                if self.ref_counts[block_id]:
+                    self.wrong.add(block_id)
+                else:
                     del self._cached[block_id]
                     self._blank.append(block_id)
             for listener in self.listeners:

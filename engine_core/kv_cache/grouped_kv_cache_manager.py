@@ -239,6 +239,8 @@ class GroupedKVCacheManager:
         return request.block_hashes[index]
 
     def _register_blocks(self, request: Request, num_full_blocks: int) -> None:
+        if self.pool.wrong and not self.pool.wrong.isdisjoint(request.block_ids):
+            return
         first = request.num_registered_blocks
         while first and not self._are_found(request, first - 1):
             first -= 1  # an equal block of another request had this hash when ours was full, and was evicted

@@ -127,6 +127,8 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def _register_blocks(self, request: Request, num_full_blocks: int) -> None:
+        if self.pool.wrong and not self.pool.wrong.isdisjoint(request.block_ids):
+            return
         hashes = request.block_hashes
         first = request.num_registered_blocks
         while first and self.pool.find(hashes[first - 1]) is None:

@@ -10,6 +10,7 @@ from tokenloom.engine_core.kv_cache.kv_groups import NULL_BLOCK
 from tokenloom.engine_core.scheduling.request import Request, RequestStatus
 from tokenloom.engine_core.scheduling.request_queues import priority_key
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
+from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 from tokenloom.request.prompt_block_hash import block_hashes
 
 
@@ -49,6 +50,14 @@ def check_scheduler(scheduler: Scheduler) -> None:
     _check_content(scheduler)
 
 
+def check_counts(scheduler: Scheduler, scheduled: SchedulerOutput) -> None:
+    """Check that each request of a planned step computes at least one token, and all together no more than a step may,
+    drafts aside: these take what is left over of the budget too."""
+    counts = scheduled.num_scheduled_tokens
+    assert min(counts.values(), default=1) >= 1, counts
+    assert sum(counts.values()) == scheduled.total_num_scheduled_tokens <= scheduler.config.max_num_batched_tokens
+
+
 def _check_order(scheduler: Scheduler) -> None:
     """Check that requests are in the order of the policy; without external KV no request overtakes another one of its
     tenant."""
@@ -73,6 +82,7 @@ def check_pool(pool: BlockPool, holders: list[Request], lent: Iterable[list[int]
         del held[NULL_BLOCK]
         first = 1
         assert pool.ref_counts[NULL_BLOCK] > 1 << 60
+    assert pool.wrong <= held.keys()
     assert pool.ref_counts[first:] == [held[block_id] for block_id in range(first, first + pool.num_blocks)]
     free = [*reversed(pool._blank), *pool._cached]
     assert len(free) == pool.num_free == pool.num_blocks - len(held)

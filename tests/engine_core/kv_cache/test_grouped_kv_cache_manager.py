@@ -243,6 +243,20 @@ def test_wrong_content_is_forgotten_where_windows_left_it() -> None:
     check_pool(kv.pool, [])
 
 
+def test_wrong_content_does_not_come_back_with_the_next_block_of_a_request_that_shares_it() -> None:
+    kv = make_kv(60)
+    wrong, sharer = make_request_of(list(range(20))), make_request_of([*range(16), *range(50, 70)])
+    compute(kv, wrong, [8, 8, 4])
+    kv.admit(sharer, kv.find_cached_blocks(sharer))
+    assert sharer.num_computed_tokens == 16
+    kv.forget(wrong)
+    kv.free(wrong)
+    compute(kv, sharer, [8, 8])
+    assert kv.find_cached_blocks(make_request_of([*range(16), *range(50, 70)])) == []
+    kv.free(sharer)
+    check_pool(kv.pool, [])
+
+
 def test_events_follow_full_attention() -> None:
     events = KVEventLog(BLOCK)
     kv = make_kv(12, events=events)

@@ -162,3 +162,21 @@ def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         del request.all_token_ids[20:]
         request.num_tokens = 20
     assert hashed == [tuple(range(start, start + 4)) for start in range(0, 20, 4)]
+
+
+def test_forgotten_blocks_do_not_come_back_with_the_next_block_of_a_request_that_shares_them() -> None:
+    kv = make_kv(12)
+    wrong, sharer = make_request_of([1] * 10), make_request_of([1] * 8 + [2] * 12)
+    compute(kv, wrong, 10)
+    kv.admit(sharer, kv.find_cached_blocks(sharer))
+    assert sharer.block_ids == wrong.block_ids[:2]
+    kv.forget(wrong)
+    kv.free(wrong)
+    compute(kv, sharer, 4)
+    compute(kv, sharer, 4)
+    same = make_request_of([1] * 8 + [2] * 12)
+    assert kv.find_cached_blocks(same) == [], "what follows wrong blocks was computed from them"
+    kv.free(sharer)
+    check_pool(kv.pool, [])
+    compute(kv, same, 16)
+    assert kv.find_cached_blocks(make_request_of([1] * 8 + [2] * 12)) == same.block_ids[:4], "their memory is used anew"

@@ -240,7 +240,7 @@ class HashWorker:
     def _write(self, row: HashRow, num_tokens: int, drafts: list[int]) -> None:
         positions = np.arange(row.num_computed, row.num_computed + num_tokens)
         token_ids = (row.token_ids[row.num_computed :] + drafts)[:num_tokens]
-        assert len(token_ids) == num_tokens, "more tokens are scheduled than there are"
+        assert 1 <= len(token_ids) == num_tokens, "no tokens are scheduled, or more than there are"
         assert not drafts or num_tokens == 1 + len(drafts), "drafts are scheduled before the tokens that they follow"
         self._cache[row.slots[positions]] = np.column_stack((np.array(token_ids, dtype=np.int64) ^ row.mark, positions))
         row.num_computed += num_tokens

@@ -175,8 +175,9 @@ class StepPlanner:
         if self._tenants.are_several and pause_state is PauseState.UNPAUSED:
             taken_back = self._take_back_seat()
             deferred = self._rows_to_defer()
+        others = frozenset[str]() if self._num_stages == 1 else self._rows_of_other_steps()
         plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else self._token_budget())
-        self._plan_running(plan, deferred if self._num_stages == 1 else deferred | self._rows_of_other_steps())
+        self._plan_running(plan, deferred | others)
         has_room = not plan.preempted_req_ids
         if taken_back is not None:
             plan.preempted_req_ids.append(taken_back)
@@ -184,7 +185,8 @@ class StepPlanner:
         if has_room:
             self._plan_waiting(plan, only_begun=pause_state is not PauseState.UNPAUSED)
         if deferred and len(self.running) <= num_running:  # no request began, so there is no reason to leave any out
-            self._plan_running(plan, plan.num_scheduled_tokens, may_preempt=not plan.num_scheduled_tokens)
+            left_out = others.union(plan.num_scheduled_tokens)
+            self._plan_running(plan, left_out, may_preempt=not plan.num_scheduled_tokens)
         return plan
 
     def take_expired(self) -> list[Request]:
@@ -252,7 +254,7 @@ class StepPlanner:
 
     def _token_budget(self) -> int:
         """Return how many tokens the step may compute. Fewer while any request decodes: each prompt token delays the
-        next token of every decoding request.
+        next token of every decoding request. Never fewer than there are running requests, of which each gets one.
         """
         if self.prompt_share is None:
             return self._max_tokens
@@ -264,8 +266,9 @@ class StepPlanner:
         num_decoding = len(self.running) - num_prompts
         if not num_decoding:
             return self._max_tokens
-        num_prompts += min(len(self._waiting), self._max_num_seqs - len(self.running))
-        return min(self._max_tokens, num_decoding + self.prompt_share.num_tokens(num_decoding, num_prompts))
+        num_waiting = min(len(self._waiting), self._max_num_seqs - len(self.running))
+        share = self.prompt_share.num_tokens(num_decoding, num_prompts + num_waiting)
+        return min(self._max_tokens, num_decoding + max(num_prompts, share))
 
     def _plan_running(self, plan: StepPlan, left_out: Collection[str] = (), *, may_preempt: bool = True) -> None:
         """Plan the running requests but for the ids ``left_out``."""
@@ -279,8 +282,10 @@ class StepPlanner:
                 continue
             num_new_tokens = request.num_missing_tokens
             if num_new_tokens > 1:
-                num_after = len(running) - index - 1  # each of these gets at least one token
-                num_new_tokens = self._chunk(request, plan.budget - num_after)
+                # Each of those after it gets at least one token; so does it, though what rows that were left out would
+                # have taken, or what rows got that were planned before, is no longer in the budget.
+                num_after = len(running) - index - 1
+                num_new_tokens = self._chunk(request, max(1, plan.budget - num_after))
             new_block_ids = allocate(request, num_new_tokens)
             if new_block_ids is None and not may_preempt:
                 return

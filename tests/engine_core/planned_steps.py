@@ -1,6 +1,6 @@
 """Makes and steps a scheduler without a worker."""
 
-from tests.engine_core.invariants import check_scheduler
+from tests.engine_core.invariants import check_counts, check_scheduler
 from tokenloom.engine_core.config import CacheConfig, SchedulerConfig
 from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
@@ -20,16 +20,17 @@ class Clock:
 
 
 def make_scheduler(
-    *, num_blocks: int = 64, max_model_len: int = 100, caching: bool = True, **settings: object
+    *, num_blocks: int = 64, max_model_len: int = 100, caching: bool = True, num_stages: int = 1, **settings: object
 ) -> Scheduler:
     config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 32} | settings)  # type: ignore[arg-type]
     cache = CacheConfig(block_size=4, enable_prefix_caching=caching)
-    return Scheduler(config, cache, KVCacheConfig(num_blocks, max_model_len), Clock())
+    return Scheduler(config, cache, KVCacheConfig(num_blocks, max_model_len), Clock(), num_stages=num_stages)
 
 
 def step(scheduler: Scheduler, token_id: int = 50) -> tuple[SchedulerOutput, list[EngineCoreOutput]]:
     """Run a step whose worker answers ``token_id`` for every request that draws a token."""
     scheduled = scheduler.schedule()
+    check_counts(scheduler, scheduled)
     sampled = []
     for request_id in scheduled.num_scheduled_tokens:
         request = scheduler.requests[request_id]

@@ -1,5 +1,10 @@
+from msgspec.structs import replace
+
 from tests.engine_core.helpers import make_request
+from tests.engine_core.invariants import check_counts
 from tests.engine_core.planned_steps import make_scheduler, step
+from tokenloom.engine_core.scheduling.scheduler import Scheduler
+from tokenloom.engine_core.wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 
 def test_a_long_prefill_leaves_room_for_short_ones() -> None:
@@ -48,3 +53,67 @@ def test_no_running_request_is_left_out() -> None:
         scheduler.add_request(make_request(request_id, [1]))
     step(scheduler)
     assert len(step(scheduler)[0].num_scheduled_tokens) == 4
+
+
+def slow_scheduler(**settings: object) -> Scheduler:
+    """Return a scheduler with 16 short and 16 longer prompts, of a model so slow that a step in which the former decode
+    has four tokens for the latter."""
+    scheduler = make_scheduler(
+        num_blocks=1000,
+        **{"max_num_seqs": 32, "max_num_batched_tokens": 128, "long_prefill_token_threshold": 4}
+        | {"prefill_tokens_beside_decode": 8}
+        | settings,
+    )
+    share = scheduler._planner.prompt_share
+    assert share is not None
+    share.observe(128, 128 / 40)
+    for n in range(32):
+        request = make_request(f"r{n}", [n] * (3 if n < 16 else 40), 50, tenant="a")
+        with_logprobs = replace(request.sampling_params, logprobs=1 if n < 16 else None)
+        scheduler.add_request(replace(request, sampling_params=with_logprobs))
+    return scheduler
+
+
+def test_prompts_that_outnumber_the_tokens_of_their_share_get_one_each() -> None:
+    scheduler = slow_scheduler()
+    assert len(step(scheduler)[0].num_scheduled_tokens) == 32
+    assert step(scheduler)[0].num_scheduled_tokens == {f"r{n}": 1 for n in range(32)}
+    for _ in range(200):
+        step(scheduler)
+    assert not scheduler.requests
+
+
+def end_step(scheduler: Scheduler, scheduled: SchedulerOutput) -> None:
+    """Answer a token for each request of a step that has a placeholder for one."""
+    requests = [scheduler.requests[each] for each in scheduled.num_scheduled_tokens]
+    sampled = [[50] if each.num_output_placeholders else [] for each in requests]
+    scheduler.update_from_output(scheduled, ModelRunnerOutput(list(scheduled.num_scheduled_tokens), sampled))
+
+
+def test_prompts_get_a_token_each_in_the_steps_of_all_stages() -> None:
+    scheduler = slow_scheduler(num_stages=2)
+    begun: list[SchedulerOutput] = []
+    for _ in range(600):
+        scheduled = scheduler.schedule()
+        check_counts(scheduler, scheduled)
+        if scheduled.num_scheduled_tokens:
+            begun.append(scheduled)
+        if len(begun) == 2 or not scheduled.num_scheduled_tokens:
+            end_step(scheduler, begun.pop(0))
+        if not scheduler.requests:
+            return
+    raise AssertionError(f"{len(scheduler.requests)} requests never ended")
+
+
+def test_a_step_whose_costly_rows_need_not_wait_leaves_those_of_another_stage() -> None:
+    """The rows with log probabilities waited for a request of another tenant, which has no room after all."""
+    scheduler = slow_scheduler(num_stages=2, max_num_seqs=33)
+    end_step(scheduler, scheduler.schedule())
+    scheduler.kv.pool.allocate(scheduler.kv.pool.num_free - 10)
+    scheduler.add_request(make_request("c", [9] * 99, 1, tenant="c"))
+    first = scheduler.schedule()
+    check_counts(scheduler, first)
+    second = scheduler.schedule()
+    check_counts(scheduler, second)
+    assert all(request.num_output_placeholders <= 1 for request in scheduler.running)
+    assert len(first.num_scheduled_tokens) == 16, "one stage's share"

@@ -151,7 +151,7 @@ def test_on_and_off_give_the_same_tokens(num_blocks: int, budget: int, stop: tup
     outputs = []
     for overlaps in (False, True):
         config = make_config(num_blocks=num_blocks, budget=budget, async_scheduling=overlaps)
-        core = EngineCore(config, LateExecutor(make_worker(config)))
+        core = EngineCore(config, (LateExecutor if overlaps else UniProcExecutor)(make_worker(config)))
         for n in range(40):
             core.add_request(make_request(f"r{n}", [7] * (n % 5 * 4) + list(range(n % 11 + 1)), 5 + n, stop=stop))
         outputs.append({name: (tokens_of(each), each[-1].finish_reason) for name, each in finish(core, 3000).items()})

@@ -10,7 +10,7 @@ from tokenloom.checkpoint import CheckpointInfo
 from tokenloom.request.chat_template import read_chat_template
 from tokenloom.services.tokenizer.chat_template import ChatTemplate
 
-from .prompts import Message, TokenizedPrompt, plain_message
+from .prompts import Message, TokenizedPrompt, plain_message, whole_text
 
 
 class ChatPrompts:
@@ -34,6 +34,8 @@ class ChatPrompts:
         """
         template = self._template(source)
         texts = [template.render([*map(plain_message, messages)], tools, **options) for messages in conversations]
+        for text in texts:
+            whole_text("the conversation", text)
         # The template writes the special tokens itself.
         return [TokenizedPrompt(text, self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
 

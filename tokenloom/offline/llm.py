@@ -283,14 +283,17 @@ class LLM:
 
     def enqueue_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> str:
         """Add one conversation, as :meth:`enqueue` does a prompt."""
-        encoded = self._chats.encode([messages])
         with _as_value_error():
+            encoded = self._chats.encode([messages])
             (request,) = self._builder.build(encoded, sampling_params)
         self._loop.enqueue(request)
         return request.output.request_id
 
     def next_finished(self) -> list[RequestOutput]:
-        """Compute until some enqueued requests have ended, and return their outputs; empty if none are in flight."""
+        """Compute until some enqueued requests have ended, and return their outputs; empty if none are in flight.
+
+        An output whose request failed has an ``error``.
+        """
         return [request.output for request in self._loop.next_ended()]
 
     def get_tokenizer(self) -> Tokenizer:
@@ -363,9 +366,13 @@ class LLM:
             while live:
                 if not any(request.output.finished for request in live):  # another call's steps may have ended some
                     self._loop.step()
+                # Those that end while the caller has the iterator, in steps of another call, have news once more.
+                left = [request for request in live if not request.output.finished]
                 for request in live:
+                    if request.error is not None:
+                        raise request.error
                     yield from request.news()
-                live = [request for request in live if not request.output.finished]
+                live = left
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.errors import EnginePausedError
 from tokenloom.engine_core.wire.messages import EngineCoreOutput
 
+from .core_refusal import CoreRefusal
 from .offline_request import OfflineRequest
 from .progress import Progress
 
@@ -25,11 +26,18 @@ class InFlight(Protocol):
     def num_tokens(self) -> int:
         """Return the number of output tokens of all samples so far."""
 
-    def accept(self, sample: Any, step: EngineCoreOutput) -> bool:
-        """Add a step's result to a sample. Returns whether the sample ended without the core's knowledge."""
+    @property
+    def error(self) -> Exception | None:
+        """Return why it failed: ``ValueError`` if the request was at fault, ``RuntimeError`` if the core was."""
 
-    def abort(self) -> None:
-        """End the samples that have not ended."""
+    def accept(self, sample: Any, step: EngineCoreOutput) -> bool:
+        """Add a step's result to a sample. Returns whether the sample ended without the core's knowledge.
+
+        Raises `CoreRefusal`.
+        """
+
+    def abort(self, error: Exception | None = None) -> None:
+        """End the samples that have not ended, because of an error if there is one."""
 
 
 class OfflineLoop:
@@ -41,7 +49,8 @@ class OfflineLoop:
         self._enqueued: list[OfflineRequest] = []
 
     def run(self, requests: Sequence[InFlight], use_tqdm: bool | Callable[..., Any]) -> None:
-        """Add requests and step until all of them have ended. Raises ``EnginePausedError``.
+        """Add requests and step until all of them have ended. Raises ``EnginePausedError``, and the error of the first
+        of them that fails; the requests of other calls stay.
 
         Args:
             use_tqdm: Whether to show a progress bar, or what to make it with.
@@ -52,16 +61,22 @@ class OfflineLoop:
                 ended = live.intersection(self.step())
                 live -= ended
                 for request in ended:
+                    if request.error is not None:
+                        raise request.error
                     progress.finished(len(request.samples[0].core_request.prompt_token_ids), request.num_tokens)
 
     def enqueue(self, request: OfflineRequest) -> None:
         """Add a request that `next_ended` will return. Raises ``EnginePausedError``."""
         self._client.check_awake()
-        self._add(request)
+        try:
+            self._add(request)
+        except BaseException:
+            self._abort([request])
+            raise
         self._enqueued.append(request)
 
     def next_ended(self) -> list[OfflineRequest]:
-        """Step until some of the enqueued requests have ended, and return them; empty if none is enqueued."""
+        """Step until some of the enqueued requests have ended or failed, and return them; empty if none is enqueued."""
         while self._enqueued:
             ended = [request for request in self._enqueued if request.output.finished]
             if ended:
@@ -86,15 +101,15 @@ class OfflineLoop:
         """Compute a step and return the requests that it ended.
 
         Raises ``EnginePausedError`` if none of the requests in flight can advance; they stay. After any other exception
-        no request is in flight.
+        no request is in flight: those of other calls have the error.
         """
         try:
             return self._step()
         except EnginePausedError:
             raise
-        except BaseException:  # keyboard interrupts included: the next call finds an idle engine
-            self._abort([request for request, _ in self._live.values()])
-            self._enqueued.clear()
+        except BaseException as error:  # keyboard interrupts included: the next call finds an idle engine
+            reason = RuntimeError(f"a step of the engine failed: {type(error).__name__}: {error}")
+            self._abort([request for request, _ in self._live.values()], reason)
             # The step may have ended before it filled the blocks that it announced.
             self._client.call_utility("reset_prefix_cache")
             raise
@@ -107,17 +122,24 @@ class OfflineLoop:
     def _step(self) -> list[InFlight]:
         ended: list[InFlight] = []
         for output in self._client.get_output().outputs:
-            request, sample = self._live[output.request_id]
-            if request.accept(sample, output):
-                self._client.abort_requests([output.request_id])
+            if (live := self._live.get(output.request_id)) is None:
+                continue  # it ended earlier in this step, with its request
+            request, sample = live
+            try:
+                if request.accept(sample, output):
+                    self._client.abort_requests([output.request_id])
+            except CoreRefusal as refusal:  # a fault of this request only
+                self._abort([request], refusal.error)
+                ended.append(request)
+                continue
             if sample.completion.finished():
                 del self._live[output.request_id]
                 if request.finished:
                     ended.append(request)
         return ended
 
-    def _abort(self, requests: Sequence[InFlight]) -> None:
+    def _abort(self, requests: Sequence[InFlight], error: Exception | None = None) -> None:
         ids = [sample.core_request.request_id for request in requests for sample in request.samples]
         self._client.abort_requests([id_ for id_ in ids if self._live.pop(id_, None) is not None])
         for request in requests:
-            request.abort()
+            request.abort(error)

@@ -23,6 +23,7 @@ class OfflineRequest:
     ) -> None:
         """``output_kind`` and ``stream_interval``, in tokens, decide what :meth:`news` yields, and when."""
         self.samples = samples
+        self.error: Exception | None = None
         self._output_kind = output_kind
         self._stream_interval = stream_interval
         self._reported: set[int] = set()  # samples whose end was yielded
@@ -45,7 +46,7 @@ class OfflineRequest:
 
     def accept(self, sample: OfflineSample, step: EngineCoreOutput) -> bool:
         """Add a step's result to a sample. Returns whether a stop string ended the sample, which the core does not
-        know. Raises ``RuntimeError`` if the core failed the request."""
+        know. Raises `CoreRefusal`."""
         if step.prefill_stats is not None and self.output.num_cached_tokens is None:
             self.output.num_cached_tokens = step.prefill_stats.num_cached_tokens
         if step.new_prompt_logprobs is not None:
@@ -55,11 +56,14 @@ class OfflineRequest:
             self.output.finished = all(completion.finished() for completion in self.output.outputs)
         return is_stopped
 
-    def abort(self) -> None:
-        """End the samples that have not ended."""
+    def abort(self, error: Exception | None = None) -> None:
+        """End the samples that have not ended, because of an error if there is one."""
+        reason = "abort" if error is None else "error"
         for completion in self.output.outputs:
-            completion.finish_reason = completion.finish_reason or "abort"
+            completion.finish_reason = completion.finish_reason or reason
         self.output.finished = True
+        if error is not None and self.error is None:
+            self.error, self.output.error = error, str(error)
 
     def news(self) -> Iterator[RequestOutput]:
         """Yield the outputs that are due in a stream: one for each sample with enough new tokens, or one at the end."""

@@ -10,6 +10,7 @@ from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, StopMatch
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 
+from . import core_refusal
 from .outputs import CompletionOutput, Logprob
 
 _FINISH_REASONS = {
@@ -66,15 +67,12 @@ class OfflineSample:
     def accept(self, step: EngineCoreOutput) -> bool:
         """Add a step's result. Returns whether a stop string ended the output, which the core does not know.
 
-        Raises ``ValueError`` if the request was at fault, ``RuntimeError`` if the core failed it.
+        Raises `CoreRefusal`.
         """
         if self._is_plain and step.finish_reason is None:
             self.completion.token_ids += step.new_token_ids
             return False
-        if step.error_field:
-            raise ValueError(step.error)
-        if step.finish_reason is FinishReason.ERROR:
-            raise RuntimeError(f"request {step.request_id} failed: {step.error}")
+        core_refusal.check(step)
         completion = self.completion
         ends = step.finish_reason is FinishReason.STOP
         num_before = len(completion.token_ids)

@@ -44,7 +44,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     """For each token a dict by token id: first the token itself, then the others."""
     finish_reason: str | None = None
-    """``stop``, ``length``, ``repetition`` or ``abort``."""
+    """``stop``, ``length``, ``repetition``, ``abort``, or ``error`` with ``RequestOutput.error``."""
     stop_reason: int | str | None = None
     """The stop string, or the token of ``stop_token_ids``; None for the model's own end-of-sequence tokens."""
     routed_experts: npt.NDArray[np.unsignedinteger] | None = None
@@ -72,6 +72,8 @@ class RequestOutput:
     """Prompt tokens that came from the prefix cache."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each prompt token, as in ``logprobs``, but None for the first. None unless ``prompt_logprobs`` was set."""
+    error: str | None = None
+    """What was wrong with an enqueued request that failed; its outputs hold what came before."""
 
     @property
     def num_reasoning_tokens(self) -> int | None:

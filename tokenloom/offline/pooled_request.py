@@ -6,6 +6,7 @@ import torch
 
 from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest
 
+from . import core_refusal
 from .pooling_outputs import PoolingOutput, PoolingRequestOutput
 
 
@@ -28,6 +29,7 @@ class PooledRequest:
         self._sample = PooledSample(core_request)
         self.samples: Sequence[PooledSample] = [self._sample]
         self._result: EngineCoreOutput | None = None
+        self.error: Exception | None = None
 
     @property
     def finished(self) -> bool:
@@ -39,17 +41,16 @@ class PooledRequest:
         return 0
 
     def accept(self, sample: PooledSample, step: EngineCoreOutput) -> bool:
-        """Take the result. Returns False: the core has ended the request. Raises ``ValueError`` for a wrong request,
-        ``RuntimeError`` if the core failed it."""
+        """Take the result. Returns False: the core has ended the request. Raises `CoreRefusal`."""
         sample.is_finished = True
-        if step.error:
-            raise ValueError(step.error) if step.error_field else RuntimeError(step.error)
+        core_refusal.check(step)
         self._result = step
         return False
 
-    def abort(self) -> None:
-        """End the request without a result."""
+    def abort(self, error: Exception | None = None) -> None:
+        """End the request without a result, because of an error if there is one."""
         self._sample.is_finished = True
+        self.error = self.error or error
 
     def output(self) -> PoolingRequestOutput[PoolingOutput]:
         """Return the result of a request that has ended."""

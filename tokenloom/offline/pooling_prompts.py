@@ -12,7 +12,7 @@ from tokenloom.v1 import engine_pb2, types_pb2
 
 from .pooled_request import PooledRequest
 from .pooling_outputs import PoolingParams, PoolingTaskName
-from .prompts import Prompt, TokenizedPrompt, read_prompt
+from .prompts import Prompt, TokenizedPrompt, read_prompt, whole_text
 
 
 class PoolingPrompts:
@@ -37,7 +37,7 @@ class PoolingPrompts:
         """Return a request for each pair of texts, which the model reads at once."""
         requests = []
         for first, second in pairs:
-            encoding = self._tokenizer.encode(first, second)
+            encoding = self._tokenizer.encode(whole_text("a text", first), whole_text("a text", second))
             prompt = self._shorten(TokenizedPrompt(None, encoding.ids), truncate)
             types = encoding.type_ids[: len(prompt.token_ids)]
             requests.append(self.build(prompt, "score", params, types.index(1) if 1 in types else 0))

@@ -73,7 +73,7 @@ def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) 
 def read_prompt(prompt: object, tokenizer: Tokenizer) -> TokenizedPrompt:
     """Encode a prompt unless it holds token ids. Raises ``ValueError`` or ``InvalidArgument`` for any other form."""
     if isinstance(prompt, str):
-        return TokenizedPrompt(prompt, tokenizer.encode(prompt).ids)
+        return TokenizedPrompt(prompt, tokenizer.encode(whole_text("the prompt", prompt)).ids)
     if isinstance(prompt, Mapping):
         return _read_mapping(prompt, tokenizer)
     return TokenizedPrompt(None, narrow_token_ids("prompt", prompt))
@@ -88,6 +88,7 @@ def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizedP
     for key, value in (("prompt", text), ("cache_salt", salt)):
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{key} must be a string, not {type(value).__name__}")
+        whole_text("the prompt" if key == "prompt" else key, value or "")
     if (embeds := prompt.get("prompt_embeds")) is not None:
         if text is not None or token_ids is not None:
             raise ValueError(
@@ -127,7 +128,19 @@ def plain_message(message: Message) -> dict[str, Any]:
     content = message.get("content")
     if content is None or isinstance(content, str):
         return dict(message)
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise ValueError(f"content must be a string or a list of parts of type text, not {type(content).__name__}")
     return {**message, "content": "\n".join(_part(part) for part in content)}
+
+
+def whole_text(name: str, text: str) -> str:
+    """Return the text. Raises ``ValueError`` if it holds half a surrogate pair, which no tokenizer and no message of
+    the services takes; JSON's escapes can write one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} holds half a surrogate pair, not a character, at place {error.start}") from None
+    return text
 
 
 def _part(part: object) -> str:

@@ -12,6 +12,7 @@ from tokenloom.engine_core.wire.messages import (
     RoutedExperts,
 )
 from tokenloom.model_path import DEMO_MODEL
+from tokenloom.offline.core_refusal import CoreRefusal
 from tokenloom.offline.offline_sample import OfflineSample, TextSettings
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, Vocabulary
 
@@ -105,8 +106,9 @@ def test_text_is_the_same_whenever_it_is_made(make, tokenizer, spells_out):
 
 
 def test_a_failed_request_raises(make):
-    with pytest.raises(RuntimeError, match="request r failed: out of luck"):
+    with pytest.raises(CoreRefusal, match="request r failed: out of luck") as refused:
         make().accept(step([], FinishReason.ERROR, error="out of luck"))
+    assert isinstance(refused.value.error, RuntimeError)
 
 
 def test_experts_are_those_of_the_tokens_that_count(make, tokenizer):

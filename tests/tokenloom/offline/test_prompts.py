@@ -44,6 +44,10 @@ def test_every_form_gives_the_same_ids(tokenizer):
         ({"prompt_token_ids": "abc"}, "prompt_token_ids must be a list"),
         ({"prompt": "a", "cache_salt": 1}, "cache_salt must be a string"),
         ({"prompt": "a", "multi_modal_data": {}}, "'multi_modal_data' is not supported"),
+        ("a \ud83d", "the prompt holds half a surrogate pair"),
+        ({"prompt": "a \ud83d"}, "the prompt holds half a surrogate pair"),
+        ({"prompt": "a", "cache_salt": "\ud83d"}, "cache_salt holds half a surrogate pair"),
+        ({"prompt_token_ids": [1], "cache_salt": "\ud83d"}, "cache_salt holds half a surrogate pair"),
     ],
 )
 def test_other_forms_are_refused(tokenizer, prompt, named):
@@ -61,7 +65,17 @@ def test_text_parts_are_joined():
     assert plain_message({"role": "assistant", "content": None})["content"] is None
 
 
-@pytest.mark.parametrize("message", ["hi", {"content": "hi"}, {"role": "user", "content": [{"type": "image_url"}]}])
+@pytest.mark.parametrize(
+    "message",
+    [
+        "hi",
+        {"content": "hi"},
+        {"role": "user", "content": [{"type": "image_url"}]},
+        {"role": "user", "content": 5},
+        {"role": "user", "content": {"a": "b"}},
+        {"role": "user", "content": b"ab"},
+    ],
+)
 def test_other_messages_are_refused(message):
     with pytest.raises(ValueError, match=r"^(each message|content) must be"):
         plain_message(message)

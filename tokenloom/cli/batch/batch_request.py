@@ -1,12 +1,16 @@
 """Reads a line of an OpenAI batch file, and makes the line that answers it."""
 
-import json
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..server import Reply
+from .jsonl import parse
+
+_PATH = re.compile(r"[!-~]+")
+"""What a line of HTTP can carry."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,9 @@ def read_request(number: int, line: str) -> BatchRequest:
     """Read a line. Raises `BadRequest`, with the id ``line-N`` for a line without one."""
     unnamed = f"line-{number}"
     try:
-        value = json.loads(line)
-    except ValueError:
-        raise BadRequest(unnamed, f"line {number} is not JSON") from None
+        value = parse(line)
+    except ValueError as error:
+        raise BadRequest(unnamed, f"line {number} {error}") from None
     if not isinstance(value, dict):
         raise BadRequest(unnamed, f"line {number} must be an object")
     custom_id, url, body = value.get("custom_id"), value.get("url"), value.get("body")
@@ -41,7 +45,7 @@ def read_request(number: int, line: str) -> BatchRequest:
         raise BadRequest(unnamed, f"line {number}: custom_id must be a string")
     if value.get("method", "POST") != "POST":
         raise BadRequest(custom_id, f"line {number}: method must be POST")
-    if not isinstance(url, str) or not url.startswith("/v1/"):
+    if not isinstance(url, str) or not url.startswith("/v1/") or not _PATH.fullmatch(url):
         raise BadRequest(custom_id, f"line {number}: url must be a path such as /v1/chat/completions")
     if not isinstance(body, dict):
         raise BadRequest(custom_id, f"line {number}: body must be an object")

@@ -16,7 +16,7 @@ from tokenloom.model_path import DEMO_MODEL_NAME
 from ..chat.sampling_options import Stop, Temperature, TopK, TopP
 from ..failures import FAILED, CommandFailed, reported
 from ..options import engine_options, given, offers, parsed
-from .jsonl import STANDARD, LineWriter, count_lines, read_lines
+from .jsonl import STANDARD, LineWriter, check_apart, count_lines, read_lines
 
 
 @offers(engine_options())
@@ -41,6 +41,8 @@ def generate(
     sampling = given(n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop)
     if ignore_eos:
         sampling["ignore_eos"] = True
+    with reported():
+        check_apart(prompts, output, "prompts")
     with reported(), LineWriter(output, overwrite=overwrite) as writer:
         total = count_lines(prompts)
         lines = read_lines(prompts)

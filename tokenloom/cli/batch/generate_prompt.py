@@ -1,12 +1,13 @@
 """Reads a line of prompts for ``tokenloom generate``, and makes the line that answers it."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tokenloom.offline.outputs import CompletionOutput, RequestOutput
 from tokenloom.offline.sampling_params import SamplingParams
+
+from .jsonl import parse
 
 if TYPE_CHECKING:  # it imports torch
     from tokenloom.offline.prompts import Message, Prompt
@@ -47,9 +48,9 @@ class BadLine(ValueError):
 def read_prompt_line(number: int, line: str) -> PromptLine:
     """Read a JSON string, or an object with ``prompt``, ``prompt_token_ids`` or ``messages``. Raises `BadLine`."""
     try:
-        value = json.loads(line)
-    except ValueError:
-        raise BadLine(number, f"line {number} is not JSON") from None
+        value = parse(line)
+    except ValueError as error:
+        raise BadLine(number, f"line {number} {error}") from None
     if isinstance(value, str):
         return PromptLine(number, value)
     if not isinstance(value, dict):

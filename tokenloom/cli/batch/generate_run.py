@@ -46,16 +46,23 @@ def generate_lines(
                 is_more = False
                 break
             slots.append(slot := _Slot())
+            number, text = numbered_line
+            id: str | int = number
             try:
-                number, text = numbered_line
                 line = read_prompt_line(number, text)
+                id = line.id
                 in_flight[_enqueue(llm, line, sampling, sample_seed(seed, number))] = line, slot
+            except BadLine as error:
+                slot.answer = error_line(error.id, str(error))
             except ValueError as error:
-                slot.answer = error_line(error.id if isinstance(error, BadLine) else line.id, str(error))
+                slot.answer = error_line(id, str(error))
+            except Exception as error:  # the run goes on, and its end says that lines failed
+                slot.answer = error_line(id, f"internal error: {type(error).__name__}: {error}")
+            if slot.answer is not None:
                 on_done(slot.answer)
         for output in llm.next_finished():
             line, slot = in_flight.pop(output.request_id)
-            slot.answer = answer_line(line, output)
+            slot.answer = answer_line(line, output) if output.error is None else error_line(line.id, output.error)
             on_done(slot.answer)
         while slots and (answer := slots[0].answer) is not None:
             slots.popleft()

@@ -2,7 +2,10 @@
 
 import contextlib
 import fcntl
+import io
 import json
+import os
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,17 +16,41 @@ from ..failures import CommandFailed
 
 STANDARD = Path("-")
 """Stands for standard input or output."""
+MAX_DEPTH = 200
+"""Objects and lists within each other; more would exceed Python's recursion where a line is read or written."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not blank, with their numbers from 1. Raises `CommandFailed`."""
+    """Yield the lines that are not blank, with their numbers from 1, for `parse`. Raises `CommandFailed`."""
     with _opened(path) as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                yield number, line
+
+
+def parse(line: str) -> Any:
+    """Return the value of a line. Raises ``ValueError`` that says what is wrong with it."""
+    if not line.isascii():
         try:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    yield number, line
-        except UnicodeDecodeError:
-            raise CommandFailed(f"{path} is not UTF-8 text") from None
+            line.encode()  # bytes that were no text were read as halves of surrogate pairs
+        except UnicodeEncodeError:
+            raise ValueError("is not UTF-8 text") from None
+    try:
+        value = json.loads(line)
+    except RecursionError:
+        raise ValueError(f"is nested more than {MAX_DEPTH} deep") from None
+    except ValueError:
+        raise ValueError("is not JSON") from None
+    if line.count("[") + line.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        raise ValueError(f"is nested more than {MAX_DEPTH} deep")
+    return value
+
+
+def check_apart(read: Path, written: Path, what: str) -> None:
+    """Raise `CommandFailed` if the file of answers is the one that is read, which holds ``what``."""
+    with contextlib.suppress(OSError):  # neither of two files that do not exist is the other
+        if STANDARD not in (read, written) and read.samefile(written):
+            raise CommandFailed(f"{written} is the file of {what}: name another file for the answers")
 
 
 def count_lines(path: Path) -> int | None:
@@ -35,26 +62,44 @@ class LineWriter:
     """Appends objects to a file that only one process at a time may write. Use as ``with``.
 
     An incomplete last line of an interrupted process is removed at the start; ``written`` holds the objects before it.
+    With ``overwrite`` the old lines stay until the first new one is written, or there is none to write.
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         """Raises `CommandFailed` if the file cannot be written, is being written, or does not hold JSON lines."""
         self._stream = sys.stdout if path == STANDARD else _locked(path)
         self.written: list[dict[str, Any]] = []
-        if path == STANDARD:
-            return
+        self._is_old = False
         try:
-            if overwrite:
-                self._stream.truncate(0)
-            end, self.written = _whole_lines(path)
-            self._stream.truncate(end)
+            if path == STANDARD or not stat.S_ISREG(os.fstat(self._stream.fileno()).st_mode):
+                return  # such as a pipe, which holds no lines
+            self._is_old = overwrite
+            if not overwrite:
+                end, self.written = _whole_lines(path)
+                self._stream.truncate(end)
         except BaseException:
-            self._stream.close()
+            self._close()
             raise
 
     def write(self, value: dict[str, Any]) -> None:
         """Write the line to the operating system, so that a killed process does not lose it."""
-        print(json.dumps(value, ensure_ascii=False), file=self._stream, flush=True)
+        self._empty()
+        text = json.dumps(value, ensure_ascii=False)
+        try:
+            text.encode(self._stream.encoding)
+        except UnicodeEncodeError:  # half a surrogate pair, or a terminal's encoding: JSON's escapes write them
+            text = json.dumps(value)
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+    def _empty(self) -> None:
+        if self._is_old:
+            self._stream.truncate(0)
+            self._is_old = False
+
+    def _close(self) -> None:
+        if self._stream is not sys.stdout:
+            self._stream.close()
 
     def __enter__(self) -> "LineWriter":
         return self
@@ -62,17 +107,31 @@ class LineWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._stream is not sys.stdout:
-            self._stream.close()
+        try:
+            if kind is None:
+                self._empty()
+        finally:
+            self._close()
+
+
+def _depth(value: object) -> int:
+    """Return how deep lists and objects are nested; a number or a text has depth 0."""
+    level, depth = [value], 0
+    while level := [each for each in level if isinstance(each, (dict, list))]:
+        level = [child for each in level for child in (each.values() if isinstance(each, dict) else each)]
+        depth += 1
+    return depth
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
     if path == STANDARD:
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
         yield sys.stdin
         return
     try:
-        stream = open(path, encoding="utf-8")  # noqa: SIM115 - closed below
+        stream = open(path, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115 - closed below
     except OSError as error:
         raise CommandFailed(f"cannot read {path}: {error.strerror}") from None
     with stream:
@@ -101,7 +160,7 @@ def _whole_lines(path: Path) -> tuple[int, list[dict[str, Any]]]:
                 break
             try:
                 value = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 value = None
             if not isinstance(value, dict):
                 raise CommandFailed(f"{path}, line {number} is not a JSON object; name another file or use --overwrite")

@@ -10,7 +10,7 @@ from tokenloom.services.runtime.host.uncollected_imports import uncollected_impo
 from ..failures import FAILED, reported
 from ..server_options import ApiKey, BaseUrl, connect
 from .batch_work import BatchWork
-from .jsonl import LineWriter
+from .jsonl import LineWriter, check_apart
 
 
 def run_batch(
@@ -31,6 +31,8 @@ def run_batch(
     ] = False,
 ) -> None:
     """Run a file of requests in OpenAI's batch format. The same command resumes after an interrupt."""
+    with reported():
+        check_apart(requests, answers, "requests")
     with reported(), LineWriter(answers, overwrite=overwrite) as writer:
         work = BatchWork(requests, writer, concurrency, max_retries)
         if model is None:

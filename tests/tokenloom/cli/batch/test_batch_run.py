@@ -81,5 +81,5 @@ def test_a_path_that_no_http_client_can_send_is_an_error_of_its_line(server: Fak
     server.reply(200, OK)
     odd = json.dumps({"custom_id": "odd", "url": "/v1/é", "body": {}})
     answers = run(server.url, [*lines("a"), (2, odd)])
-    assert answers["odd"]["error"]["code"] == "internal_error"
+    assert answers["odd"]["error"]["code"] == "invalid_request"
     assert answers["a"]["error"] is None

@@ -1,10 +1,11 @@
 """Files of one object a line."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
-from tokenloom.cli.batch.jsonl import LineWriter, count_lines, read_lines
+from tokenloom.cli.batch.jsonl import MAX_DEPTH, LineWriter, count_lines, parse, read_lines
 from tokenloom.cli.failures import CommandFailed
 
 
@@ -32,11 +33,48 @@ def test_what_a_kill_tore_is_removed_and_the_rest_is_kept(path: Path) -> None:
     assert path.read_text() == '{"id": 1, "text": "é"}\n{"id": 2}\n{"id": 3}\n'
 
 
-def test_overwriting_begins_anew(path: Path) -> None:
+def test_overwriting_begins_anew_with_the_first_line(path: Path) -> None:
     path.write_text("anything")
     with LineWriter(path, overwrite=True) as writer:
         assert writer.written == []
+        assert path.read_text() == "anything"
+        writer.write({"id": 1})
+        assert path.read_text() == '{"id": 1}\n'
+        writer.write({"id": 2})
+    assert path.read_text() == '{"id": 1}\n{"id": 2}\n'
+
+
+def test_overwriting_with_nothing_empties_the_file_unless_something_failed(path: Path) -> None:
+    path.write_text("anything")
+    with contextlib.suppress(CommandFailed), LineWriter(path, overwrite=True):
+        raise CommandFailed("no model")
+    assert path.read_text() == "anything"
+    with LineWriter(path, overwrite=True):
+        pass
     assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_is_no_regular_file_holds_no_lines(overwrite: bool) -> None:
+    with LineWriter(Path("/dev/null"), overwrite=overwrite) as writer:
+        writer.write({"id": 1})
+        assert writer.written == []
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 10_000])
+def test_what_is_nested_too_deeply_is_no_line(depth: int) -> None:
+    for begin, end in (("[", "]"), ('{"a":', "}")):
+        assert parse(begin * MAX_DEPTH + "1" + end * MAX_DEPTH)
+        with pytest.raises(ValueError, match="nested"):
+            parse(begin * depth + "1" + end * depth)
+
+
+def test_bytes_that_are_no_text_are_a_fault_of_their_line_only(path: Path) -> None:
+    path.write_bytes(b'"a"\n"\xff"\n"b"\n')
+    (_, first), (_, second), (_, third) = read_lines(path)
+    assert (parse(first), parse(third)) == ("a", "b")
+    with pytest.raises(ValueError, match="UTF-8"):
+        parse(second)
 
 
 def test_one_process_at_a_time(path: Path) -> None:
@@ -56,9 +94,3 @@ def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
         list(read_lines(tmp_path / "nothing"))
     with pytest.raises(CommandFailed, match="cannot write"):
         LineWriter(tmp_path)
-
-
-def test_what_is_no_text_is_named(path: Path) -> None:
-    path.write_bytes(b"\xff\xfe\n")
-    with pytest.raises(CommandFailed, match="not UTF-8"):
-        list(read_lines(path))

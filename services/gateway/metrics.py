@@ -21,6 +21,7 @@ from .mesh.mesh_view import MeshView
 from .request_sizes import RequestSizes, Sized
 from .tenants.key_usage import KeyUsage
 from .tenants.tenant import Tenant
+from .usage_counts import Used
 
 FINISH_REASONS = {
     types_pb2.FINISH_REASON_STOP: "stop",
@@ -94,15 +95,15 @@ class GatewayMetrics:
         self.prompt_tokens.inc(usage.prompt_tokens)
         self._pooled_prompts.labels(self._model_name, task).inc(num_prompts)
         self._pooling_seconds.labels(self._model_name, task).observe(seconds)
-        self._key_usage.add(tenant, usage)
+        used = Used(1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        self._key_usage.add(tenant, used)
 
-    def observe_end(self, generation: "EndedGeneration", tenant: Tenant) -> None:
-        """Observe a request that has ended, whatever ended it."""
+    def observe_end(self, generation: "EndedGeneration", tenant: Tenant, used: Used) -> None:
+        """Observe a call that has ended, whatever ended it. ``used``: what no other call of its request has counted."""
         self._sizes.observe(generation)
-        usage = generation.usage
-        self._key_usage.add(tenant, usage)
+        self._key_usage.add(tenant, used)
         if generation.model != self._model_name:
-            self._adapter_usage.add(generation.model, usage)
+            self._adapter_usage.add(generation.model, used)
 
 
 class EndedGeneration(Sized, Protocol):
@@ -111,10 +112,6 @@ class EndedGeneration(Sized, Protocol):
     @property
     def model(self) -> str:
         """The name of the model or adapter."""
-
-    @property
-    def usage(self) -> inference_pb2.Usage:
-        """Its tokens."""
 
 
 def count_moved(registry: CollectorRegistry) -> Counter:
@@ -140,9 +137,9 @@ class RequestWatch:
         num_prompt_tokens: int,
         num_outputs: int,
         started_ns: int,
-        on_first_token: Callable[[], None] | None = None,
+        on_first_token: Callable[[int], None] | None = None,
     ) -> None:
-        """``on_first_token``: called with the first token of each output."""
+        """``on_first_token``: called with the index of each output that has its first token."""
         gateway.prompt_tokens.inc(num_prompt_tokens)
         self._on_first_token = on_first_token
         self._gateway = gateway
@@ -163,7 +160,7 @@ class RequestWatch:
                 if self.ttft_seconds is None:
                     self.ttft_seconds = ttft
                 if self._on_first_token is not None:
-                    self._on_first_token()
+                    self._on_first_token(delta.index)
             self._last[delta.index] = now
             self._gateway.generation_tokens.inc(len(delta.token_ids))
         if delta.finished is not None:

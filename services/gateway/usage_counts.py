@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily
-
-from tokenloom.v1 import inference_pb2
 
 _TEXTS = {
     "requests": "Requests that have ended, by {of}.",
@@ -16,8 +15,23 @@ _TEXTS = {
 }
 
 
+class Used(msgspec.Struct, frozen=True):
+    """Describes what a request has used, or the part of it that was not counted yet."""
+
+    requests: int = 0
+    """1, or 0 if the request was counted before."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are charged."""
+        return self.prompt_tokens + self.output_tokens
+
+
 @dataclass(slots=True)
-class _Used:
+class _Total:
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -36,18 +50,18 @@ class UsageCounts:
         """
         self._kind, self._of, self._labels, self._most = kind, of, labels, most
         self._other = ("other", *("" for _ in labels[1:]))
-        self._used: dict[tuple[str, ...], _Used] = {}
+        self._used: dict[tuple[str, ...], _Total] = {}
         registry.register(self)
 
-    def add(self, values: tuple[str, ...], usage: inference_pb2.Usage) -> None:
-        """Count a request that has ended. ``values``: of the labels."""
+    def add(self, values: tuple[str, ...], used: Used) -> None:
+        """Count what a call has used that has ended. ``values``: of the labels."""
         if values not in self._used and len(self._used) >= self._most:
             values = self._other
-        used = self._used.setdefault(values, _Used())
-        used.requests += 1
-        used.prompt_tokens += usage.prompt_tokens
-        used.cached_tokens += usage.cached_tokens
-        used.output_tokens += usage.completion_tokens
+        total = self._used.setdefault(values, _Total())
+        total.requests += used.requests
+        total.prompt_tokens += used.prompt_tokens
+        total.cached_tokens += used.cached_tokens
+        total.output_tokens += used.output_tokens
 
     def describe(self) -> Iterator[CounterMetricFamily]:
         """Return the names, so that the registry refuses a second metric with one of them."""

@@ -4,9 +4,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry
 
-from tokenloom.v1 import inference_pb2
-
-from ..usage_counts import UsageCounts
+from ..usage_counts import UsageCounts, Used
 
 MAX_ADAPTERS: Final = 1000
 """Adapters with series of their own; further ones are counted together, under the name ``other``."""
@@ -18,6 +16,6 @@ class AdapterUsage:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._counts = UsageCounts(registry, "adapter", "the LoRA adapter's name", ("adapter",), MAX_ADAPTERS)
 
-    def add(self, name: str, usage: inference_pb2.Usage) -> None:
-        """Count a request that has ended. ``name``: ``model:adapter``."""
-        self._counts.add((name,), usage)
+    def add(self, name: str, used: Used) -> None:
+        """Count what a call has used that has ended. ``name``: ``model:adapter``."""
+        self._counts.add((name,), used)

@@ -3,9 +3,11 @@
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Self
 
 from tokenloom.request import errors, validation
+from tokenloom.request.reservation import Reservation
 from tokenloom.v1 import output_processor_pb2
 
 from ..tenants.tenant_share import MAX_QUEUE_SECONDS, TenantShare
@@ -52,26 +54,24 @@ class Admission:
         Raises ``Unavailable`` while the gateway drains, ``ResourceExhausted`` when the request would wait for too long,
         ``RateLimitExceeded`` when the tenant is at a limit, ``InvalidArgument`` for too many prompts or samples.
         """
-        if self._draining:
-            raise errors.Unavailable("the gateway is shutting down; retry")
+        self.check_open()
         share = self._shares.of(job.tenant)
         num_outputs = _num_at_once(job, share, most_at_once) if most_at_once else _num_outputs(job)
-        share.add_outputs(num_outputs, self._shares.outputs)
-        try:
+        with share.take_outputs(num_outputs, self._shares.outputs) as seats:  # given back unless the place moves them
             self._check_wait(job, share, timeout)
-        except errors.TokenloomError:
-            share.remove_outputs(num_outputs, self._shares.outputs)
-            raise
-        self._idle.clear()
-        pending = Pending(self._backlog, share, num_outputs, estimate_prompt_tokens(job))
-        place = Place(self, share, num_outputs, pending, is_new=self._num_old is not None)
-        self._num_places += 1
+            pending = Pending(self._backlog, share, num_outputs, estimate_prompt_tokens(job))
+            place = Place(share, seats.move(), self._enter(num_outputs), pending)
         try:
-            place.add_grammar(job)
+            place.take_grammar(job)
         except errors.TokenloomError:
             place.close()
             raise
         return place
+
+    def check_open(self) -> None:
+        """Raise ``Unavailable`` while the gateway drains."""
+        if self._draining:
+            raise errors.Unavailable("the gateway is shutting down; retry")
 
     async def drain(self) -> None:
         """Refuse new requests, and return when none is in work."""
@@ -84,14 +84,19 @@ class Admission:
         if self._num_old:
             await self._old_ended.wait()
 
-    def leave(self, share: TenantShare, num_outputs: int, *, is_new: bool) -> None:
-        """Subtract the outputs of a request that has ended. ``is_new``: it came after :meth:`end_of_present`."""
+    def _enter(self, num_outputs: int) -> Reservation:
+        """Count a request that was admitted; it leaves when what is returned is released."""
+        self._idle.clear()
+        self._num_places += 1
+        return Reservation(partial(self._leave, num_outputs, self._num_old is not None), 1)
+
+    def _leave(self, num_outputs: int, is_new: bool, _: int) -> None:
+        """Subtract a request that has ended. ``is_new``: it came after :meth:`end_of_present`."""
         self._num_places -= 1
         if self._num_old and not is_new:
             self._num_old -= 1
             if not self._num_old:
                 self._old_ended.set()
-        share.remove_outputs(num_outputs, self._shares.outputs)
         self._backlog.end(num_outputs)
         if not self._num_places:  # other meshes of this gateway may have outputs in work
             self._idle.set()
@@ -153,20 +158,23 @@ class Place:
 
     Attributes:
         num_outputs: Outputs that may be in work at the same time.
-        num_output_tokens: Tokens that were computed for the outputs; set before the place is closed.
+        num_used: Tokens to charge for it; set before the place is closed.
     """
 
-    def __init__(
-        self, admission: Admission, share: TenantShare, num_outputs: int, pending: Pending, *, is_new: bool = False
-    ) -> None:
-        self.num_output_tokens = 0
-        self._pending = pending
-        self._is_new = is_new
-        self._admission = admission
+    def __init__(self, share: TenantShare, seats: Reservation, entered: Reservation, pending: Pending) -> None:
+        """Args:
+        seats: Of its outputs, at the tenant and at the gateway.
+        entered: Its presence at the mesh.
+        """
+        self.num_outputs = seats.amount
+        self.num_used = 0
         self._share = share
-        self.num_outputs = num_outputs
-        self._num_prompt_tokens = self._reserved = 0
-        self._grammar = b""
+        self._seats = seats
+        self._entered = entered
+        self._pending = pending
+        self._begun: set[int] = set()
+        self._tokens: Reservation | None = None
+        self._grammar: Reservation | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -174,13 +182,11 @@ class Place:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
-    def add_grammar(self, job: Job) -> None:
+    def take_grammar(self, job: Job) -> None:
         """Count the request's grammar, if it has one, until :meth:`begin_output`. Raises ``RateLimitExceeded``."""
         if job.sampling.HasField("structured_outputs"):
             text = job.sampling.structured_outputs.SerializeToString(deterministic=True)
-            grammar = hashlib.blake2b(text, digest_size=16).digest()
-            self._share.add_grammar(grammar)
-            self._grammar = grammar
+            self._grammar = self._share.take_grammar(hashlib.blake2b(text, digest_size=16).digest())
 
     def reserve_tokens(self, submits: Sequence[output_processor_pb2.Submit], *, is_bounded: bool) -> None:
         """Reserve the tokens that the prompts and their outputs may use, before any of them is sent.
@@ -194,28 +200,74 @@ class Place:
         self.reserve(num_prompt, num_output, is_bounded=is_bounded)
 
     def reserve(self, num_prompt: int, num_output: int = 0, *, is_bounded: bool = True) -> None:
-        """Reserve so many tokens of prompts and outputs. Arguments and errors as in :meth:`reserve_tokens`."""
-        self._reserved = self._share.reserve_tokens(num_prompt, num_output, is_bounded=is_bounded)
-        self._num_prompt_tokens = num_prompt
-        self._pending.refine(num_prompt)
+        """Reserve so many tokens of prompts and outputs. Arguments and errors as in :meth:`reserve_tokens`. A place
+        that was taken over from a call of the same request has them already."""
+        if self._tokens is None:
+            self._tokens = self._share.reserve_tokens(num_prompt, num_output, is_bounded=is_bounded)
+            self._pending.refine(num_prompt)
 
-    def begin_output(self) -> None:
+    def begin_output(self, index: int) -> None:
         """Take note of the first token of an output: its prompt was computed, and the grammar has been compiled."""
-        self._pending.begin(1)
-        self._end_grammar()
+        if index not in self._begun:  # a call that resumes the request gets the first token again
+            self._begun.add(index)
+            self._pending.begin(1)
+            self._end_grammar()
 
     def close(self) -> None:
-        """Return what the request holds, and charge the tokens that it used."""
+        """Return what the request holds, and charge the tokens that it used. A second call has no effect."""
+        if not self._entered.amount:
+            return
         self._end_grammar()
         self._pending.close()
-        if self._num_prompt_tokens:
-            self._share.charge(self._reserved, self._num_prompt_tokens + self.num_output_tokens)
-        self._admission.leave(self._share, self.num_outputs, is_new=self._is_new)
+        if self._tokens is not None:
+            self._share.charge(self._tokens, self.num_used)
+        self._seats.release()
+        self._entered.release()
 
     def _end_grammar(self) -> None:
-        if self._grammar:
-            self._share.remove_grammar(self._grammar)
-            self._grammar = b""
+        if self._grammar is not None:
+            self._grammar.release()
+
+
+class Tenure:
+    """Stands for one call's turn in the place of its request. Only one call at a time holds the place.
+
+    The call that resumes or repeats a request which runs without a client takes its place over, and gives it back if it
+    ends while that request still runs. So a request that runs has a place at every moment, and has it once.
+    """
+
+    def __init__(self, place: Place, hold: Reservation | None = None, before: "Tenure | None" = None) -> None:
+        """``hold``: of the place, from ``before``, the call that had it; None: the place is new."""
+        self.place = place
+        self._hold = Reservation(partial(_close, place), 1) if hold is None else hold
+        self._before = before
+        self._has_ended = False
+
+    @property
+    def holds_place(self) -> bool:
+        """Whether the call has the place, and no other one of the request."""
+        return self._hold.amount > 0
+
+    def succeed(self) -> "Tenure":
+        """Return the turn of a call that takes the place over."""
+        return Tenure(self.place, self._hold.move(), self)
+
+    def end(self) -> None:
+        """Give the place back to the call that had it before, if its request still runs; otherwise close it. A call
+        that has not got the place any more does nothing."""
+        self._has_ended = True
+        before, self._before = self._before, None
+        while before is not None and before._has_ended:
+            before = before._before
+        if before is not None:
+            before._hold.absorb(self._hold)
+        else:
+            self._hold.release()
+
+
+def _close(place: Place, _: int) -> None:
+    """Close a place that no call holds any more. No method of a turn, which would make a cycle of the two."""
+    place.close()
 
 
 def _num_at_once(job: Job, share: TenantShare, most: int) -> int:

@@ -1,11 +1,13 @@
 """Says which request of the mesh a client's call stands for: a new one, or one that may be running already."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tokenloom.request.errors import InvalidArgument
 
 from ..mesh.request_ids import id_of_key
+from .delivered import Position
 
 MAX_KEY_LENGTH = 255
 
@@ -22,6 +24,8 @@ class Claim:
     """Continue a request; it must be running or have ended a short time ago."""
     takes_over: bool = False
     """Continue the request if it is known, otherwise begin it."""
+    num_delivered: tuple[int, ...] = ()
+    """Tokens of each output that the client has, where it resumes a request."""
 
 
 NEW = Claim()
@@ -38,3 +42,10 @@ def fingerprint(method: str, body: bytes | bytearray) -> bytes:
     """Return what identifies a body. ``method``: what the body was sent to."""
     key = hashlib.blake2b(method.encode(), digest_size=16).digest()
     return hashlib.blake2b(body, key=key, digest_size=16).digest()
+
+
+def tokens_of(positions: Mapping[int, Position]) -> tuple[int, ...]:
+    """Return how many tokens of each output a client has. ``positions``: by output; it has nothing of the others."""
+    return tuple(
+        positions[index].num_tokens if index in positions else 0 for index in range(max(positions, default=-1) + 1)
+    )

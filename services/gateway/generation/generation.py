@@ -10,8 +10,10 @@ from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
 from ..mesh.collector import Collector, Delta, Outlet
 from ..mesh.output_pool import Cancel, OutputPool
 from ..metrics import GatewayMetrics, RequestWatch
+from ..usage_counts import Used
 from .beam_outputs import BeamTexts
 from .beam_run import BeamRun
+from .charge import Charge
 from .claim import NEW, Claim
 from .outputs_reasoning import OutputsReasoning
 from .preparation import Prepared
@@ -34,6 +36,7 @@ class Generation:
         reasoning: Counts reasoning tokens; None if the marks around the model's reasoning are not known.
         finished: By output, how it ended.
         completion_tokens: By output.
+        charge: What was counted of the request, by all its calls.
     """
 
     def __init__(
@@ -42,12 +45,12 @@ class Generation:
         request_id: str,
         metrics: GatewayMetrics,
         reasoning_marks: ReasoningMarks | None = None,
-        on_first_token: Callable[[], None] | None = None,
+        on_first_token: Callable[[int], None] | None = None,
         claim: Claim = NEW,
         *,
         model: str = "",
     ) -> None:
-        """``on_first_token``: called with the first token of each output."""
+        """``on_first_token``: called with the index of each output that has its first token."""
         self.model = model
         self._claim = claim
         submits = prepared.submits
@@ -65,6 +68,7 @@ class Generation:
             self.may_reason &= not self.reasoning.is_over
         self.finished: dict[int, output_processor_pb2.RequestFinished] = {}
         self.completion_tokens = [0] * self.num_outputs
+        self.charge = Charge()
         self._submits, self._beams = submits, prepared.beams
         self._max_tokens = [submit.sampling_params.max_tokens for submit in submits]
         self._clock = prepared.clock
@@ -93,10 +97,20 @@ class Generation:
         )
 
     @property
-    def num_computed_tokens(self) -> int:
-        """Output tokens that were computed so far, those of a search's rejected beams included."""
+    def fingerprint(self) -> bytes:
+        """Of the client's body; empty if no other call may resume or repeat the request."""
+        return self._claim.fingerprint
+
+    def settle(self) -> Used:
+        """Count the output so far, and return what no other call of the request has counted."""
+        usage = self.usage
+        return self.charge.add(usage.prompt_tokens, usage.cached_tokens, self.completion_tokens)
+
+    @property
+    def num_rejected_tokens(self) -> int:
+        """Tokens that were computed for the beams that a search has rejected."""
         run = self._collector
-        return run.num_steps * self.num_outputs if isinstance(run, BeamRun) else sum(self.completion_tokens)
+        return run.num_steps * self.num_outputs - sum(self.completion_tokens) if isinstance(run, BeamRun) else 0
 
     @property
     def ttft_seconds(self) -> float | None:

@@ -17,8 +17,9 @@ from ..mesh.tokenizer_client import TokenizerClient
 from ..metrics import GatewayMetrics
 from ..request_log.request_record import record_generation
 from ..tenants.tenant import Tenant
-from .admission import Admission, Place
+from .admission import Admission, Place, Tenure
 from .beam_outputs import BeamTexts
+from .charge import Charges
 from .claim import NEW, Claim
 from .defaults import DEFAULT_MAX_VALUES
 from .generation import Generation
@@ -72,6 +73,7 @@ class Generator:
         self._admission = admission
         self._default_timeout = default_timeout
         self._resumable = resumable
+        self._charges = Charges()
 
     @property
     def num_live(self) -> int:
@@ -100,16 +102,15 @@ class Generator:
         timeout = min(job.timeout or self._default_timeout, self._default_timeout)
         model = self._model if job.adapter is None else job.adapter.name
         tracing = nullcontext() if self._tracer is None else traced(self._tracer, job, trace_headers, model)
-        if claim.request_id:
-            self._resumable.resumes(claim.request_id, job.tenant.name)
         with ExitStack() as held, tracing as trace:
-            place = held.enter_context(self._admission.admit(job, timeout))
+            tenure = self._admit(job, claim, timeout)
+            held.callback(tenure.end)
             try:
                 async with asyncio.timeout(timeout) as limit:
                     is_search, tenant = job.beam_search is not None, job.tenant
-                    generation = await self._begin(job, place, claim, model)
+                    generation = await self._begin(job, tenure.place, claim, model)
                     del job  # the client's texts, which may be large, must not live as long as its answer
-                    held.callback(self._settle, place, generation, tenant)
+                    held.callback(self._settle, tenure.place, generation, tenant)
                     if trace is not None:
                         trace.outcome = generation
                     is_kept = False
@@ -119,7 +120,8 @@ class Generator:
                         else:
                             generation.search(self._outputs, self._texts, timeout=timeout)
                         if claim.fingerprint:
-                            self._resumable.add(generation, tenant.name)
+                            generation.charge = self._charges.of(tenant.name, generation.request_id, claim)
+                            self._resumable.add(generation, tenant.name, tenure)
                         await asyncio.sleep(0)  # send it now: the answer is prepared while it is on its way
                         yield generation
                     except _CONNECTION_ENDED:
@@ -154,6 +156,15 @@ class Generator:
         """Cancel the requests whose client's connection has ended."""
         await self._resumable.close()
 
+    def _admit(self, job: Job, claim: Claim, timeout: float) -> Tenure:
+        """Return the call's turn in the place of its request: that of a call without a client, or a new one. Raises as
+        :meth:`Admission.admit`, and ``BodyChanged`` for a request that is known with another body."""
+        before = self._resumable.find(claim, job.tenant.name) if claim.request_id else None
+        if before is None:
+            return Tenure(self._admission.admit(job, timeout))
+        self._admission.check_open()
+        return before.succeed()
+
     async def _begin(self, job: Job, place: Place, claim: Claim, model: str) -> Generation:
         """Prepare a request and reserve its tokens. ``model``: what generates, for answers."""
         prepared = await self._preparer.prepare(job)
@@ -163,6 +174,7 @@ class Generator:
         return Generation(prepared, request_id, self._metrics, marks, begin, claim, model=model)
 
     def _settle(self, place: Place, generation: Generation, tenant: Tenant) -> None:
-        """Report what a request has used, at its end."""
-        place.num_output_tokens = generation.num_computed_tokens
-        self._metrics.observe_end(generation, tenant)
+        """Count what a call has used of its request, at its end."""
+        used = generation.settle()
+        place.num_used += used.num_tokens + generation.num_rejected_tokens
+        self._metrics.observe_end(generation, tenant, used)

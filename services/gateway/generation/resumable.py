@@ -11,12 +11,17 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from tokenloom.request import errors
 from tokenloom.services.runtime.host.tasks import Tasks
 
+from .admission import Tenure
+from .claim import Claim
+
 
 class Resumable(Protocol):
     """A request that a client can resume."""
 
     @property
     def request_id(self) -> str: ...
+    @property
+    def fingerprint(self) -> bytes: ...
     @property
     def done(self) -> bool: ...
 
@@ -58,11 +63,13 @@ class _Entry:
     """Holds a request.
 
     Attributes:
-        held: What it has of the gateway's and the tenant's limits, while it is unattended; None: its call holds that.
+        tenure: Its call's turn in the request's place.
+        held: What is to be settled when it ends, while it is unattended; None: its call does that.
     """
 
     request: Resumable
     tenant: str
+    tenure: Tenure
     held: ExitStack | None = None
 
 
@@ -84,9 +91,9 @@ class ResumableRequests:
         self._entries: dict[Resumable, _Entry] = {}  # in order of arrival; bounded by what is admitted
         self._by_id: dict[str, _Entry] = {}  # the latest of each id
 
-    def add(self, request: Resumable, tenant: str) -> None:
-        """Make a request known that was submitted."""
-        self._entries[request] = self._by_id[request.request_id] = _Entry(request, tenant)
+    def add(self, request: Resumable, tenant: str, tenure: Tenure) -> None:
+        """Make a request known that was submitted. ``tenure``: its call's turn in its place."""
+        self._entries[request] = self._by_id[request.request_id] = _Entry(request, tenant, tenure)
 
     def remove(self, request: Resumable) -> None:
         """Forget a request that has ended. Does nothing for one that is not known."""
@@ -97,7 +104,7 @@ class ResumableRequests:
     def abandon(self, request: Resumable, held: ExitStack) -> bool:
         """Keep a request whose client's connection has ended. Returns False if it is not kept.
 
-        ``held``: what the call holds; it is closed when the request ends or its client resumes it.
+        ``held``: what the call holds; it is closed when the request ends.
         """
         entry = self._entries.get(request)
         if entry is None or not self._seconds:
@@ -107,11 +114,18 @@ class ResumableRequests:
         self._tasks.spawn(self._run(entry), name=f"unattended {request.request_id}")
         return True
 
-    def resumes(self, request_id: str, tenant: str) -> None:
-        """Give back what an unattended request holds, because the call that resumes it needs the same."""
-        entry = self._find(request_id, tenant)
-        if entry is not None and entry.held is not None:
-            entry.held.close()
+    def find(self, claim: Claim, tenant: str) -> Tenure | None:
+        """Return the turn of an unattended request, whose place the call that resumes or repeats it takes over; None if
+        the request is not known, is attended, or has no place because another call is about to resume it.
+
+        Raises ``BodyChanged``, before anything is taken, if the request began with another body.
+        """
+        entry = self._find(claim.request_id, tenant)
+        if entry is None:
+            return None
+        if claim.fingerprint != entry.request.fingerprint:
+            raise errors.BodyChanged("The body differs from the body that this request was begun with.")
+        return entry.tenure if entry.held is not None and entry.tenure.holds_place else None
 
     def cancel(self, request_id: str, tenant: str) -> bool:
         """End a request. Returns whether it was known."""

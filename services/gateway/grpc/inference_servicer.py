@@ -53,7 +53,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Writes to the context: a handler that waits in a ``yield`` would not notice a cancellation at once."""
         mesh, adapter = self._meshes.find(request.model or None)
-        with self._shares.of(call_tenant()).body(request.ByteSize()):
+        with self._shares.of(call_tenant()).take_message(request.ByteSize()):
             job, plan = read_request(request, mesh.plans, call_tenant(), context.time_remaining())
             claim = read_claim(request, call_tenant(), context.invocation_metadata() or ())
             await _echo_id(request, context)
@@ -65,7 +65,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Writes to the context, for the same reason."""
         original = request.request
         mesh, adapter = self._meshes.find(original.model or None)
-        with self._shares.of(call_tenant()).body(request.ByteSize()):
+        with self._shares.of(call_tenant()).take_message(request.ByteSize()):
             job, plan = read_request(original, mesh.plans, call_tenant(), context.time_remaining())
             job = replace(job, adapter=adapter)
             claim, delivered = read_resumption(request)
@@ -84,7 +84,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         """Writes to the context, for the same reason."""
         share = self._shares.of(call_tenant())
-        with share.session(self._shares.sessions):
+        with share.take_session(self._shares.sessions):
             await self._converse(request_iterator, context, share)
 
     async def _converse(
@@ -103,7 +103,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             if session is None:
                 session = InputSession(call_tenant())
                 await _echo_id(request, context)
-            with share.body(request.ByteSize()):
+            with share.take_message(request.ByteSize()):
                 job = replace(session.read_turn(request, mesh.plans, context.time_remaining()), adapter=adapter)
                 await self._answer(mesh, request, job, None, context, session)
             session.end()
@@ -191,7 +191,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Count the request's bytes for the length of the ``with`` block."""
         tenant = call_tenant()
         mesh, adapter = self._meshes.find(request.model or None)
-        with self._shares.of(tenant).body(request.ByteSize()):
+        with self._shares.of(tenant).take_message(request.ByteSize()):
             yield PoolingCall(mesh.pooler, tenant, adapter)
 
     async def ListModels(

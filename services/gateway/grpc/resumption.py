@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import inference_pb2
 
-from ..generation.claim import NEW, Claim, claim_key, fingerprint
+from ..generation.claim import NEW, Claim, claim_key, fingerprint, tokens_of
 from ..generation.delivered import Delivered, Position
 from ..mesh.request_ids import is_request_id
 from ..tenants.tenant import Tenant
@@ -34,7 +34,9 @@ def read_resumption(request: inference_pb2.InferenceResumeRequest) -> tuple[Clai
     }
     if len(positions) < len(request.positions) or max(positions, default=0) >= num_outputs:
         raise InvalidArgument(f"positions must be of different indices, below {num_outputs}", "positions")
-    return Claim(request.request_id, _fingerprint(request.request), resumes=True), Delivered(positions)
+    fingerprint_of_body = _fingerprint(request.request)
+    claim = Claim(request.request_id, fingerprint_of_body, resumes=True, num_delivered=tokens_of(positions))
+    return claim, Delivered(positions)
 
 
 def read_cancellation(request: inference_pb2.InferenceCancelRequest, tenant: Tenant) -> str:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tokenloom.request.errors import InvalidArgument
 
-from ..generation.claim import NEW, Claim, claim_key, fingerprint
+from ..generation.claim import NEW, Claim, claim_key, fingerprint, tokens_of
 from ..generation.job import Chat, Job
 from ..openai.event_ids import FIELD, MAX_OUTPUTS, NO_EVENT, parse_event_id
 from ..openai.openai_models import Options
@@ -32,7 +32,9 @@ def read_claim(exchange: Exchange, body: bytes | bytearray, job: Job, options: O
             raise InvalidArgument(f"{FIELD} resumes streams only: the body must have stream set to true", FIELD)
         if len(event.entries) and max(event.entries) >= _num_outputs(job):
             raise InvalidArgument(f"{FIELD} is of an answer with more outputs than the body asks for", FIELD)
-        return replace(options, event_ids=True, resumed=event), Claim(event.request_id, digest, resumes=True)
+        delivered = tokens_of(event.positions)
+        claim = Claim(event.request_id, digest, resumes=True, num_delivered=delivered)
+        return replace(options, event_ids=True, resumed=event), claim
     if not options.stream or _num_outputs(job) > MAX_OUTPUTS:
         return options, claim
     return replace(options, event_ids=True), claim if claim.fingerprint else Claim(fingerprint=digest)

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tokenloom.request.reservation import Reservation
+
 from ..tenants.tenant import Tenant
 from ..tenants.tenant_share import TenantShare
 from .app import App
@@ -101,8 +103,8 @@ class _WholeBody:
     def __init__(self, data: bytes, budget: ByteBudget) -> None:
         self.data = data
         self._budget = budget
-        self._share: TenantShare | None = None
-        self._reserved = 0
+        self._reserved = budget.empty()
+        self._of_tenant: Reservation | None = None
 
     def __enter__(self) -> "_WholeBody":
         return self
@@ -111,19 +113,17 @@ class _WholeBody:
         self.close()
 
     def count_for(self, share: TenantShare) -> None:
-        share.add_bytes(len(self.data), len(self.data))
-        self._share = share
+        self._of_tenant = share.take_message(len(self.data))
 
     async def read(self, limit: int, length: int | None) -> None:
         if len(self.data) > limit:
             raise too_large(limit)
-        if not self._reserved:
-            self._budget.reserve(len(self.data))
-            self._reserved = len(self.data)
+        if not self._reserved.amount:
+            self._reserved.absorb(self._budget.reserve(len(self.data)))
 
     def close(self) -> None:
         """Drop the bytes and release what they count."""
-        self._budget.release(self._reserved)
-        if self._share is not None:
-            self._share.remove_bytes(len(self.data))
-        self._share, self._reserved, self.data = None, 0, b""
+        self._reserved.release()
+        if self._of_tenant is not None:
+            self._of_tenant.release()
+        self.data = b""

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from tokenloom.request import errors
+from tokenloom.request.reservation import Reservation
 
 from ..tenants.tenant_share import TenantShare
 from .byte_budget import ByteBudget
@@ -49,6 +50,7 @@ class RequestBody:
         "_is_closed",
         "_is_streamed",
         "_limit",
+        "_of_tenant",
         "_refusal",
         "_reserved",
         "_share",
@@ -63,7 +65,8 @@ class RequestBody:
         self._cycle = cycle
         self._budget = budget
         self._share: TenantShare | None = None
-        self._reserved = 0
+        self._reserved = budget.empty()
+        self._of_tenant: Reservation | None = None  # the same bytes, once the tenant is known
         self._limit: int | None = None  # set once the handler reads
         self._refusal: errors.TokenloomError | None = None
         self._is_closed = self._is_streamed = False
@@ -98,7 +101,7 @@ class RequestBody:
     def count_for(self, share: TenantShare) -> None:
         """Count the bytes for a tenant. The handler that reads a body beyond the tenant's limit gets the error."""
         try:
-            share.add_bytes(self._reserved, self._reserved)
+            self._of_tenant = share.take_message(self._reserved.amount)
         except errors.TokenloomError as refusal:
             self._refuse(refusal)
         else:
@@ -176,10 +179,9 @@ class RequestBody:
         self._release()
 
     def _release(self) -> None:
-        self._budget.release(self._reserved)
-        if self._share is not None:
-            self._share.remove_bytes(self._reserved)
-        self._reserved = 0
+        self._reserved.release()
+        if self._of_tenant is not None:
+            self._of_tenant.release()
 
     def _continue(self) -> None:
         """Invite the client to send the body, if it waits for that."""
@@ -203,25 +205,23 @@ class RequestBody:
 
     def _make_room(self, size: int) -> bool:
         """Reserve the bytes of a body of this size; refuse the request and return False if one budget is too small."""
-        added = size - self._reserved
+        added = size - self._reserved.amount
         if added > 0:
             try:
-                if self._share is not None:
-                    self._share.add_bytes(added, size)
-                self._reserve(added)
+                self._reserve(added, size)
             except errors.TokenloomError as refusal:
                 self._refuse(refusal)
                 return False
-            self._reserved = size
         return True
 
-    def _reserve(self, added: int) -> None:
-        try:
-            self._budget.reserve(added)
-        except errors.ResourceExhausted:
-            if self._share is not None:
-                self._share.remove_bytes(added)
-            raise
+    def _reserve(self, added: int, size: int) -> None:
+        if self._share is None:
+            self._reserved.absorb(self._budget.reserve(added))
+            return
+        assert self._of_tenant is not None
+        with self._share.take_bytes(added, size) as of_tenant:  # given back if the gateway's budget is too small
+            self._reserved.absorb(self._budget.reserve(added))
+            self._of_tenant.absorb(of_tenant)
 
     def _refuse(self, refusal: errors.TokenloomError) -> None:
         """Drop the body; its handler raises the error when it reads."""

@@ -73,7 +73,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         )
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        with self._shares.of(call_tenant()).body(request.ByteSize()):
+        with self._shares.of(call_tenant()).take_message(request.ByteSize()):
             if (vectors := await self._embedding(request, context)) is not None:
                 return vectors
             mesh, inference = self._read(request, context)
@@ -88,7 +88,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         """Writes to the context: a handler that waits in a ``yield`` would not notice a cancellation at once."""
         async for request in requests:
             try:
-                with self._shares.of(call_tenant()).body(request.ByteSize()):
+                with self._shares.of(call_tenant()).take_message(request.ByteSize()):
                     await self._answer(request, context)
             except errors.TokenloomError as error:
                 failed = pb.ModelStreamInferResponse(error_message=error.message)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TypeAlias
 
 from tokenloom.request import errors
+from tokenloom.request.reservation import AdmissionLimit
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers import hello
 from tokenloom.services.runtime.peers.channels import Channels
@@ -18,7 +19,7 @@ from .output_link import OutputLink
 from .process_stream import INITIAL_CREDIT, ProcessStream
 from .request_ids import UNKNOWN_MARK, mark_in, marked, rank
 from .sink import Sink
-from .submission import KeptPrompts, Submission
+from .submission import Submission
 
 Cancel: TypeAlias = Callable[[], None]
 
@@ -58,7 +59,7 @@ class OutputPool:
         self._peer_id = peer_id
         self._epoch = epoch
         self._channels = channels
-        self._kept = KeptPrompts(max_kept_bytes)
+        self._kept = AdmissionLimit(max_kept_bytes)
         self._budget = RetryBudget(asyncio.get_running_loop().time)
         self._count_moved = on_moved
         self._links: list[OutputLink] = []  # one for each output processor

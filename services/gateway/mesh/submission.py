@@ -5,6 +5,7 @@ from collections.abc import Callable
 from google.protobuf.duration_pb2 import Duration
 
 from tokenloom.request import errors
+from tokenloom.request.reservation import AdmissionLimit
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
 from tokenloom.v1 import output_processor_pb2 as pb
 
@@ -13,24 +14,6 @@ from .sink import Sink
 MAX_LOSSES_ALONE = 3
 """Output processors that may end while they run a request alone, without any new output of it. Then the request ends,
 because it may be what ends them."""
-
-
-class KeptPrompts:
-    """Limits the bytes of the prompts that the gateway keeps for requests in work."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._left = max_bytes
-
-    def reserve(self, num_bytes: int) -> bool:
-        """Reserve room for a prompt; return False if it does not fit."""
-        if num_bytes > self._left:
-            return False
-        self._left -= num_bytes
-        return True
-
-    def release(self, num_bytes: int) -> None:
-        """Return what was reserved."""
-        self._left += num_bytes
 
 
 class Submission:
@@ -56,7 +39,6 @@ class Submission:
     __slots__ = (
         "_kept",
         "_losses_alone",
-        "_num_reserved",
         "_num_samples",
         "_num_tokens_sent",
         "_refusal",
@@ -82,14 +64,15 @@ class Submission:
         submit: pb.Submit,
         collector: Sink,
         first_index: int,
-        kept: KeptPrompts,
+        kept: AdmissionLimit,
         budget: RetryBudget,
         *,
         now: float,
         sought_until: float = 0.0,
     ) -> None:
-        """``submit``: its slot is filled in here; it must not change any more. ``budget``: of the gateway.
-        ``now``: when its timeout began."""
+        """``submit``: its slot is filled in here; it must not change any more. ``kept``: limits the bytes of the
+        prompts that the gateway keeps for requests in work. ``budget``: of the gateway's retries. ``now``: when its
+        timeout began."""
         self.request_id, self.takes_over = submit.request_id, submit.take_over
         self.sought_until = sought_until
         self.collector = collector
@@ -103,8 +86,7 @@ class Submission:
         self.is_accepted = False
         self.withdraw: Callable[[], None] | None = None
         self._submit: pb.Submit | None = submit
-        self._kept = kept
-        self._num_reserved = self.num_bytes if kept.reserve(self.num_bytes) else 0
+        self._kept = kept.take(self.num_bytes)
         self._started = now
         self._losses_alone = 0
         self._num_tokens_sent = 0
@@ -201,11 +183,11 @@ class Submission:
     def release(self) -> None:
         """Forget the prompt, because the request has ended. A second call has no effect."""
         self._submit = None
-        self._kept.release(self._num_reserved)
-        self._num_reserved = 0
+        if self._kept is not None:
+            self._kept.release()
 
     def _forget_unless_kept(self) -> None:
-        if not self._num_reserved:
+        if self._kept is None:
             self._submit = None
 
     def _num_tokens(self) -> int:

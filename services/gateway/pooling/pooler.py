@@ -99,7 +99,8 @@ class Pooler:
     async def _begin(self, pooling: PoolingJob, place: Place, limits: types_pb2.ModelLimits) -> Pooling:
         prompts = await encode(pooling, self._tokenizers, limits)
         await add_hashes(prompts, self._health.block_size, pooling.job.cache_salt)
-        place.reserve(sum(len(prompt.token_ids) for prompt in prompts))
+        place.num_used = sum(len(prompt.token_ids) for prompt in prompts)
+        place.reserve(place.num_used)
         on_end = _Progress(place, len(prompts)).step
         priority = self._priority(pooling.job, limits)
         return Pooling(pooling, prompts, self._model, priority, self._draw_id(), self._draw_id, on_end)
@@ -131,8 +132,8 @@ class _Progress:
         """Count one more prompt that has ended."""
         self._num_ended += 1
         if self._num_ended * self._place.num_outputs >= (self._num_begun + 1) * self._num_prompts:
+            self._place.begin_output(self._num_begun)
             self._num_begun += 1
-            self._place.begin_output()
 
 
 def _seconds_left(limit: asyncio.Timeout) -> float:

@@ -4,9 +4,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry
 
-from tokenloom.v1 import inference_pb2
-
-from ..usage_counts import UsageCounts
+from ..usage_counts import UsageCounts, Used
 from .tenant import Tenant
 
 MAX_KEYS: Final = 1000
@@ -23,6 +21,6 @@ class KeyUsage:
         of = "the start of the SHA-256 of the client's key"
         self._counts = UsageCounts(registry, "key", of, ("key", "tenant"), MAX_KEYS)
 
-    def add(self, tenant: Tenant, usage: inference_pb2.Usage) -> None:
-        """Count a request that has ended."""
-        self._counts.add((tenant.key, tenant.name), usage)
+    def add(self, tenant: Tenant, used: Used) -> None:
+        """Count what a call has used that has ended."""
+        self._counts.add((tenant.key, tenant.name), used)

@@ -1,7 +1,9 @@
 """Divides one limit of a gateway among its tenants."""
 
+from tokenloom.request.reservation import AdmissionLimit, Reservation
 
-class Room:
+
+class Room(AdmissionLimit):
     """Counts the places that are taken, and keeps some free for tenants that hold few.
 
     A tenant may hold at most as many places as are free: alone at most half of all, two that want everything a third
@@ -9,23 +11,18 @@ class Room:
     of tenants nor a reservation for each of them. A gateway with one tenant does not divide: all places are its own.
     """
 
-    def __init__(self, size: int, *, is_divided: bool) -> None:
-        self.size = size
-        self.taken = 0
+    def __init__(self, num_places: int, *, is_divided: bool) -> None:
+        super().__init__(num_places)
+        self._num_places = num_places
         self._is_divided = is_divided
 
-    def take(self, held: int, wanted: int) -> bool:
-        """Take places for a tenant that holds ``held``; return False, and take none, if it may not have them.
+    def take_for(self, held: int, wanted: int) -> Reservation | None:
+        """Take places for a tenant that holds ``held``; return None, and take none, if it may not have them.
 
         An empty room admits any number: a request that exceeds the whole limit runs alone.
         """
         if self.taken:
-            free = self.size - self.taken
+            free = self._num_places - self.taken
             if wanted > free or (self._is_divided and held + wanted > free):
-                return False
-        self.taken += wanted
-        return True
-
-    def give_back(self, returned: int) -> None:
-        """Free places."""
-        self.taken -= returned
+                return None
+        return self.take_anyway(wanted)

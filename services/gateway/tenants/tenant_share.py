@@ -2,11 +2,12 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from tokenloom.request.errors import InvalidArgument, PayloadTooLarge, RateLimitExceeded, ResourceExhausted
+from tokenloom.request.reservation import AdmissionLimit, Reservation, joined
 
 from .room import Room
 from .tenant import TenantLimits
@@ -21,17 +22,14 @@ MAX_QUEUE_SECONDS: Final = "max_queue_seconds"
 class TenantShare:
     """Holds the live counts of one tenant.
 
-    A method that adds to a count raises ``RateLimitExceeded``, which names the limit, when the tenant is at a limit of
-    its own, and ``ResourceExhausted`` when the gateway is full. What was added is subtracted once, by the caller.
+    A method that takes something returns its reservation. It raises ``RateLimitExceeded``, which names the limit, when
+    the tenant is at a limit of its own, and ``ResourceExhausted`` when the gateway is full.
 
     Attributes:
         name: The tenant's name.
         limits: What applies to the tenant; None: no limit.
         bucket: Limits its tokens per second; None: no limit.
-        live_outputs: Prompts times samples in work.
-        pending_outputs: Those that have no first token yet.
-        sessions: Open streams of ``GenerateSession``.
-        body_bytes: Size of the request bodies that the gateway holds.
+        pending_outputs: Outputs in work that have no first token yet.
         tokens: Prompt and output tokens charged so far, in total.
         refused: By the name of a limit, how many requests were refused for it.
     """
@@ -43,98 +41,98 @@ class TenantShare:
         self.bucket: TokenBucket | None = None
         if limits.tokens_per_second is not None and limits.token_burst is not None:
             self.bucket = TokenBucket(limits.tokens_per_second, limits.token_burst, clock)
-        self.live_outputs = self.pending_outputs = self.sessions = self.body_bytes = self.tokens = 0
+        self.pending_outputs = self.tokens = 0
         self.refused: Counter[str] = Counter()
+        self._outputs = AdmissionLimit(limits.live_outputs)
+        self._sessions = AdmissionLimit(limits.sessions)
+        self._bytes = AdmissionLimit(limits.body_bytes)
         self._grammars: Counter[bytes] = Counter()  # pending requests by grammar; bounded by the live outputs
+
+    @property
+    def live_outputs(self) -> int:
+        """Prompts times samples in work."""
+        return self._outputs.taken
+
+    @property
+    def sessions(self) -> int:
+        """Open streams of requests: those of ``GenerateSession`` and ``ModelStreamInfer``."""
+        return self._sessions.taken
+
+    @property
+    def body_bytes(self) -> int:
+        """Size of the request bodies that the gateway holds."""
+        return self._bytes.taken
 
     @property
     def pending_grammars(self) -> int:
         """Different grammars of requests that have not produced their first token."""
         return len(self._grammars)
 
-    def add_outputs(self, added: int, room: Room) -> None:
-        """Add outputs to those in work. Raises ``InvalidArgument`` if so many never may be. ``room``: the gateway's."""
+    def take_outputs(self, wanted: int, room: Room) -> Reservation:
+        """Take places for outputs. Raises ``InvalidArgument`` if so many never may be in work. ``room``: the
+        gateway's."""
         limit = self.limits.live_outputs
-        if limit is not None and added > limit:
+        if limit is not None and wanted > limit:
             self.refused["live_outputs"] += 1
-            message = f"the request asks for {added} outputs; this tenant's limit live_outputs is {limit}"
+            message = f"the request asks for {wanted} outputs; this tenant's limit live_outputs is {limit}"
             raise InvalidArgument(message, "n")
-        if limit is not None and self.live_outputs + added > limit:
+        if limit is not None and not self._outputs.can_take(wanted):
             raise self._limited("live_outputs", f"{self.live_outputs} outputs of this tenant are in work", limit)
-        if not room.take(self.live_outputs, added):
+        if (places := room.take_for(self.live_outputs, wanted)) is None:
             self.refused[MAX_LIVE_REQUESTS] += 1
             raise ResourceExhausted("too many requests are running; retry later")
-        self.live_outputs += added
+        return joined(self._outputs.take_anyway(wanted), places)
 
-    def remove_outputs(self, removed: int, room: Room) -> None:
-        """Subtract outputs that have ended."""
-        self.live_outputs -= removed
-        room.give_back(removed)
-
-    def add_grammar(self, grammar: bytes) -> None:
-        """Add a request whose output follows a grammar; requests with the same one count once."""
+    def take_grammar(self, grammar: bytes) -> Reservation:
+        """Count a request whose output follows a grammar, until it has its first token or has ended before; requests
+        with the same grammar count once."""
         limit = self.limits.pending_grammars
         if limit is not None and grammar not in self._grammars and len(self._grammars) >= limit:
             state = f"{len(self._grammars)} structured outputs of this tenant wait for their first token"
             raise self._limited("pending_grammars", state, limit)
         self._grammars[grammar] += 1
+        return Reservation(partial(self._remove_grammar, grammar), 1)
 
-    def remove_grammar(self, grammar: bytes) -> None:
-        """Subtract a request that has produced its first token or has ended before."""
-        self._grammars[grammar] -= 1
+    def _remove_grammar(self, grammar: bytes, count: int) -> None:
+        self._grammars[grammar] -= count
         if not self._grammars[grammar]:
             del self._grammars[grammar]
 
-    @contextmanager
-    def session(self, room: Room) -> Iterator[None]:
-        """Keep a session open for the length of the ``with`` block. ``room``: the gateway's."""
+    def take_session(self, room: Room) -> Reservation:
+        """Take the place of a session. ``room``: the gateway's."""
         limit = self.limits.sessions
-        if limit is not None and self.sessions >= limit:
+        if limit is not None and not self._sessions.can_take(1):
             raise self._limited("sessions", f"{self.sessions} sessions of this tenant are open", limit)
-        if not room.take(self.sessions, 1):
+        if (place := room.take_for(self.sessions, 1)) is None:
             self.refused[MAX_SESSIONS] += 1
             raise ResourceExhausted(f"the gateway has {room.taken} of {room.size} sessions open; retry later")
-        self.sessions += 1
-        try:
-            yield
-        finally:
-            self.sessions -= 1
-            room.give_back(1)
+        return joined(self._sessions.take_anyway(1), place)
 
-    def add_bytes(self, added: int, size: int) -> None:
-        """Add bytes of a request's body, which has ``size`` bytes with them. Raises ``PayloadTooLarge`` for a body that
-        is above the limit alone."""
+    def take_bytes(self, wanted: int, size: int) -> Reservation:
+        """Take room for bytes of a request's body, which has ``size`` bytes with them. Raises ``PayloadTooLarge`` for a
+        body that is above the limit alone."""
         limit = self.limits.body_bytes
         if limit is not None and size > limit:
             self.refused["body_bytes"] += 1
             raise PayloadTooLarge(f"the body has {size} bytes or more; this tenant's limit body_bytes is {limit}")
-        if limit is not None and self.body_bytes + added > limit:
-            state = f"the gateway holds {self.body_bytes} bytes of this tenant's requests, and {added} would be added"
+        if limit is not None and not self._bytes.can_take(wanted):
+            state = f"the gateway holds {self.body_bytes} bytes of this tenant's requests, and {wanted} would be added"
             raise self._limited("body_bytes", state, limit)
-        self.body_bytes += added
+        return self._bytes.take_anyway(wanted)
 
-    def remove_bytes(self, size: int) -> None:
-        """Subtract the size of a body that the gateway does not hold any more."""
-        self.body_bytes -= size
+    def take_message(self, size: int) -> Reservation:
+        """Take room for a message of the gRPC API. ``size``: bytes. Errors as in :meth:`take_bytes`."""
+        return self.take_bytes(size, size)
 
-    @contextmanager
-    def body(self, size: int) -> Iterator[None]:
-        """Count a message of the gRPC API for the length of the ``with`` block. ``size``: bytes."""
-        self.add_bytes(size, size)
-        try:
-            yield
-        finally:
-            self.remove_bytes(size)
-
-    def reserve_tokens(self, num_prompt: int, num_output: int, *, is_bounded: bool) -> int:
-        """Reserve the tokens that a request may use, and return their number.
+    def reserve_tokens(self, num_prompt: int, num_output: int, *, is_bounded: bool) -> Reservation:
+        """Reserve the tokens that a request may use; nothing, where they are not limited.
 
         ``num_output``: limit of all its outputs together. ``is_bounded``: the client has set ``max_tokens``. A request
         without it may run to the end of the context; it reserves at most the whole bucket, and :meth:`charge` makes it
         a debt if it needs more. Raises ``InvalidArgument`` for a request that is larger than the bucket.
         """
         if self.bucket is None:
-            return 0
+            return Reservation(_ignore, 0)
         wanted, burst = num_prompt + num_output, self.bucket.burst
         if wanted > burst:
             if is_bounded:
@@ -142,19 +140,24 @@ class TenantShare:
                 message = f"the request may use {num_prompt} prompt tokens and {num_output} output tokens"
                 raise InvalidArgument(f"{message}; this tenant's limit token_burst is {burst}", "max_tokens")
             wanted = burst
-        if wait := self.bucket.reserve(wanted):
+        if (reserved := self.bucket.take(wanted)) is None:
             state = f"the request may use {wanted} tokens, and this tenant has {max(int(self.bucket.level), 0)} left"
-            raise self._limited("tokens_per_second", state, self.bucket.rate, wait)
-        return wanted
+            raise self._limited("tokens_per_second", state, self.bucket.rate, self.bucket.wait_seconds(wanted))
+        return reserved
 
-    def charge(self, reserved: int, used: int) -> None:
+    def charge(self, reserved: Reservation, used: int) -> None:
         """Replace a reservation by the tokens that the request used."""
         self.tokens += used
         if self.bucket is not None:
-            self.bucket.settle(reserved, used)
+            self.bucket.spend(used)
+        reserved.release()
 
     def _limited(self, name: str, state: str, limit: float, retry_after: float = 1.0) -> RateLimitExceeded:
         """Count a refusal and return its error. ``state``: how much the tenant has of what is limited."""
         self.refused[name] += 1
         message = f"{state}; the tenant's limit {name} is {limit:g}; retry later"
         return RateLimitExceeded(message, limit=name, retry_after=retry_after)
+
+
+def _ignore(_: int) -> None:
+    """Do nothing: tokens without a limit."""

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+from tokenloom.request.reservation import Reservation
+
 
 class TokenBucket:
     """Holds tokens: it fills at a constant rate up to its size, and a request takes what it may need at most.
@@ -27,17 +29,25 @@ class TokenBucket:
         self._filled_at = now
         return self._level
 
-    def reserve(self, num_tokens: int) -> float:
-        """Take tokens and return 0, or take none and return the seconds after which the bucket will hold enough.
+    def wait_seconds(self, num_tokens: int) -> float:
+        """Return the seconds after which the bucket will hold so many tokens; 0: it holds them now.
 
         ``num_tokens`` must be at most :attr:`burst`.
         """
-        missing = num_tokens - self.level
-        if missing > 0:
-            return missing / self.rate
-        self._level -= num_tokens
-        return 0.0
+        return max(num_tokens - self.level, 0.0) / self.rate
 
-    def settle(self, reserved: int, used: int) -> None:
-        """Replace a reservation by what was used."""
-        self._level = min(self.level + reserved - used, self.burst)
+    def take(self, num_tokens: int) -> Reservation | None:
+        """Take tokens, or return None and take none if the bucket holds less. What was taken returns to the bucket
+        unless :meth:`spend` has subtracted it for good."""
+        if num_tokens > self.level:
+            return None
+        self._level -= num_tokens
+        return Reservation(self._take_back, num_tokens)
+
+    def spend(self, num_tokens: int) -> None:
+        """Subtract tokens that were used. To be called before the reservation for them is released: a bucket that is
+        full in between would lose what returns to it."""
+        self._level = self.level - num_tokens
+
+    def _take_back(self, num_tokens: int) -> None:
+        self._level = min(self.level + num_tokens, self.burst)

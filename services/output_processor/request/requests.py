@@ -143,7 +143,7 @@ class Requests:
 
     def _sample_ended(self, place: Place, finished: RequestFinished) -> None:
         self._metrics.ended(finished)
-        self._room.leave(place)
+        place.end_sample()
         if not self._room.num_live:
             self._idle.set()
 

@@ -1,8 +1,7 @@
 """Bounds the requests that are live in this process, by number and by the memory of their prompts. No I/O."""
 
-from dataclasses import dataclass
-
 from tokenloom.request import errors
+from tokenloom.request.reservation import AdmissionLimit, Reservation
 from tokenloom.v1.output_processor_pb2 import Submit
 
 _TOKEN_BYTES = 4
@@ -33,46 +32,58 @@ def prompt_bytes(submit: Submit) -> int:
     return size * (1 + num_samples(submit))
 
 
-@dataclass(slots=True)
 class Place:
     """Holds what a request takes up until its last sample has ended."""
 
-    num_live: int
-    num_bytes: int
+    __slots__ = ("_bytes", "_samples")
+
+    def __init__(self, samples: Reservation, num_bytes: Reservation) -> None:
+        self._samples = samples
+        self._bytes = num_bytes
+
+    @property
+    def num_live(self) -> int:
+        """Its samples that have not ended."""
+        return self._samples.amount
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its prompt."""
+        return self._bytes.amount
+
+    def end_sample(self) -> None:
+        """Give back the place of one sample; with the last one also the memory of the prompt."""
+        self._samples.release(1)
+        if not self._samples.amount:
+            self._bytes.release()
 
 
 class Room:
-    """Counts what live requests take up.
-
-    Attributes:
-        num_live: Samples that have not ended.
-        num_bytes: Memory of the prompts of requests that have not ended.
-    """
+    """Counts what live requests take up."""
 
     def __init__(self, max_requests: int, max_prompt_bytes: int) -> None:
-        self._max_requests = max_requests
-        self._max_bytes = max_prompt_bytes
-        self.num_live = self.num_bytes = 0
+        self._samples = AdmissionLimit(max_requests)
+        self._bytes = AdmissionLimit(max_prompt_bytes)
+
+    @property
+    def num_live(self) -> int:
+        """Samples that have not ended."""
+        return self._samples.taken
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the prompts of requests that have not ended."""
+        return self._bytes.taken
 
     def check(self, submit: Submit) -> None:
         """Raise ``TryElsewhere`` if a request does not fit. One whose prompt alone is over the limit is taken while no
         other request is live: it would fit nowhere else either."""
-        if self.num_live + num_samples(submit) > self._max_requests:
-            raise errors.TryElsewhere(f"The output processor already runs {self._max_requests} requests; retry.")
-        if self.num_live and self.num_bytes + prompt_bytes(submit) > self._max_bytes:
-            megabytes = self._max_bytes / (1 << 20)
+        if not self._samples.can_take(num_samples(submit)):
+            raise errors.TryElsewhere(f"The output processor already runs {self._samples.size} requests; retry.")
+        if self._samples.taken and not self._bytes.can_take(prompt_bytes(submit)):
+            megabytes = (self._bytes.size or 0) / (1 << 20)
             raise errors.TryElsewhere(f"The output processor's prompts already fill {megabytes:.3g} MiB; retry.")
 
     def take(self, submit: Submit, num_live: int) -> Place:
-        """Count a request of which so many samples run."""
-        place = Place(num_live, prompt_bytes(submit))
-        self.num_live += num_live
-        self.num_bytes += place.num_bytes
-        return place
-
-    def leave(self, place: Place) -> None:
-        """Count the end of one sample; the last one returns the memory of the prompt."""
-        self.num_live -= 1
-        place.num_live -= 1
-        if not place.num_live:
-            self.num_bytes -= place.num_bytes
+        """Take the place of a request of which so many samples run. :meth:`check` has decided."""
+        return Place(self._samples.take_anyway(num_live), self._bytes.take_anyway(prompt_bytes(submit)))

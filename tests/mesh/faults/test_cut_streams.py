@@ -13,9 +13,10 @@ from tokenizers import Tokenizer
 
 from tests.services.output_processor.conftest import byte_level, gemma_unigram, llama_bpe, word_piece
 from tokenloom.request import errors
+from tokenloom.request.reservation import AdmissionLimit
 from tokenloom.services.gateway.mesh.collector import Collector, Delta
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
-from tokenloom.services.gateway.mesh.submission import KeptPrompts, Submission
+from tokenloom.services.gateway.mesh.submission import Submission
 from tokenloom.services.output_processor.request.sample_output import SampleOutput
 from tokenloom.services.output_processor.stream.outbox import Outbox
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
@@ -130,7 +131,7 @@ async def run(
     """
     count = len(scripts)
     collector, answer = Collector(count), Answer.empty(count)
-    submission = Submission(submit, collector, 0, KeptPrompts(1 << 20), RetryBudget(lambda: 0.0), now=0.0)
+    submission = Submission(submit, collector, 0, AdmissionLimit(1 << 20), RetryBudget(lambda: 0.0), now=0.0)
     for num_frames, arrives in (*cuts, (1 << 20, True)):
         stream = ProcessStream(NoOwner())
         stream.submit(submission, again=submission.withdraw is not None)

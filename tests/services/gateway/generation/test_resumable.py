@@ -4,6 +4,8 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -14,8 +16,14 @@ from prometheus_client import CollectorRegistry
 from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeRequest
 from tokenloom.request import errors, wire_errors
+from tokenloom.services.gateway.generation.admission import Admission, Tenure
+from tokenloom.services.gateway.generation.backlog import Backlog
+from tokenloom.services.gateway.generation.claim import Claim
+from tokenloom.services.gateway.generation.job import Job
 from tokenloom.services.gateway.generation.resumable import ResumableRequests, UnattendedMetrics
-from tokenloom.v1 import inference_pb2
+from tokenloom.services.gateway.tenants.tenant import NO_TENANT, TenantLimits
+from tokenloom.services.gateway.tenants.tenant_shares import TenantShares
+from tokenloom.v1 import inference_pb2, types_pb2
 
 SECONDS = 15.0
 PATH = "/v1/completions"
@@ -26,8 +34,8 @@ JSON = {"Content-Type": "application/json"}
 class FakeGeneration:
     """Waits for output until it fails or is done."""
 
-    def __init__(self, request_id: str = "a") -> None:
-        self.request_id = request_id
+    def __init__(self, request_id: str = "a", fingerprint: bytes = b"body") -> None:
+        self.request_id, self.fingerprint = request_id, fingerprint
         self.done = False
         self.log: list[str] = []
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -49,6 +57,11 @@ class FakeGeneration:
         self.log.append("closed")
 
 
+CLAIM = Claim("a", b"body", takes_over=True)
+JOB = Job(["text"], "prompt", types_pb2.SamplingParams(), tenant=NO_TENANT)
+RESUMED = errors.Aborted("The answer continues in another call.")
+
+
 class Held:
     """Requests, and what became of those without a client."""
 
@@ -56,15 +69,27 @@ class Held:
         self._registry = CollectorRegistry()
         self.failures: list[BaseException] = []
         self.requests = ResumableRequests(seconds, UnattendedMetrics(self._registry), self.failures.append)
+        shares = TenantShares(TenantLimits(), is_shared=False, max_live=10, max_sessions=1)
+        self.admission = Admission(shares, Backlog(10.0))
 
-    def begun(self, request_id: str = "a") -> tuple[FakeGeneration, ExitStack]:
+    @property
+    def num_places(self) -> int:
+        return self.admission.num_live
+
+    def admit(self, request_id: str = "a") -> Tenure:
+        """The turn of a call in its request's place, as the generator finds it."""
+        before = self.requests.find(replace(CLAIM, request_id=request_id), "someone")
+        return Tenure(self.admission.admit(JOB, 60.0)) if before is None else before.succeed()
+
+    def begun(self, request_id: str = "a", tenure: Tenure | None = None) -> tuple[FakeGeneration, ExitStack]:
         generation, held = FakeGeneration(request_id), ExitStack()
-        held.callback(generation.log.append, "place given back")
-        self.requests.add(generation, "someone")
+        tenure = tenure or self.admit(request_id)
+        held.callback(tenure.end)
+        self.requests.add(generation, "someone", tenure)
         return generation, held
 
-    def abandoned(self, request_id: str = "a") -> FakeGeneration:
-        generation, held = self.begun(request_id)
+    def abandoned(self, request_id: str = "a", tenure: Tenure | None = None) -> FakeGeneration:
+        generation, held = self.begun(request_id, tenure)
         assert self.requests.abandon(generation, held)
         held.close()
         return generation
@@ -92,10 +117,10 @@ async def test_an_abandoned_request_is_cancelled_when_its_time_is_over(held: Hel
     await settle()
     pass_time(SECONDS - 1)
     await settle()
-    assert (generation.log, held.num_live) == ([], 1)
+    assert (generation.log, held.num_live, held.num_places) == ([], 1, 1)
     pass_time(2)
     await settle()
-    assert generation.log == ["closed", "place given back"]
+    assert (generation.log, held.num_places) == (["closed"], 0)
     assert held.count("expired") == 1
 
 
@@ -104,7 +129,7 @@ async def test_an_abandoned_request_is_cancelled_when_its_time_is_over(held: Hel
     [
         (FakeGeneration.finish, "ended"),
         (FakeGeneration.leave, "left"),
-        (lambda generation: generation.fail(errors.Aborted("The answer continues in another call.")), "resumed"),
+        (lambda generation: generation.fail(RESUMED), "resumed"),
         (lambda generation: generation.fail(errors.EngineKiller("dead")), "failed"),
     ],
 )
@@ -113,23 +138,94 @@ async def test_its_end_is_counted(held: Held, end: Callable[[FakeGeneration], No
     await settle()
     end(generation)
     await settle()
-    assert generation.log == ["closed", "place given back"]
+    assert (generation.log, held.num_places) == (["closed"], 0)
     assert (held.count(outcome), held.num_live) == (1, 0)
 
 
 async def test_the_call_that_resumes_it_gets_its_place(held: Held) -> None:
-    generation = held.abandoned()
-    held.requests.resumes("a", "another tenant")
-    assert generation.log == []
-    held.requests.resumes("a", "someone")
-    assert generation.log == ["place given back"]
-    generation.fail(errors.Aborted("The answer continues in another call."))
+    first = held.abandoned()
+    assert held.requests.find(CLAIM, "another tenant") is None
+    tenure = held.admit()
+    assert held.num_places == 1
+    second, place = held.begun(tenure=tenure)
+    first.fail(RESUMED)
     await settle()
-    assert generation.log == ["place given back", "closed"]
+    assert (first.log, held.num_places) == (["closed"], 1), "the second one has it"
+    held.requests.remove(second)
+    place.close()
+    assert held.num_places == 0
+
+
+async def test_a_call_that_fails_before_it_resumes_the_request_gives_the_place_back(held: Held) -> None:
+    first = held.abandoned()
+    await settle()
+    tenure = held.admit()
+    tenure.end()
+    tenure.end()
+    assert (held.num_places, held.count("resumed")) == (1, 0)
+    assert held.requests.find(CLAIM, "someone") is not None, "the first one has it again"
+    first.finish()
+    await settle()
+    assert held.num_places == 0
+
+
+async def test_the_request_ends_while_a_call_is_about_to_resume_it(held: Held) -> None:
+    first = held.abandoned()
+    await settle()
+    tenure = held.admit()
+    first.finish()
+    await settle()
+    assert held.num_places == 1, "the second one has it"
+    tenure.end()
+    assert held.num_places == 0
+
+
+async def test_two_calls_that_resume_the_same_request_have_a_place_each(held: Held) -> None:
+    first = held.abandoned()
+    await settle()
+    tenure, other = held.admit(), held.admit()
+    assert held.num_places == 2
+    other.end()
+    assert held.num_places == 1
+    tenure.end()
+    first.finish()
+    await settle()
+    assert held.num_places == 0
+
+
+async def test_a_place_passes_through_several_calls(held: Held) -> None:
+    requests = [held.abandoned()]
+    await settle()
+    for _ in range(3):
+        requests.append(held.abandoned(tenure=held.admit()))
+        await settle()
+        requests[-2].fail(RESUMED)
+        await settle()
+        assert held.num_places == 1
+    last = held.admit()
+    requests[-1].finish()
+    await settle()
+    last.end()
+    assert held.num_places == 0
+
+
+async def test_a_call_with_another_body_leaves_the_request_its_place(held: Held) -> None:
+    held.abandoned()
+    await settle()
+    with pytest.raises(errors.BodyChanged):
+        held.requests.find(replace(CLAIM, fingerprint=b"another"), "someone")
+    assert held.requests.find(CLAIM, "someone") is not None
+    assert held.num_places == 1
+
+
+async def test_a_request_with_a_client_keeps_its_place(held: Held) -> None:
+    _, place = held.begun()
+    assert held.requests.find(CLAIM, "someone") is None
+    place.close()
 
 
 async def test_a_cancelled_request_ends_at_once(held: Held) -> None:
-    live, _ = held.begun("live")
+    live, place = held.begun("live")
     generation = held.abandoned()
     await settle()
     assert not held.requests.cancel("a", "another tenant")
@@ -138,15 +234,16 @@ async def test_a_cancelled_request_ends_at_once(held: Held) -> None:
     assert held.requests.cancel("live", "someone")
     with pytest.raises(errors.Cancelled):
         await live.take()
+    place.close()
     await settle()
-    assert generation.log == ["closed", "place given back"]
+    assert (generation.log, held.num_places) == (["closed"], 0)
     assert held.count("cancelled") == 1
 
 
 async def test_the_latest_request_of_an_id_is_known(held: Held) -> None:
     first = held.abandoned()
     second, _ = held.begun()
-    first.fail(errors.Aborted("The answer continues in another call."))
+    first.fail(RESUMED)
     await settle()
     assert held.requests.cancel("a", "someone")
     with pytest.raises(errors.Cancelled):
@@ -275,3 +372,89 @@ async def test_a_malformed_cancellation(mesh: FakeMesh) -> None:
                 await stub.Cancel(request)
             error = wire_errors.of_exception(caught.value)
             assert (error.reason, error.field) == ("INVALID_ARGUMENT", field)
+
+
+@pytest.fixture
+async def limited(socket_dir: Path) -> AsyncIterator[FakeMesh]:
+    """A gateway whose tenants may have one output in work."""
+    async with FakeMesh(socket_dir).gateway(tenant_live_outputs=1) as mesh:
+        yield mesh
+
+
+async def test_a_repeat_with_another_body_frees_no_place_of_the_request_that_runs_on(limited: FakeMesh) -> None:
+    request, _ = await hang_up(limited, {"Idempotency-Key": "k"})
+    async with limited.http() as http:
+        await until_unattended(http)
+        changed = {"model": MODEL, "prompt": "another"}
+        for prompt in ("another", "x" * 1000):  # the second one would not fit the model either
+            repeat = await http.post(PATH, json=changed | {"prompt": prompt}, headers={"Idempotency-Key": "k"})
+            assert repeat.status_code == 422, repeat.text
+        response = await http.post(PATH, json=changed)
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "rate_limit_exceeded"), response.text
+        request.finish()
+        await until_unattended(http, 0)
+        limited.outputs.auto = ("y",)
+        assert (await http.post(PATH, json=changed)).status_code == 200
+
+
+async def test_a_repeat_that_fails_gives_the_place_back(limited: FakeMesh) -> None:
+    request, _ = await hang_up(limited, {"Idempotency-Key": "k"})
+    async with limited.http() as http:
+        await until_unattended(http)
+        limited.tokenizer.unavailable = limited.second_tokenizer.unavailable = True
+        repeat = await http.post(PATH, content=BODY, headers={**JSON, "Idempotency-Key": "k"})
+        assert repeat.status_code == 503, repeat.text
+        limited.tokenizer.unavailable = limited.second_tokenizer.unavailable = False
+        assert (await http.post(PATH, json={"model": MODEL, "prompt": "b"})).status_code == 429
+        repeating = asyncio.create_task(http.post(PATH, content=BODY, headers={**JSON, "Idempotency-Key": "k"}))
+        again = await limited.outputs.next_request()
+        request.fail(errors.Aborted("The answer continues in another call."))
+        again.answer("one")
+        assert (await repeating).status_code == 200
+        assert 'tokenloom_tenant_live_outputs{tenant=""} 0.0' in (await http.get("/metrics")).text
+
+
+async def test_tokens_are_charged_once_however_often_the_answer_is_resumed(
+    mesh: FakeMesh, http: httpx.AsyncClient
+) -> None:
+    request, event = await hang_up(mesh, {"Last-Event-ID": "0"})
+    await until_unattended(http)
+    request.send(" two", [2, 3])
+    last_id = event.split("\n")[0].removeprefix("id: ")
+    headers = {**JSON, "Last-Event-ID": last_id}
+    resuming = asyncio.create_task(http.post(PATH, content=BODY, headers=headers))
+    again, _ = await mesh.outputs.next_resume()
+    request.fail(errors.Aborted("The answer continues in another call."))
+    again.send("one", [1])
+    again.send(" two", [2, 3])
+    again.send(" three", [4])
+    again.finish()
+    assert (await resuming).text.endswith("data: [DONE]\n\n")
+    resuming = asyncio.create_task(http.post(PATH, content=BODY, headers=headers))  # once more, at its end
+    again, _ = await mesh.outputs.next_resume()
+    again.send("one two three", [1, 2, 3, 4])
+    again.finish()
+    assert (await resuming).text.endswith("data: [DONE]\n\n")
+    page = (await http.get("/metrics")).text
+    for line in (
+        'tokenloom_tenant_tokens_total{tenant=""} 5.0',  # one of the prompt, four of the output
+        'tokenloom_key_requests_total{key="",tenant=""} 1.0',
+        'tokenloom_key_prompt_tokens_total{key="",tenant=""} 1.0',
+        'tokenloom_key_output_tokens_total{key="",tenant=""} 4.0',
+        'tokenloom_key_cached_tokens_total{key="",tenant=""} 1.0',
+    ):
+        assert line in page, [each for each in page.splitlines() if "tokenloom_key" in each or "tenant_tokens" in each]
+
+
+async def test_an_answer_that_began_through_another_gateway_is_charged_from_where_it_broke(
+    mesh: FakeMesh, http: httpx.AsyncClient
+) -> None:
+    last_id = f"{'ab' * 20}.1.2-7"  # two tokens, seven characters
+    resuming = asyncio.create_task(http.post(PATH, content=BODY, headers={**JSON, "Last-Event-ID": last_id}))
+    again, _ = await mesh.outputs.next_resume()
+    again.send("one two three", [1, 2, 3, 4, 5])
+    again.finish()
+    assert (await resuming).text.endswith("data: [DONE]\n\n")
+    page = (await http.get("/metrics")).text
+    assert 'tokenloom_tenant_tokens_total{tenant=""} 3.0' in page
+    assert 'tokenloom_key_requests_total{key="",tenant=""} 0.0' in page

@@ -8,12 +8,12 @@ from tokenloom.services.gateway.http.byte_budget import ByteBudget
 
 def test_more_than_the_limit_is_refused_for_now() -> None:
     budget = ByteBudget(10)
-    budget.reserve(7)
+    seven = budget.reserve(7)
     with pytest.raises(errors.ResourceExhausted) as refused:
         budget.reserve(4)
     assert (refused.value.http_status, refused.value.retry_after) == (503, 1.0)
     budget.reserve(3)
-    assert budget.reserved == 10
-    budget.release(7)
+    assert budget.taken == 10
+    seven.release()
     budget.reserve(4)
-    assert budget.reserved == 7
+    assert budget.taken == 7

@@ -42,10 +42,10 @@ async def sender() -> Sender:
 @pytest.mark.parametrize("length", [None, 5])
 async def test_a_body_in_pieces(sender: Sender, length: int | None) -> None:
     sender.send(b"ab")
-    assert sender.budget.reserved == 2, "nothing reads it yet"
+    assert sender.budget.taken == 2, "nothing reads it yet"
     reading = asyncio.create_task(sender.body.read(5, length))
     await asyncio.sleep(0)
-    assert sender.budget.reserved == (length or 2)
+    assert sender.budget.taken == (length or 2)
     sender.send(b"cd")
     await asyncio.sleep(0)
     assert not reading.done()
@@ -54,9 +54,9 @@ async def test_a_body_in_pieces(sender: Sender, length: int | None) -> None:
     assert sender.body.is_incomplete is False
     with sender.body as body:
         assert body.data == b"abcde"
-        assert sender.budget.reserved == 5
+        assert sender.budget.taken == 5
     assert not body.data
-    assert not sender.budget.reserved
+    assert not sender.budget.taken
 
 
 async def test_a_body_over_its_limit_is_dropped_at_once(sender: Sender) -> None:
@@ -66,7 +66,7 @@ async def test_a_body_over_its_limit_is_dropped_at_once(sender: Sender) -> None:
     sender.send(b"def")
     sender.send(b"ghi")
     assert not sender.body.data
-    assert not sender.budget.reserved
+    assert not sender.budget.taken
     with pytest.raises(errors.PayloadTooLarge):
         await reading
 
@@ -75,14 +75,14 @@ async def test_a_body_that_is_over_its_limit_before_it_is_read(sender: Sender) -
     sender.send(b"abcdef", is_last=True)
     with pytest.raises(errors.PayloadTooLarge):
         await sender.body.read(5, None)
-    assert not sender.budget.reserved
+    assert not sender.budget.taken
 
 
 async def test_an_announced_body_without_room_is_refused_before_it_is_read(sender: Sender) -> None:
     sender.budget.reserve(60)
     with pytest.raises(errors.ResourceExhausted):
         await sender.body.read(1000, 41)
-    assert sender.budget.reserved == 60
+    assert sender.budget.taken == 60
 
 
 @pytest.mark.parametrize("is_read", [False, True])
@@ -96,7 +96,7 @@ async def test_a_growing_body_without_room_is_refused(sender: Sender, is_read: b
     sender.send(b"x", is_last=True)
     with pytest.raises(errors.ResourceExhausted):
         await reading
-    assert sender.budget.reserved == 90
+    assert sender.budget.taken == 90
 
 
 def a_share(limit: int) -> TenantShare:
@@ -114,30 +114,30 @@ async def test_the_bytes_of_a_body_count_for_its_tenant(sender: Sender, length: 
     sender.send(b"bc", is_last=True)
     with sender.body:
         await reading
-        assert (share.body_bytes, sender.budget.reserved) == (3, 3)
-    assert (share.body_bytes, sender.budget.reserved) == (0, 0)
+        assert (share.body_bytes, sender.budget.taken) == (3, 3)
+    assert (share.body_bytes, sender.budget.taken) == (0, 0)
 
 
 @pytest.mark.parametrize("length", [None, 5])
 async def test_a_body_without_room_in_its_tenants_part_is_refused(sender: Sender, length: int | None) -> None:
     share = a_share(10)
-    share.add_bytes(6, 6)
+    share.take_message(6)
     sender.body.count_for(share)
     sender.send(b"abcde", is_last=True)
     with pytest.raises(errors.RateLimitExceeded) as caught:
         await sender.body.read(100, length)
     assert caught.value.limit == "body_bytes"
-    assert (share.body_bytes, sender.budget.reserved) == (6, 0)
+    assert (share.body_bytes, sender.budget.taken) == (6, 0)
 
 
 async def test_a_tenant_that_has_no_room_for_what_has_arrived_already(sender: Sender) -> None:
     share = a_share(10)
-    share.add_bytes(9, 9)
+    share.take_message(9)
     sender.send(b"ab", is_last=True)
     sender.body.count_for(share)
     with pytest.raises(errors.RateLimitExceeded):
         await sender.body.read(100, 2)
-    assert (share.body_bytes, sender.budget.reserved) == (9, 0)
+    assert (share.body_bytes, sender.budget.taken) == (9, 0)
 
 
 async def test_a_full_gateway_leaves_nothing_counted_for_the_tenant(sender: Sender) -> None:
@@ -147,7 +147,7 @@ async def test_a_full_gateway_leaves_nothing_counted_for_the_tenant(sender: Send
     with pytest.raises(errors.ResourceExhausted) as caught:
         await sender.body.read(100, 5)
     assert caught.value.http_status == 503
-    assert (share.body_bytes, sender.budget.reserved) == (0, 98)
+    assert (share.body_bytes, sender.budget.taken) == (0, 98)
 
 
 async def test_the_connection_pauses_until_the_body_is_read() -> None:
@@ -181,14 +181,14 @@ async def test_a_client_that_leaves(sender: Sender) -> None:
     sender.leave()
     with pytest.raises(ClientDisconnected), sender.body:
         await reading
-    assert not sender.budget.reserved
+    assert not sender.budget.taken
 
 
 async def test_a_body_that_does_not_come(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenloom.services.gateway.http.request_body.BODY_SECONDS", 0)
     with pytest.raises(BodyTimeout), sender.body:
         await sender.body.read(10, 5)
-    assert not sender.budget.reserved
+    assert not sender.budget.taken
 
 
 async def open_post(mesh: FakeMesh, length: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

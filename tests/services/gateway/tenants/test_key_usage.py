@@ -4,9 +4,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from tokenloom.services.gateway.tenants.key_usage import MAX_KEYS, KeyUsage
 from tokenloom.services.gateway.tenants.tenant import Tenant
-from tokenloom.v1 import inference_pb2
+from tokenloom.services.gateway.usage_counts import Used
 
-USAGE = inference_pb2.Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=2)
+USAGE = Used(requests=1, prompt_tokens=5, cached_tokens=2, output_tokens=3)
 
 
 def test_the_number_of_series_is_bounded() -> None:

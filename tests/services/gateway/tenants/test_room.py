@@ -9,7 +9,7 @@ from tokenloom.services.gateway.tenants.room import Room
 
 def fill(room: Room, held: int = 0) -> int:
     """Let a tenant take places one by one until it is refused; return how many it holds."""
-    while room.take(held, 1):
+    while room.take_for(held, 1) is not None:
         held += 1
     return held
 
@@ -18,23 +18,25 @@ def fill(room: Room, held: int = 0) -> int:
 def test_greedy_tenants_leave_room_for_one_more(num_greedy: int, expected: list[int]) -> None:
     room = Room(100, is_divided=True)
     assert [fill(room) for _ in range(num_greedy)] == expected
-    assert room.take(0, 1)
+    assert room.take_for(0, 1) is not None
 
 
 def test_tenants_that_want_everything_come_to_equal_parts() -> None:
     """Each one's requests end now and then, and it asks for more at once."""
     room = Room(100, is_divided=True)
-    held = [fill(room) for _ in range(3)]
+    held = [room.empty() for _ in range(3)]
+    for each in held:
+        while (place := room.take_for(each.amount, 1)) is not None:
+            each.absorb(place)
     for turn in range(300):
         tenant = turn % 3
-        room.give_back(1)
-        held[tenant] -= 1
-        others = [(tenant + 1) % 3, (tenant + 2) % 3, tenant]
-        for other in others:
-            if room.take(held[other], 1):
-                held[other] += 1
-    assert max(held) - min(held) <= 1
-    assert sum(held) in (75, 76)
+        held[tenant].release(1)
+        for other in ((tenant + 1) % 3, (tenant + 2) % 3, tenant):
+            if (place := room.take_for(held[other].amount, 1)) is not None:
+                held[other].absorb(place)
+    amounts = [each.amount for each in held]
+    assert max(amounts) - min(amounts) <= 1
+    assert sum(amounts) in (75, 76)
 
 
 def test_a_gateway_with_one_tenant_does_not_divide() -> None:
@@ -45,28 +47,28 @@ def test_a_gateway_with_one_tenant_does_not_divide() -> None:
 @pytest.mark.parametrize("is_divided", [False, True])
 def test_a_request_above_the_whole_limit_runs_alone(is_divided: bool) -> None:
     room = Room(4, is_divided=is_divided)
-    assert room.take(0, 8)
-    assert not room.take(0, 1)
-    room.give_back(8)
-    assert room.take(0, 1)
-    assert not room.take(0, 8)
+    alone = room.take_for(0, 8)
+    assert alone is not None
+    assert room.take_for(0, 1) is None
+    alone.release()
+    assert room.take_for(0, 1) is not None
+    assert room.take_for(0, 8) is None
 
 
 @given(st.integers(2, 64), st.lists(st.tuples(st.integers(0, 4), st.integers(-3, 3)), max_size=200))
 def test_no_tenant_holds_more_than_was_free(size: int, steps: list[tuple[int, int]]) -> None:
     room = Room(size, is_divided=True)
-    held = [0] * 5
+    held = [room.empty() for _ in range(5)]
     for tenant, change in steps:
         if change < 0:
-            returned = min(-change, held[tenant])
-            room.give_back(returned)
-            held[tenant] -= returned
+            held[tenant].release(min(-change, held[tenant].amount))
         elif change and room.taken:
             before = size - room.taken
-            if room.take(held[tenant], change):
-                held[tenant] += change
-                assert held[tenant] <= before
+            if (places := room.take_for(held[tenant].amount, change)) is not None:
+                held[tenant].absorb(places)
+                assert held[tenant].amount <= before
         elif change == 1:
-            assert room.take(held[tenant], 1), "the first one always finds a place"
-            held[tenant] += 1
-        assert room.taken == sum(held) <= size
+            first = room.take_for(held[tenant].amount, 1)
+            assert first is not None, "the first one always finds a place"
+            held[tenant].absorb(first)
+        assert room.taken == sum(each.amount for each in held) <= size

@@ -18,14 +18,18 @@ def room(size: int = 100, *, is_divided: bool = False) -> Room:
 
 def test_outputs_in_work() -> None:
     tenant, places = share(live_outputs=4), room()
-    tenant.add_outputs(3, places)
+    three = tenant.take_outputs(3, places)
     with pytest.raises(
         RateLimitExceeded, match=r"3 outputs of this tenant are in work; .* live_outputs is 4"
     ) as caught:
-        tenant.add_outputs(2, places)
+        tenant.take_outputs(2, places)
     assert (caught.value.limit, caught.value.http_status, caught.value.retry_after) == ("live_outputs", 429, 1.0)
-    tenant.add_outputs(1, places)
-    tenant.remove_outputs(4, places)
+    one = tenant.take_outputs(1, places)
+    assert (tenant.live_outputs, places.taken) == (4, 4)
+    three.release(2)
+    assert (tenant.live_outputs, places.taken) == (2, 2)
+    three.release()
+    one.release()
     assert (tenant.live_outputs, places.taken) == (0, 0)
     assert tenant.refused == {"live_outputs": 1}
 
@@ -33,78 +37,73 @@ def test_outputs_in_work() -> None:
 def test_a_request_that_never_fits_is_not_worth_a_retry() -> None:
     tenant = share(live_outputs=4)
     with pytest.raises(InvalidArgument, match=r"asks for 5 outputs; .* live_outputs is 4") as caught:
-        tenant.add_outputs(5, room())
+        tenant.take_outputs(5, room())
     assert (caught.value.field, caught.value.retry_after) == ("n", None)
     assert tenant.refused == {"live_outputs": 1}
 
 
 def test_the_gateways_limit_is_no_fault_of_the_tenant() -> None:
     places = room(4)
-    share().add_outputs(4, places)
+    share().take_outputs(4, places)
     tenant = share(live_outputs=4)
     with pytest.raises(ResourceExhausted) as caught:
-        tenant.add_outputs(1, places)
+        tenant.take_outputs(1, places)
     assert caught.value.http_status == 503
     assert (tenant.live_outputs, tenant.refused) == (0, {"max_live_requests": 1})
 
 
 def test_sessions() -> None:
     tenant, places = share(sessions=1), room(2)
-    with tenant.session(places):
-        with (
-            pytest.raises(RateLimitExceeded, match=r"1 sessions of this tenant are open") as caught,
-            tenant.session(places),
-        ):
-            pass
+    with tenant.take_session(places):
+        with pytest.raises(RateLimitExceeded, match=r"1 sessions of this tenant are open") as caught:
+            tenant.take_session(places)
         assert caught.value.limit == "sessions"
-        with share().session(places):
-            with pytest.raises(ResourceExhausted, match=r"2 of 2 sessions") as full, share().session(places):
-                pass
+        with share().take_session(places):
+            with pytest.raises(ResourceExhausted, match=r"2 of 2 sessions") as full:
+                share().take_session(places)
             assert full.value.http_status == 503
     assert (tenant.sessions, places.taken, tenant.refused) == (0, 0, {"sessions": 1})
 
 
 def test_a_grammar_that_several_requests_wait_for_counts_once() -> None:
     tenant = share(pending_grammars=2)
-    for grammar in (b"x", b"x", b"y", b"x"):
-        tenant.add_grammar(grammar)
+    first, *_, other, last = [tenant.take_grammar(grammar) for grammar in (b"x", b"x", b"y", b"x")]
     assert tenant.pending_grammars == 2
     with pytest.raises(RateLimitExceeded, match=r"limit pending_grammars is 2"):
-        tenant.add_grammar(b"z")
-    tenant.remove_grammar(b"x")
-    assert tenant.pending_grammars == 2
-    tenant.remove_grammar(b"y")
-    tenant.add_grammar(b"z")
+        tenant.take_grammar(b"z")
+    first.release()
+    last.release()
+    last.release()
+    assert tenant.pending_grammars == 2, "another request waits for the same one"
+    other.release()
+    tenant.take_grammar(b"z")
     assert tenant.pending_grammars == 2
 
 
 def test_bytes() -> None:
     tenant = share(body_bytes=10)
-    with tenant.body(6):
+    with tenant.take_message(6):
         with pytest.raises(RateLimitExceeded, match=r"holds 6 bytes .*, and 5 would be added; .* body_bytes is 10"):
-            tenant.add_bytes(5, 5)
-        tenant.add_bytes(4, 10)
-        tenant.remove_bytes(4)
+            tenant.take_message(5)
+        tenant.take_bytes(4, 10).release()
     assert tenant.body_bytes == 0
-    tenant.add_bytes(6, 6)
-    with pytest.raises(PayloadTooLarge, match="12 bytes"):
-        tenant.add_bytes(6, 12)
-    tenant.remove_bytes(6)
+    with tenant.take_message(6), pytest.raises(PayloadTooLarge, match="12 bytes"):
+        tenant.take_bytes(6, 12)
     with pytest.raises(PayloadTooLarge, match="11 bytes"):
-        tenant.add_bytes(11, 11)
+        tenant.take_message(11)
     assert tenant.refused == {"body_bytes": 3}
 
 
 def test_tokens_are_reserved_and_charged_as_used() -> None:
     tenant = share(tokens_per_second=10, token_burst=100)
     reserved = tenant.reserve_tokens(20, 60, is_bounded=True)
-    assert reserved == 80
+    assert reserved.amount == 80
     with pytest.raises(RateLimitExceeded, match=r"may use 30 tokens, and this tenant has 20 left") as caught:
         tenant.reserve_tokens(10, 20, is_bounded=True)
     assert (caught.value.limit, caught.value.retry_after) == ("tokens_per_second", 1.0)
     tenant.charge(reserved, 25)
     assert tenant.tokens == 25
-    assert tenant.reserve_tokens(15, 60, is_bounded=True) == 75
+    assert tenant.reserve_tokens(15, 60, is_bounded=True).amount == 75
 
 
 def test_a_request_above_the_burst_is_refused_only_if_the_client_chose_its_size() -> None:
@@ -114,8 +113,9 @@ def test_a_request_above_the_burst_is_refused_only_if_the_client_chose_its_size(
     ) as caught:
         tenant.reserve_tokens(20, 90, is_bounded=True)
     assert (caught.value.field, tenant.refused) == ("max_tokens", {"token_burst": 1})
-    assert tenant.reserve_tokens(20, 90, is_bounded=False) == 100
-    tenant.charge(100, 110)
+    reserved = tenant.reserve_tokens(20, 90, is_bounded=False)
+    assert reserved.amount == 100
+    tenant.charge(reserved, 110)
     with pytest.raises(RateLimitExceeded, match="has 0 left") as owing:
         tenant.reserve_tokens(1, 9, is_bounded=True)
     assert owing.value.retry_after == 2.0, "10 are owed, 10 are wanted"
@@ -123,10 +123,11 @@ def test_a_request_above_the_burst_is_refused_only_if_the_client_chose_its_size(
 
 def test_without_limits_all_is_admitted_and_counted() -> None:
     tenant, places = share(), room(10_000)
-    tenant.add_outputs(5000, places)
-    tenant.add_bytes(1 << 40, 1 << 40)
+    tenant.take_outputs(5000, places)
+    tenant.take_message(1 << 40)
     for number in range(100):
-        tenant.add_grammar(bytes([number]))
-    assert tenant.reserve_tokens(1 << 20, 1 << 20, is_bounded=True) == 0
-    tenant.charge(0, 7)
+        tenant.take_grammar(bytes([number]))
+    reserved = tenant.reserve_tokens(1 << 20, 1 << 20, is_bounded=True)
+    assert reserved.amount == 0
+    tenant.charge(reserved, 7)
     assert (tenant.live_outputs, tenant.pending_grammars, tenant.tokens) == (5000, 100, 7)

@@ -32,10 +32,10 @@ def test_the_metrics_of_tenants_that_have_sent_a_request() -> None:
     registry = CollectorRegistry()
     registry.register(TenantMetrics(all_shares))
     share = all_shares.of(A)
-    share.add_outputs(2, all_shares.outputs)
-    share.add_grammar(b"x")
-    share.add_bytes(70, 70)
-    share.charge(0, 12)
+    share.take_outputs(2, all_shares.outputs)
+    share.take_grammar(b"x")
+    share.take_message(70)
+    share.charge(share.reserve_tokens(8, 8, is_bounded=True), 12)
     share.refused["sessions"] += 3
     page = generate_latest(registry).decode()
     for line in (

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokenloom.request.reservation import Reservation
 from tokenloom.services.gateway.tenants.token_bucket import TokenBucket
 
 
@@ -14,14 +15,27 @@ class Clock:
         return self.now
 
 
+def taken(bucket: TokenBucket, num_tokens: int) -> Reservation:
+    reservation = bucket.take(num_tokens)
+    assert reservation is not None
+    return reservation
+
+
+def settle(bucket: TokenBucket, reservation: Reservation, used: int) -> None:
+    bucket.spend(used)
+    reservation.release()
+
+
 def test_a_full_bucket_serves_a_burst_and_then_the_rate() -> None:
     clock = Clock()
     bucket = TokenBucket(10.0, 50, clock)
-    assert bucket.reserve(50) == 0
-    assert bucket.reserve(20) == 2.0, "20 tokens arrive in 2 s"
+    taken(bucket, 50)
+    assert bucket.take(20) is None
+    assert bucket.wait_seconds(20) == 2.0, "20 tokens arrive in 2 s"
     clock.now += 2
-    assert bucket.reserve(20) == 0
-    assert bucket.reserve(1) == 0.1
+    assert bucket.wait_seconds(20) == 0.0
+    taken(bucket, 20)
+    assert bucket.wait_seconds(1) == 0.1
 
 
 def test_it_holds_no_more_than_its_size() -> None:
@@ -34,23 +48,21 @@ def test_it_holds_no_more_than_its_size() -> None:
 def test_what_was_not_used_returns_and_what_was_used_beyond_is_owed() -> None:
     clock = Clock()
     bucket = TokenBucket(10.0, 50, clock)
-    assert bucket.reserve(50) == 0
-    bucket.settle(50, 30)
+    settle(bucket, taken(bucket, 50), 30)
     assert bucket.level == 20
-    assert bucket.reserve(20) == 0
-    bucket.settle(20, 60)
+    settle(bucket, taken(bucket, 20), 60)
     assert bucket.level == -40
-    assert bucket.reserve(10) == 5.0
+    assert bucket.wait_seconds(10) == 5.0
     clock.now += 5
-    assert bucket.reserve(10) == 0
+    taken(bucket, 10)
 
 
 def test_a_reservation_that_returns_late_does_not_overfill_the_bucket() -> None:
     clock = Clock()
     bucket = TokenBucket(10.0, 50, clock)
-    assert bucket.reserve(30) == 0
+    reservation = taken(bucket, 30)
     clock.now += 10
-    bucket.settle(30, 0)
+    settle(bucket, reservation, 0)
     assert bucket.level == 50
 
 
@@ -62,8 +74,8 @@ def test_the_long_run_stays_within_the_rate(requests: list[tuple[float, int, int
     used = excess = 0
     for pause, wanted, took in requests:
         clock.now += pause
-        if not bucket.reserve(wanted):
-            bucket.settle(wanted, took)
+        if (reservation := bucket.take(wanted)) is not None:
+            settle(bucket, reservation, took)
             used += took
             excess = max(took - wanted, 0)
             assert used <= 50 + 10 * (clock.now - 100) + excess + 1e-6

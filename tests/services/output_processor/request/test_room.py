@@ -24,7 +24,7 @@ def test_the_bounds_hold_and_all_that_ended_makes_room(steps: list[tuple[tuple[i
         except TryElsewhere:
             if live:
                 place = live[choice % len(live)]
-                room.leave(place)
+                place.end_sample()
                 if not place.num_live:
                     live.remove(place)
         else:
@@ -35,7 +35,7 @@ def test_the_bounds_hold_and_all_that_ended_makes_room(steps: list[tuple[tuple[i
         assert room.num_live == sum(place.num_live for place in live)
     for place in live:
         for _ in range(place.num_live):
-            room.leave(place)
+            place.end_sample()
     assert room.num_live == room.num_bytes == 0
 
 

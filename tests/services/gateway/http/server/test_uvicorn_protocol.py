@@ -96,7 +96,7 @@ async def test_what_has_no_end_is_closed_at_the_limit(start: bytes, repeated: by
     assert connection.parser.num_bytes <= 2 * MAX_HEAD_BYTES
     held = sum(len(name) + len(value) for name, value in connection.protocol.headers or ())
     assert held < MAX_HEAD_BYTES + 2 * SLICE_BYTES
-    assert not connection.budget.reserved
+    assert not connection.budget.taken
 
 
 async def test_trailers_do_not_become_headers(connection: Connection) -> None:
@@ -158,7 +158,7 @@ async def test_a_refusal_before_the_end_of_the_body_closes_the_connection() -> N
     connection.protocol.data_received(b"x" * 1000)
     assert connection.parser.num_bytes == parsed
     assert connection.transport.has_ended
-    assert not connection.budget.reserved
+    assert not connection.budget.taken
 
 
 async def test_too_many_pipelined_requests_close_the_connection(connection: Connection) -> None:
@@ -170,7 +170,7 @@ async def test_too_many_pipelined_requests_close_the_connection(connection: Conn
     assert connection.transport.is_closed
     connection.protocol.connection_lost(None)
     await settle()
-    assert connection.budget.reserved == 2, "the one that is being answered holds its body"
+    assert connection.budget.taken == 2, "the one that is being answered holds its body"
     assert not connection.transport.sent
 
 

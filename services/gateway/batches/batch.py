@@ -47,6 +47,8 @@ class Batch(Struct, kw_only=True):
         expires_at: When what has no answer is given up.
         total, completed, failed: Lines; those that have an answer, and those that have an error.
         problems: Why it has failed.
+        outcome: The status that it gets when its results are files; None: lines may still get results. When it is
+            written, ``completed`` and ``failed`` are final.
     """
 
     id: str
@@ -64,6 +66,7 @@ class Batch(Struct, kw_only=True):
     completed: int = 0
     failed: int = 0
     problems: list[BatchProblem] = field(default_factory=list)
+    outcome: Status | None = None
 
     @property
     def is_ended(self) -> bool:

@@ -135,7 +135,7 @@ class InputLines:
             return "mismatched_url", f"must have the url of the batch, {self._endpoint}"
         try:
             body = _body.decode(read.body)
-        except (msgspec.DecodeError, RecursionError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return "invalid_body", "must have a body that is a JSON object"
         if body.stream or body.background:
             return "invalid_body", "must have a body without stream and background"

@@ -1,18 +1,22 @@
 """Runs one batch: sends its lines as requests, and collects the results."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import BinaryIO, Protocol
 
 from ..files.disk import Disk
+from ..files.file_room import FileRoom
 from ..http.internal_call import Reply
 from ..tenants.tenant import Tenant
 from .batch import Batch
 from .batch_lines import InputLines, LineError, LineRequest, answer_line, error_line
 from .batch_metrics import LineMetrics
 from .results import Results
+
+log = logging.getLogger(__name__)
 
 READ_BYTES = 256 << 10
 """Read from the input at a time; a longer line is read alone."""
@@ -68,12 +72,12 @@ class BatchRun:
         calls: Calls,
         *,
         places: Callable[[], int],
-        max_result_bytes: int,
+        room: FileRoom,
     ) -> None:
         """Args:
         calls: Sends requests.
         places: Returns how many lines of the batch may be answered at the same time.
-        max_result_bytes: What the results may take; the batch fails when they have as many.
+        room: Holds the bytes of the results; the batch fails when it cannot grow.
         """
         self._calls = calls
         self._places = places
@@ -81,7 +85,7 @@ class BatchRun:
         self._tenant = tenant
         self._results = results
         self._around = around
-        self._max_result_bytes = max_result_bytes
+        self._room = room
         self._num_running = 0
         self._ended = asyncio.Event()
         self.has_expired = False
@@ -107,15 +111,19 @@ class BatchRun:
         while self._num_running >= self._places():
             self._ended.clear()
             await self._ended.wait()
-        if self._results.num_bytes >= self._max_result_bytes:
-            raise BatchFailed("results_too_large", "the results take as many bytes as may be stored; delete files")
 
     async def _answer(self, line: LineRequest | LineError) -> None:
         try:
             if isinstance(line, LineError):
                 await self._fail(line, "failed")
                 return
-            reply = await self._reply(line)
+            try:
+                reply = await self._reply(line)
+            except Exception:  # a bug: the other lines are not to blame
+                log.exception("%s: line %d failed", self._batch.id, line.number)
+                message = "the gateway has failed to run this request"
+                await self._fail(LineError(line.number, line.custom_id, "internal_error", message), "failed")
+                return
             if reply is None:
                 self.has_expired = True
                 message = "this request was not executed before the completion window expired"
@@ -133,6 +141,8 @@ class BatchRun:
         await self._add(error.number, error_line(self._batch.id, error), outcome)
 
     async def _add(self, number: int, line: bytes, outcome: str) -> None:
+        if not self._room.grow(len(line)):
+            raise BatchFailed("results_too_large", "the results take as many bytes as may be stored; delete files")
         await self._results.add(number, line, is_error=outcome != "completed")
         self._results.show(self._batch)
         self._around.metrics.ended[outcome].inc()

@@ -1,13 +1,21 @@
 """Keeps the descriptions of batches on disk."""
 
+import contextlib
+import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from tokenloom.request.errors import FailedPrecondition, NotFound
+from tokenloom.request.reservation import AdmissionLimit, Reservation
 
-from ..files.disk import Disk, write_atomically
-from .batch import Batch
+from ..files.disk import NEW, Disk, write_atomically
+from .batch import Batch, Status
+
+log = logging.getLogger(__name__)
 
 MAX_OPEN = 100
 """Batches of one tenant that have not ended."""
@@ -16,24 +24,29 @@ MAX_KEPT = 1000
 
 
 class BatchStore:
-    """Holds every batch, and writes each change of its status."""
+    """Holds every batch, and writes each change of its status before it shows it."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         self._directory = disk.directory / "batches"
         self._batches: dict[str, Batch] = {}  # in the order of their creation
+        self._limits: dict[str, AdmissionLimit] = {}  # of open batches, by tenant; bounded by the tenants with batches
+        self._places: dict[str, Reservation] = {}  # what each open batch holds of its tenant's limit
+        self._dropped: set[str] = set()  # chosen to be dropped when the batch that takes their place is written
 
     async def open(self) -> None:
-        """Read the batches that are there."""
+        """Read the batches that are there; drop what a crash has left of others."""
         found = await self._disk.run(self._scan)
         self._batches = {
             batch.id: batch for batch in sorted(found, key=lambda each: (each.times["validating"], each.id))
         }
+        self._places = {batch.id: self._limit(batch.tenant).take_anyway(1) for batch in self.open_batches}
 
     @property
     def open_batches(self) -> list[Batch]:
         """Those that have not ended, the oldest first."""
-        return [batch for batch in self._batches.values() if not batch.is_ended]
+        batches = list(self._batches.values())  # a copy: a scrape runs in a thread of its own
+        return [batch for batch in batches if not batch.is_ended]
 
     def of(self, tenant: str) -> list[Batch]:
         """Return a tenant's batches, the oldest first."""
@@ -54,33 +67,82 @@ class BatchStore:
         """Return where the errors are collected until the batch ends."""
         return self._directory / f"{batch.id}.errors"
 
-    async def add(self, batch: Batch) -> None:
-        """Keep a new batch. Raises ``FailedPrecondition`` if the tenant has too many that have not ended."""
-        own = self.of(batch.tenant)
-        num_open = sum(not each.is_ended for each in own)
-        if num_open >= MAX_OPEN:
-            raise FailedPrecondition(f"{num_open} batches have not ended, as many as may be; wait, or cancel some")
-        self._batches[batch.id] = batch
-        await self.save(batch)
-        ended = [each for each in own if each.is_ended]
-        for old in ended[: max(len(own) + 1 - MAX_KEPT, 0)]:
-            self._batches.pop(old.id, None)
-            await self._disk.run(self._path(old).unlink)
+    async def add(self, batch: Batch, then: Callable[[], object] = lambda: None) -> None:
+        """Keep a new batch. Raises ``FailedPrecondition`` if the tenant has too many that have not ended, and
+        ``OSError``, after which the batch is not kept.
+
+        ``then``: called as soon as the batch is kept, also when the caller has been cancelled meanwhile: a batch on
+        disk without a task that runs it would never end.
+        """
+        limit = self._limit(batch.tenant)
+        if (place := limit.take(1)) is None:
+            raise FailedPrecondition(f"{limit.taken} batches have not ended, as many as may be; wait, or cancel some")
+        dropped = self._choose_dropped(batch.tenant)
+        data = msgspec.json.encode(batch)
+
+        def write() -> None:
+            write_atomically(self._path(batch), data)
+            for old in dropped:
+                with contextlib.suppress(OSError):  # it is listed once more after a restart, and dropped later
+                    os.unlink(self._path(old))
+
+        def keep(_: None) -> None:
+            self._batches[batch.id], self._places[batch.id] = batch, place.move()
+            for old in dropped:
+                del self._batches[old.id]
+            then()
+
+        try:
+            await self._disk.run(write, keep)
+        finally:
+            place.release()  # does nothing if the batch is kept
+            self._dropped.difference_update(old.id for old in dropped)
+
+    async def change(self, batch: Batch, status: Status, now: float, **fields: Any) -> None:
+        """Write what a batch becomes, durably, and let it become that. Raises ``OSError``; then it stays as it was.
+
+        Only the task that owns the batch may call this: a second change at the same time would undo the first one.
+        ``now``: seconds since 1970. ``fields``: what changes beside the status.
+        """
+        times = batch.times if status == batch.status else {**batch.times, status: int(now)}
+        fields |= {"status": status, "times": times}
+        await self.save(msgspec.structs.replace(batch, **fields))
+        for name, value in fields.items():
+            setattr(batch, name, value)
+        if batch.is_ended and (place := self._places.pop(batch.id, None)) is not None:
+            place.release()
 
     async def save(self, batch: Batch) -> None:
-        """Write a batch, durably."""
+        """Write a batch, durably. Raises ``OSError``."""
         data, path = msgspec.json.encode(batch), self._path(batch)
         await self._disk.run(lambda: write_atomically(path, data))
+
+    def _choose_dropped(self, tenant: str) -> list[Batch]:
+        """Return the ended batches that a new one displaces. No other call chooses them until they are dropped."""
+        ended = [batch for batch in self.of(tenant) if batch.is_ended and batch.id not in self._dropped]
+        num_open = self._limit(tenant).taken  # with those that are being written
+        dropped = ended[: max(len(ended) + num_open - MAX_KEPT, 0)]
+        self._dropped.update(batch.id for batch in dropped)
+        return dropped
+
+    def _limit(self, tenant: str) -> AdmissionLimit:
+        return self._limits.setdefault(tenant, AdmissionLimit(MAX_OPEN))
 
     def _path(self, batch: Batch) -> Path:
         return self._directory / f"{batch.id}.json"
 
     def _scan(self) -> list[Batch]:
         self._directory.mkdir(mode=0o700, exist_ok=True)
+        for path in self._directory.glob("*" + NEW):
+            path.unlink()
         found: list[Batch] = []
         for path in self._directory.glob("*.json"):
             try:
-                found.append(msgspec.json.decode(path.read_bytes(), type=Batch))
-            except msgspec.DecodeError:  # of another version, or damaged: it is left for the operator
-                continue
+                batch = msgspec.json.decode(path.read_bytes(), type=Batch)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                batch = None
+            if batch is not None and batch.id == path.stem and "validating" in batch.times:
+                found.append(batch)
+            else:  # of another version, or damaged: it is left for the operator
+                log.warning("%s describes no batch and is ignored", path.name)
         return found

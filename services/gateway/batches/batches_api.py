@@ -50,8 +50,7 @@ class BatchesApi:
         """Begin a batch."""
         with await exchange.read_body(MAX_BODY_BYTES) as received:
             batch = self._read(decode_object(received.data), exchange.tenant.name)
-        await self.batches.add(batch)
-        self.runner.submit(batch)
+        await self.runner.create(batch)
         await self._respond(exchange, batch)
 
     async def list_batches(self, exchange: Exchange) -> None:
@@ -67,9 +66,9 @@ class BatchesApi:
     async def cancel(self, exchange: Exchange) -> None:
         """Stop a batch; the answers that are there are kept."""
         batch = self.batches.get(id_of(exchange), exchange.tenant.name)
+        await self.runner.cancel(batch)
         if batch.is_ended and batch.status != "cancelled":
             raise FailedPrecondition(f"the batch has ended already; it is {batch.status}")
-        await self.runner.cancel(batch)
         await self._respond(exchange, batch)
 
     def _read(self, body: Body, tenant: str) -> Batch:

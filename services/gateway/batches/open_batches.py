@@ -18,8 +18,9 @@ from ..openai.openai_models import BodyReader
 from ..tenants.api_keys import ApiKeys
 from .batch_metrics import BatchGauges, LineMetrics
 from .batch_run import Surroundings
-from .batch_runner import BatchLimits, BatchRunner
+from .batch_runner import BatchRunner
 from .batch_store import BatchStore
+from .batch_task import BatchLimits
 from .batches_api import BatchesApi
 
 _PATHS = ("/v1/files", "/v1/files/*", "/v1/files/*/content", "/v1/batches", "/v1/batches/*", "/v1/batches/*/cancel")

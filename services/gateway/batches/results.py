@@ -56,7 +56,7 @@ class Results:
         await self._disk.run(self._open)
 
     async def add(self, number: int, line: bytes, *, is_error: bool) -> None:
-        """Append a result. Returns when it is written. Raises ``OSError``.
+        """Append a result. Returns when it is written. Raises ``OSError``; then the line has no result.
 
         ``number``: of the input's line. A result for a line that has one is dropped.
         """
@@ -69,17 +69,23 @@ class Results:
         (pending.errors if is_error else pending.outputs).append(line)
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write(), name="results of a batch")
-        await asyncio.shield(pending.written)
+        try:
+            await asyncio.shield(pending.written)
+        except Exception:
+            self.done[number] = 0
+            raise
 
     def show(self, batch: Batch) -> None:
         """Update the counts of the batch."""
         batch.completed, batch.failed = self.num_outputs, self.num_errors
 
     async def close(self) -> None:
-        """Write and sync what was added, and close the files."""
-        if self._writer is not None:
-            await asyncio.wait([self._writer])
-        await self._disk.run(self._close)
+        """Write and sync what was added, and close the files. Raises ``OSError``; they are closed then, too."""
+        try:
+            if self._writer is not None:
+                await asyncio.wait([self._writer])
+        finally:
+            await self._disk.run_anyway(self._close)
 
     async def _write(self) -> None:
         """Write until nothing is pending."""
@@ -87,7 +93,7 @@ class Results:
             self._pending = None
             try:
                 await self._disk.run(lambda pending=pending: self._append(pending))  # type: ignore[misc]
-            except OSError as error:
+            except Exception as error:  # whatever it is, the lines that wait must not wait for ever
                 pending.written.set_exception(error)
                 pending.written.exception()  # it may be that nothing waits any more
                 continue
@@ -97,14 +103,15 @@ class Results:
             pending.written.set_result(None)
 
     def _append(self, pending: _Pending) -> None:
-        for descriptor, lines in zip(self._files, (pending.outputs, pending.errors), strict=True):
-            if lines:
-                end = os.lseek(descriptor, 0, os.SEEK_END)
-                try:
+        ends = [os.lseek(descriptor, 0, os.SEEK_END) for descriptor in self._files]
+        try:
+            for descriptor, lines in zip(self._files, (pending.outputs, pending.errors), strict=True):
+                if lines:
                     write_all(descriptor, b"".join(lines))
-                except OSError:  # the disk is full: no half of a line may be followed by another line
-                    os.ftruncate(descriptor, end)
-                    raise
+        except Exception:  # the disk is full: no half of a line may be followed by another line
+            for descriptor, end in zip(self._files, ends, strict=True):
+                os.ftruncate(descriptor, end)
+            raise
         if self._clock() - self._synced_at >= SYNC_SECONDS:
             self._sync()
 
@@ -129,7 +136,8 @@ class Results:
         self.num_outputs, self.num_errors = counts
 
     def _close(self) -> None:
-        self._sync()
-        for descriptor in self._files:
-            os.close(descriptor)
-        self._files.clear()
+        try:
+            self._sync()
+        finally:
+            while self._files:
+                os.close(self._files.pop())

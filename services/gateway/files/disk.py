@@ -1,12 +1,14 @@
 """Owns the directory of the batch API, and the threads that read and write it."""
 
 import asyncio
+import contextlib
 import fcntl
+import itertools
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from tokenloom.request.errors import FailedPrecondition, Unavailable
 
@@ -16,14 +18,22 @@ _NUM_THREADS = 2
 _LOCK_SECONDS = 10.0
 """How long a gateway waits for its predecessor, which releases the directory as soon as it begins to drain."""
 _POLL_SECONDS = 0.05
+NEW: Final = ".new"
+"""Ends the name of a file whose content is not complete yet. A crash may leave it."""
+_temporary = itertools.count()
 
 
 class Disk:
-    """Holds a directory for one gateway. The event loop never waits for it: every access is a call in a thread."""
+    """Holds a directory for one gateway. The event loop never waits for it: every access is a call in a thread.
 
-    def __init__(self, directory: Path) -> None:
+    A call that has begun is always completed, also when its caller is cancelled: the caller goes on afterwards, so that
+    what it cleans up, or writes next, cannot come before what it began.
+    """
+
+    def __init__(self, directory: Path, threads: Executor | None = None) -> None:
+        """``threads``: run the calls; None: two threads of its own."""
         self.directory = directory
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="disk")
+        self._threads = threads or ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="disk")
         self._lock: int | None = None
         self._is_closed = False
 
@@ -41,11 +51,34 @@ class Disk:
                 )
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def run(self, call: Callable[[], T]) -> T:
-        """Call in a thread. Raises ``Unavailable`` after :meth:`close`."""
+    async def run(self, call: Callable[[], T], then: Callable[[T], object] | None = None) -> T:
+        """Call in a thread. Raises what the call raises, and ``Unavailable`` after :meth:`close`.
+
+        ``then``: called in the event loop with the result, also when the caller has been cancelled meanwhile: what the
+        call did on disk is then known in memory, too.
+        """
         if self._is_closed:
             raise Unavailable("the gateway is shutting down; retry")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        return await _complete(self._threads.submit(call), then)
+
+    async def run_anyway(self, call: Callable[[], object]) -> None:
+        """Call in a thread, or here after :meth:`close`: for what cleans up."""
+        try:
+            running = self._threads.submit(call)
+        except RuntimeError:  # the threads have ended
+            call()
+            return
+        await _complete(running)
+
+    @contextlib.asynccontextmanager
+    async def opened(self, opens: Callable[[], T], closes: Callable[[T], object]) -> AsyncIterator[T]:
+        """Hold what ``opens`` returns, and close it on every path."""
+        held: list[T] = []
+        try:
+            yield await self.run(opens, held.append)
+        finally:
+            for each in held:
+                await self.run_anyway(lambda each=each: closes(each))  # type: ignore[misc]
 
     async def close(self) -> None:
         """Release the directory to another gateway, after the calls in progress. Idempotent."""
@@ -70,16 +103,42 @@ class Disk:
         return True
 
 
+async def _complete(called: "Future[T]", then: Callable[[T], object] | None = None) -> T:
+    """Wait for a call in a thread, also when the waiting task is cancelled, and return its result."""
+    running = asyncio.wrap_future(called)
+    cancellation: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError as error:
+            cancellation = error
+    failure = running.exception()
+    if then is not None and failure is None:
+        then(running.result())
+    if cancellation is not None:
+        raise cancellation
+    return running.result()
+
+
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace a file's content, so that a crash at any time leaves the old or the new one."""
-    temporary = path.with_name(path.name + ".new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    """Replace a file's content, so that a crash at any time leaves the old or the new one. Raises ``OSError``.
+
+    A crash may leave a file whose name ends with :data:`NEW`.
+    """
+    # A name of its own, so that two calls at the same time do not replace each other's half.
+    temporary = path.with_name(f"{path.name}.{next(_temporary)}{NEW}")
     try:
-        write_all(descriptor, data)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    temporary.replace(path)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            write_all(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
     sync_directory(path.parent)
 
 

@@ -1,5 +1,7 @@
 """Keeps the files of all tenants on disk, within the limits of each."""
 
+import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +12,10 @@ import msgspec
 from tokenloom.request.errors import FailedPrecondition, NotFound, PayloadTooLarge
 
 from .disk import Disk, sync_directory, write_atomically
+from .file_room import FileRoom, Shelf
 from .stored_file import StoredFile
+
+log = logging.getLogger(__name__)
 
 _DESCRIPTION = ".json"
 _PARTIAL = ".part"
@@ -45,17 +50,20 @@ class FileStore:
         self._directory = disk.directory / "files"
         self._now = now
         self._files: dict[str, StoredFile] = {}  # in the order of their creation; bounded by the limits
+        self._shelves: dict[str, Shelf] = {}  # by tenant; bounded by the tenants that have stored something
+        self._rooms: dict[str, FileRoom] = {}  # what each stored file takes of its tenant's shelf
         self._in_use: dict[str, set[str]] = {}  # what uses a file, by the file's id
 
     async def open(self) -> None:
         """Read the descriptions of the files that are there; drop what a crash has left of others."""
         found = await self._disk.run(self._scan)
         self._files = {file.id: file for file in sorted(found, key=lambda file: (file.created, file.id))}
+        self._rooms = {file.id: self._shelf(file.tenant).take_anyway(1, file.size) for file in found}
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all files."""
-        return sum(file.size for file in self._files.values())
+        return sum(file.size for file in list(self._files.values()))  # a copy: a scrape runs in a thread of its own
 
     def of(self, tenant: str) -> list[StoredFile]:
         """Return a tenant's files, the oldest first."""
@@ -79,60 +87,94 @@ class FileStore:
         """Return where the data of an upload is written."""
         return self._directory / (file_id + _PARTIAL)
 
-    def check_room(self, tenant: str, size: int) -> None:
-        """Raise ``PayloadTooLarge`` or ``FailedPrecondition`` if a tenant may not store ``size`` more bytes."""
+    def check_size(self, size: int) -> None:
+        """Raise ``PayloadTooLarge`` for a file that is larger than any may be."""
         if size > self.limits.file_bytes:
             raise PayloadTooLarge(f"a file may have at most {self.limits.file_bytes} bytes", "file")
-        own = self.of(tenant)
-        if len(own) >= self.limits.tenant_files:
-            raise FailedPrecondition(f"{len(own)} files are stored, as many as may be; delete some", "file")
-        room = self.limits.tenant_bytes - sum(file.size for file in own)
-        if size > room:
-            message = f"{self.limits.tenant_bytes} bytes may be stored, of which {max(room, 0)} are left; delete files"
+
+    def reserve(self, tenant: str, num_files: int = 1) -> FileRoom:
+        """Return room for files that will be stored. Raises ``FailedPrecondition`` if the tenant may not have them."""
+        shelf = self._shelf(tenant)
+        if (room := shelf.take(num_files)) is None:
+            message = f"{shelf.places.taken} files are stored, as many as may be; delete some"
+            if num_files > 1:
+                message = f"{num_files} files are needed, and of {shelf.places.size} that may be stored "
+                message += f"{shelf.places.taken} are stored or reserved for running batches; delete some"
+            raise FailedPrecondition(message, "file" if num_files == 1 else None)
+        return room
+
+    def grow(self, room: FileRoom, tenant: str, size: int) -> None:
+        """Make a room hold the bytes of a file that has grown to ``size``. Raises ``PayloadTooLarge``, and
+        ``FailedPrecondition`` if its tenant may not store so many."""
+        self.check_size(size)
+        if not room.grow(max(size - room.num_bytes, 0)):
+            limit = self._shelf(tenant).bytes
+            left = max(self.limits.tenant_bytes - limit.taken + room.num_bytes, 0)
+            message = f"{self.limits.tenant_bytes} bytes may be stored, of which {left} are left; delete files"
             raise FailedPrecondition(message, "file")
 
-    def room(self, tenant: str) -> int:
-        """Return how many bytes a tenant may still store."""
-        return self.limits.tenant_bytes - sum(file.size for file in self.of(tenant))
+    def reserve_for_results(self, tenant: str) -> FileRoom:
+        """Return room for the two files of a batch that had begun before this gateway did, whatever the limits are."""
+        return self._shelf(tenant).take_anyway(2, 0)
 
-    async def add_upload(self, file_id: str, tenant: str, *, name: str, purpose: str, size: int) -> StoredFile:
-        """Store what was written to :meth:`partial_path`."""
-        self.check_room(tenant, size)
-        return await self.adopt(self.partial_path(file_id), file_id, tenant, name=name, purpose=purpose)
+    async def add_upload(
+        self, file_id: str, tenant: str, *, name: str, purpose: str, size: int, room: FileRoom | None = None
+    ) -> StoredFile:
+        """Store what was written to :meth:`partial_path`. ``room``: what was reserved while it arrived."""
+        with self.reserve(tenant) if room is None else room as held:
+            self.grow(held, tenant, size)
+            path = self.partial_path(file_id)
+            file = await self.adopt(path, file_id, tenant, name=name, purpose=purpose, room=held)
+            assert file is not None, f"{path} was not written"
+            return file
 
-    async def adopt(self, path: Path, file_id: str, tenant: str, *, name: str, purpose: str) -> StoredFile:
+    async def adopt(
+        self, path: Path, file_id: str, tenant: str, *, name: str, purpose: str, room: FileRoom
+    ) -> StoredFile | None:
         """Store a file that was written elsewhere in the disk's directory, under an id that its caller has chosen.
 
-        A repeat after a crash returns what the first call has stored.
+        A repeat after a crash returns what the first call has stored; None: that was deleted meanwhile. Raises
+        ``OSError``. ``room``: holds the file's place and bytes, which the stored file takes over.
         """
         if (known := self._files.get(file_id)) is not None:
             return known
         created = int(self._now())
 
-        def store() -> StoredFile:
-            size = path.stat().st_size
+        def store() -> StoredFile | None:
+            try:
+                size = path.stat().st_size
+            except FileNotFoundError:
+                return None
             file = StoredFile(id=file_id, tenant=tenant, size=size, created=created, name=name, purpose=purpose)
             # The description comes first: without the data it is dropped after a crash, and the call is repeated.
             write_atomically(self.path(file_id + _DESCRIPTION), msgspec.json.encode(file))
-            path.replace(self.path(file_id))
+            os.replace(path, self.path(file_id))
             sync_directory(self._directory)
             return file
 
-        file = self._files[file_id] = await self._disk.run(store)
-        return file
+        def register(file: StoredFile | None) -> None:
+            if file is not None:
+                self._files[file_id], self._rooms[file_id] = file, room.split(file.size)
+
+        return await self._disk.run(store, register)
 
     async def delete(self, file_id: str, tenant: str) -> None:
-        """Remove a tenant's file. Raises ``NotFound``, and ``FailedPrecondition`` while a batch reads it."""
+        """Remove a tenant's file. Raises ``NotFound``, ``FailedPrecondition`` while a batch reads it, and ``OSError``,
+        after which the file is still there."""
         file = self.get(file_id, tenant)
         if users := self._in_use.get(file_id):
             raise FailedPrecondition(f"{min(users)} reads the file; cancel it first, or wait for its end")
-        del self._files[file.id]
+        del self._files[file.id]  # first: from now on no batch can begin to read it
 
         def remove() -> None:
             self.path(file_id + _DESCRIPTION).unlink(missing_ok=True)
             self.path(file_id).unlink(missing_ok=True)
 
-        await self._disk.run(remove)
+        try:
+            await self._disk.run(remove, lambda _: self._rooms.pop(file_id).release())
+        finally:
+            if file_id in self._rooms:  # it failed
+                self._files[file_id] = file
 
     def begin_use(self, file_id: str, user: str) -> None:
         """Keep a file until :meth:`end_use`. ``user``: what the error of a deletion names."""
@@ -145,13 +187,20 @@ class FileStore:
         if not users:
             self._in_use.pop(file_id, None)
 
+    def _shelf(self, tenant: str) -> Shelf:
+        shelf = self._shelves.get(tenant)
+        if shelf is None:
+            shelf = self._shelves[tenant] = Shelf(self.limits.tenant_files, self.limits.tenant_bytes)
+        return shelf
+
     def _scan(self) -> list[StoredFile]:
         self._directory.mkdir(mode=0o700, exist_ok=True)
         found: list[StoredFile] = []
         for path in self._directory.glob("*" + _DESCRIPTION):
             try:
                 file = msgspec.json.decode(path.read_bytes(), type=StoredFile)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                log.warning("%s describes no file and is removed", path.name)
                 continue
             if file.id + _DESCRIPTION == path.name and self.path(file.id).is_file():
                 found.append(file)

@@ -1,17 +1,17 @@
 """Serves ``/v1/files``."""
 
-import contextlib
 import os
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.errors import InvalidArgument, Unavailable
 
 from ..http.app import Routes
 from ..http.exchange import Exchange, UnsupportedEncoding
 from ..http.sse import encode_json
 from .disk import Disk
+from .file_room import FileRoom
 from .file_store import FileStore
 from .multipart import Upload, boundary_of
 from .page_query import MAX_ITEMS, PageQuery
@@ -23,6 +23,8 @@ FORM_BYTES = 64 << 10
 """What a form may have in addition to its file."""
 PIECE_BYTES = 256 << 10
 """Read from disk and sent at a time."""
+RETRY_SECONDS = 10.0
+"""After this time, a disk that was full may have room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +47,21 @@ class FilesApi:
         if exchange.headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
             raise UnsupportedEncoding("Content-Encoding is not supported; send the body uncompressed")
         tenant, file_id = exchange.tenant.name, new_file_id()
-        self.store.check_room(tenant, 0)
         path = self.store.partial_path(file_id)
-        try:
-            upload = await self._receive(exchange, boundary, path)
-            purpose = upload.fields.get("purpose")
-            if purpose != PURPOSE:
-                raise InvalidArgument(f"purpose must be {PURPOSE!r}", "purpose")
-            name = (upload.file_name or "file.jsonl")[:MAX_NAME]
-            file = await self.store.add_upload(file_id, tenant, name=name, purpose=PURPOSE, size=upload.size)
-        finally:
-            await self.disk.run(lambda: path.unlink(missing_ok=True))
+        with self.store.reserve(tenant) as room:
+            try:
+                upload = await self._receive(exchange, boundary, path, room)
+                purpose = upload.fields.get("purpose")
+                if purpose != PURPOSE:
+                    raise InvalidArgument(f"purpose must be {PURPOSE!r}", "purpose")
+                name = (upload.file_name or "file.jsonl")[:MAX_NAME]
+                file = await self.store.add_upload(
+                    file_id, tenant, name=name, purpose=PURPOSE, size=upload.size, room=room
+                )
+            except OSError as error:
+                raise storage_fails(error) from error
+            finally:
+                await self.disk.run_anyway(lambda: path.unlink(missing_ok=True))
         await exchange.respond(200, encode_json(file.to_object()))
 
     async def list_files(self, exchange: Exchange) -> None:
@@ -75,13 +81,16 @@ class FilesApi:
     async def delete(self, exchange: Exchange) -> None:
         """Remove a file."""
         file_id = id_of(exchange)
-        await self.store.delete(file_id, exchange.tenant.name)
+        try:
+            await self.store.delete(file_id, exchange.tenant.name)
+        except OSError as error:
+            raise storage_fails(error) from error
         await exchange.respond(200, encode_json({"id": file_id, "object": "file", "deleted": True}))
 
     async def content(self, exchange: Exchange) -> None:
         """Send what a file holds, piece by piece."""
         file = self.store.get(id_of(exchange), exchange.tenant.name)
-        async with self._opened(self.store.path(file.id)) as descriptor:
+        async with self._opened(self.store.path(file.id), os.O_RDONLY) as descriptor:
             length = str(file.size).encode()
             await exchange.start(200, [(b"content-type", b"application/octet-stream"), (b"content-length", length)])
             is_wanted = exchange.method != "HEAD"
@@ -89,29 +98,26 @@ class FilesApi:
                 await exchange.write(piece)
             await exchange.finish()
 
-    async def _receive(self, exchange: Exchange, boundary: bytes, path: Path) -> Upload:
-        """Write the file of a form to ``path``."""
+    async def _receive(self, exchange: Exchange, boundary: bytes, path: Path, room: FileRoom) -> Upload:
+        """Write the file of a form to ``path``. ``room``: grows with it."""
         digits = exchange.headers.get(b"content-length", b"")
         length = int(digits) if digits.isdigit() else None
         limit = self.store.limits.file_bytes + FORM_BYTES
-        descriptor = await self.disk.run(lambda: os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-        try:
+        async with self._opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
             upload = Upload(boundary, descriptor)
             async for piece in exchange.body.stream(limit, length):
                 await self.disk.run(lambda piece=piece: upload.write(piece))  # type: ignore[misc]
-                self.store.check_room(exchange.tenant.name, upload.size)
+                self.store.grow(room, exchange.tenant.name, upload.size)
             await self.disk.run(upload.close)
-        finally:
-            await self.disk.run(lambda: os.close(descriptor))
         return upload
 
-    @contextlib.asynccontextmanager
-    async def _opened(self, path: Path) -> AsyncIterator[int]:
-        descriptor = await self.disk.run(lambda: os.open(path, os.O_RDONLY))
-        try:
-            yield descriptor
-        finally:
-            await self.disk.run(lambda: os.close(descriptor))
+    def _opened(self, path: Path, flags: int) -> AbstractAsyncContextManager[int]:
+        return self.disk.opened(lambda: os.open(path, flags, 0o600), os.close)
+
+
+def storage_fails(error: OSError) -> Unavailable:
+    """Return what a client gets when the disk is full, or fails; it may try again."""
+    return Unavailable(f"the gateway cannot store this now: {error.strerror}; retry later", retry_after=RETRY_SECONDS)
 
 
 def id_of(exchange: Exchange) -> str:

@@ -61,6 +61,18 @@ def test_a_line_as_long_as_may_be() -> None:
         assert isinstance(taken, LineError)
 
 
+@pytest.mark.parametrize(
+    "body", [b'{"stream":"\xff"}', b'{"background":{"a":"\xff"}}', b'"\xff"', b'{"stream":"\\ud800"}', b"[" * 100_000]
+)
+def test_a_line_with_a_wrong_body_is_wrong_alone(body: bytes) -> None:
+    wrong = b'{"custom_id":"w","url":"/v1/completions","body":%b}\n' % body
+    first, second, third = InputLines(io.BytesIO(line("a") + wrong + line("b")), URL, 1 << 20).take(1 << 20)
+    assert isinstance(first, LineRequest)
+    assert isinstance(second, LineError)
+    assert isinstance(third, LineRequest)
+    json.loads(error_line("batch_1", second))
+
+
 def test_counting_stops_early() -> None:
     assert InputLines(io.BytesIO(line("a") + b"\n\n" + line("b")), URL, 200).count(5) == 2
     for data in (b"x\n" * 100, b"\n" * 100):

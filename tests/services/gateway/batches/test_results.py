@@ -60,6 +60,45 @@ async def test_a_full_disk_leaves_whole_lines(disk: Disk, tmp_path: Path, monkey
     assert (tmp_path / "out").read_bytes() == answer(1) + answer(3)
 
 
+async def test_what_fails_in_one_file_is_taken_back_in_the_other(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = Results(disk, tmp_path / "out", tmp_path / "err")
+    await results.open(10)
+    real = results_module.write_all
+
+    def full(descriptor: int, data: bytes) -> None:
+        if b"wrong" in data:
+            raise OSError(28, "No space left on device")
+        real(descriptor, data)
+
+    wrong = error_line("batch_1", LineError(2, "", "wrong", "m"))
+    with monkeypatch.context() as patch:
+        patch.setattr(results_module, "write_all", full)
+        adding = (results.add(1, answer(1), is_error=False), results.add(2, wrong, is_error=True))
+        failures = await asyncio.gather(*adding, return_exceptions=True)
+        assert all(isinstance(failure, OSError) for failure in failures)
+    assert (tmp_path / "out").read_bytes() == b""
+    await asyncio.gather(results.add(1, answer(1), is_error=False), results.add(2, wrong, is_error=True))
+    await results.close()
+    assert (results.num_outputs, results.num_errors) == (1, 1)
+    assert ((tmp_path / "out").read_bytes(), (tmp_path / "err").read_bytes()) == (answer(1), wrong)
+
+
+async def test_an_error_of_any_kind_ends_the_wait(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = Results(disk, tmp_path / "out", tmp_path / "err")
+    await results.open(10)
+
+    def fails(descriptor: int, data: bytes) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results_module, "write_all", fails)
+        with pytest.raises(MemoryError):
+            await asyncio.wait_for(results.add(1, answer(1), is_error=False), 30)
+    await results.close()
+
+
 async def test_the_disk_is_synced_now_and_then(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     syncs: list[int] = []
     monkeypatch.setattr(os, "fsync", syncs.append)

@@ -13,6 +13,10 @@ class EngineDeadError(RuntimeError):
     """The core has ended or failed; it will not answer any call."""
 
 
+class NotSentError(RuntimeError):
+    """A message cannot be sent to the core, and nothing of it was: only what it asks for fails."""
+
+
 class ExecutorFailedError(RuntimeError):
     """A worker failed or ended, so that the core cannot compute."""
 

@@ -69,6 +69,7 @@ PLAIN_DATA = {
         "wire.handshake",
         "wire.lora",
         "wire.messages",
+        "wire.pieces",
         "wire.scheduler_output",
         "worker",
     )

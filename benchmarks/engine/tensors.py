@@ -73,7 +73,7 @@ def _send(connection: socket.socket, array: npt.NDArray[np.float32], arena: Arra
     else:
         with arena.lend() as loan:
             sender.send(Message(array), loan=loan)
-        assert loan.regions, "there is room for each"
+            assert arena.num_lent, "there is room for each"
     held = time.perf_counter() - began
     answer = float(bytes(receiver.receive()[0]))
     answered = time.perf_counter() - began

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 import zmq
 import zmq.asyncio
 
 from ..config import EngineConfig
-from ..errors import EngineDeadError
+from ..errors import EngineDeadError, NotSentError
 from ..kv_transfer.kv_messages import KVCall, KVEvent
 from ..process.core_io import ENGINE_CORE_DEAD
 from ..process.core_launch import CoreProcess
@@ -36,7 +37,8 @@ class AsyncClient(Protocol):
         """Start the core. Raises ``EngineStartError``."""
 
     async def add_request(self, request: EngineCoreRequest) -> None:
-        """Send a request; a refusal arrives as its output. Raises ``EngineDeadError``."""
+        """Send a request; a refusal arrives as its output. Raises ``EngineDeadError``, and ``NotSentError`` for a
+        request that no message can carry."""
 
     async def abort_requests(self, request_ids: Sequence[str]) -> None:
         """End requests without an output; unknown ids are ignored. Raises ``EngineDeadError``."""
@@ -197,7 +199,11 @@ class AsyncMPClient:
         self._pulse.close()
 
     async def _send(self, kind: RequestType, message: object, loan: Loan | None = None) -> None:
-        await self._socket.send([kind.value, *encode(message, loan)])
+        try:
+            frames = encode(message, loan)
+        except (msgspec.MsgspecError, ArithmeticError, TypeError, ValueError, NotImplementedError) as error:
+            raise NotSentError(f"{kind.name}: {type(error).__name__}: {error}") from error
+        await self._socket.send([kind.value, *frames], loan.hand_over if loan is not None else None)
 
     async def _unless_dead(self, operation: Callable[[], Awaitable[T]]) -> T:
         """Await an operation of a socket; it fails when the core dies instead of waiting without end."""

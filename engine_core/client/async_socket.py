@@ -1,15 +1,21 @@
 """Sends and receives messages in an event loop, over a stream socket to the core."""
 
 import asyncio
+import errno
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from ..wire.frames import FrameReader, head, rest_after
+from ..errors import EngineDeadError, NotSentError
+from ..wire.frames import FrameReader, head
+from ..wire.pieces import Pieces
 from ..wire.serialization import Frame
 
 _MAX_MESSAGES = 64
 """While so many messages wait for their receiver, the socket is not read, so that its sender waits."""
+_NO_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
+_RETRY_SECONDS = 0.01
+"""How long a send waits when the system has no memory for it."""
 
 
 class AsyncSocket:
@@ -27,7 +33,8 @@ class AsyncSocket:
         self._receiving, self._sending = asyncio.Lock(), asyncio.Lock()
         self._arrival: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
-        self._unsent: list[Frame] = []
+        self._unsent: Pieces | None = None
+        self._on_begun: Callable[[], None] | None = None
         self._is_reading = self._has_ended = False
         self._error: Exception | None = None
 
@@ -46,18 +53,24 @@ class AsyncSocket:
                 finally:
                     self._arrival = None
 
-    async def send(self, frames: Sequence[Frame]) -> None:
-        """Send a message; wait while the peer is too far behind. Raises the error of :meth:`fail`."""
+    async def send(self, frames: Sequence[Frame], on_begun: Callable[[], None] | None = None) -> None:
+        """Send a message; wait while the peer is too far behind.
+
+        ``on_begun`` is called once the first byte is sent: from then on the whole message will be, even if its sender
+        is cancelled. Raises the error of :meth:`fail`, and ``NotSentError`` for a message that cannot be sent.
+        """
+        try:
+            message = Pieces([head(frames), *frames])
+        except ValueError as error:
+            raise NotSentError(str(error)) from None
         async with self._sending:
             await self._flush()  # the rest of a message whose sender was cancelled
-            self._unsent = [head(frames), *frames]
-            num_frames = len(self._unsent)
+            self._unsent, self._on_begun = message, on_begun or _do_nothing
             try:
                 await self._flush()
-            except asyncio.CancelledError:
-                if len(self._unsent) == num_frames and not isinstance(self._unsent[0], memoryview):
-                    self._unsent = []  # nothing of it was sent
-                raise
+            finally:
+                if self._on_begun is not None:  # nothing of it was sent
+                    self._unsent = self._on_begun = None
 
     def fail(self, error: Exception) -> None:
         """End all operations with ``error``, later ones too. The first error wins."""
@@ -70,15 +83,35 @@ class AsyncSocket:
         while True:
             if self._error is not None:
                 raise self._error
-            if not self._unsent:
+            if self._unsent is None or not (pieces := self._unsent.head()):
+                self._unsent = None
                 return
             try:
-                self._unsent = rest_after(self._unsent, self._connection.sendmsg(self._unsent))
+                self._unsent.advance(self._connection.sendmsg(pieces))
             except BlockingIOError:
                 await self._wait_for_room()
             except ConnectionError:
                 self._room = asyncio.get_running_loop().create_future()
                 await self._room  # until :meth:`fail`
+            except OSError as error:
+                await self._retry_or_give_up(error)
+            else:
+                self._begun()
+
+    def _begun(self) -> None:
+        if self._on_begun is not None:
+            on_begun, self._on_begun = self._on_begun, None
+            on_begun()
+
+    async def _retry_or_give_up(self, error: OSError) -> None:
+        """Wait if the message may be sent later. Raises ``NotSentError`` if nothing of it was sent; a message that ends
+        in its middle leaves a stream that no receiver understands."""
+        if error.errno in _NO_MEMORY:
+            await asyncio.sleep(_RETRY_SECONDS)
+        elif self._on_begun is not None:
+            raise NotSentError(f"the message cannot be sent: {error}") from None
+        else:
+            self.fail(EngineDeadError(f"a message to the engine core ended in its middle: {error}"))
 
     async def _wait_for_room(self) -> None:
         loop = asyncio.get_running_loop()
@@ -105,6 +138,9 @@ class AsyncSocket:
             messages = self._reader.read(self._connection)
         except BlockingIOError:
             return
+        except ValueError as error:
+            self.fail(EngineDeadError(f"the engine core sent something else than messages: {error}"))
+            return
         if messages is None:
             self._has_ended = True
             self._pause_reading()
@@ -119,3 +155,7 @@ class AsyncSocket:
 def _wake(waiting: asyncio.Future[None] | None) -> None:
     if waiting is not None and not waiting.done():
         waiting.set_result(None)
+
+
+def _do_nothing() -> None:
+    pass

@@ -18,13 +18,13 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterable
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from tokenloom.request.reservation import Reservation
 
 from .free_space import FreeSpace
 
@@ -76,7 +76,8 @@ class ArrayArena:
         self.address: ArenaAddress | None = None
         self._space = FreeSpace(0)
         self._free_slots = list(range(NUM_SLOTS - 1, -1, -1))
-        self._lent: dict[int, Region] = {}
+        self._lent: dict[int, Reservation] = {}  # by slot: held for the readers until all have given it back
+        self._num_taken = 0
         if nbytes:
             try:
                 self._allocate(_round_up(nbytes, _ALIGNMENT), num_readers)
@@ -87,29 +88,30 @@ class ArrayArena:
         """Return a loan for the arrays of one message."""
         return Loan(self)
 
-    def put(self, array: npt.NDArray[Any]) -> Region | None:
-        """Copy an array into a region. Returns None if the array is too small or no room is left."""
+    def take(self, array: npt.NDArray[Any]) -> tuple[Region, Reservation] | None:
+        """Copy an array into a region, which is freed when the reservation is released. Returns None if the array is
+        too small or no room is left."""
         if self.address is None or array.nbytes < self._min_bytes:
             return None
         self._reclaim()
         if not self._free_slots or (offset := self._space.take(_round_up(array.nbytes, _ALIGNMENT))) is None:
             return None
         slot = self._free_slots.pop()
-        region = self._lent[slot] = Region(slot, int(self._cells[0, slot]) + 1, offset, array.nbytes)
+        region = Region(slot, int(self._cells[0, slot]) + 1, offset, array.nbytes)
         self._data[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
         self._cells[0, slot] = region.generation
-        return region
+        self._num_taken += 1
+        return region, Reservation(functools.partial(self._free, region), 1)
 
-    def take_back(self, regions: Iterable[Region]) -> None:
-        """Free regions that no reader knows of."""
-        for region in regions:
-            self._free(region)
+    def give_to_readers(self, slot: int, reservation: Reservation) -> None:
+        """Take over a region whose message the readers may have: it is freed when all of them have given it back."""
+        self._lent[slot] = reservation.move()
 
     @property
     def num_lent(self) -> int:
-        """The number of regions that readers have not given back."""
+        """The number of regions in use: of messages not sent yet, and those that readers have not given back."""
         self._reclaim()
-        return len(self._lent)
+        return self._num_taken
 
     def close(self) -> None:
         """Stop lending; readers keep what they have. Idempotent."""
@@ -135,34 +137,50 @@ class ArrayArena:
     def _reclaim(self) -> None:
         if self._lent:
             are_free = (self._cells[1:] == self._cells[0]).all(axis=0)
-            for region in [region for slot, region in self._lent.items() if are_free[slot]]:
-                self._free(region)
+            for slot in [slot for slot in self._lent if are_free[slot]]:
+                self._lent.pop(slot).release()
 
-    def _free(self, region: Region) -> None:
-        del self._lent[region.slot]
+    def _free(self, region: Region, _: int) -> None:
+        self._num_taken -= 1
         self._free_slots.append(region.slot)
         self._space.give_back(region.offset, _round_up(region.nbytes, _ALIGNMENT))
 
 
 class Loan:
-    """Holds the regions of one message, and frees them if its context ends with an error."""
+    """Holds the regions of one message until the readers may have it, or frees them.
+
+    A message of which one byte was sent will be completed, even if its sender was cancelled, so its regions belong to
+    the readers from then on. Leaving the context without an error means the same; with an error, what is still held is
+    freed.
+    """
 
     def __init__(self, arena: ArrayArena) -> None:
         self._arena = arena
-        self.regions: list[Region] = []
+        self._held: list[tuple[int, Reservation]] = []  # by slot
 
     def put(self, array: npt.NDArray[Any]) -> Region | None:
-        """Copy an array into a region of this loan, as :meth:`ArrayArena.put`."""
-        if (region := self._arena.put(array)) is not None:
-            self.regions.append(region)
+        """Copy an array into a region of this loan. Returns None as :meth:`ArrayArena.take`."""
+        if (taken := self._arena.take(array)) is None:
+            return None
+        region, reservation = taken
+        self._held.append((region.slot, reservation))
         return region
 
-    def __enter__(self) -> "Loan":
+    def hand_over(self) -> None:
+        """Leave the regions to the readers, because the message has begun to be sent. Idempotent."""
+        for slot, reservation in self._held:
+            self._arena.give_to_readers(slot, reservation)
+        self._held = []
+
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
-        if kind is not None:
-            self._arena.take_back(self.regions)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.hand_over()
+        for _slot, reservation in self._held:
+            reservation.release()
+        self._held = []
 
 
 class ArenaReader:

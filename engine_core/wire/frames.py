@@ -11,10 +11,15 @@ from collections import deque
 from collections.abc import Sequence
 
 from .array_arena import Loan
+from .pieces import IOV_MAX, Pieces
 from .serialization import Frame, encode
 
 READ_BYTES = 64 << 10
 """Limit of what is read at once: more than most messages have."""
+MAX_FRAMES = 1 << 20
+"""Limit of the frames of a message: its sender refuses more, and its receiver takes more for a broken stream."""
+MAX_BYTES = 1 << 34
+"""Limit of the bytes of a message, as of its frames; the largest hold the embeddings of a step's tokens."""
 _COUNT = struct.Struct("<I")
 _ONE_FRAME = struct.Struct("<IQ")
 _SIZE_BYTES = 8
@@ -23,21 +28,13 @@ _MAX_IDLE_BYTES = 1 << 20
 
 
 def head(frames: Sequence[Frame]) -> bytes:
-    """Return what precedes the frames of a message."""
-    if len(frames) == 1:
+    """Return what precedes the frames of a message. Raises ``ValueError`` for more than a message may hold."""
+    count = len(frames)
+    if count == 1 and len(frames[0]) <= MAX_BYTES:
         return _ONE_FRAME.pack(1, len(frames[0]))
-    return struct.pack(f"<I{len(frames)}Q", len(frames), *map(len, frames))
-
-
-def rest_after(buffers: Sequence[Frame], num_bytes: int) -> list[Frame]:
-    """Return what is left of the buffers, without empty ones, when so many bytes have been sent."""
-    rest: list[Frame] = []
-    for buffer in buffers:
-        size = len(buffer)
-        if num_bytes < size:
-            rest.append(memoryview(buffer)[num_bytes:] if num_bytes else buffer)
-        num_bytes = max(num_bytes - size, 0)
-    return rest
+    sizes = [len(frame) for frame in frames]
+    _check_size(count, sum(sizes))
+    return struct.pack(f"<I{count}Q", count, *sizes)
 
 
 class FrameSender:
@@ -49,7 +46,8 @@ class FrameSender:
 
     def send(self, message: object, *leading: bytes, loan: Loan | None = None) -> None:
         """Send the frames ``leading`` and then ``message``, except for the arrays that ``loan`` took; wait while the
-        peer is too far behind. Raises ``OSError`` when the peer is gone."""
+        peer is too far behind. Raises ``OSError`` when the peer is gone, and before anything is sent ``ValueError`` for
+        more than a message may hold."""
         frames = [*leading, *encode(message, loan, self._body)]
         self.send_frames(frames)
         if len(self._body) > _MAX_IDLE_BYTES:
@@ -57,9 +55,14 @@ class FrameSender:
 
     def send_frames(self, frames: Sequence[Frame]) -> None:
         """Send a message that was encoded already. Waits and raises as :meth:`send`."""
-        rest: list[Frame] = [head(frames), *frames]
-        while rest:
-            rest = rest_after(rest, self._connection.sendmsg(rest))
+        message = [head(frames), *frames]
+        # Nearly every message of a step goes in one call, so only the others pay for the bookkeeping.
+        sent = self._connection.sendmsg(message) if len(message) <= IOV_MAX else 0
+        if sent < sum(map(len, message)):
+            rest = Pieces(message)
+            while pieces := rest.head():
+                rest.advance(sent or self._connection.sendmsg(pieces))
+                sent = 0
 
 
 class FrameReader:
@@ -69,29 +72,30 @@ class FrameReader:
         self._rest = bytearray()  # the beginning of a message
         # A message that needs several reads is read into memory of its own for each frame: arrays stay there, aligned.
         self._large: list[Frame] = []
-        self._unread: list[Frame] = []
+        self._unread: Pieces | None = None
 
     def read(self, connection: socket.socket) -> list[list[Frame]] | None:
         """Read once, and return the frames of each message that is complete now; None at the end of the connection.
 
-        Raises ``BlockingIOError`` when a non-blocking socket has nothing.
+        Raises ``BlockingIOError`` when a non-blocking socket has nothing, and ``ValueError`` for a stream that holds
+        none of our messages; its rest is of no use then.
         """
         try:
-            if self._unread:
-                return self._read_large(connection)
+            if self._unread is not None:
+                return self._read_large(connection, self._unread)
             data = connection.recv(READ_BYTES)
         except ConnectionError:
             return None
         return self._feed(data) if data else None
 
-    def _read_large(self, connection: socket.socket) -> list[list[Frame]] | None:
-        count = connection.recvmsg_into(self._unread)[0]
+    def _read_large(self, connection: socket.socket, unread: Pieces) -> list[list[Frame]] | None:
+        count = connection.recvmsg_into(unread.head())[0]
         if not count:
             return None
-        self._unread = rest_after(self._unread, count)
-        if self._unread:
+        unread.advance(count)
+        if unread.head():
             return []
-        message, self._large = self._large, []
+        message, self._large, self._unread = self._large, [], None
         return [message]
 
     def _feed(self, data: bytes) -> list[list[Frame]]:
@@ -118,10 +122,12 @@ class FrameReader:
     def _begin_large(self, extents: Sequence[tuple[int, int]]) -> None:
         """Move the beginning of a message to the memory of its frames."""
         self._large = [bytearray(stop - begin) for begin, stop in extents]
+        unread: list[Frame] = []
         for frame, (begin, stop) in zip(self._large, extents, strict=True):
             known = self._rest[begin:stop]
             memoryview(frame)[: len(known)] = known
-        self._unread = rest_after(self._large, len(self._rest) - extents[0][0])
+            unread.append(memoryview(frame)[len(known) :])
+        self._unread = Pieces(unread)
         self._rest = bytearray()
 
 
@@ -134,7 +140,8 @@ class FrameReceiver:
         self._messages: deque[list[Frame]] = deque()  # those of one read
 
     def receive(self) -> list[Frame]:
-        """Wait for a message and return its frames. Raises ``EOFError`` when the peer is gone."""
+        """Wait for a message and return its frames. Raises ``EOFError`` when the peer is gone, ``ValueError`` as
+        :meth:`FrameReader.read`."""
         while not self._messages:
             if (messages := self._reader.read(self._connection)) is None:
                 raise EOFError
@@ -144,11 +151,13 @@ class FrameReceiver:
 
 def _extents(view: memoryview, start: int) -> tuple[list[tuple[int, int]], int]:
     """Return where each frame of the message that begins at ``start`` begins and ends, and where the message ends,
-    which may be beyond the view; no frames if its sizes are not there yet."""
+    which may be beyond the view; no frames if its sizes are not there yet. Raises ``ValueError``."""
     sizes_at = start + _COUNT.size
     if sizes_at > len(view):
         return [], 0
     (count,) = _COUNT.unpack_from(view, start)
+    if not 0 < count <= MAX_FRAMES:
+        _check_size(count, 0)
     end = sizes_at + count * _SIZE_BYTES
     if end > len(view):
         return [], 0
@@ -156,4 +165,13 @@ def _extents(view: memoryview, start: int) -> tuple[list[tuple[int, int]], int]:
     for size in struct.unpack_from(f"<{count}Q", view, sizes_at):
         extents.append((end, end + size))
         end += size
+    if end - start > MAX_BYTES:
+        _check_size(count, end - sizes_at - count * _SIZE_BYTES)
     return extents, end
+
+
+def _check_size(count: int, num_bytes: int) -> None:
+    if not 0 < count <= MAX_FRAMES:
+        raise ValueError(f"a message of {count} frames; it has 1 to {MAX_FRAMES}")
+    if num_bytes > MAX_BYTES:
+        raise ValueError(f"a message of {num_bytes} bytes; it has at most {MAX_BYTES}")

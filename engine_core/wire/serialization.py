@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .array_arena import ArenaReader, Loan, Region
+from .pieces import Buffer
 
 T = TypeVar("T")
-Frame = bytes | bytearray | memoryview
+Frame = Buffer
 Array = npt.NDArray[Any]
 
 MAX_INLINE_BYTES = 256

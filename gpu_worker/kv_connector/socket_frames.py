@@ -13,12 +13,11 @@ import msgspec
 import numpy as np
 
 from tokenloom.engine_core.kv_transfer.kv_transport import IntArray, KVPool
+from tokenloom.engine_core.wire.pieces import Pieces
 
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 4 << 20
 """Room for a list of a million blocks; a longer message is invalid."""
-_IOV_MAX = 1024
-"""Linux's limit on the pieces of one call."""
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 
@@ -58,44 +57,20 @@ def send(sock: socket.socket, data: Sequence[memoryview]) -> None:
         for piece in data:
             sock.sendall(piece)
         return
-    rest = _Rest(data)
+    rest = Pieces(data)
     while head := rest.head():
         rest.advance(sock.sendmsg(head))
 
 
 def receive_into(sock: socket.socket, data: Sequence[memoryview]) -> None:
     """Fill all pieces; the kernel scatters them, except under TLS."""
-    rest = _Rest(data)
+    rest = Pieces(data)
     tls = isinstance(sock, ssl.SSLSocket)
     while head := rest.head():
         count = sock.recv_into(head[0]) if tls else sock.recvmsg_into(head)[0]
         if not count:
             raise ConnectionError("the peer hung up")
         rest.advance(count)
-
-
-class _Rest:
-    """Holds the pieces that are not moved yet, and yields as many as one call takes."""
-
-    def __init__(self, data: Sequence[memoryview]) -> None:
-        self._data = data
-        self._next = 0
-        self._head: list[memoryview] = []
-
-    def head(self) -> list[memoryview]:
-        if not self._head:
-            self._head = list(self._data[self._next : self._next + _IOV_MAX])
-            self._next += len(self._head)
-        return self._head
-
-    def advance(self, count: int) -> None:
-        whole = 0
-        while whole < len(self._head) and count >= len(self._head[whole]):
-            count -= len(self._head[whole])
-            whole += 1
-        del self._head[:whole]
-        if count:
-            self._head[0] = self._head[0][count:]
 
 
 def _receive(sock: socket.socket, length: int) -> bytearray:

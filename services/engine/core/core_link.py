@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from tokenloom.engine_core.client.async_core_client import AsyncClient
-from tokenloom.engine_core.errors import EngineDeadError, UtilityError
+from tokenloom.engine_core.errors import EngineDeadError, NotSentError, UtilityError
 from tokenloom.engine_core.wire.handshake import CoreReady
 from tokenloom.engine_core.wire.messages import AcceptTokens, EngineCoreOutputs
-from tokenloom.request.errors import FailedPrecondition, TokenloomError, TryElsewhere, Unavailable
+from tokenloom.request.errors import FailedPrecondition, Internal, TokenloomError, TryElsewhere, Unavailable
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import Tracer
 
@@ -97,7 +97,7 @@ class CoreLink:
         """Call a utility of the core. Raises ``FailedPrecondition``, or ``Unavailable`` if the core is dead."""
         try:
             return await self.client.call_utility(method, *args)
-        except UtilityError as error:
+        except (NotSentError, UtilityError) as error:
             raise FailedPrecondition(str(error)) from None
         except EngineDeadError:
             raise Unavailable("the engine failed") from None
@@ -108,7 +108,8 @@ class CoreLink:
         self._load.accepted()
 
     async def hand_over(self, attempt: Attempt) -> None:
-        """Send the request of an attempt that has not ended. Raises ``TryElsewhere`` if the core is dead."""
+        """Send the request of an attempt that has not ended. Raises ``TryElsewhere`` if the core is dead, ``Internal``
+        for a request that no message can carry."""
         request, attempt.request = attempt.request, None
         if request is None:
             return
@@ -116,14 +117,20 @@ class CoreLink:
             await self.client.add_request(request)
         except EngineDeadError:
             raise TryElsewhere(CORE_DIED) from None
+        except NotSentError as error:
+            log.error("request %s cannot be passed to the engine core: %s", attempt.request_id, error)
+            raise Internal("the request cannot be passed to the engine core") from None
         self._load.handed_over(attempt.tokens.prompt)
 
     async def accept(self, accept: AcceptTokens) -> None:
-        """Send the tokens of the prefill leg to the core. Raises ``TryElsewhere`` if the core is dead."""
+        """Send the tokens of the prefill leg to the core. Raises as :meth:`hand_over`."""
         try:
             await self.client.accept_tokens(accept)
         except EngineDeadError:
             raise TryElsewhere(CORE_DIED) from None
+        except NotSentError as error:
+            log.error("tokens cannot be passed to the engine core: %s", error)
+            raise Internal("the request's tokens cannot be passed to the engine core") from None
 
     def fail(self, attempt: Attempt, error: TokenloomError) -> None:
         """Fail an attempt, if it is still live."""

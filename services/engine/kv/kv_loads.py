@@ -16,7 +16,7 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.engine_core.wire.embedding_rows import content_salt
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
-from tokenloom.request.errors import Unavailable
+from tokenloom.request.errors import TokenloomError, Unavailable
 from tokenloom.request.wire_errors import of_exception
 from tokenloom.services.runtime.host.tasks import Tasks, first_of
 from tokenloom.services.runtime.peers.channels import Channels
@@ -169,7 +169,7 @@ class KVLoads:
         assert attempt.request is request
         try:
             await self._core.hand_over(attempt)
-        except Unavailable as error:
+        except TokenloomError as error:
             self._core.fail(attempt, error)
 
     async def _hold(self, key: str, load: _Load, reading: Reading, *, is_complete: bool) -> str:

@@ -13,7 +13,6 @@ from tokenloom.request.errors import (
     FailedPrecondition,
     ResourceExhausted,
     TokenloomError,
-    TryElsewhere,
 )
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, NO_CREDIT_SECONDS, Credit
@@ -171,7 +170,7 @@ class ConnectStream:
             return
         try:
             await self._core.hand_over(attempt)
-        except TryElsewhere as error:
+        except TokenloomError as error:
             self._fail(add.slot, error)
 
     async def _accept(self, accept: engine_pb2.AcceptTokens) -> None:

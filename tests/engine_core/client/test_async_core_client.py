@@ -8,19 +8,24 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from tests.engine_core.client.inproc import AsyncInprocClient
-from tests.engine_core.helpers import make_config, make_request
+from tests.engine_core.helpers import make_config, make_pooling, make_request
 from tests.engine_core.processes import failing_core, has_ended
-from tests.engine_core.wire.test_embedding_rows import make_mixed, make_wide
+from tests.engine_core.wire.test_embedding_rows import expected, make_mixed, make_wide
 from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
 from tokenloom.engine_core.config import EngineConfig, WorkerConfig
-from tokenloom.engine_core.errors import EngineDeadError, EngineStartError, UtilityError
+from tokenloom.engine_core.errors import EngineDeadError, EngineStartError, NotSentError, UtilityError
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.wire.messages import EngineCoreOutputs
+from tokenloom.engine_core.wire.core_pooling_params import PoolingTask
+from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from tokenloom.engine_core.wire.pieces import IOV_MAX
 from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
+from tokenloom.engine_core.wire.serialization import MAX_INLINE_BYTES
 from tokenloom.services.engine.core.core_start import CORE_COMMAND
 
 CONFIG = msgspec.structs.replace(make_config(), worker=WorkerConfig(model="", worker="hash", step_seconds=0.002))
@@ -189,4 +194,93 @@ async def test_a_request_that_was_cancelled_before_it_was_sent_holds_no_memory()
         with pytest.raises(asyncio.CancelledError):
             await sending
     assert client._arena.num_lent == 0
+    await client.close()
+
+
+def make_spans(request_id: str, count: int) -> EngineCoreRequest:
+    """Return a request whose message has a frame for each of ``count`` spans of rows."""
+    spans = [EmbedsSpan(2 * index, np.full((1, 128), index, np.float32)) for index in range(count)]
+    return make_mixed(request_id, *spans, length=2 * count + 1)
+
+
+async def start_wide() -> tuple[AsyncMPClient, int]:
+    """Return a client of a core that computes long prompts in one step, and the size of its vocabulary."""
+    config = make_config(max_model_len=4096, num_blocks=1500, budget=4096)
+    client = in_process(msgspec.structs.replace(config, worker=CONFIG.worker))
+    return client, (await client.start()).vocab_size
+
+
+async def test_a_request_of_more_frames_than_one_call_takes_runs_as_any_other() -> None:
+    client, vocab_size = await start_wide()
+    async with asyncio.timeout(60):
+        request = make_spans("spans", IOV_MAX + 76)
+        await client.add_request(request)
+        await client.add_request(make_request("plain", [1, 2, 3], max_tokens=3))
+        token_ids = await collect(client, 2)
+    assert token_ids == {"spans": expected(request, vocab_size), "plain": expected_tokens([1, 2, 3], 3)}
+    await client.close()
+
+
+async def test_more_pooled_results_than_one_call_takes_are_the_outputs_of_one_step() -> None:
+    count = IOV_MAX + 126
+    config = make_config(max_num_seqs=count, budget=16 * count, num_blocks=4 * count)
+    client = in_process(msgspec.structs.replace(config, worker=CONFIG.worker))
+    await client.start()
+    found: dict[str, EngineCoreOutput] = {}
+    steps: list[int] = []
+
+    async def read() -> None:
+        while len(found) < count:
+            outputs = (await client.get_output()).outputs
+            steps.append(len(outputs))
+            found.update({output.request_id: output for output in outputs})
+
+    async with asyncio.timeout(60):
+        reading = asyncio.create_task(read())
+        await client.call_utility("pause", "keep")  # all are there before the first step
+        for index in range(count):
+            await client.add_request(make_pooling(str(index), [index % 90 + 1] * 10, PoolingTask.TOKEN_EMBED))
+        await client.call_utility("resume")
+        await reading
+    assert max(steps) > IOV_MAX
+    for output in found.values():
+        assert output.pooled is not None
+        assert output.pooled.nbytes > MAX_INLINE_BYTES
+    await client.close()
+
+
+async def test_a_request_that_no_message_can_carry_fails_alone() -> None:
+    client = in_process(CONFIG)
+    await client.start()
+    async with asyncio.timeout(60):
+        wrong = msgspec.structs.replace(make_request("wrong", [1]), timeout_ns=2**64)
+        with pytest.raises(NotSentError, match="ADD: OverflowError"):
+            await client.add_request(wrong)
+        await client.add_request(make_request("right", [1], max_tokens=3))
+        assert await collect(client, 1) == {"right": expected_tokens([1], 3)}
+    await client.close()
+
+
+async def test_rows_of_a_request_that_was_cancelled_while_half_sent_are_not_replaced() -> None:
+    """The core reads the rest of the message with the next one, and what it refers to must still be there."""
+    client, vocab_size = await start_wide()
+    assert client.pid is not None
+    in_frames = [make_wide(50 + 8 * index, 8, index) for index in range(20)]  # more than the socket's buffer
+    first = make_mixed("first", make_wide(0, 50, 1), *in_frames, length=300)
+    second = make_mixed("second", make_wide(0, 50, 2), length=60)
+    async with asyncio.timeout(60):
+        os.kill(client.pid, signal.SIGSTOP)
+        sending = asyncio.create_task(client.add_request(first))
+        await asyncio.sleep(0)
+        assert not sending.done()
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        assert client._arena.num_lent == 1
+        next_one = asyncio.create_task(client.add_request(second))
+        await asyncio.sleep(0)
+        os.kill(client.pid, signal.SIGCONT)
+        await next_one
+        token_ids = await collect(client, 2)
+    assert token_ids == {request.request_id: expected(request, vocab_size) for request in (first, second)}
     await client.close()

@@ -1,13 +1,18 @@
 """A socket in an event loop: order, bounds, cancellation, failure."""
 
 import asyncio
+import errno
+import os
 import socket
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 
 from tokenloom.engine_core.client.async_socket import AsyncSocket
-from tokenloom.engine_core.wire.frames import FrameReceiver, FrameSender
+from tokenloom.engine_core.errors import EngineDeadError, NotSentError
+from tokenloom.engine_core.wire.frames import MAX_FRAMES, FrameReceiver, FrameSender
+from tokenloom.engine_core.wire.pieces import IOV_MAX
 
 
 class Broken(Exception):
@@ -93,6 +98,90 @@ async def test_a_message_whose_sender_was_cancelled_in_its_middle_is_completed(p
     reading = asyncio.create_task(asyncio.to_thread(lambda: [receiver.receive(), receiver.receive()]))
     await near.send([b"next"])
     assert await reading == [[b"large", large], [b"next"]]
+
+
+async def test_the_begin_of_a_message_is_reported_once_and_before_its_sender_can_be_cancelled(pair: Pair) -> None:
+    near, far = pair
+    begun: list[str] = []
+    large = bytes(1 << 20)
+    first = asyncio.create_task(near.send([large], lambda: begun.append("first")))
+    second = asyncio.create_task(near.send([b"second"], lambda: begun.append("second")))
+    await asyncio.sleep(0)
+    assert begun == ["first"]
+    for task in (first, second):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    receiver = FrameReceiver(far)
+    reading = asyncio.create_task(asyncio.to_thread(lambda: [receiver.receive(), receiver.receive()]))
+    await near.send([b"third"], lambda: begun.append("third"))
+    assert await reading == [[large], [b"third"]]
+    assert begun == ["first", "third"]
+
+
+async def test_more_frames_than_one_call_of_the_system_takes_go_both_ways(pair: Pair) -> None:
+    near, far = pair
+    frames = [b"%d" % index for index in range(3 * IOV_MAX)]
+    receiver, sender = FrameReceiver(far), FrameSender(far)
+    reading = asyncio.create_task(asyncio.to_thread(receiver.receive))
+    await near.send(frames)
+    assert await reading == frames
+    sending = asyncio.create_task(asyncio.to_thread(sender.send_frames, frames))
+    assert await near.receive() == frames
+    await sending
+
+
+async def test_a_message_that_cannot_be_sent_leaves_the_queue(pair: Pair) -> None:
+    near, far = pair
+    with pytest.raises(NotSentError, match="frames; it has 1 to"):
+        await near.send([b""] * (MAX_FRAMES + 1))
+    await near.send([b"next"])
+    assert FrameReceiver(far).receive() == [b"next"]
+
+
+class FaultyConnection:
+    """A socket whose sends fail with some errors, one after the other, and then work."""
+
+    def __init__(self, connection: socket.socket, *errors: int | None) -> None:
+        self._connection = connection
+        self._errors = list(errors)
+
+    def sendmsg(self, buffers: list[bytes]) -> int:
+        if self._errors and (number := self._errors.pop(0)) is not None:
+            raise OSError(number, os.strerror(number))
+        return self._connection.send(b"".join(buffers)[:10])
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._connection, name)
+
+
+@pytest.mark.parametrize("faults", [(errno.EMSGSIZE,), (errno.ENOBUFS, errno.EMSGSIZE)])
+async def test_an_error_of_the_system_fails_the_message_that_was_not_begun(faults: tuple[int, ...]) -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        ours = AsyncSocket(cast(socket.socket, FaultyConnection(near, *faults)))
+        begun: list[int] = []
+        with pytest.raises(NotSentError, match="Message too long"):
+            await ours.send([b"refused"], lambda: begun.append(1))
+        await ours.send([b"next"])
+        assert FrameReceiver(far).receive() == [b"next"]
+        assert not begun
+
+
+async def test_an_error_within_a_message_is_the_end_of_the_connection() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        ours = AsyncSocket(cast(socket.socket, FaultyConnection(near, None, errno.ENOMEM, None, errno.EMSGSIZE)))
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match="ended in its middle"):
+                await ours.send([bytes(100)])
+
+
+async def test_bytes_that_are_no_message_are_the_end_of_the_connection(pair: Pair) -> None:
+    near, far = pair
+    far.sendall(bytes(64))
+    with pytest.raises(EngineDeadError, match="something else than messages"):
+        await near.receive()
 
 
 async def test_a_message_of_which_nothing_was_sent_is_dropped_with_its_sender(pair: Pair) -> None:

@@ -1,4 +1,5 @@
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from itertools import cycle
@@ -9,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenloom.engine_core.wire.frames import READ_BYTES, FrameReader, FrameReceiver, FrameSender, head, rest_after
+from tokenloom.engine_core.wire.frames import (
+    MAX_BYTES,
+    MAX_FRAMES,
+    READ_BYTES,
+    FrameReader,
+    FrameReceiver,
+    FrameSender,
+    head,
+)
+from tokenloom.engine_core.wire.pieces import IOV_MAX
 from tokenloom.engine_core.wire.serialization import Decoder, Frame
 
 LARGE = 1 << 20
@@ -60,12 +70,48 @@ def test_messages_are_found_however_the_stream_is_split(messages: Messages, data
     assert found == messages
 
 
-@given(st.lists(st.binary(max_size=5), max_size=5), st.integers(0, 25))
-def test_what_was_not_sent_is_left(buffers: list[bytes], num_bytes: int) -> None:
-    whole = b"".join(buffers)
-    rest = rest_after(buffers, min(num_bytes, len(whole)))
-    assert b"".join(map(bytes, rest)) == whole[num_bytes:]
-    assert all(map(len, rest))
+@pytest.mark.parametrize("count", [1, IOV_MAX - 1, IOV_MAX, IOV_MAX + 1, 3 * IOV_MAX])
+@pytest.mark.parametrize("size", [0, 300])
+def test_more_frames_arrive_than_one_call_of_the_system_takes(
+    sockets: tuple[socket.socket, socket.socket], count: int, size: int
+) -> None:
+    near, far = sockets
+    frames = [b"body", *(index.to_bytes(2, "little") * (size // 2) for index in range(count))]
+    thread = threading.Thread(target=FrameSender(near).send_frames, args=(frames,))
+    thread.start()
+    receiver = FrameReceiver(far)
+    assert receiver.receive() == frames
+    thread.join()
+    thread = threading.Thread(target=FrameSender(near).send_frames, args=([b"after"],))
+    thread.start()
+    assert receiver.receive() == [b"after"]
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("stream", "error"),
+    [
+        (struct.pack("<I", 0), "of 0 frames; it has 1 to"),
+        (struct.pack("<I", MAX_FRAMES + 1), f"of {MAX_FRAMES + 1} frames"),
+        (struct.pack("<I", 2**32 - 1), f"of {2**32 - 1} frames"),
+        (struct.pack("<IQ", 1, MAX_BYTES + 1), f"of {MAX_BYTES + 1} bytes; it has at most"),
+        (struct.pack("<IQ", 1, 2**63), f"of {2**63} bytes"),
+        (struct.pack("<IQ", 1, 2**64 - 1), f"of {2**64 - 1} bytes"),
+        (struct.pack("<IQQ", 2, 2**64 - 1, 2), f"of {2**64 + 1} bytes"),
+    ],
+)
+def test_sizes_that_no_sender_writes_are_refused_before_memory_is_taken(stream: bytes, error: str) -> None:
+    connection = cast(socket.socket, FakeConnection(stream, cycle([READ_BYTES])))
+    with pytest.raises(ValueError, match=error):
+        FrameReader().read(connection)
+
+
+def test_a_sender_refuses_more_frames_than_a_receiver_takes() -> None:
+    assert len(head([b""] * MAX_FRAMES)) == 4 + 8 * MAX_FRAMES
+    with pytest.raises(ValueError, match="frames; it has 1 to"):
+        head([b""] * (MAX_FRAMES + 1))
+    with pytest.raises(ValueError, match="of 0 frames"):
+        head([])
 
 
 def test_messages_and_arrays_of_any_size_arrive(sockets: tuple[socket.socket, socket.socket]) -> None:

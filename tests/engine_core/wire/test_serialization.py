@@ -154,7 +154,8 @@ def test_large_arrays_lie_in_shared_memory_as_long_as_it_has_room() -> None:
 def test_regions_that_are_not_what_they_say_are_refused(region: list[object], error: str) -> None:
     arena = ArrayArena(MIN_BYTES)
     frames: list[Frame] = [body("<f4", LARGE.shape, region)]
-    assert arena.put(LARGE) == (0, 1, 0, MIN_BYTES)
+    with arena.lend() as loan:
+        assert loan.put(LARGE) == (0, 1, 0, MIN_BYTES)
     with pytest.raises(msgspec.DecodeError, match=error):
         Decoder(Tables, reader_of(arena)).decode(frames)
     with pytest.raises(msgspec.DecodeError, match=r"but this receiver has none|Expected"):

@@ -123,7 +123,7 @@ class OfflineLoop:
         ended: list[InFlight] = []
         for output in self._client.get_output().outputs:
             if (live := self._live.get(output.request_id)) is None:
-                continue  # it ended earlier in this step, with its request
+                continue  # it ended earlier in this step, with its request or at a stop string
             request, sample = live
             try:
                 if request.accept(sample, output):

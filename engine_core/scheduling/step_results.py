@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ..structured_output.manager import FIELD
+from ..structured_output.manager import FAILED, FIELD
 from ..wire.messages import EngineCoreOutput, Logprobs
 from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .drafts import Drafts
@@ -93,7 +93,7 @@ class StepResults:
                 continue  # aborted while the step executed
             self._take_out(request)
             status = RequestStatus.FINISHED_ERROR if error else RequestStatus.FINISHED_STOPPED
-            self._ended.end_early(request, status, error, field if error else "")
+            self._ended.end_early(request, status, error, field if error not in ("", FAILED) else "")
 
     def _fail_computed(self, request_id: str) -> None:
         """End a request whose logits are useless. No other request may find its blocks: the KV may be useless too."""

@@ -1,5 +1,6 @@
 """Compiles constraints outside the loop: each first in a process that can be killed, then in a thread of this one."""
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -11,6 +12,8 @@ from ..wire.core_sampling_params import StructuredOutput
 from .compile_queue import Compile, CompileQueue
 from .compiler_process import CompilerProcess, CompilerUnavailable, Setup, make_backend
 from .grammar_backend import CompiledGrammar, GrammarError, StructuredOutputBackend
+
+log = logging.getLogger(__name__)
 
 NUM_COMPILERS = 2
 """More than one, so that a constraint that takes its full time does not delay all others."""
@@ -78,7 +81,8 @@ class GrammarCompiler:
         tenant: str,
         done: Callable[[Future[CompiledGrammar]], None],
     ) -> None:
-        """Call ``done``, from any thread, with a future that holds the grammar or a ``GrammarError``.
+        """Call ``done``, from any thread, with a future that holds the grammar or a ``GrammarError``: a
+        ``CompilerUnavailable`` if the constraint was not judged, which the next call tries again.
 
         It is not called after :meth:`forget`, unless the grammar was ready before. Raises ``CompileQueueFull``.
         """
@@ -162,8 +166,8 @@ class GrammarCompiler:
                 return
         try:
             process = self._take_process()
-        except GrammarError as error:
-            self._fail_next(error)
+        except Exception as error:  # starting a process fails in ways of the system's own, too
+            self._fail_next(_for_clients(error))
             return
         if (running := self._begin(process)) is None:
             self._give_back(process)
@@ -191,7 +195,7 @@ class GrammarCompiler:
         try:
             prepared = running.process.prepare(compile_.constraint)
         except Exception as error:
-            failure = error
+            failure = _for_clients(error)
         with self._lock:
             self._running.remove(running)
             self._queue.ended(compile_, self._clock() - running.began)
@@ -203,10 +207,10 @@ class GrammarCompiler:
                 raise failure
             compile_.future.set_result(self.backend.load(prepared))
         except BaseException as error:
-            compile_.future.set_exception(error)
+            compile_.future.set_exception(_for_clients(error))
 
     def _take_process(self) -> CompilerProcess:
-        """Return a process that is ready. Raises ``GrammarError``."""
+        """Return a process that is ready. Raises as :class:`CompilerProcess`."""
         with self._lock:
             if self._closed:
                 raise CompilerUnavailable("the engine is shutting down")
@@ -226,3 +230,11 @@ class GrammarCompiler:
                 self._idle.append(process)
                 return
         process.kill()
+
+
+def _for_clients(error: BaseException) -> GrammarError:
+    """Return an error that requests may get. What is no verdict on the constraint is not kept: see :meth:`compile`."""
+    if isinstance(error, GrammarError):
+        return error
+    log.error("a grammar could not be compiled", exc_info=error)
+    return CompilerUnavailable("the engine could not compile the grammar; retry")

@@ -2,7 +2,8 @@
 
 Stdin and stdout carry msgpack after 4-byte big-endian lengths: first a ``Setup``, answered by a ``Reply`` without a
 grammar, then one ``Reply`` for each ``StructuredOutput``. The process ends when stdin ends, and at once when a
-constraint exceeds its time or memory.
+constraint exceeds its processor time or memory, or has not been compiled after a much longer time, because the machine
+is busy.
 """
 
 import contextlib
@@ -23,7 +24,13 @@ from ..wire.core_sampling_params import StructuredOutput
 from .grammar_backend import GrammarError, StructuredOutputBackend
 
 COMPILE_SECONDS = 2.0
+"""The processor time that a constraint may take. It is the constraint's own, however busy the machine is."""
+_WAIT_SECONDS = 30.0
+"""As long as a compile may take until it is given up, and not judged."""
 _START_SECONDS = 30.0
+_TOO_LARGE = "it takes too much memory to compile"
+_OUT_OF_MEMORY = 3
+"""The status of a process that ran out of the memory for a constraint. Python's own failures have status 1."""
 _LENGTH = struct.Struct(">I")
 _COMMAND = (sys.executable, "-m", "tokenloom.engine_core.structured_output.compiler_process")
 
@@ -40,7 +47,9 @@ class Setup(msgspec.Struct, frozen=True):
     config: StructuredOutputConfig
     vocab_size: int
     seconds: float = COMPILE_SECONDS
-    """The time limit for one constraint."""
+    """The limit of processor time for one constraint."""
+    wait_seconds: float = _WAIT_SECONDS
+    """The limit of time for one constraint."""
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -49,6 +58,8 @@ class Reply(msgspec.Struct, frozen=True):
     prepared: str = ""
     refused: str = ""
     """Why the constraint is refused, in words for a client; empty if it is not."""
+    unavailable: str = ""
+    """Why the process cannot compile, or could not judge the constraint; empty if it can."""
 
 
 class CompilerProcess:
@@ -57,7 +68,8 @@ class CompilerProcess:
     def __init__(self, setup: Setup) -> None:
         """Start the process and wait until it is ready.
 
-        Raises ``GrammarError`` if the backend cannot be loaded, ``CompilerUnavailable`` if the process does not start.
+        Raises ``GrammarError`` if the backend is not there or does not suit the model, ``CompilerUnavailable`` if the
+        process does not start, or cannot load the backend at present.
         """
         # Its errors are in its replies; a library that aborts without memory must not write into the engine's log.
         try:
@@ -67,18 +79,18 @@ class CompilerProcess:
             reply = self._exchange(setup)
         except (GrammarError, OSError):
             raise CompilerUnavailable("the process that compiles grammars did not start") from None
-        if reply.refused:
+        if reply.refused or reply.unavailable:
             self.kill()
-            raise GrammarError(reply.refused)
+        _raise_failure(reply)
 
     def prepare(self, constraint: StructuredOutput) -> str:
         """Return what the backend loads a grammar from.
 
-        Raises ``GrammarError``; the process may have ended then: see :attr:`is_alive`.
+        Raises ``GrammarError`` for a constraint that is refused, ``CompilerUnavailable`` for one that was not judged.
+        The process may have ended then: see :attr:`is_alive`.
         """
         reply = self._exchange(constraint)
-        if reply.refused:
-            raise GrammarError(reply.refused)
+        _raise_failure(reply)
         return reply.prepared
 
     @property
@@ -110,27 +122,45 @@ class CompilerProcess:
             reply = None
         if reply is None:
             self.kill()
-            raise GrammarError(_DEATHS.get(self._process.returncode, "it takes too much memory to compile"))
+            raise _error_of(self._process.returncode)
         return reply
 
 
-_DEATHS = {
-    -signal.SIGALRM: f"it takes more than {COMPILE_SECONDS:g} s to compile",
-    -signal.SIGKILL: "its compilation was cancelled",
+_REFUSALS = {
+    -signal.SIGPROF: f"it takes more than {COMPILE_SECONDS:g} s of processor time to compile",
+    -signal.SIGABRT: _TOO_LARGE,  # a library that gets no more memory aborts
+    _OUT_OF_MEMORY: _TOO_LARGE,
 }
+
+
+def _raise_failure(reply: Reply) -> None:
+    if reply.unavailable:
+        raise CompilerUnavailable(reply.unavailable)
+    if reply.refused:
+        raise GrammarError(reply.refused)
+
+
+def _error_of(status: int) -> GrammarError:
+    """Return why a compile ended the process. Only the limits of a constraint are the constraint's fault."""
+    if status in _REFUSALS:
+        return GrammarError(_REFUSALS[status])
+    if status == -signal.SIGALRM:
+        return CompilerUnavailable("the machine is too busy to compile the grammar; retry later")
+    return CompilerUnavailable("the process that compiles grammars was ended; retry")
 
 
 def make_backend(config: StructuredOutputConfig, vocab_size: int) -> StructuredOutputBackend:
     """Return the backend that ``config`` names, for a model of ``vocab_size`` logits.
 
-    Raises ``GrammarError`` if the library is not installed, or the tokenizer is missing, changed or not supported.
+    Raises ``GrammarError`` if the library is not installed or the tokenizer not supported, ``CompilerUnavailable`` if
+    the tokenizer's file is missing or changed.
     """
     file = Path(config.tokenizer)
     try:
         if hashlib.sha256(file.read_bytes()).digest() != config.tokenizer_digest:
-            raise GrammarError("the engine's tokenizer file was changed after the engine started")
+            raise CompilerUnavailable("the engine's tokenizer file was changed after the engine started")
     except OSError:
-        raise GrammarError("the engine's tokenizer file can no longer be read") from None
+        raise CompilerUnavailable("the engine's tokenizer file can no longer be read") from None
     if config.backend == "xgrammar":
         return _xgrammar(file, vocab_size, config)
     from .llguidance_backend import LLGuidanceBackend  # loaded by the first request that needs it
@@ -161,6 +191,9 @@ def main() -> None:
     setup = _read(stdin, Setup) or sys.exit()
     try:
         backend = make_backend(setup.config, setup.vocab_size)
+    except CompilerUnavailable as error:
+        _write(stdout, Reply(unavailable=str(error)))
+        return
     except GrammarError as error:
         _write(stdout, Reply(refused=str(error)))
         return
@@ -169,17 +202,25 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _write(stdout, Reply())
     while True:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        _limit(0, 0)
         if (constraint := _read(stdin, StructuredOutput)) is None:
             return
-        signal.setitimer(signal.ITIMER_REAL, setup.seconds)
+        _limit(setup.seconds, setup.wait_seconds)
         try:
             reply = Reply(prepared=backend.prepare(constraint))
         except GrammarError as error:
             reply = Reply(refused=str(error))
         except MemoryError:
-            os._exit(1)  # as when the library itself runs out of memory
+            os._exit(_OUT_OF_MEMORY)  # the process ends also when the library itself runs out of memory
+        except Exception as error:  # no verdict on the constraint
+            reply = Reply(unavailable=f"the engine could not compile the grammar ({type(error).__name__})")
         _write(stdout, reply)
+
+
+def _limit(processor_seconds: float, seconds: float) -> None:
+    """End the process after this much time, by the default actions of the signals; 0: never."""
+    signal.setitimer(signal.ITIMER_PROF, processor_seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _data_bytes() -> int:

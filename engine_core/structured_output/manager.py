@@ -1,5 +1,6 @@
 """Tracks the constraints of outputs: which grammars are being compiled, and how far each output was followed."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,8 +21,12 @@ from .grammar_backend import Bitmask, CompiledGrammar, GrammarError, bitmask_of
 from .request_constraint import RequestConstraint
 from .request_grammar import GrammarEnd, RequestGrammar
 
+log = logging.getLogger(__name__)
+
 FIELD = "structured_outputs"
 """The field of the request that errors name."""
+FAILED = "the engine could not follow the request's grammar"
+"""The error of a request whose grammar failed by a fault that is not its own."""
 _BUDGET_FIELD = "thinking_token_budget"
 
 
@@ -138,6 +143,9 @@ class StructuredOutputManager:
                 news.append(Compiled(request_id, f"{FIELD}: {error}"))
             except GrammarError as error:
                 news.append(Compiled(request_id, f"{FIELD}: {error}", FIELD))
+            except Exception:  # of the backend's library
+                log.exception("the grammar of request %s cannot be used", request_id)
+                news.append(Compiled(request_id, FAILED))
         return news
 
     def forget(self, request_id: str) -> None:
@@ -191,7 +199,11 @@ class StructuredOutputManager:
             else:
                 request = requests[request_id]
                 unseen = request.all_token_ids[request.num_prompt_tokens + constraint.num_seen :]
-                allowed[request_id] = drafts[: constraint.num_allowed(unseen, drafts)]
+                try:
+                    allowed[request_id] = drafts[: constraint.num_allowed(unseen, drafts)]
+                except Exception:  # of the backend's library; the next bitmask fails the request
+                    log.exception("the grammar of request %s failed", request_id)
+                    allowed[request_id] = []
         return allowed
 
     def wait_for_masks(self) -> None:
@@ -234,4 +246,7 @@ def _fill(rows: list[_Row], num_words: int) -> tuple[GrammarOutput | None, dict[
             ended[request_id] = ""
         except GrammarError as error:
             ended[request_id] = f"{FIELD}: {error}"
+        except Exception:  # of the backend's library: it concerns this request only
+            log.exception("the grammar of request %s failed", request_id)
+            ended[request_id] = FAILED
     return GrammarOutput(bound, bitmask[: len(bound)], forced) if bound else None, ended

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from tests.engine_core.structured_output.helpers import VOCAB_SIZE, backend, config
 from tokenloom.engine_core.structured_output.compiler import GrammarCompiler
 from tokenloom.engine_core.structured_output.compiler_process import CompilerProcess, CompilerUnavailable, Setup
-from tokenloom.engine_core.structured_output.grammar_backend import GrammarError
 from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
 
 SOON = 20.0
@@ -47,6 +46,10 @@ class FakeCompilers:
         self.begun: list[str] = []
         """All compiles so far, by their regular expressions."""
         self.running: dict[str, FakeProcess] = {}
+        self.failures: dict[str, Exception] = {}
+        """Errors of compiles, by their regular expressions: each is raised once."""
+        self.start_failure: Exception | None = None
+        """The error of the next process that starts."""
         self._released: set[str] = set()
         self._changed = threading.Condition()
 
@@ -78,8 +81,10 @@ class FakeCompilers:
             self._changed.wait_for(lambda: name in self._released or not process.is_alive)
             del self.running[name]
             self._changed.notify_all()
+            if (failure := self.failures.pop(name, None)) is not None:
+                raise failure
             if not process.is_alive:
-                raise GrammarError("its compilation was cancelled")
+                raise CompilerUnavailable("the process that compiles grammars was ended; retry")
         return backend().prepare(constraint)
 
     def end(self, process: FakeProcess) -> None:
@@ -90,6 +95,9 @@ class FakeCompilers:
     def _start(self, setup: Setup) -> FakeProcess:
         if not self.may_start:
             raise CompilerUnavailable("the process that compiles grammars did not start")
+        if (failure := self.start_failure) is not None:
+            self.start_failure = None
+            raise failure
         self.num_started += 1
         return FakeProcess(self)
 

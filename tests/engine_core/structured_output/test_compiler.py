@@ -9,7 +9,7 @@ from tests.engine_core.structured_output.fake_compilers import SOON, FakeCompile
 from tokenloom.engine_core.structured_output.compile_queue import MAX_PENDING_PER_TENANT, CompileQueueFull
 from tokenloom.engine_core.structured_output.compiler import RESTART_SECONDS, GrammarCompiler
 from tokenloom.engine_core.structured_output.compiler_process import CompilerUnavailable
-from tokenloom.engine_core.structured_output.grammar_backend import CompiledGrammar
+from tokenloom.engine_core.structured_output.grammar_backend import CompiledGrammar, GrammarError
 
 
 @pytest.fixture
@@ -145,3 +145,49 @@ def test_without_a_process_requests_fail_and_may_be_retried(fakes: FakeCompilers
     fakes.may_start = True
     fakes.release("a")
     assert compile_(compiler, "a").result(SOON)
+
+
+@pytest.mark.parametrize(
+    "failure", [CompilerUnavailable("the machine is too busy"), OSError("no descriptor is left"), RuntimeError("a bug")]
+)
+def test_what_is_no_verdict_is_not_kept(fakes: FakeCompilers, compiler: GrammarCompiler, failure: Exception) -> None:
+    fakes.release("a")
+    fakes.failures["a"] = failure
+    with pytest.raises(CompilerUnavailable):
+        compile_(compiler, "a").result(SOON)
+    assert compile_(compiler, "a").result(SOON)
+
+
+def test_a_refusal_is_kept(fakes: FakeCompilers, compiler: GrammarCompiler) -> None:
+    fakes.release("a")
+    fakes.failures["a"] = GrammarError("it takes more than 2 s of processor time to compile")
+    for request_id in "12":
+        with pytest.raises(GrammarError, match="more than 2 s"):
+            compile_(compiler, "a", request_id=request_id).result(SOON)
+    assert fakes.begun == ["a"]
+
+
+@pytest.mark.parametrize("failure", [BlockingIOError("no process is left"), RuntimeError("can't start new thread")])
+def test_a_process_that_cannot_start_fails_the_request(
+    fakes: FakeCompilers, compiler: GrammarCompiler, failure: Exception
+) -> None:
+    fakes.release("a")
+    fakes.start_failure = failure
+    with pytest.raises(CompilerUnavailable):
+        compile_(compiler, "a").result(SOON)
+    assert compile_(compiler, "a").result(SOON)
+
+
+def test_a_grammar_that_cannot_be_loaded_here_may_be_tried_again(
+    fakes: FakeCompilers, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fakes.release("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(compiler.backend), "load", fail)
+        with pytest.raises(CompilerUnavailable, match="could not compile the grammar; retry"):
+            compile_(compiler, "a").result(SOON)
+    assert compile_(compiler, "a").result(SOON)
+
+
+def fail(*_: object) -> None:
+    raise MemoryError

@@ -22,6 +22,8 @@ from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.scheduling.request import RequestStatus
 from tokenloom.engine_core.structured_output.compile_queue import CompileQueue
 from tokenloom.engine_core.structured_output.compiler import NUM_COMPILERS
+from tokenloom.engine_core.structured_output.manager import FAILED, StructuredOutputManager
+from tokenloom.engine_core.structured_output.request_constraint import RequestConstraint
 from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
 from tokenloom.engine_core.wire.messages import ErrorKind, FinishReason
 
@@ -85,6 +87,29 @@ def test_a_constraint_that_does_not_compile_is_the_requests_fault(
     assert refused.error.startswith("structured_outputs: ")
     assert re.search(words, refused.error)
     assert outputs["good"][-1].finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("part", ["start", "fill"])
+def test_an_error_of_the_library_fails_only_its_request(
+    client: InprocClient, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """It is no fault of the client, and another engine may take the request."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug of the library")
+
+    constraint = StructuredOutput(GrammarKind.REGEX, f"[a-c]+{part}")
+    with monkeypatch.context() as patch:
+        if part == "start":
+            patch.setattr(StructuredOutputManager, "_constraint", fail)
+        else:
+            patch.setattr(RequestConstraint, "fill_rows", fail)
+        outputs = run(client, [make_request("bad", constraint), make_request("good", None, max_tokens=5, stop=())])
+    (failed,) = outputs["bad"]
+    assert (failed.finish_reason, failed.error_field, failed.error) == (FinishReason.ERROR, "", FAILED)
+    assert outputs["good"][-1].finish_reason is FinishReason.LENGTH
+    check_idle(client._core.scheduler)
+    assert run(client, [make_request("next", DATE)])["next"][-1].finish_reason is FinishReason.STOP
 
 
 def test_accepted_tokens_are_replayed(client: InprocClient) -> None:

@@ -60,7 +60,7 @@ async def open_edges(
     host.authorize_calls(admit_calls(keys))
     host.observe_calls(observe_calls(ResponseCounts(host.metrics, GRPC), finished))
     _add_grpc_services(settings, host, meshes, shares, reader)
-    store = ResponseStore(settings.max_stored_response_bytes)
+    store = ResponseStore(settings.max_stored_response_bytes, is_shared=shares.is_shared)
 
     def routes_of(mesh: ServedMesh) -> Routes:
         return api_routes(settings, host, mesh, parser, reader, store)

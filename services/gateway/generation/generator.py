@@ -87,13 +87,15 @@ class Generator:
 
     @asynccontextmanager
     async def open(
-        self, job: Job, trace_headers: Headers = NO_HEADERS, claim: Claim = NEW
+        self, job: Job, trace_headers: Headers = NO_HEADERS, claim: Claim = NEW, *, outlives_call: bool = True
     ) -> AsyncIterator[Generation]:
         """Run a generation for the length of the ``async with``; cancel it at the end if it still runs.
 
         Args:
             trace_headers: Of the trace that the client has begun.
             claim: Which request of the mesh it is.
+            outlives_call: Whether a request that can be resumed runs on when the call is cancelled, because its client
+                may only have lost the connection. False: only a decision cancels the call.
 
         Raises any of :mod:`errors`; :class:`errors.DeadlineExceeded` covers the time of the body too.
         """
@@ -125,7 +127,7 @@ class Generator:
                         await asyncio.sleep(0)  # send it now: the answer is prepared while it is on its way
                         yield generation
                     except _CONNECTION_ENDED:
-                        is_kept = not limit.expired() and self._resumable.abandon(generation, held)
+                        is_kept = outlives_call and not limit.expired() and self._resumable.abandon(generation, held)
                         raise
                     finally:
                         record_generation(generation)

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenloom.request import errors
+from tokenloom.request.reservation import Reservation
 
 from ..http.sse import encode_json
+from ..tenants.room import Room
 from .input_items import Turn
 
 MAX_RUNNING = 256
-"""Responses that may run in the background of one gateway."""
+"""Responses that may run in the background of one gateway, which its tenants divide."""
 
 
 @dataclass(slots=True)
@@ -45,17 +47,33 @@ class _Shelf:
         return size
 
 
+@dataclass(slots=True)
+class _Running:
+    """Holds a response that runs in the background, with its place and the bytes of its conversation."""
+
+    stored: StoredResponse
+    place: Reservation
+    bytes: Reservation
+
+    def release(self) -> None:
+        self.place.release()
+        self.bytes.release()
+
+
 class ResponseStore:
     """Holds the latest responses up to a number of bytes, and those that run in the background.
 
-    The tenant with the most bytes loses its oldest response first, so that no tenant drops those of the others.
+    The tenant with the most bytes loses its oldest response first, so that no tenant drops those of the others; and
+    tenants divide what may run in the background, so that none refuses those of the others.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        """``max_bytes``: of the responses' JSON; 0: nothing is kept."""
+    def __init__(self, max_bytes: int, *, is_shared: bool = True) -> None:
+        """``max_bytes``: of the responses' JSON; 0: nothing is kept. ``is_shared``: the gateway has several tenants."""
         self._max_bytes = max_bytes
         self._shelves: dict[str, _Shelf] = {}
-        self._running: dict[str, StoredResponse] = {}
+        self._running: dict[str, _Running] = {}
+        self._places = Room(MAX_RUNNING, is_divided=is_shared)
+        self._running_bytes = Room(max_bytes, is_divided=is_shared)
         self._num_bytes = 0
 
     @property
@@ -63,34 +81,44 @@ class ResponseStore:
         return self._max_bytes > 0
 
     def begin(self, stored: StoredResponse) -> None:
-        """Keep a response that runs in the background. Raises :class:`errors.ResourceExhausted` for too many."""
-        if len(self._running) >= MAX_RUNNING:
-            raise errors.ResourceExhausted(f"{MAX_RUNNING} responses already run in the background; retry later")
-        self._running[stored.response["id"]] = stored
+        """Keep a response that runs in the background. Raises :class:`errors.ResourceExhausted` if so many run already,
+        of all tenants or of this one, or if their conversations take so many bytes."""
+        size = len(encode_json(stored.turns))
+        own = [running for running in self._running.values() if running.stored.tenant == stored.tenant]
+        if (place := self._places.take_for(len(own), 1)) is None:
+            message = f"{self._places.taken} responses run in the background, {len(own)} of them yours; retry later"
+            raise errors.ResourceExhausted(message)
+        num_bytes = self._running_bytes.take_for(sum(running.bytes.amount for running in own), size)
+        if num_bytes is None:
+            place.release()
+            raise errors.ResourceExhausted("the responses that run in the background hold too many bytes; retry later")
+        self._running[stored.response["id"]] = _Running(stored, place, num_bytes)
+        self._drop_surplus()
 
     def put(self, stored: StoredResponse) -> None:
         """Keep a response that has ended; drop the oldest ones that do not fit with it."""
         response_id = stored.response["id"]
-        self._running.pop(response_id, None)
+        self._end_running(response_id)
         size = len(encode_json(stored.response)) + len(encode_json(stored.turns))
         shelf = self._shelves.setdefault(stored.tenant, _Shelf())
+        self._num_bytes -= shelf.pop(response_id)
         shelf.entries[response_id] = stored, size
         shelf.num_bytes += size
         self._num_bytes += size
-        while self._num_bytes > self._max_bytes:
-            self._drop_one()
+        self._drop_surplus()
 
     def end(self, response_id: str, response: dict[str, Any]) -> None:
         """Keep how a response in the background ended without an answer, unless it was deleted meanwhile."""
-        if (stored := self._running.get(response_id)) is not None:
-            self.put(StoredResponse(stored.tenant, response, stored.turns))
+        if (running := self._running.get(response_id)) is not None:
+            self.put(StoredResponse(running.stored.tenant, response, running.stored.turns))
 
     def get(self, response_id: str, tenant: str, where: str | None = None) -> StoredResponse:
         """Return a tenant's response. Raises :class:`errors.NotFound`, which also covers those of other tenants.
 
         ``where``: the field that names it, for the error.
         """
-        stored = self._running.get(response_id)
+        running = self._running.get(response_id)
+        stored = None if running is None else running.stored
         if stored is None and (shelf := self._shelves.get(tenant)) is not None:
             stored, _ = shelf.entries.get(response_id, (None, 0))
         if stored is None or stored.tenant != tenant:
@@ -103,9 +131,19 @@ class ResponseStore:
         stored = self.get(response_id, tenant)
         if stored.cancel is not None:
             stored.cancel()
-        self._running.pop(response_id, None)
+        self._end_running(response_id)
         if (shelf := self._shelves.get(tenant)) is not None:
             self._num_bytes -= shelf.pop(response_id)
+            if not shelf.entries:
+                del self._shelves[tenant]
+
+    def _end_running(self, response_id: str) -> None:
+        if (running := self._running.pop(response_id, None)) is not None:
+            running.release()
+
+    def _drop_surplus(self) -> None:
+        while self._num_bytes and self._num_bytes + self._running_bytes.taken > self._max_bytes:
+            self._drop_one()
 
     def _drop_one(self) -> None:
         tenant, shelf = max(self._shelves.items(), key=lambda item: item[1].num_bytes)

@@ -67,7 +67,8 @@ class ResponsesEndpoint:
         """Generate a response in the background; store how it ended."""
         job, options, claim = asked.pop()
         try:
-            async with self.generator.open(job, claim=claim) as generation:
+            # No connection can be lost here: a client cancels or deletes the response, or the gateway ends.
+            async with self.generator.open(job, claim=claim, outlives_call=False) as generation:
                 del job
                 stored.response = response_of(head_of(request), "in_progress")
                 answer = self.api.answer(generation, options)

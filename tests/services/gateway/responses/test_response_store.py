@@ -29,13 +29,56 @@ def test_a_response_that_is_too_large_is_not_kept() -> None:
 
 
 def test_running_responses_are_bounded() -> None:
-    store = ResponseStore(1000)
+    store = ResponseStore(1000, is_shared=False)
     for number in range(MAX_RUNNING):
         store.begin(stored(f"r{number}", "a"))
     with pytest.raises(errors.ResourceExhausted):
-        store.begin(stored("one more", "b"))
+        store.begin(stored("one more", "a"))
     store.delete("r0", "a")
-    store.begin(stored("one more", "b"))
+    store.begin(stored("one more", "a"))
+
+
+def test_no_tenant_refuses_the_responses_of_others() -> None:
+    store = ResponseStore(1000)
+    taken = MAX_RUNNING // 2
+    for number in range(taken):
+        store.begin(stored(f"a{number}", "a"))
+    with pytest.raises(errors.ResourceExhausted, match=f"{taken} responses run in the background, {taken} of them"):
+        store.begin(stored("one more", "a"))
+    for number in range(MAX_RUNNING // 4):
+        store.begin(stored(f"b{number}", "b"))
+    store.begin(stored("c", "c"))
+    for number in range(taken):
+        store.end(f"a{number}", {"id": f"a{number}"})
+    store.begin(stored("a", "a"))
+
+
+def test_the_conversations_of_running_responses_are_bounded_too() -> None:
+    store = ResponseStore(1000)
+    turns = [{"role": "user", "content": "x" * 350}]
+    store.put(stored("old", "b"))
+    store.begin(StoredResponse("a", {"id": "a0"}, turns))
+    with pytest.raises(errors.ResourceExhausted, match="too many bytes"):
+        store.begin(StoredResponse("a", {"id": "a1"}, turns))
+    assert store.get("old", "b").tenant == "b"
+    for number in range(6):
+        store.put(stored(f"b{number}", "b"))
+    with pytest.raises(errors.NotFound):
+        store.get("old", "b")
+    store.delete("a0", "a")
+    store.begin(StoredResponse("a", {"id": "a1"}, turns))
+    store.delete("a1", "a")
+    for number in range(4):
+        store.delete(f"b{number + 2}", "b")
+    store.begin(StoredResponse("a", {"id": "a large one runs alone"}, [{"content": "x" * 2000}]))
+
+
+def test_a_response_that_is_put_again_counts_once() -> None:
+    store = ResponseStore(1000)
+    for _ in range(50):
+        store.put(stored("r", "a"))
+    store.put(stored("s", "a"))
+    assert store.get("r", "a").response["id"] == "r"
 
 
 def test_a_deleted_response_does_not_come_back() -> None:

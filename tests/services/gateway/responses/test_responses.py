@@ -11,7 +11,8 @@ import httpx
 import openai
 import pytest
 
-from tests.services.gateway.fakes import MODEL, FakeMesh
+from tests.loop_clock import settle
+from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
 from tokenloom.request import errors
 from tokenloom.v1 import types_pb2
 
@@ -149,6 +150,35 @@ async def test_a_response_in_the_background_is_cancelled(socket_dir: Path) -> No
         assert (await client.responses.cancel(begun.id)).status == "cancelled"
         await request.cancelled.wait()
         assert (await client.responses.retrieve(begun.id)).status == "cancelled"
+
+
+@pytest.mark.parametrize("ends", ["cancel", "delete"])
+@pytest.mark.parametrize("key", [None, "a key"])
+async def test_a_response_that_its_client_ends_is_not_computed_on(socket_dir: Path, ends: str, key: str | None) -> None:
+    """Nor with a key, by which a lost client could repeat it."""
+    headers = {} if key is None else {"Idempotency-Key": key}
+    async with openai_client(socket_dir) as (mesh, client), mesh.http() as http:
+        begun = await client.responses.create(model=MODEL, input="hi", background=True, extra_headers=headers)
+        request = await mesh.outputs.next_request()
+        await getattr(client.responses, ends)(begun.id)
+        await asyncio.wait_for(request.cancelled.wait(), SOON)
+        assert "tokenloom_gateway_unattended_requests 0.0" in (await http.get("/metrics")).text
+
+
+@pytest.mark.parametrize("turns", range(0, 40, 2))
+async def test_a_response_is_cancelled_at_any_turn_of_its_beginning(socket_dir: Path, turns: int) -> None:
+    async with openai_client(socket_dir) as (mesh, _), mesh.http() as http:
+        body = {"model": MODEL, "input": "hi", "background": True}
+        begun = (await http.post("/v1/responses", json=body, headers={"Idempotency-Key": "a key"})).json()
+        await settle(turns)
+        cancelled = await http.post(f"/v1/responses/{begun['id']}/cancel")
+        assert cancelled.json()["status"] == "cancelled"
+        await settle()
+        assert "tokenloom_gateway_unattended_requests 0.0" in (await http.get("/metrics")).text
+        assert mesh.service is not None
+        while not mesh.outputs.requests.empty():
+            request = await mesh.outputs.next_request()
+            await asyncio.wait_for(request.cancelled.wait(), SOON)
 
 
 async def test_a_response_in_the_background_fails(socket_dir: Path) -> None:

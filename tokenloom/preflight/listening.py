@@ -4,32 +4,47 @@ import socket
 from collections.abc import Iterable, Mapping
 
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.runtime.peers.addresses import parse
+from tokenloom.services.runtime.peers.addresses import Address, parse
 
 from .refusal import Refused
 
+_ANY = frozenset({"0.0.0.0", "::", ""})
+"""Hosts that stand for all addresses of the machine."""
 
-def check_addresses(wanted: Mapping[str, Iterable[str]], counts: Mapping[str, int]) -> None:
-    """Check the addresses that the parts are given by flags, and that the gateways' ports do not hold.
+
+def check_addresses(
+    wanted: Mapping[str, Iterable[str]], counts: Mapping[str, int], gateways: Iterable[Address] = ()
+) -> None:
+    """Check the addresses that the parts are given by flags.
 
     Args:
         wanted: The flags of each service, such as ``--metrics-listen=127.0.0.1:9100``.
         counts: How many parts of each service there will be.
+        gateways: The addresses of the gateways' HTTP and gRPC ports, which are held already.
 
     Raises `Refused`.
     """
-    taken: dict[str, str] = {}
+    taken = [(address, "the gateway's --port or --grpc-port") for address in gateways]
     for service, flags in wanted.items():
         for name, value in _listened(flags):
             where = f"{service}: {name} {value}"
+            address = _address(where, value)
             if counts.get(service, 1) > 1:
                 raise Refused(
                     f"{where}: {counts[service]} parts cannot listen on one port: use port 0, which is free for each"
                 )
-            if value in taken:
-                raise Refused(f"{where}: {taken[value]} has the same port: choose another port for one of them")
-            taken[value] = service
-            _try(where, value)
+            for other, owner in taken:
+                if _overlap(address, other):
+                    raise Refused(f"{where}: {owner} has the same port: choose another port for one of them")
+            taken.append((address, service))
+            _try(where, address)
+
+
+def _overlap(one: Address, other: Address) -> bool:
+    """Return whether two sockets that listen exclude each other: on one port, at one host or at all of them."""
+    if one.path or other.path:
+        return one.path == other.path
+    return one.port == other.port and (one.host == other.host or not _ANY.isdisjoint((one.host, other.host)))
 
 
 def _listened(flags: Iterable[str]) -> Iterable[tuple[str, str]]:
@@ -40,11 +55,14 @@ def _listened(flags: Iterable[str]) -> Iterable[tuple[str, str]]:
             yield name, value
 
 
-def _try(where: str, value: str) -> None:
+def _address(where: str, value: str) -> Address:
     try:
-        address = parse(value)
+        return parse(value)
     except InvalidArgument as error:
         raise Refused(f"{where}: {error.message}") from None
+
+
+def _try(where: str, address: Address) -> None:
     if address.path:
         return
     probe = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
@@ -52,5 +70,7 @@ def _try(where: str, value: str) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address.host, address.port))
-        except (OSError, OverflowError) as error:
-            raise Refused(f"{where}: {getattr(error, 'strerror', error)}: choose another address or port") from None
+        except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: no name of a host
+            raise Refused(
+                f"{where}: {getattr(error, 'strerror', None) or error}: choose another address or port"
+            ) from None

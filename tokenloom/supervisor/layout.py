@@ -87,7 +87,7 @@ class MeshOptions(Struct, frozen=True):
     port: Annotated[_Port, "HTTP port of the first gateway; 0: a free one."] = 8000
     grpc_port: Annotated[_Port | None, "Public gRPC port of the first gateway; by default 1000 above --port."] = None
     drain_timeout: Annotated[
-        Annotated[float, Meta(ge=0)], "Seconds that live requests have to finish after Ctrl-C."
+        Annotated[float, Meta(ge=0, le=86400)], "Seconds that live requests have to finish after Ctrl-C."
     ] = 30.0
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """More flags for every instance of a service."""

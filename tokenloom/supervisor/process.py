@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+from .decided import WITHHELD
 from .forked_process import ForkedProcess, fork_part
 from .output import LineCopier
 from .part_spec import PartSpec
@@ -72,5 +73,6 @@ class Process:
 
 
 def _environment(spec: PartSpec) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in spec.withheld}
+    withheld = WITHHELD | spec.withheld
+    inherited = {name: value for name, value in os.environ.items() if name not in withheld}
     return {**_DEFAULTS, **inherited, **_ENVIRONMENT, **spec.environment}

@@ -15,6 +15,7 @@ of a ``msgspec.Meta``. A field that holds another struct is a group: the options
 
 import difflib
 import logging
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -112,6 +113,8 @@ class Option:
         try:
             is_strict = strict and self.type is not tuple  # the items of a list were made texts
             parsed = msgspec.convert(plain, self.annotation, strict=is_strict, dec_hook=lambda type, item: type(item))
+            if isinstance(parsed, float) and not math.isfinite(parsed):  # bounds let infinity and NaN pass
+                raise msgspec.ValidationError
         except msgspec.ValidationError:
             shown = "" if self.extra.get("secret") else f", not {value!r:.80}"
             raise ValueError(f"must be {self.expected}{shown}{self._alternative(value)}") from None

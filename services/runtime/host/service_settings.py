@@ -161,23 +161,29 @@ class ServiceSettings(Struct, frozen=True, kw_only=True):
     def load(cls, argv: Sequence[str] | None = None) -> Self:
         """Read flags (those of the process if ``argv`` is None), environment and file. A wrong value prints one line
         and exits with status 2; ``--help`` prints every flag and exits with status 0."""
+        try:
+            return cls.read(sys.argv[1:] if argv is None else argv, os.environ)
+        except ValueError as error:
+            sys.stderr.write(f"python -m tokenloom.services.{cls.service}: error: {error}\n")
+            raise SystemExit(2) from None
+
+    @classmethod
+    def read(cls, argv: Sequence[str], environment: Mapping[str, str]) -> Self:
+        """Do the same with the given flags and variables. Raises ``ValueError`` for a wrong value."""
         options = options_of(cls)
         parser = _parser(f"python -m tokenloom.services.{cls.service}", options)
-        flags = _flags(parser, options, sys.argv[1:] if argv is None else argv)
-        values = {**_environment(options), **flags}
+        values = {**_in_environment(options, environment), **_flags(parser, options, argv)}
         try:
             if values.get("config"):
                 values = {**_in_file(Path(str(values["config"])), options), **values}
             return build(cls, values)
         except OptionError as error:
-            parser.error(f"{flag(error.name)}: {error.reason}")
-        except ValueError as error:
-            parser.error(str(error))
+            raise ValueError(f"{flag(error.name)}: {error.reason}") from None
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        raise ValueError(message)
 
 
 def _parser(prog: str, options: Mapping[str, Option]) -> argparse.ArgumentParser:
@@ -205,9 +211,9 @@ def _flags(parser: argparse.ArgumentParser, options: Mapping[str, Option], argv:
     return vars(known)
 
 
-def _environment(options: Mapping[str, Option]) -> dict[str, object]:
+def _in_environment(options: Mapping[str, Option], environment: Mapping[str, str]) -> dict[str, object]:
     variables = {variable(name): option.name for option in options.values() for name in reversed(option.names)}
-    return {variables[key]: os.environ[key] for key in variables if key in os.environ}
+    return {variables[key]: environment[key] for key in variables if key in environment}
 
 
 def _in_file(path: Path, options: Mapping[str, Option]) -> dict[str, object]:

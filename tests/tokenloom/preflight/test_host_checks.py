@@ -17,6 +17,7 @@ from tokenloom.preflight.files import check_certificate
 from tokenloom.preflight.listening import check_addresses
 from tokenloom.preflight.refusal import Refused
 from tokenloom.preflight.run_directory import check_run_directory
+from tokenloom.supervisor.ports import PortTaken, reserved_ports
 from tokenloom.supervisor.run import Outcome
 from tokenloom.supervisor.state_dir import MeshRecord, mesh_directory, write_record
 
@@ -58,7 +59,7 @@ def test_what_is_in_order_starts(started: list[Any]) -> None:
     assert len(started) == 1
 
 
-@pytest.mark.parametrize(("soft", "hard", "needed"), [(128, 128, 192), (40, 4096, 56)])
+@pytest.mark.parametrize(("soft", "hard", "needed"), [(128, 128, 192), (40, 4096, 52)])
 def test_too_few_open_files_are_refused(
     started: list[Any], monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, needed: int
 ) -> None:
@@ -94,6 +95,89 @@ def test_parts_cannot_share_a_port() -> None:
         check_addresses(flags, {"engine": 2})
     with pytest.raises(Refused, match="engine has the same port"):
         check_addresses(flags, {"engine": 1})
+
+
+def _is_free(port: int) -> bool:
+    try:
+        with reserved_ports("127.0.0.1", 2, port, None):
+            return True
+    except PortTaken:
+        return False
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize(("option", "distance"), [("--port", 0), ("--grpc-port", 0), ("--port", 1000), ("--port", 1)])
+def test_parts_cannot_have_a_port_of_the_gateways(option: str, distance: int, host: str, tmp_path: Path) -> None:
+    free = next(filter(_is_free, range(20_000, 30_000, 7)))
+    file = tmp_path / "mesh.toml"
+    file.write_text(f'[coordinator]\nmetrics_listen = "{host}:{free + distance}"\n')
+    message = refusal("--config", str(file), option, str(free), "--gateways", "2")
+    assert f"coordinator: --metrics-listen {host}:{free + distance}: the gateway's --port or --grpc-port has" in message
+
+
+@pytest.mark.parametrize(
+    ("service", "options"),
+    [
+        ("tokenizer", ("--also", "second=tokenloom-demo")),
+        ("output_processor", ("--also", "second=tokenloom-demo")),
+        ("engine", ("--also", "second=tokenloom-demo")),
+        ("coordinator", ("--also", "second=tokenloom-demo")),
+        ("coordinator", ("--coordinators", "2")),
+        ("engine", ("--prefill", "1", "--decode", "1")),
+    ],
+)
+def test_every_part_that_would_listen_is_counted(service: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "mesh.toml"
+    file.write_text(f'[{service}]\nmetrics_listen = "127.0.0.1:9100"\n')
+    assert "2 parts cannot listen on one port" in refusal("--config", str(file), *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (("--drain-timeout", "100000"), "--drain-timeout"),
+        (("--drain-timeout", "nan"), "must be a number"),
+        (("--request-timeout", "inf"), "must be a number > 0, not 'inf'"),
+        (("--long-prefill-token-threshold", "-1"), "must be"),
+        (("--max-connections", "8", "--operator-tls-cert", "/dev/null"), "gateway: "),
+    ],
+)
+def test_what_a_part_would_refuse_is_refused_before_it_starts(
+    options: tuple[str, ...], wanted: str, started: list[Any]
+) -> None:
+    result = run(*options)
+    assert (result.exit_code, started) == (2, [])
+    assert wanted in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "wanted"),
+    [
+        ("--cache-salt-secret-file", "", "at least 16 bytes, not 0"),
+        ("--api-key-file", "no digest", "api_key_file: line 1 is not the hex SHA-256 of a key"),
+        ("--admin-api-key-file", "no digest", "admin_api_key_file: line 1 is not the hex SHA-256 of a key"),
+        ("--api-key-file", "[[tenant]]\n", "api_key_file: tenant 1"),
+    ],
+)
+def test_a_file_of_keys_that_the_gateway_would_refuse(option: str, text: str, wanted: str, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    assert wanted in refusal(option, str(file))
+
+
+@pytest.mark.parametrize("option", ["--max-model-len", "--public-tls-cert", "--api-key-file", "--grpc-port"])
+def test_none_is_the_default(option: str, started: list[Any]) -> None:
+    result = run(option, "none")
+    assert result.exit_code == 0, result.output
+    assert len(started) == 1
+
+
+def test_variables_that_no_mesh_reads_are_named(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENLOOM_TLS_CERT", "/secret/place")
+    result = run()
+    assert result.exit_code == 0
+    assert "Warning: TOKENLOOM_TLS_CERT is not read: " in result.stderr
+    assert "/secret/place" not in result.stderr
 
 
 @pytest.mark.parametrize("option", ["--api-key-file", "--public-tls-key"])

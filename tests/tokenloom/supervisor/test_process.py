@@ -42,3 +42,16 @@ async def test_a_part_does_not_inherit_the_secrets_of_others(
         assert await (await Process.start(spec, output)).wait() == 0
     output.close()
     assert [line for _, line in printed] == ["None", "its own"]
+
+
+async def test_a_part_inherits_no_option_that_is_decided_for_each_part(
+    output: LineCopier, printed: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One address, name or certificate for all parts would be wrong."""
+    tell = "import os; print(*sorted(name for name in os.environ if name.startswith('TOKENLOOM_')))"
+    for name in ("METRICS_LISTEN", "CONFIG", "TLS_CA", "HEALTH_LISTEN", "INSTANCE_ID", "KV_LISTEN", "MAX_NUM_SEQS"):
+        monkeypatch.setenv(f"TOKENLOOM_{name}", "x")
+    spec = PartSpec("part", 0, (sys.executable, "-c", tell), tmp_path / "state")
+    assert await (await Process.start(spec, output)).wait() == 0
+    output.close()
+    assert [line for _, line in printed] == ["TOKENLOOM_MAX_NUM_SEQS"]

@@ -1,6 +1,7 @@
 """Checks everything that ``serve`` is given before a process starts, so that a mistake costs a second, not a mesh."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,22 @@ from tokenloom.preflight.packages import check_engine_packages
 from tokenloom.preflight.platforms import platform_note
 from tokenloom.preflight.refusal import Refused
 from tokenloom.preflight.run_directory import check_run_directory
+from tokenloom.request.errors import InvalidArgument
+from tokenloom.services.gateway.gateway_settings import GatewaySettings
+from tokenloom.services.gateway.tenants.api_keys import ApiKeys
+from tokenloom.services.gateway.tenants.cache_salts import CacheSalts
 from tokenloom.services.runtime.host.options import flag
+from tokenloom.services.runtime.peers.addresses import Address
 from tokenloom.supervisor import state_dir
-from tokenloom.supervisor.layout import MeshOptions
-from tokenloom.supervisor.ports import PortTaken, reserved_ports
+from tokenloom.supervisor.decided import WITHHELD
+from tokenloom.supervisor.layout import MeshOptions, parts_of
+from tokenloom.supervisor.part_spec import PartSpec
+from tokenloom.supervisor.ports import GatewayPorts, PortTaken, reserved_ports
 
-from .serve_options import OFFERS
+from .serve_options import OFFERS, SETTINGS
 
-_COORDINATORS = 2
-"""At most; as for the supervisor's open files."""
+_MODULE = len(("python", "-m", "tokenloom.services.engine"))
+"""Words of a part's command before its flags."""
 
 
 def check_model(path: Path, values: Mapping[str, Any]) -> None:
@@ -33,26 +41,59 @@ def check_model(path: Path, values: Mapping[str, Any]) -> None:
     if values.get("worker", "model") == "model":  # the others compute no model
         check_engine_packages()
         check_checkpoint(path, str(values.get("model_impl", "auto")), str(values.get("load_format", "auto")))
-        length = values.get("max_model_len")
-        check_context(path, None if length is None else int(length))
+        check_context(path, _parsed(values).get("max_model_len"))
 
 
 def check_host(options: MeshOptions, values: Mapping[str, Any]) -> None:
-    """Check the files, the directory and the ports that a mesh needs. Raises ``Refused``."""
-    paths = {name: Path(value) for name, value in values.items() if OFFERS[name].option.type is Path}
+    """Check the files, the settings, the directory and the ports that a mesh needs. Raises ``Refused``."""
+    given = _parsed(values)
+    paths = {name: value for name, value in given.items() if isinstance(value, Path)}
     check_files({flag(name): path for name, path in paths.items() if not OFFERS[name].option.extra.get("directory")})
-    if "public_tls_cert" in values and "public_tls_key" in values:
-        check_certificate(Path(values["public_tls_cert"]), Path(values["public_tls_key"]))
+    if "public_tls_cert" in paths and "public_tls_key" in paths:
+        check_certificate(paths["public_tls_cert"], paths["public_tls_key"])
     check_run_directory(state_dir.root())
-    check_open_files(sum(_counts(options).values()) + _COORDINATORS)
-    _check_ports(options)
-    check_addresses(options.flags, _counts(options))
+    counts = _counts(options)
+    check_open_files(sum(counts.values()))
+    ports = _check_ports(options)
+    _check_settings(parts_of(options, state_dir.root(), ports))
+    fixed = {options.port and pair.http for pair in ports} | {options.grpc_port != 0 and pair.grpc for pair in ports}
+    check_addresses(options.flags, counts, [Address(host=options.host, port=port) for port in fixed if port])
 
 
-def _check_ports(options: MeshOptions) -> None:
+def warn_of_variables() -> None:
+    """Say which variables of services this command does not read, though they are set."""
+    for name in sorted(WITHHELD.intersection(os.environ)):
+        typer.echo(
+            f"Warning: {name} is not read: `tokenloom serve` decides it for each part, or the part's table in --config",
+            err=True,
+        )
+
+
+def _parsed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the chosen options in their types, without those that are None, which users write as ``none``."""
+    parsed = {name: OFFERS[name].option.parse(value) for name, value in values.items()}
+    return {name: value for name, value in parsed.items() if value is not None}
+
+
+def _check_settings(parts: Sequence[PartSpec]) -> None:
+    """Let a part of each service read its flags and its files of secrets as it will when it starts."""
+    for spec in {part.service: part for part in parts}.values():
+        try:
+            settings = SETTINGS[spec.service].read(spec.command[_MODULE:], spec.environment)
+            if isinstance(settings, GatewaySettings):
+                salts = CacheSalts.load(settings.cache_salt_secret, settings.cache_salt_secret_file)
+                ApiKeys.load(settings.api_key, settings.api_key_file, salts)
+                ApiKeys.load_admin(settings.admin_api_key, settings.admin_api_key_file)
+        except ValueError as error:
+            raise Refused(f"{spec.service}: {error}") from None
+        except InvalidArgument as error:
+            raise Refused(f"{spec.service}: {error.message}") from None
+
+
+def _check_ports(options: MeshOptions) -> list[GatewayPorts]:
     try:
-        with reserved_ports(options.host, options.gateways, options.port, options.grpc_port):
-            pass
+        with reserved_ports(options.host, options.gateways, options.port, options.grpc_port) as ports:
+            return ports
     except PortTaken as error:
         ours = {mesh.port for mesh in state_dir.running_meshes()}
         stop = f"; `tokenloom stop --port {options.port}` stops your mesh there" if options.port in ours else ""
@@ -60,9 +101,11 @@ def _check_ports(options: MeshOptions) -> None:
 
 
 def _counts(options: MeshOptions) -> dict[str, int]:
+    models = len(options.models)
     return {
-        "engine": len(options.engine_roles),
-        "tokenizer": options.tokenizers,
-        "output_processor": options.output_processors,
+        "engine": models * len(options.engine_roles),
+        "tokenizer": models * options.tokenizers,
+        "output_processor": models * options.output_processors,
         "gateway": options.gateways,
+        "coordinator": models * options.coordinators,
     }

@@ -5,7 +5,6 @@ service (``[gateway]``). The table of a service may also hold options that each 
 ``metrics_listen``.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ import typer
 
 from tokenloom.services.runtime.host.options import OptionError, find_option, options_of
 from tokenloom.services.runtime.host.settings_file import read_file
+from tokenloom.supervisor.decided import DECIDED
 
-from .serve_options import DECIDED, OFFERS, SETTINGS, setting_flag
+from .serve_options import OFFERS, SETTINGS, setting_flag
 
 _OPTIONS = {name: offer.option for name, offer in OFFERS.items()}
 _GROUPS = {part for option in _OPTIONS.values() for part in option.path[:-1]}
@@ -34,10 +34,10 @@ def as_defaults(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def service_flags(path: Path | None) -> dict[str, tuple[str, ...]]:
-    """Return the flags for each service from the file's tables; environment variables go first."""
+    """Return the flags for each service from the file's tables."""
     flags: dict[str, tuple[str, ...]] = {}
     for service, name, value in _entries(path) if path is not None else ():
-        if service is not None and options_of(SETTINGS[service])[name].variable not in os.environ:
+        if service is not None:
             flags[service] = (*flags.get(service, ()), setting_flag(name, value))
     return flags
 

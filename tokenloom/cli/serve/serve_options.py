@@ -11,33 +11,13 @@ from tokenloom.services.output_processor.output_processor_settings import Output
 from tokenloom.services.runtime.host.options import Option, flag, options_of
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
+from tokenloom.supervisor.decided import COMMON, DECIDED
 from tokenloom.supervisor.layout import MeshOptions
 
 SETTINGS: Mapping[str, type[ServiceSettings]] = {
     each.service: each
     for each in (EngineSettings, GatewaySettings, TokenizerSettings, OutputProcessorSettings, CoordinatorSettings)
 }
-DECIDED = frozenset(
-    {
-        *(
-            "config",
-            "instance_id",
-            "listen",
-            "listen_fd",
-            "http_listen",
-            "http_listen_fd",
-            "state_file",
-            "model",
-            "served_model_name",
-        ),
-        *("coordinator", "tokenizers", "output_processors", "role", "kv_listen", "engines_on_host"),
-        *("data_parallel_size", "data_parallel_rank", "data_parallel_group", "data_parallel_address"),
-        *("advertise_address", "kv_advertise_address", "drain_timeout"),
-    }
-)
-"""Options of services that the supervisor sets, because they say where the parts find each other."""
-_COMMON = ("log_level", "log_format", "otlp_endpoint", "insecure")
-"""Options that every service has, and that mean the same for all of them."""
 _ALIASES = {"public_tls_cert": ("tls_cert",), "public_tls_key": ("tls_key",)}
 
 
@@ -79,7 +59,7 @@ def _offers() -> Iterator[Offer]:
         for name, option in options_of(settings).items():
             if name not in DECIDED and name not in common:
                 yield Offer(option, (service,))
-    yield from (Offer(common[name], tuple(SETTINGS)) for name in _COMMON)
+    yield from (Offer(common[name], tuple(SETTINGS)) for name in COMMON)
 
 
 def _merged(offers: Iterable[Offer]) -> dict[str, Offer]:

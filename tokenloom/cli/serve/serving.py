@@ -19,7 +19,7 @@ from tokenloom.supervisor.run import run_mesh
 from ..failures import reported
 from ..mesh.model_directory import model_directory
 from ..options import built
-from .prechecks import check_host, check_model
+from .prechecks import check_host, check_model, warn_of_variables
 from .serve_config import service_flags
 from .serve_options import service_arguments
 
@@ -39,6 +39,7 @@ def serve_model(
     path, name = model_directory(model, None, weights=values.get("load_format", "auto") == "auto")
     options = _mesh_options(path, name, values, service_flags(config))
     options = _with_more_models(with_names(options, _names(names, more_names)))
+    warn_of_variables()
     with reported():
         for each in options.models:
             check_model(each.path, values)

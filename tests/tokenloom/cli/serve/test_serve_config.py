@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from tokenloom.certificates import make_certificates
 from tokenloom.cli.main import app
 from tokenloom.cli.serve.serve_options import DECIDED, OFFERS, SETTINGS
 from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
@@ -38,10 +39,11 @@ def test_variables_go_before_the_file(
     started: list[MeshOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKENLOOM_MAX_NUM_SEQS", "9")
-    monkeypatch.setenv("TOKENLOOM_METRICS_LISTEN", "")
+    monkeypatch.setenv("TOKENLOOM_METRICS_LISTEN", "")  # which is decided for each part, as the file does
     monkeypatch.setenv("TOKENLOOM_PORT", "tcp://10.0.0.1:80")  # Kubernetes sets it for a Service of that name
-    run(tmp_path / "mesh.toml", 'max_num_seqs = 7\n[engine]\nmetrics_listen = "127.0.0.1:9"')
-    assert started[0].flags["engine"] == ("--max-num-seqs=9",)
+    result = run(tmp_path / "mesh.toml", 'max_num_seqs = 7\n[engine]\nmetrics_listen = "127.0.0.1:0"')
+    assert started[0].flags["engine"] == ("--metrics-listen=127.0.0.1:0", "--max-num-seqs=9")
+    assert "Warning: TOKENLOOM_METRICS_LISTEN is not read" in result.stderr
 
 
 def test_options_may_stand_in_the_table_of_their_group(started: list[MeshOptions], tmp_path: Path) -> None:
@@ -60,7 +62,6 @@ def test_options_may_stand_in_the_table_of_their_group(started: list[MeshOptions
         (("--kv-cache-memory-bytes", "5"), "engine", "--kv-cache-memory=5"),
         (("--worker", "cpu"), "engine", "--worker=model"),
         (("--prefill-tokens-beside-decode", "none"), "engine", "--prefill-tokens-beside-decode=none"),
-        (("--tls-cert", __file__), "gateway", f"--public-tls-cert={__file__}"),
         (("--max-waiting", "5"), "engine", "--max-waiting=5"),
     ],
 )
@@ -69,6 +70,14 @@ def test_former_spellings(started: list[MeshOptions], arguments: tuple[str, ...]
     assert result.exit_code == 0, result.output
     assert flag in started[0].flags[service]
     assert "coordinator" not in started[0].flags
+
+
+def test_a_certificate_may_be_given_by_the_flags_of_others(started: list[MeshOptions], tmp_path: Path) -> None:
+    make_certificates(tmp_path, days=30)
+    files = {name: str(tmp_path / f"gateway.{end}") for name, end in (("cert", "crt"), ("key", "key"))}
+    result = CliRunner().invoke(app, ["serve", "--tls-cert", files["cert"], "--tls-key", files["key"]])
+    assert result.exit_code == 0, result.output
+    assert {f"--public-tls-{name}={file}" for name, file in files.items()} <= set(started[0].flags["gateway"])
 
 
 def test_keys_are_passed_in_the_environment(started: list[MeshOptions]) -> None:

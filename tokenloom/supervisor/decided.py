@@ -1,0 +1,19 @@
+"""What the supervisor decides for each part, because it says where the parts find each other."""
+
+from tokenloom.services.runtime.host.options import options_of, variable
+from tokenloom.services.runtime.host.service_settings import ServiceSettings
+
+COMMON = ("log_level", "log_format", "otlp_endpoint", "insecure")
+"""Options that every service has, and that mean the same for all of them."""
+DECIDED = frozenset(
+    {
+        *("config", "instance_id", "listen", "listen_fd", "http_listen", "http_listen_fd", "state_file", "model"),
+        *("served_model_name", "coordinator", "tokenizers", "output_processors", "role", "kv_listen"),
+        *("engines_on_host", "data_parallel_size", "data_parallel_rank", "data_parallel_group"),
+        *("data_parallel_address", "advertise_address", "kv_advertise_address", "drain_timeout"),
+    }
+)
+"""Options of services that `tokenloom serve` does not offer."""
+WITHHELD = frozenset(map(variable, DECIDED | (options_of(ServiceSettings).keys() - set(COMMON))))
+"""The variables of these options, and of those that each part has for itself: one value for all parts would be wrong,
+as one address or one certificate is."""

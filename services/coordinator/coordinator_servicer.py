@@ -18,7 +18,6 @@ from tokenloom.v1.coordinator_pb2 import (
     Drain,
     EngineCommand,
     EngineReport,
-    EngineState,
     EnrollRequest,
     PickBatch,
     PickRequest,
@@ -41,6 +40,7 @@ from .groups import Commands, Groups
 from .picks.pick_metrics import PickMetrics
 from .picks.pick_slices import PickSlices
 from .picks.placed import Placed
+from .report_checks import check_identity, check_report
 from .report_interval import ReportPace
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,6 @@ WATCH_SECONDS = 0.1
 """Changes are published this often, if there are any."""
 GATHER_SECONDS = 0.5
 """How long a change of positions waits for others: parts of a mesh start, and are replaced, several at a time."""
-_NO_ROLE, _NO_STATE = EngineRole.ENGINE_ROLE_UNSPECIFIED, EngineState.ENGINE_STATE_UNSPECIFIED
 _LEGS = {EngineRole.ENGINE_ROLE_PREFILL: "PREFILL", EngineRole.ENGINE_ROLE_DECODE: "DECODE"}
 
 
@@ -272,25 +271,3 @@ async def _first_report(requests: _Reports) -> EngineReport:
             return await anext(requests)
     except (TimeoutError, StopAsyncIteration):
         raise InvalidArgument("The first report must contain hello and identity.", "hello") from None
-
-
-def check_identity(report: EngineReport) -> None:
-    """Check the first report of a stream. Raises ``InvalidArgument``."""
-    identity = report.identity
-    if not identity.engine_id:
-        raise InvalidArgument("identity.engine_id is empty", "identity.engine_id")
-    if identity.epoch != report.hello.epoch:
-        raise InvalidArgument("identity.epoch differs from the hello's", "identity.epoch")
-    if not identity.address:
-        raise InvalidArgument("identity.address is empty", "identity.address")
-    if identity.num_kv_blocks == 0 or identity.fingerprint.block_size == 0:
-        raise InvalidArgument("identity must state the size of the KV cache", "identity.num_kv_blocks")
-    check_report(report)
-
-
-def check_report(report: EngineReport) -> None:
-    """Check any report. Raises ``InvalidArgument``."""
-    if report.role == _NO_ROLE:
-        raise InvalidArgument("role is missing", "role")
-    if report.state == _NO_STATE:
-        raise InvalidArgument("state is missing", "state")

@@ -24,6 +24,8 @@ MIN_REPORT_SECONDS = 0.03
 """Time between two reports unless the coordinator asks for another one. It counts its own picks at once; only ends are
 reported later."""
 MAX_REPORT_SECONDS = 1.0
+_MOST_TOKENS = (1 << 32) - 1
+"""What the report's fields hold at most: a long queue of long prompts has more."""
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 1.0
 
@@ -186,7 +188,7 @@ class CoordinatorLink:
             state=self._reported_state(),
             waiting=load.waiting,
             running=load.running,
-            waiting_tokens=load.waiting_tokens,
+            waiting_tokens=min(load.waiting_tokens, _MOST_TOKENS),
             kv_usage=load.kv_usage,
             free_kv_blocks=load.free_kv_blocks,
             picks_arrived=self._load.take_picks(),
@@ -195,7 +197,7 @@ class CoordinatorLink:
             prefill_tokens_per_second=_rounded(load.prefill_tokens_per_second),
             starts_per_second=_rounded(load.starts_per_second),
             computed_tokens_per_second=_rounded(load.computed_tokens_per_second),
-            prefilling_tokens=load.prefilling_tokens,
+            prefilling_tokens=min(load.prefilling_tokens, _MOST_TOKENS),
             prompt_tokens_per_second=_rounded(load.prompt_tokens_per_second),
             step_seconds=_rounded(load.step_seconds),
             step_requests=_rounded(load.step_requests),

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from tokenloom.request.errors import TokenloomError
+from tokenloom.request.wire_errors import of_exception
 from tokenloom.v1.coordinator_pb2 import PickRequest
 
 from .placed import Placed, error_part
@@ -43,8 +43,8 @@ class PickSlices:
             while num_done < len(requests):
                 try:
                     parts.append(self._pick(requests[num_done]).part())
-                except TokenloomError as error:  # of one request, not of the stream
-                    parts.append(error_part(error))
+                except Exception as error:  # of one request, not of the stream
+                    parts.append(error_part(of_exception(error)))
                 num_done += 1
                 if self._clock() >= ends_at:
                     break

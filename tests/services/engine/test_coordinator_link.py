@@ -285,6 +285,15 @@ async def test_the_coordinator_decides_how_often_it_reports() -> None:
     joining.cancel()
 
 
+async def test_more_tokens_than_a_report_holds_are_reported_as_many() -> None:
+    load = LoadTracker(4, 4)
+    identity: Any = FakeIdentity()
+    link = coordinator_link.CoordinatorLink(open_channel("unix:/nowhere"), identity, load, ENGINE_ROLE_BOTH)
+    load.accepted()
+    load.handed_over(1 << 33)
+    assert link._report().waiting_tokens == (1 << 32) - 1
+
+
 class ChannelState:
     """The state of a channel, which a test changes."""
 

@@ -218,3 +218,15 @@ async def test_no_engine_is_dead_after_five_thousand_picks_at_one_moment() -> No
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_an_unexpected_error_of_one_pick_ends_neither_the_stream_nor_the_others() -> None:
+    def pick(request: PickRequest) -> Placed:
+        if not request.tenant:
+            raise OverflowError("int too big to convert")
+        return Placed(EngineIdentity(), engine_part(EngineIdentity()), False, 1, 1)
+
+    requests = [PickRequest(tenant=tenant) for tenant in ("a", "", "b")]
+    data = b"".join([part async for part in PickSlices(pick).answer(requests)])
+    results = PickResults.FromString(data).result
+    assert [result.error.reason for result in results] == ["", "INTERNAL", ""]

@@ -32,7 +32,7 @@ class Frames(Generic[T]):
             raise ConnectionError(f"a message of {length} bytes; it may have {_MAX_BYTES}")
         try:
             return self._decoder.decode(self._read(length))
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec does not convert the latter
             raise ConnectionError(f"a message that is none of a data-parallel group: {error}") from None
 
     def limit(self, seconds: float | None) -> None:

@@ -33,6 +33,7 @@ class GroupHub:
         meeting = meeting_place(address) if self._directory is None else str(self._directory.path / "experts")
         self._rounds = Rounds(size, meeting)
         self._lock = threading.Lock()  # of the rounds, and of writing to the ranks
+        # The connection that speaks for a rank now. Its predecessor's may still be open, and end later.
         self._ranks: dict[int, Frames[ToHub]] = {}
         self._is_closed = False
         self._decoder = decoder_of(ToHub)
@@ -80,10 +81,10 @@ class GroupHub:
                 return
             rank = hello.rank
             while True:
-                self._take(rank, frames.receive())
+                self._take(rank, frames, frames.receive())
         except OSError as error:
             if rank >= 0:
-                self._leave(rank, error)
+                self._leave(rank, frames, error)
         finally:
             frames.close()
 
@@ -114,20 +115,29 @@ class GroupHub:
             self._send(letters)
             return True
 
-    def _take(self, rank: int, message: ToHub) -> None:
+    def _take(self, rank: int, frames: Frames[ToHub], message: ToHub) -> None:
         if not isinstance(message, Vote):
             raise ConnectionError("only votes may follow the hello")
         with self._lock:
-            self._send(self._rounds.vote(rank, message))
+            if self._ranks.get(rank) is not frames:
+                raise ConnectionError(f"another process is rank {rank} by now")
+            try:
+                letters = self._rounds.vote(rank, message)
+            except ValueError as error:
+                raise ConnectionError(str(error)) from None
+            self._send(letters)
 
     def _send(self, letters: Letters) -> None:
         for rank, message in letters:
             # A rank that cannot be written to is lost: the thread that reads from it says so.
-            with contextlib.suppress(OSError):
-                self._ranks[rank].send(message)
+            if (frames := self._ranks.get(rank)) is not None:
+                with contextlib.suppress(OSError):
+                    frames.send(message)
 
-    def _leave(self, rank: int, error: OSError) -> None:
+    def _leave(self, rank: int, frames: Frames[ToHub], error: OSError) -> None:
         with self._lock:
+            if self._ranks.get(rank) is not frames:
+                return  # it was removed from the group, and its successor goes on
             del self._ranks[rank]
             if self._rounds.leave(rank) and not self._is_closed:
                 log.info("rank %d of group %s has left (%s)", rank, self._hello.group_id, error)

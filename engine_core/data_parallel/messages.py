@@ -1,8 +1,15 @@
 """Messages between the ranks of a data-parallel group and its hub, which runs beside rank 0."""
 
 import enum
+from typing import Annotated
 
 import msgspec
+
+MAX_RANKS = 1 << 16
+"""Limit of ranks and of sizes in messages: far beyond any group, and small enough to count up to."""
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Want(enum.IntEnum):
@@ -32,7 +39,7 @@ class GroupHello(msgspec.Struct, tag="HELLO"):
     """Rank to hub: the first message of a connection."""
 
     group_id: str
-    rank: int
+    rank: _Rank
     facts: dict[str, str]
     """Settings and properties of the model that must be equal on all ranks, by name."""
     nonce: bytes = b""
@@ -79,10 +86,10 @@ class Welcome(msgspec.Struct, tag="WELCOME"):
             not exist yet, or ``HOST:PORT``, which the worker of rank 0 serves.
     """
 
-    wave: int
-    step: int
+    wave: _Count
+    step: _Count
     runs: bool
-    size: int
+    size: _Size
     rendezvous: str = ""
 
 
@@ -93,10 +100,10 @@ class Vote(msgspec.Struct, tag="VOTE"):
         target: Ranks that the group should have; the group changes when all members name the same number.
     """
 
-    wave: int
-    step: int
+    wave: _Count
+    step: _Count
     want: Want
-    target: int
+    target: _Size
 
 
 class Outcome(msgspec.Struct, tag="OUTCOME"):
@@ -106,23 +113,23 @@ class Outcome(msgspec.Struct, tag="OUTCOME"):
         size: Ranks of the group from now on; members of higher ranks are removed.
     """
 
-    wave: int
-    step: int
+    wave: _Count
+    step: _Count
     verdict: Verdict
-    size: int
+    size: _Size
 
 
 class Newcomers(msgspec.Struct, tag="NEWCOMERS"):
     """Hub to rank: these ranks have loaded their weights and wait to become members (vLLM's notification
     NEW_CORE_ENGINES_WEIGHTS_INIT_READY)."""
 
-    ranks: list[int]
+    ranks: list[_Rank]
 
 
 class Called(msgspec.Struct, tag="CALLED"):
     """Hub to rank: another rank has begun this wave, and waits for the votes of all."""
 
-    wave: int
+    wave: _Count
 
 
 ToHub = GroupHello | Proof | Vote

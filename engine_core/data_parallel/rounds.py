@@ -39,14 +39,20 @@ class Rounds:
 
     def vote(self, rank: int, vote: Vote) -> Letters:
         """Take a vote. With the first one of a wave, returns calls for the other ranks; with the last one of a round,
-        the outcome for all, and a welcome for new members."""
+        the outcome for all, and a welcome for new members.
+
+        Raises ``ValueError`` for a vote that the group cannot count: of a rank that is no member, or on another step
+        than those of the others.
+        """
+        if rank not in self.members:
+            raise ValueError(f"rank {rank} votes and is no member of the group")
+        if other := next((each for each in self._votes.values() if _step_of(each) != _step_of(vote)), None):
+            raise ValueError(f"ranks vote on different steps: {other} and {vote} of rank {rank}")
         is_call = vote.step == 0 and not self._votes
         self._votes[rank] = vote
         if self._votes.keys() != self.members:
             return [(member, Called(vote.wave)) for member in sorted(self.members - {rank})] if is_call else []
         votes, self._votes = self._votes, {}
-        others = [each for each in votes.values() if (each.wave, each.step) != (vote.wave, vote.step)]
-        assert not others, f"ranks vote on different steps: {votes}"
         size = self._agreed_size(votes)
         verdict = _verdict([each for member, each in votes.items() if member < size])
         letters: Letters = [(member, Outcome(vote.wave, vote.step, verdict, size)) for member in sorted(self.members)]
@@ -71,6 +77,10 @@ class Rounds:
         self._waiting.difference_update(new)
         self.members.update(new)
         return [(rank, welcome) for rank in new]
+
+
+def _step_of(vote: Vote) -> tuple[int, int]:
+    return vote.wave, vote.step
 
 
 def _verdict(votes: list[Vote]) -> Verdict:

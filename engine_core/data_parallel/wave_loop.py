@@ -8,7 +8,7 @@ from ..core import EngineCore
 from ..errors import GroupLostError
 from ..waves import Waves, WaveState
 from ..wire.messages import EngineCoreOutputs, GroupState
-from .messages import Called, Newcomers, Outcome, ToRank, Vote, Want, Welcome
+from .messages import MAX_RANKS, Called, Newcomers, Outcome, ToRank, Vote, Want, Welcome
 
 
 class Ballot(Protocol):
@@ -68,6 +68,8 @@ class WaveLoop:
         """Ask for a group of ``target`` ranks, as all ranks must. Raises ``ValueError`` if that is not supported."""
         if self._spreads_experts and target != self.waves.size:
             raise ValueError("the experts are spread over the ranks; start the group again with another size")
+        if not 1 <= target <= MAX_RANKS:
+            raise ValueError(f"a data-parallel group of {target} ranks; it has 1 to {MAX_RANKS}")
         self.waves.resize(target)
         self.settle()
 

@@ -1,0 +1,173 @@
+"""The hub of a group: a rank is who is connected now, and what a rank says wrong ends its own connection."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tokenloom.engine_core.data_parallel.frames import Frames, decoder_of
+from tokenloom.engine_core.data_parallel.group_address import connect
+from tokenloom.engine_core.data_parallel.hub import GroupHub
+from tokenloom.engine_core.data_parallel.messages import (
+    Accepted,
+    Called,
+    GroupHello,
+    Newcomers,
+    Outcome,
+    ToRank,
+    Verdict,
+    Vote,
+    Want,
+    Welcome,
+)
+
+GROUP = "experts"
+
+
+class Rank:
+    """A rank's end of its connection."""
+
+    def __init__(self, address: str, rank: int) -> None:
+        self._connection = connect(address)
+        self._connection.settimeout(30)
+        self._frames: Frames[ToRank] = Frames(self._connection, decoder_of(ToRank))
+        self.send(GroupHello(GROUP, rank, {}))
+        self.expect(Accepted())
+
+    def send(self, message: object) -> None:
+        self._frames.send(message)
+
+    def expect(self, *messages: ToRank) -> None:
+        assert [self._frames.receive() for _ in messages] == list(messages)
+
+    def vote(self, wave: int, target: int, want: Want = Want.IDLE) -> None:
+        self.send(Vote(wave, 0, want, target))
+
+    def expect_end(self) -> None:
+        with pytest.raises(ConnectionError):
+            self._frames.receive()
+
+    def leave(self) -> None:
+        """End the connection, and wait until the hub has taken note of it."""
+        self._connection.shutdown(socket.SHUT_WR)
+        self.expect_end()
+
+    def close(self) -> None:
+        self._frames.close()
+
+
+@pytest.fixture
+def address(socket_dir: Path) -> Iterator[str]:
+    address = f"unix:{socket_dir}/group.sock"
+    hub = GroupHub(address, GroupHello(GROUP, 0, {}), 2)
+    yield address
+    hub.close()
+
+
+Ranks = tuple[Rank, Rank, Rank]
+
+
+@pytest.fixture
+def ranks(address: str) -> Iterator[Ranks]:
+    """Rank 0, a rank 1 that was removed and has not left yet, and its successor, which waits."""
+    zero, old = Rank(address, 0), Rank(address, 1)
+    rendezvous = zero._frames.receive()
+    assert isinstance(rendezvous, Welcome)
+    old.expect(rendezvous)
+    zero.vote(0, target=1)
+    old.expect(Called(0))
+    old.vote(0, target=1)
+    outcome = Outcome(0, 0, Verdict.REST, 1)
+    zero.expect(outcome)
+    old.expect(outcome)
+    new = Rank(address, 1)
+    zero.expect(Newcomers([1]))
+    yield zero, old, new
+    for rank in (zero, old, new):
+        rank.close()
+
+
+def grow(zero: Rank, new: Rank) -> None:
+    zero.vote(1, target=2)
+    zero.expect(Outcome(1, 0, Verdict.REST, 2))
+    new.expect(Welcome(2, 0, runs=False, size=2))
+
+
+def compute(zero: Rank, new: Rank) -> None:
+    zero.vote(2, target=2, want=Want.RUN)
+    new.expect(Called(2))
+    new.vote(2, target=2)
+    for rank in (zero, new):
+        rank.expect(Outcome(2, 0, Verdict.RUN, 2))
+
+
+def test_the_end_of_a_removed_rank_does_not_make_its_successor_forgotten(ranks: Ranks) -> None:
+    zero, old, new = ranks
+    old.leave()
+    grow(zero, new)
+    compute(zero, new)
+
+
+def test_the_end_of_a_removed_rank_is_no_loss_of_its_successor(ranks: Ranks) -> None:
+    zero, old, new = ranks
+    grow(zero, new)
+    old.leave()
+    compute(zero, new)
+
+
+def test_a_vote_of_a_removed_rank_is_not_that_of_its_successor(ranks: Ranks) -> None:
+    zero, old, new = ranks
+    grow(zero, new)
+    old.vote(2, target=2, want=Want.RUN)
+    old.expect_end()
+    compute(zero, new)
+
+
+def test_a_vote_of_a_newcomer_ends_its_connection_and_not_the_group(ranks: Ranks, address: str) -> None:
+    zero, _, new = ranks
+    new.vote(1, target=1)
+    new.expect_end()
+    another = Rank(address, 1)
+    zero.expect(Newcomers([1]))
+    grow(zero, another)
+    another.close()
+
+
+def test_votes_on_different_steps_end_the_group(ranks: Ranks) -> None:
+    zero, _, new = ranks
+    grow(zero, new)
+    zero.send(Vote(2, 0, Want.RUN, 2))
+    new.expect(Called(2))
+    new.send(Vote(2, 32, Want.RUN, 2))
+    for rank in (zero, new):
+        rank.expect_end()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Vote(2, 0, Want.IDLE, 2**63),
+        Vote(2, 0, Want.IDLE, 0),
+        Vote(-1, 0, Want.IDLE, 2),
+        Vote(2, -1, Want.IDLE, 2),
+        GroupHello(GROUP, 1, {}),
+    ],
+)
+def test_what_a_member_may_not_say_ends_the_group(ranks: Ranks, message: object) -> None:
+    zero, _, new = ranks
+    grow(zero, new)
+    new.send(message)
+    for rank in (zero, new):
+        rank.expect_end()
+
+
+@pytest.mark.parametrize("rank", [-1, 2**16, 2**63])
+def test_a_rank_that_no_group_has_is_hung_up_on(ranks: Ranks, address: str, rank: int) -> None:
+    with connect(address) as connection:
+        connection.settimeout(30)
+        frames: Frames[ToRank] = Frames(connection, decoder_of(ToRank))
+        frames.send(GroupHello(GROUP, rank, {}))
+        with pytest.raises(ConnectionError):
+            frames.receive()
+    grow(ranks[0], ranks[2])

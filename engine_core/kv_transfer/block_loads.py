@@ -152,8 +152,7 @@ class Loads:
         elif not verdict.valid:
             self._fail(load, verdict.reason or "transport")
         elif load.state is _State.VERIFYING:
-            theirs = verdict.checksums
-            if theirs and load.checksums and [theirs[i] for i in load.order.positions] != load.checksums:
+            if not _agree(verdict.checksums, load):
                 self._fail(load, "checksum")
             else:
                 self._end(load, None)
@@ -233,3 +232,12 @@ class Loads:
         self._early[request_id] = (max(earlier, tokens_ready), why or failure)
         if len(self._early) > _MAX_EARLY:
             self._early.popitem(last=False)
+
+
+def _agree(theirs: Sequence[int], load: _Load) -> bool:
+    """Return whether the owner's checksums, if both sides have them, are those of the copied blocks. The owner must
+    have one for each of the target's blocks."""
+    if not theirs or not load.checksums:
+        return True
+    order = load.order
+    return len(theirs) == len(order.target.block_ids) and [theirs[i] for i in order.positions] == load.checksums

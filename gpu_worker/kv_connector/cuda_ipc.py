@@ -13,6 +13,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from .socket_frames import decoded
+
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 """Lets kernels of one GPU read the memory of another, if the two can."""
@@ -47,7 +49,7 @@ class CudaIpc:
 
     def open(self, handle: bytes, device: torch.device) -> "CudaMapping":
         try:
-            exported = msgspec.msgpack.decode(handle, type=_Exported)
+            exported = decoded(handle, _Exported)
         except msgspec.DecodeError as error:
             raise OSError(f"the owner's handle: {error}") from error
         if exported.pid == os.getpid():

@@ -16,6 +16,7 @@ from tokenloom.engine_core.kv_transfer.device_memory import DeviceMemory, PeerMe
 from tokenloom.engine_core.kv_transfer.kv_transport import BlockIds, KVPool, KVReader, KVTransferError, checked_pairs
 
 from .listener import Listener, hang_up
+from .socket_frames import decoded
 from .unix_offer import connect, serve_offers
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class DeviceTransport:
     def open(self, endpoint: bytes, layout: str) -> KVReader:
         connection = connect(endpoint)
         try:
-            offer = msgspec.msgpack.decode(connection.recv(_MAX_OFFER_BYTES), type=_Offer)
+            offer = decoded(connection.recv(_MAX_OFFER_BYTES), _Offer)
             if offer.layout != layout:
                 raise KVTransferError("layout", f"the owner's blocks are {offer.layout}, this engine's {layout}")
         except BaseException as error:

@@ -82,8 +82,11 @@ class Listener:
 
     def _run(self, connection: socket.socket) -> None:
         try:
-            with contextlib.suppress(OSError):
-                self._serve(self._prepared(connection))
+            self._serve(self._prepared(connection))
+        except OSError:
+            pass
+        except Exception:  # the edge: what one peer sends must not end the process, as a thread that fails does
+            logger.exception("%s: a connection ended because of a bug", self._name)
         finally:
             with self._lock:
                 self._connections.pop(threading.current_thread()).close()

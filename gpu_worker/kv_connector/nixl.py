@@ -32,6 +32,8 @@ from tokenloom.engine_core.kv_transfer.kv_transport import (
     checked_pairs,
 )
 
+from .socket_frames import decoded
+
 _READ_SECONDS = 30.0
 _POLL_SECONDS = 100e-6
 """The time between polls of a transfer, because nixl cannot wait. A block of 64 KiB takes 20 us."""
@@ -85,7 +87,7 @@ class NixlTransport:
 
     def open(self, endpoint: bytes, layout: str) -> KVReader:
         try:
-            owner = msgspec.msgpack.decode(endpoint, type=_Endpoint)
+            owner = decoded(endpoint, _Endpoint)
         except msgspec.DecodeError as error:
             raise KVTransferError("transport", f"the owner's endpoint: {error}") from error
         if owner.layout != layout:

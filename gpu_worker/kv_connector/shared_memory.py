@@ -30,6 +30,7 @@ from tokenloom.engine_core.kv_transfer.kv_transport import (
 
 from .listener import Listener, hang_up
 from .shared_window import WindowOwner, WindowReader
+from .socket_frames import decoded
 from .staging import Part, Stagings
 from .unix_offer import connect, serve_offers
 
@@ -215,7 +216,7 @@ def map_offer(connection: socket.socket, fd: int, offer: _Offer, layout: str) ->
         reader = SharedMemoryReader(_MappedBlocks(fd, offer))
         connection.close()
         return reader
-    except (OSError, TypeError, ValueError, OverflowError) as error:
+    except (OSError, TypeError, ValueError, ArithmeticError, MemoryError) as error:
         raise KVTransferError("transport", f"the owner's memory cannot be mapped: {error}") from error
 
 
@@ -225,7 +226,7 @@ def _receive(connection: socket.socket) -> tuple[_Offer, int]:
     try:
         if len(fds) != 1 or flags & socket.MSG_TRUNC:
             raise OSError("refused")
-        return msgspec.msgpack.decode(data, type=_Offer), fds.pop()
+        return decoded(data, _Offer), fds.pop()
     finally:
         for fd in fds:
             with contextlib.suppress(OSError):

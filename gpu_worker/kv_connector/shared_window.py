@@ -17,6 +17,7 @@ from tokenloom.engine_core.kv_transfer.device_memory import BlockIds, Bytes, Dev
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVTransferError
 
 from .listener import hang_up
+from .socket_frames import decoded
 from .unix_offer import SECONDS
 
 HALF_BYTES = 16 << 20
@@ -60,7 +61,7 @@ class WindowOwner:
         connection.settimeout(None)
         try:
             while data := connection.recv(_MAX_MESSAGE_BYTES):
-                self._start(msgspec.msgpack.decode(data, type=_Want))()
+                self._start(decoded(data, _Want))()
                 connection.sendall(msgspec.msgpack.encode(_Done()))
         except (msgspec.DecodeError, KVTransferError) as error:
             connection.sendall(msgspec.msgpack.encode(_Done(str(error))))
@@ -131,7 +132,7 @@ class WindowReader:
         data = self._connection.recv(_MAX_MESSAGE_BYTES)
         if not data:
             raise ConnectionError("the owner hung up")
-        if failure := msgspec.msgpack.decode(data, type=_Done).failure:
+        if failure := decoded(data, _Done).failure:
             raise KVTransferError("transport", f"the owner's copy: {failure}")
 
 

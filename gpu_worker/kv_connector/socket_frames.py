@@ -28,11 +28,20 @@ def send_frame(sock: socket.socket, message: msgspec.Struct) -> None:
 
 
 def receive_frame(sock: socket.socket, kind: type[Message]) -> Message:
-    """Receive one message. Raises ``msgspec.DecodeError`` too, if it is of another type."""
+    """Receive one message. Raises ``msgspec.DecodeError`` too, as :func:`decoded`."""
     (length,) = _LENGTH.unpack(_receive(sock, _LENGTH.size))
     if length > _MAX_FRAME_BYTES:
         raise ConnectionError(f"a message of {length} bytes")
-    return msgspec.msgpack.decode(_receive(sock, length), type=kind)
+    return decoded(_receive(sock, length), kind)
+
+
+def decoded(data: bytes | bytearray, kind: type[Message]) -> Message:
+    """Return the message that a peer encoded. Raises ``msgspec.DecodeError`` for anything else, broken text included,
+    for which msgspec has another error."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(str(error)) from None
 
 
 def pieces(pool: KVPool, block_ids: IntArray) -> list[memoryview]:

@@ -29,7 +29,7 @@ from tokenloom.engine_core.kv_transfer.kv_transport import (
 )
 
 from .listener import Listener, hang_up
-from .socket_frames import pieces, receive_frame, receive_into, send, send_frame
+from .socket_frames import decoded, pieces, receive_frame, receive_into, send, send_frame
 from .staging import Part, Staging, Stagings
 
 _CONNECT_SECONDS = 5.0
@@ -119,7 +119,7 @@ class SocketTransport:
 
     def open(self, endpoint: bytes, layout: str) -> KVReader:
         try:
-            where = msgspec.msgpack.decode(endpoint, type=_Endpoint)
+            where = decoded(endpoint, _Endpoint)
         except msgspec.DecodeError as error:
             raise KVTransferError("transport", f"the owner's endpoint: {error}") from error
         reader = SocketReader(where, layout, self._tls, self._forget)

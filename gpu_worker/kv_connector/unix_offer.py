@@ -12,6 +12,7 @@ import msgspec
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 
 from .listener import Listener
+from .socket_frames import decoded
 
 SECONDS = 5.0
 """The timeout for a handshake of two messages, and for each message behind it."""
@@ -52,7 +53,7 @@ def connect(endpoint: bytes) -> socket.socket:
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        where = msgspec.msgpack.decode(endpoint, type=Endpoint)
+        where = decoded(endpoint, Endpoint)
         connection.settimeout(SECONDS)
         connection.connect(f"\0{where.name}")
         connection.sendall(where.token)

@@ -67,7 +67,7 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
         sequence = request.from_sequence if request.HasField("from_sequence") else None
         if request.HasField("prefix_interval"):
             prints = self._engine.identity.fingerprint
-            interval = request.prefix_interval.ToTimedelta().total_seconds()
+            interval = request.prefix_interval.ToNanoseconds() / 1e9
             if not 0 <= interval <= MAX_PREFIX_SECONDS:
                 raise InvalidArgument(f"prefix_interval must be 0 to {MAX_PREFIX_SECONDS:g} seconds", "prefix_interval")
             specimen = specimen_hash(prints.block_size, prints.block_hash_seed)

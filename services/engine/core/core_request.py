@@ -25,6 +25,8 @@ LEASE_ID_BYTES = 16
 _MAX_ENGINE_ID_CHARS = 256
 _MAX_TENANT_CHARS = 256
 _DIGEST_BYTES = 32
+_MAX_TIMEOUT_NS = 10**18
+"""More than 31 years: a longer timeout ends no request either, and might not fit into the core's numbers."""
 
 
 def to_core_request(
@@ -59,7 +61,7 @@ def to_core_request(
         awaits_tokens=add.awaits_tokens,
         prompt_embeds=to_spans(prompt.embeds) if prompt.embeds else [],
         tenant=add.tenant,
-        timeout_ns=add.timeout.ToNanoseconds() if add.HasField("timeout") else 0,
+        timeout_ns=min(add.timeout.ToNanoseconds(), _MAX_TIMEOUT_NS) if add.HasField("timeout") else 0,
         adapter=prompt.adapter,
         pooling_params=pooling,
     )

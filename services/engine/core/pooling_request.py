@@ -12,7 +12,8 @@ def to_core_pooling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits) -
     """Return the parameters for the core. Raises ``InvalidArgument`` naming the field."""
     wire = add.pooling_params
     if wire.task not in limits.pooling_tasks:
-        wanted = types_pb2.PoolingTask.Name(wire.task).removeprefix("POOLING_TASK_").lower()
+        is_known = wire.task in types_pb2.PoolingTask.values()
+        wanted = types_pb2.PoolingTask.Name(wire.task).removeprefix("POOLING_TASK_").lower() if is_known else wire.task
         raise InvalidArgument(
             f"task {wanted} is not among this model's pooling tasks: {_names(limits)}", "pooling_params.task"
         )

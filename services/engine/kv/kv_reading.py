@@ -20,6 +20,9 @@ CALL_SECONDS = 6.0
 """Timeout of a call that the owner normally answers within 5 ms. Its event loop may be busy for 5 s; an owner that was
 stopped or cut off is noticed by gRPC's pings."""
 RENEW_SECONDS = 5.0
+"""How often a lease is renewed, unless it lasts for less than three times as long."""
+_LEAST_RENEW_SECONDS = 0.1
+"""A lease is not renewed more often, however short its owner says that it lasts."""
 _REASON_OF_CODE = {
     errors.Code.UNAVAILABLE: "owner_lost",
     errors.Code.CANCELLED: "owner_lost",
@@ -68,7 +71,8 @@ class Reading:
             num_tokens=num_tokens,
             checksums=list(answer.checksums),
         )
-        return cls(stub, request.engine_epoch, target, min(RENEW_SECONDS, answer.ttl.ToNanoseconds() / 3e9))
+        renew_seconds = max(_LEAST_RENEW_SECONDS, min(RENEW_SECONDS, answer.ttl.ToNanoseconds() / 3e9))
+        return cls(stub, request.engine_epoch, target, renew_seconds)
 
     async def progress(self) -> AsyncIterator[int]:
         """Yield the number of tokens that are ready, whenever it grows, until all are."""
@@ -100,6 +104,8 @@ class Reading:
             generations=self.target.generations,
         )
         answer = await _call(lambda: self._stub.Release(request, timeout=CALL_SECONDS))
+        if answer.valid and len(answer.checksums) not in (0, len(self.target.block_ids)):
+            return Verdict(valid=False, reason="checksum")  # it says nothing about some of the blocks
         reason = answer.reason if answer.reason in KV_FAILURES else "not_found"  # it becomes a label
         return Verdict(answer.valid, "" if answer.valid else reason, list(answer.checksums))
 
@@ -118,6 +124,8 @@ def _check_answer(
     answer: kv_transfer_pb2.AcquireResponse, request: kv_transfer_pb2.AcquireRequest, *, num_blocks: int
 ) -> None:
     """Check what the owner answered before the core relies on it."""
+    if answer.ttl.ToNanoseconds() <= 0:
+        raise KVTransferError("lease_expired", "the owner granted a lease that lasts for no time")
     if answer.transport not in request.transports:
         raise KVTransferError("transport", f"the owner chose transport {answer.transport!r}, which was not offered")
     counts = len(answer.block_ids), len(answer.generations), len(answer.checksums) or num_blocks

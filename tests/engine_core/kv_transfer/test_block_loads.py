@@ -119,7 +119,17 @@ def test_a_copy_that_fails_ends_the_load(bench: Bench) -> None:
     assert bench.events == [KVVerify("a", copied=False, failure="transport")]
 
 
-@pytest.mark.parametrize(("theirs", "failure"), [([9, 5, 6, 7], None), ([9, 5, 6, 8], "checksum"), ([], None)])
+@pytest.mark.parametrize(
+    ("theirs", "failure"),
+    [
+        ([9, 5, 6, 7], None),
+        ([9, 5, 6, 8], "checksum"),
+        ([], None),
+        ([9], "checksum"),
+        ([9, 5, 6], "checksum"),
+        ([9, 5, 6, 7, 7], "checksum"),
+    ],
+)
 def test_checksums_of_the_blocks_that_moved_are_compared(bench: Bench, theirs: list[int], failure: str | None) -> None:
     bench.loads.start(LoadOrder("a", TARGET, range(1, 4), [0, 1, 2, 3][1:], 4, True))
     bench.copied(checksums=[5, 6, 7])

@@ -72,6 +72,24 @@ def test_an_error_of_the_connection_ends_only_it(server: socket.socket) -> None:
     listener.close()
 
 
+def test_a_bug_that_one_connection_meets_is_logged_and_ends_only_it(
+    server: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    def serve(connection: socket.socket) -> None:
+        if connection.recv(1) == b"!":
+            raise KeyError("a bug")
+        connection.sendall(b"x")
+
+    listener = Listener(server, serve, name="test", max_connections=4)
+    with connect(server) as first, connect(server) as second:
+        first.sendall(b"!")
+        assert first.recv(1) == b""
+        second.sendall(b"?")
+        assert second.recv(1) == b"x"
+    listener.close()
+    assert "test: a connection ended because of a bug" in caplog.text
+
+
 def test_close_hangs_up_and_leaves_no_thread(server: socket.socket) -> None:
     before = threading.active_count()
     listener = Listener(server, echo, name="test", max_connections=4)

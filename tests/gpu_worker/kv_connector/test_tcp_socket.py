@@ -64,6 +64,32 @@ def test_a_wrong_token_is_hung_up_on(make: Make, make_pool: MakePool) -> None:
 
 
 @pytest.mark.parametrize(
+    "hello",
+    [
+        b"\x92\xc4\x00\xa2\xff\xff",  # a broken text
+        b"\x92\xc4\x00",
+        b"\xdd\xff\xff\xff\xff",
+        b"",
+        bytes(100),
+    ],
+)
+def test_a_hello_that_is_none_ends_its_connection_alone(make: Make, make_pool: MakePool, hello: bytes) -> None:
+    """A thread that failed would end the process."""
+    endpoint = make().serve(make_pool(4))
+    with connect(endpoint) as connection:
+        connection.sendall(struct.pack("<I", len(hello)) + hello)
+        assert connection.recv(1) == b""
+    make().open(endpoint, LAYOUT)
+
+
+@pytest.mark.parametrize("endpoint", [b"", b"\x92\xa2\xff\xff\xc4\x00", b"\x92\xa1x"])
+def test_an_endpoint_that_is_none_is_refused(make: Make, endpoint: bytes) -> None:
+    with pytest.raises(KVTransferError, match="the owner's endpoint") as caught:
+        make().open(endpoint, LAYOUT)
+    assert caught.value.reason == "transport"
+
+
+@pytest.mark.parametrize(
     "request_",
     [
         _Batch(struct.pack("<I", 4)),

@@ -166,8 +166,9 @@ async def test_a_coordinator_that_watches_gets_the_hashes_by_which_prompts_are_p
         named = [int.from_bytes(each[:8], "little") for each in block_hashes([1] * 8, 4)]
         assert [list(chain.blocks) for chain in stored.prefix_changes.stored] == [named]
         watch.cancel()
-        negative = WatchKVEventsRequest(prefix_interval=Duration(seconds=-1))
-        assert await EngineAdminStub(channel).WatchKVEvents(negative).code() is grpc.StatusCode.INVALID_ARGUMENT
+        for seconds in (-1, 2**63 - 1, -(2**63)):
+            wrong = WatchKVEventsRequest(prefix_interval=Duration(seconds=seconds))
+            assert await EngineAdminStub(channel).WatchKVEvents(wrong).code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_an_engine_that_tells_no_events_says_so(admin: EngineAdminStub) -> None:

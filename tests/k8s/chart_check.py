@@ -69,7 +69,7 @@ def check_values(chart: Chart) -> None:
 
 
 def check_texts(chart: Chart) -> None:
-    """Check that numbers and booleans become texts in ConfigMaps, which Kubernetes asks for, and that nothing else does."""
+    """Check that numbers and booleans become texts in ConfigMaps, as Kubernetes asks for, and nothing else does."""
     settings = {
         "TOKENLOOM_A": 30,
         "TOKENLOOM_B": True,

@@ -7,7 +7,7 @@ from tests.engine_core.invariants import check_idle
 
 from .expectations import is_allowed, must_complete
 from .load import Answer
-from .mesh import KEPT_BYTES, Mesh, SimulatedEngine
+from .mesh import Mesh, SimulatedEngine
 from .plan import Fault
 
 SLACK_SECONDS = 0.2
@@ -102,7 +102,7 @@ def _counts(kind: str, service: object) -> Iterator[tuple[str, int]]:
         streams = [link.stream for link in pool._links if link.stream is not None]
         yield "slots", sum(len(stream._slots) for stream in streams)
         yield "waiting requests", len(pool._waiting)
-        yield "bytes of prompts", KEPT_BYTES - pool._kept._left
+        yield "bytes of prompts", pool._kept.taken
     elif kind == "coordinator" and service.servicer is not None:  # type: ignore[attr-defined]
         records = service.servicer._registry._records.values()  # type: ignore[attr-defined]
         yield "picks", sum(len(record._counted) for record in records)

@@ -49,7 +49,7 @@ def _close(coro: Any) -> None:
         try:
             coro.close()
             return
-        except Exception:
+        except BaseException:  # a group around the GeneratorExit, for one
             continue
 
 
@@ -73,9 +73,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     # Running
 
-    def run(self, main: Coroutine[Any, Any, T]) -> T:
+    def run(self, main: Coroutine[Any, Any, T], name: str = "main") -> T:
         """Run until ``main`` has ended and return its result. Raises ``SimulationStuck``."""
-        task = self.create_task(main)
+        task = self.create_task(main, name=name)
         asyncio._set_running_loop(self)
         self._is_running = True
         try:

@@ -1,0 +1,95 @@
+"""Faults that reading once found, put back one at a time: the explorer must find each of them soon."""
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tokenloom.engine_core.client.async_socket import AsyncSocket
+from tokenloom.request.errors import FailedPrecondition
+from tokenloom.services.gateway.batches.batch_task import BatchTask
+from tokenloom.services.gateway.files.file_room import FileRoom
+from tokenloom.services.gateway.files.file_store import FileStore
+from tokenloom.services.gateway.generation.admission import Tenure
+from tokenloom.services.gateway.generation.charge import Charge, Charges
+from tokenloom.services.gateway.generation.claim import Claim
+from tokenloom.services.gateway.generation.generator import Generator
+from tokenloom.services.gateway.generation.job import Job
+
+from .runner import size_of
+
+
+async def _cancel_and_write(task: BatchTask) -> None:
+    """Write that a batch is cancelled from the client's request, while the batch's own task writes too."""
+    batch, context = task.batch, task._context
+    if batch.is_ended or batch.status == "cancelling":
+        return
+    await context.batches.change(batch, "cancelling", context.around.now())
+    task._cancelled.set()
+
+
+async def _write_once(task: BatchTask, write: Callable[[], Awaitable[None]]) -> None:
+    """Give a batch up when the disk refuses how it ends."""
+    await write()
+
+
+def _reserve_nothing(store: FileStore, tenant: str, num_files: int = 1) -> FileRoom:
+    """Compare a tenant's limit with the files that are stored, not with those that arrive."""
+    if len(store.of(tenant)) + num_files > store.limits.tenant_files:
+        raise FailedPrecondition("as many files are stored as may be")
+    return store._shelf(tenant).take_anyway(num_files, 0)
+
+
+def _grow_freely(store: FileStore, room: FileRoom, tenant: str, size: int) -> None:
+    """Compare the bytes with the limit of one file only."""
+    store.check_size(size)
+    room.hold(size)
+
+
+def _give_place_back(generator: Generator, job: Job, claim: Claim, timeout: float) -> Tenure:
+    """Give the place of a request without a client back before the call that repeats it has one."""
+    before = generator._resumable.find(claim, job.tenant.name) if claim.request_id else None
+    if before is not None:
+        before.place.close()
+    return Tenure(generator._admission.admit(job, timeout))
+
+
+def _charge_again(charges: Charges, tenant: str, request_id: str, claim: Claim) -> Charge:
+    """Count every call for itself."""
+    return Charge()
+
+
+def _forget_beginning(connection: AsyncSocket) -> None:
+    """Take the rows of a message back although its beginning was sent."""
+    if connection._on_begun is not None:
+        connection._on_begun = None
+
+
+_BUGS: dict[str, tuple[str, dict[tuple[type[Any], str], Any]]] = {
+    "two_writers": ("batches", {(BatchTask, "cancel"): _cancel_and_write}),
+    "written_once": ("batches", {(BatchTask, "_persist"): _write_once}),
+    "files_that_arrive": ("files", {(FileStore, "reserve"): _reserve_nothing, (FileStore, "grow"): _grow_freely}),
+    "place_given_back": ("generations", {(Generator, "_admit"): _give_place_back}),
+    "charged_by_call": ("generations", {(Charges, "of"): _charge_again}),
+    "rows_taken_back": ("core clients", {(AsyncSocket, "_begun"): _forget_beginning}),
+}
+BUGS = tuple(_BUGS)
+
+
+def scenario_of(bug: str) -> str:
+    """Return the scenario that uses what the bug is in."""
+    return _BUGS[bug][0]
+
+
+@contextmanager
+def reintroduced(bug: str) -> Iterator[None]:
+    """Put a bug into the product for the length of the ``with``. The plans stay those of the product."""
+    scenario, wrong = _BUGS[bug]
+    size_of(scenario)
+    right = {(where, name): getattr(where, name) for where, name in wrong}
+    try:
+        for (where, name), method in wrong.items():
+            setattr(where, name, method)
+        yield
+    finally:
+        for (where, name), method in right.items():
+            setattr(where, name, method)

@@ -1,0 +1,201 @@
+"""Sends requests to the real application of a gateway, without a socket, as clients that may leave at any time."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from tokenloom.services.gateway.http.app import STOPPED, App, Routes
+from tokenloom.services.gateway.http.byte_budget import ByteBudget
+from tokenloom.services.gateway.http.exchange import DIRECT_WRITER, JSON, REQUEST_BODY
+from tokenloom.services.gateway.http.request_body import ClientDisconnected, RequestBody
+from tokenloom.services.gateway.tenants.api_keys import ApiKeys
+from tokenloom.services.gateway.tenants.tenant import Tenant
+from tokenloom.services.gateway.tenants.tenant_limits import TenantLimits
+from tokenloom.services.gateway.tenants.tenant_shares import TenantShares
+
+from .world import World
+
+TENANTS = ("a", "b")
+"""Their names are their keys."""
+_PIECE = 64
+"""Bytes of a body that arrive at once."""
+
+
+@dataclass
+class Answer:
+    """Holds what a client has of its response.
+
+    Attributes:
+        status: 0: nothing.
+        is_whole: As many bytes are there as were announced.
+    """
+
+    status: int = 0
+    body: bytes = b""
+    length: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.body) == self.length
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def is_ok(self) -> bool:
+        return self.is_whole and self.status == 200
+
+
+class Connection:
+    """Stands for uvicorn's connection of one request; the client may leave."""
+
+    def __init__(self) -> None:
+        self.more_body = True
+        self.disconnected = self.waiting_for_100_continue = False
+        self.message_event = asyncio.Event()
+        self.flow = SimpleNamespace(pause_reading=lambda: None, resume_reading=lambda: None)
+        self.task: asyncio.Task[Any] | None = None
+        self.is_open = self.can_begin = False
+        self._watchers: list[Callable[[], None]] = []
+
+    def lose(self) -> None:
+        """Let the client leave."""
+        self.disconnected = True
+        self.message_event.set()
+        for on_lost in list(self._watchers):
+            on_lost()
+
+    def stop(self) -> None:
+        """Cancel the request, as a gateway does that stops."""
+        assert self.task is not None
+        self.task.cancel(STOPPED)
+
+    def is_last(self) -> bool:
+        return False
+
+    def end_connection(self) -> None:
+        """Do nothing: a request has a connection of its own."""
+
+    def watch(self, on_lost: Callable[[], None]) -> Callable[[], object]:
+        if self.disconnected:
+            raise ClientDisconnected
+        self._watchers.append(on_lost)
+        return lambda: self._watchers.remove(on_lost)
+
+
+@dataclass
+class Clients:
+    """Sends requests of several tenants to an application.
+
+    Attributes:
+        shares: What each tenant has in work.
+        budget: Of the bytes of all bodies.
+    """
+
+    world: World
+    shares: TenantShares
+    keys: ApiKeys
+    budget: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 20))
+
+    def application(self, routes: Routes) -> App:
+        """Return the application that serves ``routes`` to these clients."""
+        ignored = SimpleNamespace(count=lambda *_: None, add=lambda *_, **__: None)
+        return App(routes, self.keys, {}, ApiKeys({}), None, self.shares, counts=ignored, finished=ignored)  # type: ignore[arg-type]
+
+    def send(
+        self,
+        app: App,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        tenant: str = "a",
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        name: str = "",
+        may_leave: bool = True,
+    ) -> "asyncio.Task[Answer]":
+        """Begin a request. ``body``: JSON, or bytes with a content type among ``headers``. ``may_leave``: the plan may
+        cancel it."""
+        connection = Connection()
+        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        kind = () if isinstance(body, bytes) else ((b"content-type", JSON),)
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "query_string": b"",
+            "headers": [
+                (b"authorization", b"Bearer " + tenant.encode()),
+                (b"content-length", str(len(data)).encode()),
+                *kind,
+                *headers,
+            ],
+        }
+        sending, name = self._send(app, scope, data, connection), name or f"{method} {path}"
+        if may_leave:
+            cancel = self.world.random.choice((connection.lose, connection.stop))
+            connection.task = self.world.actor(sending, name, cancel)
+        else:
+            connection.task = self.world.loop.create_task(sending, name=name)
+        return connection.task
+
+    async def _send(self, app: App, scope: dict[str, Any], data: bytes, connection: Connection) -> Answer:
+        answer = Answer()
+        body = RequestBody(connection, self.budget)  # type: ignore[arg-type]
+        scope["extensions"] = {DIRECT_WRITER: connection, REQUEST_BODY: body}
+        arriving = asyncio.get_running_loop().create_task(_arrive(data, body, connection), name="arrival of a body")
+
+        async def write(message: dict[str, Any]) -> None:
+            await asyncio.sleep(0)
+            if connection.disconnected:
+                return
+            if (status := message.get("status")) is not None:
+                answer.status = status
+                answer.length = int(dict(message["headers"]).get(b"content-length", -1))
+            answer.body += message.get("body", b"")
+
+        try:
+            await app(scope, _receive, write)
+        finally:
+            arriving.cancel()
+        return answer
+
+    def check_all_given_back(self) -> None:
+        """Check that nothing is held any more when no request is in work."""
+        check = self.world.check
+        check(not self.budget.taken, f"{self.budget.taken} bytes of bodies stay reserved")
+        outputs, sessions = self.shares.outputs.taken, self.shares.sessions.taken
+        check(not outputs, f"{outputs} places of outputs stay taken")
+        check(not sessions, f"{sessions} places of sessions stay taken")
+        for share in self.shares:
+            for what in ("live_outputs", "pending_outputs", "sessions", "body_bytes", "pending_grammars"):
+                number = getattr(share, what)
+                check(not number, f"tenant {share.name} still has {number} {what}")
+
+
+def two_tenants(world: World, limits: TenantLimits | None = None, max_live: int = 64) -> Clients:
+    """Return the clients of two tenants that share a gateway."""
+    limits = limits or TenantLimits()
+    tenants = {_digest(name): Tenant(name=name, cache_salt=name.encode() * 16, key=name) for name in TENANTS}
+    shares = TenantShares(limits, is_shared=True, max_live=max_live, max_sessions=64, clock=world.loop.time)
+    return Clients(world, shares, ApiKeys(tenants))
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+async def _arrive(data: bytes, body: RequestBody, connection: Connection) -> None:
+    for start in range(0, len(data), _PIECE):
+        body.arrive(data[start : start + _PIECE])
+        await asyncio.sleep(0)
+    connection.more_body = False
+    connection.message_event.set()
+
+
+async def _receive() -> dict[str, Any]:
+    raise AssertionError("the body arrives past ASGI")

@@ -37,7 +37,8 @@ class Sessions:
     """Runs each turn of a session as an ordinary request with an id of its own: all earlier turns and the new input.
 
     So a session between turns holds neither blocks nor a row; its KV is hit again unless it was evicted. As in vLLM, a
-    turn's last token, whose KV was never computed, is not part of what the next turn continues.
+    turn's last token, whose KV was never computed, is not part of what the next turn continues; except where a grammar
+    ended the turn without a stop token, because that token belongs to its text.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -85,7 +86,7 @@ class Sessions:
             session.tokens += output.new_token_ids
             session.has_output = session.has_output or bool(output.new_token_ids)
             if output.finish_reason is not None:
-                self._end_turn(session, output.finish_reason)
+                self._end_turn(session, output)
 
     def _begin_turn(self, session: _Session) -> None:
         message = session.inputs.popleft()
@@ -107,12 +108,14 @@ class Sessions:
         )
         self._scheduler.add_request(turn)
 
-    def _end_turn(self, session: _Session, reason: FinishReason) -> None:
+    def _end_turn(self, session: _Session, output: EngineCoreOutput) -> None:
         session.turn_id = None
-        if session.is_closing or reason not in _ENDS_A_TURN:
+        if session.is_closing or output.finish_reason not in _ENDS_A_TURN:
             del self.live[session.request_id]
             return
-        if session.has_output:
+        # Without a stop token it was a grammar that ended the turn, after the last token of its text.
+        is_whole = output.finish_reason is FinishReason.STOP and output.stop_token_id is None
+        if session.has_output and not is_whole:
             del session.tokens[-1]
         if session.inputs:
             self._begin_turn(session)

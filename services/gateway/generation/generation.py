@@ -33,6 +33,7 @@ class Generation:
         opens_reasoning: Whether the outputs begin within the model's reasoning.
         may_reason: Whether the outputs may begin with reasoning; False if the prompt has closed it, or if a constraint
             covers the whole output.
+        stop_token_ids: The tokens that end an output, those of the model included.
         reasoning: Counts reasoning tokens; None if the marks around the model's reasoning are not known.
         finished: By output, how it ended.
         completion_tokens: By output.
@@ -59,6 +60,7 @@ class Generation:
         self.prompt_texts = prepared.prompt_texts
         self.prompt_logprobs: defaultdict[int, list[output_processor_pb2.SlotTextLogprobs]] = defaultdict(list)
         self.num_samples = submits[0].num_samples or 1
+        self.stop_token_ids = tuple(submits[0].sampling_params.stop_token_ids)
         self.num_outputs = len(submits) * self.num_samples
         self.reasoning: OutputsReasoning | None = None
         self.opens_reasoning, self.may_reason = prepared.opens_reasoning, not prepared.is_constrained_throughout

@@ -1,6 +1,6 @@
 """Requests of the public gRPC API as jobs, and sessions: prompts that continue after they were answered."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.validation import check_stop_count
-from tokenloom.v1 import inference_pb2, output_processor_pb2
+from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
 
 from ..assistant.message_plans import MessagePlans
 from ..assistant.parsed_message import MessagePlan
@@ -131,7 +131,11 @@ class InputSession:
         self._tokens += token_ids
         self._num_output += len(self._tokens) - before
 
-    def end(self) -> None:
-        """End the turn. Its last token is not continued, as in vLLM: its KV was never computed."""
-        if self._num_output:
+    def end(self, finished: output_processor_pb2.RequestFinished, stop_token_ids: Collection[int]) -> None:
+        """End the turn. Its last token is not continued, as in vLLM: its KV was never computed. It is if a grammar
+        ended the turn without one of its ``stop_token_ids``, because the token belongs to the text then."""
+        if not self._num_output:
+            return
+        is_stop = finished.reason == types_pb2.FINISH_REASON_STOP and not finished.stop_reason
+        if not is_stop or self._tokens[-1] in stop_token_ids:
             del self._tokens[-1]

@@ -106,7 +106,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             with share.take_message(request.ByteSize()):
                 job = replace(session.read_turn(request, mesh.plans, context.time_remaining()), adapter=adapter)
                 await self._answer(mesh, request, job, None, context, session)
-            session.end()
 
     async def _next_turn(
         self, requests: AsyncIterator[inference_pb2.GenerateRequest]
@@ -167,6 +166,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                         if request.return_timeline:
                             response.timeline.CopyFrom(generation.timeline)
                     await context.write(response)
+            if session is not None:
+                session.end(generation.finished[0], generation.stop_token_ids)
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> None:  # type: ignore[override]
         with self._pooling(request) as call:

@@ -191,3 +191,21 @@ def test_aborted_requests_leave_no_compile_behind() -> None:
     assert len(grammars._compiler._known) <= NUM_COMPILERS
     assert run(client, [make_request("b", DATE)])["b"][-1].finish_reason is FinishReason.STOP
     client.close()
+
+
+@pytest.mark.parametrize(("stop", "kept"), [((), len("2026-11")), ((EOS,), len("2026-11"))])
+def test_the_next_turn_of_a_session_continues_the_whole_text(
+    client: InprocClient, stop: tuple[int, ...], kept: int
+) -> None:
+    """Only a stop token is left out, which is not part of the text."""
+    request = make_request("session", DATE, prompt=[1], stop=stop)
+    request.resumable = True
+    outputs = run(client, [request])["session"]
+    text = [token_id for output in outputs for token_id in output.new_token_ids]
+    assert len(text) == kept + len(stop)
+    after = make_request("session", None, prompt=[2], max_tokens=1, stop=())
+    after.resumable = True
+    client.add_request(after)
+    turn = client._core.scheduler.requests["session\0002"]
+    assert turn.prompt_token_ids == [1, *text[:kept], 2]
+    client.abort_requests(["session"])

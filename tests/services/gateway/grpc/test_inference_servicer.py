@@ -165,7 +165,8 @@ def turn(**fields: Any) -> inference_pb2.GenerateRequest:
 async def test_a_session_continues_all_that_was_said_but_the_last_token(mesh: FakeMesh) -> None:
     async with mesh.inference() as stub:
         call = stub.GenerateSession()
-        await call.write(turn(text="abc", user_request_id="mine"))
+        ends = types_pb2.SamplingParams(stop_token_ids=[ord("!")])
+        await call.write(turn(text="abc", user_request_id="mine", sampling_params=ends))
         await call.write(turn(token_ids=types_pb2.TokenIds(ids=list(b"de"))))  # waits for its turn
         first = await mesh.outputs.next_request()
         assert bytes(first.submit.prompt.token_ids) == b"abc"
@@ -186,6 +187,29 @@ async def test_a_session_continues_all_that_was_said_but_the_last_token(mesh: Fa
     ends = [response for response in responses if response.finish_reason]
     assert [end.usage.prompt_tokens for end in ends] == [3, 7, 8]
     assert [bytes(ids) for response in responses if (ids := response.prompt_token_ids)] == [b"abcHidef"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop_reason", "continued"),
+    [
+        (types_pb2.FINISH_REASON_STOP, "", "Hi}"),  # its grammar was complete
+        (types_pb2.FINISH_REASON_STOP, "}", "Hi"),
+        (types_pb2.FINISH_REASON_LENGTH, "", "Hi"),
+        (types_pb2.FINISH_REASON_REPETITION, "", "Hi"),
+    ],
+)
+async def test_a_session_continues_the_whole_text_of_a_grammar_without_stop_token(
+    mesh: FakeMesh, reason: types_pb2.FinishReason, stop_reason: str, continued: str
+) -> None:
+    async with mesh.inference() as stub:
+        call = stub.GenerateSession()
+        await call.write(turn(text="abc"))
+        first = await mesh.outputs.next_request()
+        first.answer("Hi", "}", reason=reason, stop_reason=stop_reason)
+        await call.write(turn(text="f"))
+        second = await mesh.outputs.next_request()
+        assert bytes(second.submit.prompt.token_ids) == f"abc{continued}f".encode()
+        call.cancel()
 
 
 async def test_a_session_that_is_left_cancels_its_turn(mesh: FakeMesh) -> None:

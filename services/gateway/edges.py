@@ -87,7 +87,7 @@ def _add_grpc_services(
     generates["Embed"], generates["Classify"] = inference_pb2.EmbedRequest, inference_pb2.ClassifyRequest
     generates["Score"], generates["Pool"] = inference_pb2.ScoreRequest, inference_pb2.PoolRequest
     host.add_servicer(bounded(inference_pb2_grpc.add_InferenceServicer_to_server, generates), inference)
-    kserve = KServeServicer(reader, meshes, shares)
+    kserve = KServeServicer(reader, meshes, shares, settings.request_timeout)
     infers = dict.fromkeys(("ModelInfer", "ModelStreamInfer"), grpc_service_pb2.ModelInferRequest)
     host.add_servicer(bounded(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, infers), kserve)
 

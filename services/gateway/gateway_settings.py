@@ -197,7 +197,9 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         Count | None, "Tokens that a tenant may use at once after it was idle; by default those of 60 s."
     ] = None
     tenant_sessions: Annotated[
-        Count | None, "Sessions that one tenant may have open; by default 256 where several share the gateway."
+        Count | None,
+        "Sessions and streams of the Open Inference Protocol that one tenant may have open; by default 256 where "
+        "several share the gateway.",
     ] = None
     tenant_pending_grammars: Annotated[
         Count | None,
@@ -212,7 +214,8 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     ] = 0
     request_timeout: Annotated[
         Annotated[float, Meta(gt=0)],
-        "Seconds that a request may take; also the time that a session may wait for its next turn.",
+        "Seconds that a request may take; also the time that a session, or a stream of the Open Inference Protocol, "
+        "may wait for its next request.",
     ] = 600.0
 
     keep_disconnected_requests: Annotated[

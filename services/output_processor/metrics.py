@@ -23,6 +23,7 @@ class Metrics:
         self._ended = {
             reason: ended.labels(name.removeprefix("FINISH_REASON_").lower()) for name, reason in FinishReason.items()
         }
+        self._unknown = self._ended[FinishReason.FINISH_REASON_UNSPECIFIED]
         self._tokens = fast_metrics.Counter(registry, name + "tokens", "Output tokens of requests that ended.", {})
         show_token_cost(registry, lambda: self._tokens.value)
         self._retries = Counter(
@@ -41,7 +42,7 @@ class Metrics:
 
     def ended(self, finished: RequestFinished) -> None:
         """Count a sample that ended."""
-        self._ended[finished.reason].inc()
+        self._ended.get(finished.reason, self._unknown).inc()  # an engine of a newer release may know more reasons
         self._tokens.inc(finished.completion_tokens)
         self._retries.inc(max(finished.attempts - 1, 0))
         self._placement.observe(finished.timeline.placement_ns / 1e9)

@@ -1,6 +1,5 @@
 """Serves the public gRPC API."""
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +25,7 @@ from ..served_meshes import ServedMeshes
 from ..tenants.call_tenant import call_tenant
 from ..tenants.tenant_share import TenantShare
 from ..tenants.tenant_shares import TenantShares
+from .client_stream import next_request
 from .inference_request import InputSession, read_request
 from .pooling_calls import InputsRequest, PoolingCall, classify_params, embed_params, pool_params
 from .resumption import read_cancellation, read_claim, read_resumption
@@ -93,7 +93,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Read a turn when the one before is answered; turns that wait are bounded by gRPC's window."""
         session: InputSession | None = None
         served: tuple[ServedMesh, NamedAdapter | None] | None = None
-        while (request := await self._next_turn(requests)) is not None:
+        while (request := await next_request(requests, self._idle_timeout, "turn")) is not None:
             if served is None or request.model:
                 asked = self._meshes.find(request.model or None)
                 if served not in (None, asked):
@@ -106,15 +106,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             with share.take_message(request.ByteSize()):
                 job = replace(session.read_turn(request, mesh.plans, context.time_remaining()), adapter=adapter)
                 await self._answer(mesh, request, job, None, context, session)
-
-    async def _next_turn(
-        self, requests: AsyncIterator[inference_pb2.GenerateRequest]
-    ) -> inference_pb2.GenerateRequest | None:
-        try:
-            async with asyncio.timeout(self._idle_timeout):
-                return await anext(requests, None)
-        except TimeoutError:
-            raise errors.DeadlineExceeded(f"no turn arrived within {self._idle_timeout:g} s") from None
 
     async def _answer(
         self,

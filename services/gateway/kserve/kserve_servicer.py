@@ -13,6 +13,7 @@ from tokenloom.v1.kserve import grpc_service_pb2 as pb
 from tokenloom.v1.kserve import grpc_service_pb2_grpc
 
 from ..generation.generation import Generation
+from ..grpc.client_stream import next_request
 from ..openai.answer import finish_reason
 from ..openai.completions import CompletionsApi
 from ..openai.openai_models import BodyReader
@@ -31,8 +32,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
     """Takes text and returns text."""
 
-    def __init__(self, reader: BodyReader, meshes: ServedMeshes, shares: TenantShares) -> None:
-        """``shares``: what each tenant has in work."""
+    def __init__(self, reader: BodyReader, meshes: ServedMeshes, shares: TenantShares, idle_timeout: float) -> None:
+        """``shares``: what each tenant has in work. ``idle_timeout``: seconds for which a stream may send nothing."""
+        self._idle_timeout = idle_timeout
         self._shares = shares
         self._reader = reader
         self._meshes = meshes
@@ -86,14 +88,16 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> None:
         """Writes to the context: a handler that waits in a ``yield`` would not notice a cancellation at once."""
-        async for request in requests:
-            try:
-                with self._shares.of(call_tenant()).take_message(request.ByteSize()):
-                    await self._answer(request, context)
-            except errors.TokenloomError as error:
-                failed = pb.ModelStreamInferResponse(error_message=error.message)
-                failed.infer_response.MergeFrom(self._response(request))
-                await context.write(failed)
+        share = self._shares.of(call_tenant())
+        with share.take_session(self._shares.sessions):
+            while (request := await next_request(requests, self._idle_timeout, "request")) is not None:
+                try:
+                    with share.take_message(request.ByteSize()):
+                        await self._answer(request, context)
+                except errors.TokenloomError as error:
+                    failed = pb.ModelStreamInferResponse(error_message=error.message)
+                    failed.infer_response.MergeFrom(self._response(request))
+                    await context.write(failed)
 
     async def _embedding(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse | None:
         """Return the vectors that a request asks for; None if it asks for text."""

@@ -28,6 +28,9 @@ SEARCH_SECONDS = 3.0
 UNSETTLED_SECONDS = 60.0
 """For so long after an output processor was lost or has returned, a request that may be running already is sought at
 all of them: output processors keep requests for as long (``--keep-lost-requests``)."""
+MAX_WITHDRAWN = 10_000
+"""Requests to be ended at output processors that connect within the time of a search: clients choose their ids, and
+may name as many as they like. Beyond it, the oldest ones are ended only where the gateway is connected already."""
 RETRY_SECONDS = 0.5
 """How long an accepted request waits until it asks again, when all are full or the budget of retries is spent."""
 _PLACED_AT_ONCE = 16
@@ -67,7 +70,7 @@ class OutputPool:
         self._waiting: dict[Submission, None] = {}  # in order of arrival; bounded by what the gateway admits
         self._wake = asyncio.Event()
         self._held: dict[Submission, asyncio.TimerHandle] = {}  # until they ask again; bounded by the same
-        self._withdrawn: dict[tuple[str, str], float] = {}  # with the time to go; at most those of a few seconds
+        self._withdrawn: dict[tuple[str, str], float] = {}  # with the time to go, which ascends; bounded
         self._sought: dict[Submission, asyncio.TimerHandle] = {}  # waiting for a connection; bounded by the same
 
     @property
@@ -110,15 +113,19 @@ class OutputPool:
 
         Returns what cancels it, which must be called when the collector's request has ended.
         """
-        now = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        now = loop.time()
         self._budget.add_request()
-        submission = Submission(submit, collector, index, self._kept, self._budget, now=now)
-        if submission.takes_over and (
+        # It may run where it would not be placed now, because another output processor was away then, or was not among
+        # those of the gateway that began it.
+        is_sought = submit.take_over and (
             self._connect_all() or any(now - link.changed_at < UNSETTLED_SECONDS for link in self._links)
-        ):
-            # It may run where it would not be placed now, because another output processor was away then, or was not
-            # among those of the gateway that began it.
-            submission.sought_until = now + SEARCH_SECONDS
+        )
+        until = now + SEARCH_SECONDS if is_sought else 0.0
+        submission = Submission(submit, collector, index, self._kept, self._budget, now=now, sought_until=until)
+        if is_sought:
+            if not submission.is_kept:
+                loop.call_at(until + SEARCH_SECONDS, submission.settle)  # by then it was found, or has begun
             self._seek(submission)
         else:
             self._begin(submission)
@@ -145,29 +152,28 @@ class OutputPool:
     def withdraw(self, request_id: str, tenant: str) -> None:
         """End a request of another gateway, or of none, that its client does not want any more."""
         if self._connect_all():
+            self._forget_withdrawn(MAX_WITHDRAWN - 1)
+            self._withdrawn.pop((request_id, tenant), None)  # so that it is the last one to go
             self._withdrawn[request_id, tenant] = asyncio.get_running_loop().time() + SEARCH_SECONDS
         self._withdraw_at_all(request_id, tenant)
 
     def on_open(self) -> None:
         """Send the requests that wait."""
         self._wake.set()
-        for (request_id, tenant), until in list(self._withdrawn.items()):
-            if until < asyncio.get_running_loop().time():
-                del self._withdrawn[request_id, tenant]
-            else:
-                self._withdraw_at_all(request_id, tenant)
+        self._forget_withdrawn(MAX_WITHDRAWN)
+        for request_id, tenant in self._withdrawn:
+            self._withdraw_at_all(request_id, tenant)
         for submission in list(self._sought):
             self._seek(submission)
 
     def on_unknown(self, stream: ProcessStream, submission: Submission) -> None:
         """Ask the next output processor for a request that is to be resumed."""
-        submission.refused_by.append(stream)
+        submission.unknown_to.append(stream)
         self._seek(submission)
 
     def on_moved(self, stream: ProcessStream, submission: Submission, error: errors.TokenloomError) -> None:
         """Place a request that an output processor has refused, or has ended before its end."""
-        submission.refused(stream, Cause.GONE if stream.leaving else Cause.FULL, error)
-        submission.sought_until = 0.0  # it was found there
+        submission.moved(stream, Cause.GONE if stream.leaving else Cause.FULL, error)
         self._wait(submission)
 
     def on_lost(self, stream: ProcessStream, submissions: list[Submission]) -> None:
@@ -186,6 +192,15 @@ class OutputPool:
         elsewhere. Returns whether this gateway works with some of them otherwise: then others work with others."""
         self._members.widen()
         return self._members.is_wide
+
+    def _forget_withdrawn(self, most: int) -> None:
+        """Forget the withdrawals whose time is over, and the oldest ones beyond ``most``."""
+        now = asyncio.get_running_loop().time()
+        while self._withdrawn:
+            oldest = next(iter(self._withdrawn))
+            if self._withdrawn[oldest] >= now and len(self._withdrawn) <= most:
+                return
+            del self._withdrawn[oldest]
 
     def _withdraw_at_all(self, request_id: str, tenant: str) -> None:
         for link in self._links:  # it may have moved from the output processor that its id names
@@ -220,8 +235,11 @@ class OutputPool:
 
     def _begin_unknown(self, submission: Submission) -> None:
         """Begin a request that was sought, but could not be found."""
+        if not submission.can_begin:
+            submission.fail(errors.Unavailable("No output processor has the request; send it again."))
+            return
         submission.sought_until = 0.0
-        submission.refused_by.clear()
+        submission.unknown_to.clear()
         submission.withdraw = None  # it has not moved
         self._begin(submission)
 
@@ -234,7 +252,7 @@ class OutputPool:
             return
         links = sorted(self._links, key=lambda link: rank(submission.request_id, link.mark))
         streams = [link.stream for link in links]
-        stream = next((each for each in streams if each is not None and each not in submission.refused_by), None)
+        stream = next((each for each in streams if each is not None and each not in submission.unknown_to), None)
         loop = asyncio.get_running_loop()
         if stream is not None:
             self._send(submission, stream)
@@ -303,9 +321,10 @@ class OutputPool:
 
     async def _keep(self, link: OutputLink) -> None:
         try:
-            async with self._channels.open(link.address, "output_processor") as channel:
-                stub = output_processor_pb2_grpc.OutputProcessorStub(channel)
-                while link.address in self._members:  # requests that have begun continue to their end
-                    await link.connect(stub)
+            while link.address in self._members:  # also if it has come back while its channel was closing
+                async with self._channels.open(link.address, "output_processor") as channel:
+                    stub = output_processor_pb2_grpc.OutputProcessorStub(channel)
+                    while link.address in self._members:  # requests that have begun continue to their end
+                        await link.connect(stub)
         finally:
             self._links.remove(link)

@@ -78,11 +78,11 @@ class ProcessStream:
         self._next_slot += 1
         self._slots[slot] = submission
         if submission.is_sought:
-            self._message().resume.append(submission.resume(slot))
+            self._message_after(ends_only=True).resume.append(submission.resume(slot))
             return slot
         submit = submission.again(slot, now=asyncio.get_running_loop().time()) if again else submission.first(slot)
         num_bytes = submission.num_bytes + 4 * sum(len(journal.token_ids) for journal in submit.journals)
-        self._message(num_bytes).submit.append(submit)
+        self._message_after(num_bytes).submit.append(submit)
         return slot
 
     def cancel(self, slot: int) -> None:
@@ -209,14 +209,31 @@ class ProcessStream:
             self._message().credit += self._uncredited
             self._uncredited = 0
 
+    def _message_after(self, num_bytes: int = 0, *, ends_only: bool = False) -> pb.ProcessInput:
+        """Return a message for a request that begins, or that resumes (``ends_only``).
+
+        The parts of a message take effect in the order of its fields: requests that begin, that resume, and that end. A
+        request that follows one of another kind needs a message of its own, or a cancelled request's end would be that
+        of its repeat.
+        """
+        if self._outbox:
+            last = self._outbox[-1]
+            if last.cancel_slots or last.withdraw or (last.resume and not ends_only):
+                self._add_message(num_bytes)
+                return self._outbox[-1]
+        return self._message(num_bytes)
+
     def _message(self, num_bytes: int = 0) -> pb.ProcessInput:
         """Return the message under construction, with room for so much of a request."""
         self._outbox_bytes += num_bytes
         if not self._outbox or self._outbox_bytes > MESSAGE_BYTES:
-            self._outbox.append(pb.ProcessInput())
-            self._outbox_bytes = num_bytes
-            self._outbox_filled.set()
+            self._add_message(num_bytes)
         return self._outbox[-1]
+
+    def _add_message(self, num_bytes: int) -> None:
+        self._outbox.append(pb.ProcessInput())
+        self._outbox_bytes = num_bytes
+        self._outbox_filled.set()
 
 
 async def next_frame(call: Call) -> pb.ProcessFrame:

@@ -29,6 +29,7 @@ class Submission:
         engine_deaths: Engines that died while they ran it.
         num_prompt_logprobs: Positions of the prompt whose log probabilities arrived.
         refused_by: The streams that refused it, or the rest of it, since its output processor was last lost.
+        unknown_to: The streams whose output processors do not have it, while it is sought.
         debt: Says whether it may be sent again.
         is_accepted: An output processor has run it, so that it is not refused any more.
         withdraw: Ends it at its output processor.
@@ -42,6 +43,7 @@ class Submission:
         "_num_samples",
         "_num_tokens_sent",
         "_refusal",
+        "_resume",
         "_started",
         "_submit",
         "collector",
@@ -56,6 +58,7 @@ class Submission:
         "request_id",
         "sought_until",
         "takes_over",
+        "unknown_to",
         "withdraw",
     )
 
@@ -82,10 +85,12 @@ class Submission:
         self.engine_deaths = submit.engine_deaths
         self.num_prompt_logprobs = submit.num_prompt_logprobs
         self.refused_by: list[object] = []
+        self.unknown_to: list[object] = []
         self.debt = RetryDebt(budget)
         self.is_accepted = False
         self.withdraw: Callable[[], None] | None = None
         self._submit: pb.Submit | None = submit
+        self._resume = _resume(submit) if sought_until else None
         self._kept = kept.take(self.num_bytes)
         self._started = now
         self._losses_alone = 0
@@ -108,15 +113,11 @@ class Submission:
     def resume(self, slot: int) -> pb.Resume:
         """Return what to send to an output processor that may have the request. All output is sent again: the parsers
         of an answer need its beginning."""
-        submit = self._submit
-        assert submit is not None
-        return pb.Resume(
-            slot=slot,
-            request_id=submit.request_id,
-            tenant=submit.tenant,
-            num_samples=submit.num_samples,
-            fingerprint=submit.fingerprint,
-        )
+        assert self._resume is not None
+        self._resume.slot = slot
+        if not self.takes_over:  # no other output processor begins it
+            self._forget_unless_kept()
+        return self._resume
 
     def again(self, slot: int, *, now: float) -> pb.Submit:
         """Return what to send to another output processor, or to the first one after a wait."""
@@ -142,6 +143,8 @@ class Submission:
     def lost(self, cause: Cause, *, was_alone: bool) -> None:
         """Note that its output processor was lost. ``was_alone``: it was the only request there."""
         self.refused_by.clear()
+        self.unknown_to.clear()
+        self.sought_until = 0.0
         self.is_accepted = True
         made_progress = self._num_tokens() > self._num_tokens_sent
         self.debt.failed(cause, made_progress=made_progress)
@@ -154,6 +157,28 @@ class Submission:
         elif self._losses_alone >= MAX_LOSSES_ALONE:
             message = f"{MAX_LOSSES_ALONE} output processors ended while they ran only this request"
             self.fail(errors.OutputProcessorKiller(f"{message}; report it to the operator before you send it again."))
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its prompt is within the budget, so that it is kept to the end."""
+        return self._kept is not None
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether its prompt is there, with which an output processor may begin it."""
+        return self._submit is not None
+
+    def settle(self) -> None:
+        """Forget a prompt beyond the budget once the search is over: an output processor has the request."""
+        if self.sought_until:
+            self._forget_unless_kept()
+
+    def moved(self, stream: object, cause: Cause, error: errors.TokenloomError) -> None:
+        """Note that an output processor refused to run it, or the rest of it. If it was sought, it has run there."""
+        self.is_accepted = self.is_accepted or bool(self.sought_until)
+        self.sought_until = 0.0
+        self.unknown_to.clear()  # those that did not have it may run it
+        self.refused(stream, cause, error)
 
     def refused(self, stream: object, cause: Cause, error: errors.TokenloomError) -> None:
         """Note that an output processor refused to run it, or the rest of it."""
@@ -192,6 +217,15 @@ class Submission:
 
     def _num_tokens(self) -> int:
         return sum(self.collector.num_tokens(self.first_index + sample) for sample in range(self._num_samples))
+
+
+def _resume(submit: pb.Submit) -> pb.Resume:
+    return pb.Resume(
+        request_id=submit.request_id,
+        tenant=submit.tenant,
+        num_samples=submit.num_samples,
+        fingerprint=submit.fingerprint,
+    )
 
 
 def _prompt_bytes(submit: pb.Submit) -> int:

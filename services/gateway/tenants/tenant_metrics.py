@@ -29,7 +29,7 @@ class TenantMetrics:
     def collect(self) -> Iterator[_Family]:
         for name, text in (
             ("live_outputs", "Outputs of the tenant in work: prompts times samples."),
-            ("sessions", "Open sessions of the tenant."),
+            ("sessions", "Open sessions of the tenant, streams of the Open Inference Protocol included."),
             ("pending_grammars", "Different grammars of the tenant's requests that wait for their first token."),
             ("body_bytes", "Bytes of the tenant's request bodies that the gateway holds."),
         ):

@@ -235,6 +235,12 @@ class Legs:
 
     def on_finished(self, attempt: Attempt, finished: Finished) -> None:
         self._placer.release(attempt)
+        try:
+            self._finished(attempt, finished)
+        except Exception as error:  # a fault of one request never ends the stream of all
+            self.fail(error)
+
+    def _finished(self, attempt: Attempt, finished: Finished) -> None:
         if finished.HasField("routed_experts"):
             self._output.routed.add(finished.routed_experts, len(self._output.token_ids))
         is_prefilled = finished.reason == _PREFILLED
@@ -250,8 +256,11 @@ class Legs:
 
     def on_lost(self, attempt: Attempt, *, is_alone: bool) -> None:
         self._placer.release(attempt)
-        self._retries.lost(attempt, is_alone=is_alone)
-        self._replace(attempt)
+        try:
+            self._retries.lost(attempt, is_alone=is_alone)
+            self._replace(attempt)
+        except Exception as error:  # the other requests of the engine are to learn of its loss, too
+            self.fail(error)
 
     def _replace(self, attempt: Attempt) -> None:
         """Continue on another engine, unless the output is complete or the request may have killed its engines."""
@@ -301,7 +310,11 @@ class Legs:
             self._release(self._prefill)
         self._drop_kv()
         self._prefill = None  # whose owner this is: otherwise only the garbage collector would free the two
-        self._on_end(self, end_output(*reason))
+        try:
+            finished = end_output(*reason)
+        except Exception as error:  # it has ended, whatever its output is: its slot and its place are given back
+            finished = self._output.fail(error)
+        self._on_end(self, finished)
 
     def _end_decode(self) -> None:
         for attempt in filter(None, (self._decode, self._next)):

@@ -84,16 +84,22 @@ class PooledRequest:
 
     def on_finished(self, attempt: Attempt, finished: Finished) -> None:
         self._placer.release(attempt)
-        error = wire_errors.from_proto(finished.error) if finished.reason == _ERROR else None
-        if error is not None and self._retries.refused(attempt, error):
-            self._replace()
-        else:
-            self._end(finished.reason, finished, error)
+        try:
+            error = wire_errors.from_proto(finished.error) if finished.reason == _ERROR else None
+            if error is not None and self._retries.refused(attempt, error):
+                self._replace()
+            else:
+                self._end(finished.reason, finished, error)
+        except Exception as error:  # a fault of one request never ends the stream of all
+            self.fail(error)
 
     def on_lost(self, attempt: Attempt, *, is_alone: bool) -> None:
         self._placer.release(attempt)
-        self._retries.lost(attempt, is_alone=is_alone)
-        self._replace()
+        try:
+            self._retries.lost(attempt, is_alone=is_alone)
+            self._replace()
+        except Exception as error:  # the other requests of the engine are to learn of its loss, too
+            self.fail(error)
 
     def on_kv_granted(self, attempt: Attempt, kv: KVSource) -> None:
         """Do nothing: no other engine continues from the KV."""

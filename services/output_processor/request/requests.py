@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from tokenloom.request import errors
@@ -78,13 +79,13 @@ class Requests:
         self._check(submit)
         self._placer.budget.add_request()
         trace = RequestTrace.open(self._tracer, submit) if submit.trace_headers else None
-        place = self._take(submit, 1)
 
         def ended(slot: int, finished: RequestFinished) -> None:
             self._sample_ended(place, finished)
             on_end(slot)
 
-        return PooledRequest(submit, outbox, self._placer, tasks, trace, self._clock, ended)
+        with self._taken(submit, 1) as place:
+            return PooledRequest(submit, outbox, self._placer, tasks, trace, self._clock, ended)
 
     def make(self, submit: Submit, outbox: Outbox, tasks: Tasks, on_end: Callable[[int], object]) -> SampleGroup:
         """Return a request that has not started yet.
@@ -118,13 +119,14 @@ class Requests:
         ]
         count = len(samples)
         trace = RequestTrace.open(self._tracer, submit) if submit.trace_headers else None
-        ended = partial(self._sample_ended, self._take(submit, count))
-        if not submit.fingerprint:
-            return SampleGroup(submit, samples, self._placer, tasks, trace, ended, on_end)
-        group = SampleGroup(submit, samples, self._placer, self.kept.tasks, trace, ended, on_end)
-        group.on_over = self.kept.ended
-        self.kept.add(group)
-        return group
+        with self._taken(submit, count) as place:
+            ended = partial(self._sample_ended, place)
+            if not submit.fingerprint:
+                return SampleGroup(submit, samples, self._placer, tasks, trace, ended, on_end)
+            group = SampleGroup(submit, samples, self._placer, self.kept.tasks, trace, ended, on_end)
+            group.on_over = self.kept.ended
+            self.kept.add(group)
+            return group
 
     async def drain(self) -> None:
         """Refuse new requests, and return when the live ones have ended."""
@@ -137,13 +139,24 @@ class Requests:
             raise errors.TryElsewhere("The output processor is shutting down; retry.")
         self._room.check(submit)
 
-    def _take(self, submit: Submit, count: int) -> Place:
+    @contextmanager
+    def _taken(self, submit: Submit, count: int) -> Iterator[Place]:
+        """Take the place of a request that is made in the ``with`` block; give it back if that fails."""
         self._idle.clear()
-        return self._room.take(submit, count)
+        place = self._room.take(submit, count)
+        try:
+            yield place
+        except BaseException:
+            place.close()
+            self._note_idle()
+            raise
 
     def _sample_ended(self, place: Place, finished: RequestFinished) -> None:
-        self._metrics.ended(finished)
         place.end_sample()
+        self._note_idle()
+        self._metrics.ended(finished)
+
+    def _note_idle(self) -> None:
         if not self._room.num_live:
             self._idle.set()
 

@@ -51,6 +51,11 @@ class Place:
         """Memory of its prompt."""
         return self._bytes.amount
 
+    def close(self) -> None:
+        """Give back what is left of it."""
+        self._samples.release()
+        self._bytes.release()
+
     def end_sample(self) -> None:
         """Give back the place of one sample; with the last one also the memory of the prompt."""
         self._samples.release(1)

@@ -156,7 +156,7 @@ class SampleGroup:
         for sample in self._samples:
             sample.cancel()
 
-    def fail(self, error: errors.TokenloomError) -> None:
+    def fail(self, error: BaseException) -> None:
         """End all samples that have not ended with an error."""
         self._waiting.clear()
         for sample in self._samples:

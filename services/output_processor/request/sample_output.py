@@ -280,7 +280,7 @@ class SampleOutput:
             cached_tokens=self._num_cached,
             attempts=self.num_attempts,
             timeline=self.timeline,
-            routed_experts=self.routed.message(len(self.token_ids)),
+            routed_experts=None if error is not None else self.routed.message(len(self.token_ids)),
         )
         self.finished = finished
         self._rows.finish(finished)

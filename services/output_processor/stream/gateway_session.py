@@ -144,7 +144,10 @@ class Session:
             self._refuse(submit.slot, error)
             return
         self._begin(submit.slot, group)
-        group.start(asked)
+        try:
+            group.start(asked)
+        except Exception as error:  # as above, and the request has its slot now
+            group.fail(error)
 
     def _resume(self, resume: Resume) -> None:
         try:

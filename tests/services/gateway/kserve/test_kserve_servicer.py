@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from tests.loop_clock import pass_time
 from tests.services.gateway.fakes import MODEL, FakeMesh
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.peers import channels
@@ -167,3 +169,35 @@ async def test_other_models_and_versions(mesh: FakeMesh, stub: Any) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.ModelInfer(request)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_stream_that_says_nothing_ends_and_leaves_its_place(socket_dir: Path) -> None:
+    """It held one of the gateway's calls for ever, and any number of them one tenant."""
+    async with (
+        FakeMesh(socket_dir).gateway(request_timeout=20, tenant_sessions=1) as mesh,
+        channels.open_channel(mesh.grpc_address) as channel,
+    ):
+        stub: Any = grpc_service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        mesh.outputs.auto = ["x"]
+        for num_requests in range(2):  # before its first request, and after it
+            idle = stub.ModelStreamInfer()
+            for _ in range(num_requests):
+                await idle.write(infer("ab"))
+                assert outputs_of((await idle.read()).infer_response)["text_output"] == ["x"]
+            await until_sessions(mesh, 1)
+            other = stub.ModelStreamInfer(iter([infer("ab")]))
+            assert await other.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "tenant's limit sessions is 1" in await other.details()
+            pass_time(20)
+            with pytest.raises(grpc.aio.AioRpcError, match=r"no request arrived within 20 s") as ended:
+                await idle.read()
+            assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await until_sessions(mesh, 0)
+
+
+async def until_sessions(mesh: FakeMesh, count: int) -> None:
+    """Wait until the gateway has so many streams of requests open."""
+    line = f'tokenloom_tenant_sessions{{tenant=""}} {count:.1f}'
+    async with mesh.http() as http, asyncio.timeout(30):
+        while line not in (await http.get("/metrics")).text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,16 @@ import pytest
 from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeOutputProcessor, FakeRequest
 from tokenloom.request.errors import RequestLost, TryElsewhere
+from tokenloom.services.gateway.mesh.output_link import OutputLink
+from tokenloom.services.gateway.mesh.output_pool import MAX_WITHDRAWN, SEARCH_SECONDS, OutputPool
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
 from tokenloom.services.gateway.mesh.submission import MAX_LOSSES_ALONE
 from tokenloom.services.runtime.local_streams.call import SILENT
 from tokenloom.services.runtime.peers import retry_budget
+from tokenloom.services.runtime.peers.members import Members
+from tokenloom.services.runtime.peers.subset import Position
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, SampleJournal, SlotTextLogprobs
-from tokenloom.v1.types_pb2 import Logprobs
+from tokenloom.v1.types_pb2 import Hello, Logprobs
 
 BODY = {"model": MODEL, "prompt": "ab", "max_tokens": 100}
 LOST = RequestLost("The request is not known.")
@@ -383,3 +388,99 @@ async def test_a_beam_search_survives(client: Client) -> None:
     response = await task
     assert response.status_code == 200, response.text
     assert len(response.json()["choices"]) == 2
+
+
+async def test_a_request_that_was_found_moves_to_one_that_did_not_have_it(
+    client: Client, http: httpx.AsyncClient
+) -> None:
+    """Not to have a request is not to refuse it: the client got 503 although one was free."""
+    client.mesh.second_outputs.sessions[-1].end()
+    while len(client.mesh.second_outputs.sessions) < 2 or await client.num_serving() < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    task = asyncio.create_task(http.post("/v1/completions", json=BODY, headers={"Idempotency-Key": "k"}))
+    parts = client.mesh.outputs, client.mesh.second_outputs
+    sought = {asyncio.create_task(part.next_resume()): part for part in parts}
+    (first,), _ = await asyncio.wait(sought, return_when=asyncio.FIRST_COMPLETED)
+    first.result()[0].fail(LOST)
+    await asyncio.wait(sought)
+    (second,) = set(sought) - {first}
+    second.result()[0].fail(MOVE)
+    request = await sought[first].next_request()
+    request.answer("ok")
+    assert (await task).json()["choices"][0]["text"] == "ok"
+
+
+class Channels:
+    """Opens channels that carry nothing, and close when the test says so."""
+
+    def __init__(self) -> None:
+        self.num_opened = 0
+        self.is_closing, self.may_close = asyncio.Event(), asyncio.Event()
+
+    @asynccontextmanager
+    async def open(self, address: str, service: str) -> AsyncIterator[Any]:
+        self.num_opened += 1
+        try:
+            yield self
+        finally:
+            self.is_closing.set()
+            await self.may_close.wait()
+
+    def stream_stream(self, *_: object, **__: object) -> None:
+        """Make no call: the test connects the links."""
+
+
+async def test_one_that_comes_back_while_its_channel_closes_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    present, connects = {"a"}, asyncio.Event()
+    channels = Channels()
+
+    async def connect(link: OutputLink, stub: object) -> None:
+        connects.set()
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(OutputLink, "connect", connect)
+    pool = OutputPool(present, "gateway", 1, channels, max_kept_bytes=1, on_moved=lambda: None)  # type: ignore[arg-type]
+    link = OutputLink("a", Hello(), pool)
+    pool._links.append(link)
+    async with asyncio.timeout(SOON), asyncio.TaskGroup() as group:
+        keeping = group.create_task(pool._keep(link))
+        await connects.wait()
+        present.clear()
+        await channels.is_closing.wait()
+        present.add("a")  # the watch finds a link that it has already
+        connects.clear()
+        channels.may_close.set()
+        await connects.wait()
+        assert (channels.num_opened, pool._links) == (2, [link])
+        present.clear()
+        await keeping
+    assert pool._links == []
+
+
+def a_pool(num_output_processors: int) -> OutputPool:
+    members = Members([f"unix:/none/{number}.sock" for number in range(num_output_processors)], size=2)
+    pool = OutputPool(members, "gateway", 1, None, max_kept_bytes=1, on_moved=lambda: None)  # type: ignore[arg-type]
+    members.move(Position(0, num_output_processors))
+    return pool
+
+
+async def test_the_withdrawals_that_wait_for_connections_are_bounded() -> None:
+    pool = a_pool(8)
+    for number in range(MAX_WITHDRAWN + 50):
+        pool.withdraw(f"{number:040x}", "a")
+    assert len(pool._withdrawn) == MAX_WITHDRAWN
+    assert (f"{MAX_WITHDRAWN + 49:040x}", "a") in pool._withdrawn
+    pass_time(SEARCH_SECONDS + 1)
+    pool.withdraw("f" * 40, "a")
+    assert list(pool._withdrawn) == [("f" * 40, "a")], "the others are too old"
+
+
+async def test_a_withdrawal_that_is_repeated_goes_last() -> None:
+    pool = a_pool(8)
+    for request_id in ("a", "b"):
+        pool.withdraw(request_id * 40, "t")
+    pass_time(SEARCH_SECONDS - 1)
+    pool.withdraw("a" * 40, "t")
+    pass_time(2)
+    pool.on_open()
+    assert list(pool._withdrawn) == [("a" * 40, "t")]

@@ -299,6 +299,31 @@ async def test_a_bug_of_ours_in_one_request_ends_that_request_only(mesh: Mesh, m
     assert list((await stream.next_input()).abort_slots) == [slots[0]]
 
 
+async def test_a_bug_of_ours_at_the_end_of_one_request_ends_that_request_only(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It kept the slot, and ended the output processor."""
+    finish = Detokenizer.finish
+
+    def fail(self: Detokenizer) -> str:
+        if broken:
+            broken.clear()
+            raise RuntimeError("a bug")
+        return finish(self)
+
+    broken = [True]
+    monkeypatch.setattr(Detokenizer, "finish", fail)
+    gateway = await mesh.gateway()
+    stream, slots = await mesh.started(gateway, submit(1), submit(2))
+    ends = [Finished(slot=slot, reason=LENGTH, num_output_tokens=1) for slot in slots]
+    stream.send((slots[0], 0, [7]), (slots[1], 0, [5]), finished=ends)
+    ended = {end.slot: end for end in (await gateway.next_frame()).finished}  # one step is one frame
+    assert (ended[1].reason, ended[1].error.reason, ended[1].error.message) == (ERROR, "INTERNAL", "internal error")
+    assert ended[2].reason == LENGTH
+    await gateway.call.done_writing()
+    assert await asyncio.wait_for(gateway.call.read(), SOON) is grpc.aio.EOF, "no slot is left"
+
+
 async def test_a_lost_tail_is_an_error(mesh: Mesh) -> None:
     gateway = await mesh.gateway()
     stream, (slot,) = await mesh.started(gateway, submit(1))

@@ -1,0 +1,59 @@
+"""What a stream to an output processor sends, in which order."""
+
+from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.services.gateway.mesh.collector import Collector
+from tokenloom.services.gateway.mesh.process_stream import ProcessStream
+from tokenloom.services.gateway.mesh.submission import Submission
+from tokenloom.services.runtime.peers.retry_budget import RetryBudget
+from tokenloom.v1.output_processor_pb2 import ProcessInput, Submit
+
+
+class Sent:
+    """A stream whose messages are not written."""
+
+    def __init__(self) -> None:
+        self.stream = ProcessStream(None)  # type: ignore[arg-type]
+
+    def submit(self, request_id: str = "r", *, sought: bool = False) -> int:
+        submit = Submit(request_id=request_id, take_over=True)
+        kept, budget = AdmissionLimit(0), RetryBudget(lambda: 0.0)
+        until = 9.0 if sought else 0.0
+        return self.stream.submit(Submission(submit, Collector(1), 0, kept, budget, now=0.0, sought_until=until))
+
+    @property
+    def messages(self) -> list[ProcessInput]:
+        return list(self.stream._outbox)
+
+
+async def test_requests_share_a_message_and_so_do_ends() -> None:
+    sent = Sent()
+    slots = [sent.submit(), sent.submit(), sent.submit(sought=True), sent.submit(sought=True)]
+    for slot in slots:
+        sent.stream.cancel(slot)
+    sent.stream.withdraw("other", "a")
+    (message,) = sent.messages
+    assert [each.slot for each in message.submit] + [each.slot for each in message.resume] == slots
+    assert list(message.cancel_slots) == slots
+
+
+async def test_the_repeat_of_a_cancelled_request_comes_after_its_end() -> None:
+    """In one message the output processor began the repeat first, and then ended it."""
+    sent = Sent()
+    sent.stream.cancel(sent.submit())
+    sent.submit()
+    sent.stream.withdraw("r", "a")
+    sent.submit(sought=True)
+    first, second, third = sent.messages
+    assert (len(first.submit), len(first.cancel_slots)) == (1, 1)
+    assert (len(second.submit), len(second.withdraw)) == (1, 1)
+    assert (len(third.resume), len(third.withdraw)) == (1, 0)
+
+
+async def test_a_request_that_begins_after_one_that_resumes_comes_after_it() -> None:
+    sent = Sent()
+    sent.submit(sought=True)
+    sent.submit()
+    sent.submit(sought=True)
+    first, second = sent.messages
+    assert (len(first.resume), len(first.submit)) == (1, 0)
+    assert (len(second.submit), len(second.resume)) == (1, 1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -32,10 +32,16 @@ class Pair:
         """Return the pair; None if it is missing or about to expire. Raises ``ValueError`` for other files."""
         if not cert.exists() or not key.exists():
             return None
-        loaded = serialization.load_pem_private_key(key.read_bytes(), None)
+        try:
+            loaded = serialization.load_pem_private_key(key.read_bytes(), None)
+        except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it has a password
+            raise ValueError(f"{key} is no key that this command made") from None
         if not isinstance(loaded, ec.EllipticCurvePrivateKey):
-            raise ValueError(f"{key.name} was not made by this command")
-        pair = cls(x509.load_pem_x509_certificate(cert.read_bytes()), loaded)
+            raise ValueError(f"{key} is no key that this command made")
+        try:
+            pair = cls(x509.load_pem_x509_certificate(cert.read_bytes()), loaded)
+        except ValueError:
+            raise ValueError(f"{cert} is no certificate in PEM") from None
         return pair if pair.cert.not_valid_after_utc - _now() > _RENEW_BEFORE else None
 
     def save(self, cert: Path, key: Path) -> None:

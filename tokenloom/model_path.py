@@ -1,5 +1,6 @@
 """Finds the files of a model by its name. It imports little: every command that takes a model does."""
 
+import os
 from importlib import resources
 from pathlib import Path
 
@@ -22,10 +23,10 @@ def resolve(model: str, *, weights: bool = True, cache: HubCache | None = None) 
     A hub id may end in ``@revision``. Without ``weights`` only the files that describe the model are downloaded, into
     ``cache``. Raises ``NotFound``.
     """
-    path = DEMO_MODEL if model == DEMO_MODEL_NAME else Path(model).expanduser()
+    path = DEMO_MODEL if model == DEMO_MODEL_NAME else expanded(model)
     if is_checkpoint(path):
         return path.resolve()
-    if path.is_dir():
+    if os.path.isdir(path):
         files = ", ".join(sorted(file.name for file in path.glob(f"*{SUFFIX}")))
         way_out = f"; name one of its GGUF files: {files}" if files else ""
         raise NotFound(f"model {model!r}: the directory has no config.json{way_out}", field="model")
@@ -34,9 +35,14 @@ def resolve(model: str, *, weights: bool = True, cache: HubCache | None = None) 
     return download(model, weights=weights, cache=cache)
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a path with the user's home directory for ``~``; a user that is not known stays, as in a shell."""
+    return Path(os.path.expanduser(path))
+
+
 def is_checkpoint(path: Path) -> bool:
     """Return whether the path is that of a checkpoint directory or of a GGUF file."""
-    return path.is_file() if is_gguf(path) else (path / "config.json").is_file()
+    return os.path.isfile(path if is_gguf(path) else path / "config.json")
 
 
 def served_name(path: Path, model: str = "") -> str:
@@ -45,4 +51,4 @@ def served_name(path: Path, model: str = "") -> str:
         return DEMO_MODEL_NAME
     if is_gguf(path):
         return path.stem
-    return hub_id(model) if model and not Path(model).expanduser().exists() else path.name
+    return hub_id(model) if model and not os.path.exists(expanded(model)) else path.name

@@ -15,7 +15,7 @@ from tokenloom.engine_core.config import (
     TLSFiles,
     WorkerConfig,
 )
-from tokenloom.model_path import DEMO_MODEL_NAME, resolve
+from tokenloom.model_path import DEMO_MODEL_NAME, expanded, resolve
 from tokenloom.request.chat_template import check_chat_template, read_chat_template
 from tokenloom.request.errors import NotFound
 from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
@@ -112,7 +112,7 @@ def for_checkpoint(config: EngineConfig, checkpoint: str, chat_template: str | N
 def _with_absolute_paths(lora: LoraConfig) -> LoraConfig:
     """Return the configuration with paths that other processes understand too. Raises ``ValueError`` naming an option
     that does not work."""
-    modules = tuple(f"{name}={Path(path).expanduser().absolute()}" for name, path in lora.named_paths())
+    modules = tuple(f"{name}={expanded(path).absolute()}" for name, path in lora.named_paths())
     return replace(lora, modules=modules)
 
 

@@ -130,3 +130,14 @@ def test_secrets_go_through_a_link_and_to_a_pipe(tmp_path: Path) -> None:
         assert CliRunner().invoke(app, ["certs", certs, "--kubernetes", str(pipe)]).exit_code == 0
         assert file.read() == (tmp_path / "real").read_bytes()
     assert pipe.is_fifo()
+
+
+@pytest.mark.parametrize("name", ["ca.key", "ca.crt", "engine.key", "engine.crt"])
+@pytest.mark.parametrize("content", [b"garbage", b"", b"\xff\xfe", b"-----BEGIN PRIVATE KEY-----\nx\n"])
+def test_a_folder_with_other_files_is_one_line(tmp_path: Path, name: str, content: bytes) -> None:
+    make_certificates(tmp_path, days=30)
+    (tmp_path / name).write_bytes(content)
+    result = CliRunner().invoke(app, ["certs", str(tmp_path)])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: {tmp_path / name} is no ")
+    assert result.stderr.count("\n") == 1

@@ -101,3 +101,11 @@ def test_a_repository_without_a_model(tmp_path: Path, mirror: HubMirror) -> None
     (mirror.directory / "config.json").unlink()
     with pytest.raises(NotFound, match=r"has no config\.json"):
         fetch(tmp_path)
+
+
+def test_a_snapshot_without_weights_is_not_complete(tmp_path: Path, mirror: HubMirror) -> None:
+    (mirror.directory / "pytorch_model.bin").unlink()
+    for cache in (HubCache(tmp_path / "cache"), HubCache(tmp_path / "cache", cached_only=True)):
+        with pytest.raises(NotFound, match="the hub's repository has no weights"):
+            download("facebook/opt-125m", cache=cache)
+        assert download("facebook/opt-125m", weights=False, cache=cache)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .failures import reported
+from .failures import CommandFailed, reported
 
 
 def certs(
@@ -36,10 +36,13 @@ def certs(
     if by_part and group_readable:
         raise typer.BadParameter("cannot be combined with --by-part", param_hint="--group-readable")
     with reported():
-        if by_part:
-            written = make_separate_certificates(folder, days=days)
-        else:
-            written = make_certificates(folder, days=days, group_readable=group_readable)
+        try:
+            if by_part:
+                written = make_separate_certificates(folder, days=days)
+            else:
+                written = make_certificates(folder, days=days, group_readable=group_readable)
+        except ValueError as error:
+            raise CommandFailed(f"{error}: move it away, or name another folder") from None
         if kubernetes is not None:
             write_file(kubernetes, _secrets(folder, namespace, PARTS, by_part=by_part).encode(), 0o600)
     authority = "" if by_part else "; ca.key can sign for every part; do not copy it to the mesh"

@@ -1,13 +1,20 @@
 """A command of typer with plain help, which answers flags of vLLM and others that it does not have."""
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .help_page import help_page
 
 WRITTEN = "tokenloom.written"
 """Where a context's ``meta`` holds the words of a command as the user wrote them."""
+
+_CLICK_ERROR = typer.BadParameter.__mro__[2]
+"""The class of errors with a message for the user, which typer does not export."""
 
 
 class Command(TyperCommand):
@@ -57,6 +64,27 @@ def with_default(help_option: Any) -> Any:
     if help_option is not None:
         help_option.default = False
     return help_option
+
+
+@contextlib.contextmanager
+def usage_errors() -> Iterator[None]:
+    """Print an error in the arguments as one line, and exit with its status."""
+    try:
+        yield
+    except typer.Abort:
+        typer.echo("Aborted.", err=True)
+        sys.exit(1)
+    except Exception as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
+            error.show()  # type: ignore[attr-defined]
+        elif isinstance(error, _CLICK_ERROR):
+            text = " ".join(error.format_message().split()).rstrip(".")  # type: ignore[attr-defined]
+            context = getattr(error, "ctx", None)
+            hint = "" if context is None else f" (see `{context.command_path} --help`)"
+            typer.echo(f"Error: {text}{hint}.", err=True)
+        else:
+            raise
+        sys.exit(error.exit_code)  # type: ignore[attr-defined]
 
 
 def _answer(error: Any, written: list[str], own: list[str]) -> None:

@@ -1,7 +1,9 @@
 """The commands of a group, each imported when it is used: a command then costs no start time to the others."""
 
 import ast
-from collections.abc import Iterator, Mapping, MutableMapping
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
 
-from .command import Command, Group, with_default
+from .command import Command, Group, usage_errors, with_default
 from .help_page import help_page
 
 Places = Mapping[str, tuple[str, ...]]
@@ -70,6 +72,23 @@ def lazy_group(package: str, places: Places) -> type[TyperGroup]:
 
         def list_commands(self, ctx: Any) -> list[str]:
             return list(self.commands)
+
+        def main(
+            self,
+            args: Sequence[str] | None = None,
+            prog_name: str | None = None,
+            complete_var: str | None = None,
+            standalone_mode: bool = True,
+            windows_expand_args: bool = True,
+            **extra: Any,
+        ) -> Any:
+            """Run the command as typer does, but write an error as one line, which scripts and logs can keep."""
+            run = partial(super().main, args, prog_name, complete_var, False, windows_expand_args, **extra)
+            if not standalone_mode:
+                return run()
+            with usage_errors():
+                status = run()
+            sys.exit(status if isinstance(status, int) else 0)
 
         def get_help_option(self, ctx: Any) -> Any:
             return with_default(super().get_help_option(ctx))

@@ -32,6 +32,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=COMPLETION_VARIABLE in os.environ,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 

@@ -13,7 +13,8 @@ from tokenloom.gguf.gguf_file import SUFFIX, read_gguf
 from tokenloom.hub_files import weight_paths
 from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 
-from .failures import reported
+from .failures import RequestFailed, reported
+from .server import Server
 from .server_options import ApiKey, BaseUrl, connect
 from .tables import print_tables
 
@@ -44,11 +45,19 @@ def models(
         if local:
             rows: list[dict[str, Any]] = [asdict(each) for each in checkpoints(folder or [])]
         else:
-            rows = connect(base_url, api_key).get("/v1/models").value()["data"]
+            rows = _served(connect(base_url, api_key))
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
         print_tables(_local_table(rows) if local else _served_table(rows))
+
+
+def _served(server: Server) -> list[dict[str, Any]]:
+    """Return what a server lists. Raises `RequestFailed` for an answer of another form."""
+    rows = server.get("/v1/models").value().get("data")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise RequestFailed(f"{server.url} answers /v1/models with no list of models")
+    return rows
 
 
 def checkpoints(folders: list[Path]) -> Iterator[Checkpoint]:
@@ -93,7 +102,7 @@ def _read(path: Path, name: str) -> Iterator[Checkpoint]:
     try:
         config = json.loads((path / "config.json").read_text())
         architecture = str((config.get("architectures") or ["?"])[0])
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError):
         return
     if weights:
         yield Checkpoint(name, architecture, sum(file.stat().st_size for file in weights), str(path))

@@ -3,14 +3,14 @@
 import contextlib
 import http.client
 import json
+import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from .failures import RequestFailed
-
-_CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,30 @@ class Reply:
 class Server:
     """Opens a connection for each request. Safe to use from several threads."""
 
-    def __init__(self, base_url: str, api_key: str = "", timeout: float = 120.0) -> None:
-        """``base_url`` with or without ``/v1``; ``timeout``: seconds of silence. Raises ``ValueError``."""
+    def __init__(
+        self, base_url: str, api_key: str = "", timeout: float = 120.0, certificate: Path | None = None
+    ) -> None:
+        """Describe the connection.
+
+        Args:
+            base_url: With or without ``/v1``.
+            api_key: Printable, in characters that HTTP can carry.
+            timeout: Seconds of silence.
+            certificate: The only one that a server at ``https`` may have, for a mesh that is known by its own files;
+                None: one that an authority of this machine vouches for.
+
+        Raises ``ValueError`` for a wrong URL or key, ``OSError`` for a certificate that cannot be read.
+        """
+        if not api_key.isprintable() or not _is_latin(api_key):
+            raise ValueError("the API key holds a character that HTTP cannot carry")
         url = urlsplit(base_url)
         try:
             self._address = (url.hostname, url.port)
         except ValueError:
             raise ValueError(f"{base_url!r} has no valid port") from None
-        if url.scheme not in _CONNECTIONS or not url.hostname:
+        if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(f"{base_url!r} must be http://host:port or https://host:port")
-        self._connection = _CONNECTIONS[url.scheme]
+        self._secured = _trusting(certificate) if url.scheme == "https" else None
         self._prefix = url.path.rstrip("/").removesuffix("/v1")
         self._timeout = timeout
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -86,16 +100,43 @@ class Server:
     def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
         host, port = self._address
         assert host is not None
-        connection = self._connection(host, port, timeout=self._timeout)
+        if self._secured is None:
+            connection = http.client.HTTPConnection(host, port, timeout=self._timeout)
+        else:
+            connection = http.client.HTTPSConnection(host, port, timeout=self._timeout, context=self._secured)
         sent = None if body is None else json.dumps(body).encode()
         headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
         try:
             connection.request(method, self._prefix + path, sent, headers)
             yield connection.getresponse()
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, UnicodeError) as error:  # UnicodeError: no host's name or path
             raise RequestFailed(f"no answer from {self.url} ({_what(error)})") from error
         finally:
             connection.close()
+
+
+def _is_latin(text: str) -> bool:
+    try:
+        text.encode("latin-1")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _trusting(certificate: Path | None) -> ssl.SSLContext:
+    """Return a context that accepts one certificate, by whatever name it is asked for, or those of authorities."""
+    if certificate is None:
+        return ssl.create_default_context()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False  # it is known by itself, and a local mesh is asked by its address
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(certificate)
+    return context
+
+
+def objects(value: object) -> list[dict[str, Any]]:
+    """Return the objects of a list in a server's answer; what is none of either is left out."""
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def reason(body: object) -> str:
@@ -122,7 +163,7 @@ def _read_reply(response: http.client.HTTPResponse) -> Reply:
 def _parse(data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise RequestFailed(f"the server's answer is not a JSON object: {data[:80]!r}")
@@ -132,7 +173,7 @@ def _parse(data: bytes) -> dict[str, Any]:
 def _parse_error(data: bytes) -> object:
     try:
         return json.loads(data)
-    except ValueError:  # a proxy's page
+    except (ValueError, RecursionError):  # a proxy's page
         return {"error": {"message": data[:200].decode(errors="replace")}}
 
 

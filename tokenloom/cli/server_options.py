@@ -32,18 +32,21 @@ ServedModel = Annotated[
 
 
 def connect(base_url: str | None, api_key: str = "", timeout: float = 120.0) -> Server:
-    """Return the server that the options name. Exits with a usage error for an invalid URL."""
+    """Return the server that the options name. Exits with a usage error for an invalid URL or key."""
+    url, certificate = (base_url, None) if base_url else local_url() or (DEFAULT_URL, None)
     try:
-        return Server(base_url or local_url() or DEFAULT_URL, api_key, timeout)
+        return Server(url, api_key, timeout, certificate)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--base-url") from None
+        hint = "--api-key" if "key" in str(error) else "--base-url"
+        raise typer.BadParameter(str(error), param_hint=hint) from None
 
 
-def local_url() -> str | None:
-    """Return the URL of the newest running mesh of this user; None if no mesh runs."""
+def local_url() -> tuple[str, Path | None] | None:
+    """Return the URL of the newest running mesh of this user, and its certificate if it has one; None: no mesh runs."""
     for mesh in running_meshes():
         for part in mesh.parts:
             state = read_part_state(Path(part.state_file)) if part.service == "gateway" else None
             if state is not None and state.http is not None:
-                return f"http://{state.http}"
+                secured = state.certificate is not None
+                return f"{'https' if secured else 'http'}://{state.http}", state.certificate
     return None

@@ -87,10 +87,12 @@ class _Head:
             key = self._string()
             metadata[key] = self._value(self._unpack("<I")[0])
             spans[key] = (begin, self._at)
-        if metadata.get("split.count", 1) > 1:
+        parts = metadata.get("split.count", 1)
+        if type(parts) is not int:
+            raise ValueError(f"{self._path}: split.count must be an integer, found {parts!r:.40}")
+        if parts > 1:
             raise ValueError(
-                f"{self._path} is one of {metadata['split.count']} files of a model: merge them into one, with "
-                "llama-gguf-split --merge"
+                f"{self._path} is one of {parts} files of a model: merge them into one, with llama-gguf-split --merge"
             )
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1:

@@ -79,7 +79,7 @@ def _ends_answer(text: str, kind: int) -> bool:
 
 def _splitting(file: GgufFile) -> Splitting:
     name = file.metadata.get(f"{_PREFIX}pre", "default")
-    if name not in SPLITTINGS:
+    if not isinstance(name, str) or name not in SPLITTINGS:
         known = ", ".join(SPLITTINGS)
         raise ValueError(f"{file.path.name}: {_PREFIX}pre {name!r} is not supported: must be one of {known}")
     return SPLITTINGS[name]
@@ -180,7 +180,9 @@ def _list(file: GgufFile, name: str, kind: type) -> list[Any]:
 
 def _token_types(file: GgufFile, count: int) -> list[int]:
     """Return the kind of each token; without an entry, all are normal."""
-    kinds: list[int] = file.metadata.get(f"{_PREFIX}token_type") or [int(TokenType.NORMAL)] * count
+    kinds = file.metadata.get(f"{_PREFIX}token_type", [int(TokenType.NORMAL)] * count)
+    if not isinstance(kinds, list) or not all(type(kind) is int for kind in kinds):
+        raise ValueError(f"{file.path.name}: {_PREFIX}token_type must be a list of integers, found {kinds!r:.40}")
     if len(kinds) != count:
         raise ValueError(f"{file.path.name}: {_PREFIX}token_type has {len(kinds)} entries for {count} tokens")
     return kinds

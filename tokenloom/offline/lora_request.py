@@ -8,6 +8,7 @@ import msgspec
 
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.wire.lora import LoraAnswer
+from tokenloom.model_path import expanded
 
 from .prompts import TokenizedPrompt
 
@@ -29,7 +30,7 @@ class LoRARequest:
         path = self.lora_path or ("" if isinstance(self.lora_int_id, int) else self.lora_int_id)
         if not path:
             raise ValueError(f"lora_path of the LoRA adapter {self.lora_name!r} is empty")
-        return str(Path(path).expanduser().absolute())
+        return str(expanded(path).absolute())
 
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None

@@ -1,5 +1,6 @@
 """Checks the files that options name."""
 
+import os
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,11 +12,19 @@ def check_files(files: Mapping[str, Path]) -> None:
     """Check that each file can be read; keys are the flags that name them. Raises `Refused`."""
     for flag, path in files.items():
         try:
-            path.expanduser().open("rb").close()
+            open(os.path.expanduser(path), "rb").close()
         except OSError as error:
             raise Refused(
                 f"{flag}: {path} cannot be read ({error.strerror}): give the path of an existing file"
             ) from None
+
+
+def check_directories(directories: Mapping[str, Path]) -> None:
+    """Check that each directory can be written, or made; keys are the flags that name them. Raises `Refused`."""
+    for flag, path in directories.items():
+        nearest = next((each for each in (path, *path.absolute().parents) if os.path.exists(each)), path)
+        if not os.path.isdir(nearest) or not os.access(nearest, os.W_OK | os.X_OK):
+            raise Refused(f"{flag}: {path} cannot be used, because {nearest} is no directory that this user can write")
 
 
 def check_certificate(certificate: Path, key: Path) -> None:

@@ -1,5 +1,6 @@
 """Checks that the model which the user named is a checkpoint, and recognizes what users name instead."""
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,16 +27,16 @@ _MOST_NAMED = 3
 def check_place(model: str, path: Path) -> None:
     """Raise `Refused` unless the path is that of a GGUF file or of a directory with a ``config.json``, or the model is
     a name for a hub; ``model`` is what the user wrote."""
-    if path.is_dir():
+    if os.path.isdir(path):
         config = path / "config.json"
         if config.is_symlink() and not config.exists():
             check_content(config)
         if not config.is_file():
             raise Refused(_about_directory(path))
         _check_kind(path)
-    elif path.is_file() and path.suffix != SUFFIX:
+    elif os.path.isfile(path) and path.suffix != SUFFIX:
         raise Refused(_about_file(path))
-    elif not path.is_file():
+    elif not os.path.isfile(path):
         _check_name(model, path)
 
 
@@ -46,7 +47,7 @@ def _check_name(model: str, path: Path) -> None:
         raise Refused(f"{model} is a web address: {_WANTED}")
     if _OLLAMA_NAME.fullmatch(model):
         raise Refused(f"{model} is a name of Ollama's library: {_WANTED}")
-    if path.is_symlink():
+    if os.path.islink(path):
         raise Refused(f"{path} is a link to {path.readlink()}, which does not exist: {_WANTED}")
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(SUFFIX):
         raise Refused(f"{path} does not exist: {_WANTED}")

@@ -1,5 +1,6 @@
 """Reads a chat template that a user names: a file, or Jinja itself."""
 
+import os
 from pathlib import Path
 
 from .errors import InvalidArgument
@@ -16,7 +17,7 @@ def read_chat_template(given: str) -> str:
     ``given``: the path of a file, or the template itself, which contains a brace or a line break as in vLLM. A file
     of that name takes precedence. Raises ``InvalidArgument`` for a file that cannot be read.
     """
-    path = Path(given).expanduser()
+    path = Path(os.path.expanduser(given))
     try:
         if path.is_file():
             return _read(path)

@@ -63,6 +63,8 @@ class PartState:
     """Role of an engine, which may change while it runs."""
     leaving: bool = False
     """Whether it drains and has left its listening sockets to the next process."""
+    certificate: Path | None = None
+    """What a gateway presents to its clients; None: it serves plain text."""
 
 
 def root() -> Path:
@@ -152,6 +154,7 @@ def read_part_state(path: Path) -> PartState | None:
         health=values.get("health") or values["address"],
         role=values.get("role") or None,
         leaving=bool(values.get("leaving")),
+        certificate=Path(values["certificate"]) if values.get("certificate") else None,
     )
 
 

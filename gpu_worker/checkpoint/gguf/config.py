@@ -27,8 +27,8 @@ def gguf_config(path: Path) -> dict[str, Any]:
     file = read_gguf(path)
     architecture = file.metadata.get("general.architecture")
     if file.metadata.get("general.type", "model") != "model":
-        raise ValueError(f"{path} holds no model but {file.metadata['general.type']!r}")
-    if architecture not in GGUF_ARCHITECTURES:
+        raise ValueError(f"{path} holds no model but {file.metadata['general.type']!r:.40}")
+    if not isinstance(architecture, str) or architecture not in GGUF_ARCHITECTURES:
         known = ", ".join(GGUF_ARCHITECTURES)
         raise ValueError(
             f"{path.name}: general.architecture {architecture!r} is not supported: must be one of {known}; "

@@ -145,6 +145,7 @@ class Host:
             address=self.address,
             metrics=self.metrics_address,
             health=self.health_address,
+            certificate="" if settings.public_certificate is None else str(settings.public_certificate.cert.absolute()),
         )
 
     async def serve_waiting(self) -> None:

@@ -2,24 +2,32 @@
 
 import http.server
 import json
+import ssl
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
 class FakeServer:
     """Answers requests with the replies that were set, in their order, the last one again and again."""
 
-    def __init__(self) -> None:
+    def __init__(self, certificate: tuple[Path, Path] | None = None) -> None:
+        """``certificate``: with its key; None: plain text."""
         self.replies: list[tuple[int, bytes, Mapping[str, str]]] = []
         self.requests: list[tuple[str, str, Mapping[str, str], Any]] = []
         """Method, path, headers and JSON body of what came."""
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"fake": self})
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*certificate)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.address = f"127.0.0.1:{self._server.server_port}"
+        self.url = f"{'http' if certificate is None else 'https'}://{self.address}"
 
     def reply(self, status: int, body: object, **headers: str) -> None:
         """One more reply; a `body` that is not bytes is sent as JSON."""

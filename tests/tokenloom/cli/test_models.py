@@ -48,3 +48,26 @@ def test_the_table_has_the_demo_model(columns: str, monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 0, result.output
     (row,) = [line for line in result.stdout.splitlines() if line.startswith("tokenloom-demo ")]
     assert row.endswith(str(DEMO_MODEL))
+
+
+@pytest.mark.parametrize("name", ["[/INST]", "m[v2]", "[fd00::1]:9000", ":smile:", "[bold]x[/]"])
+def test_cells_are_no_markup(server: FakeServer, name: str) -> None:
+    server.reply(200, {"data": [{"id": name, "max_model_len": 1, "owned_by": name}]})
+    result = CliRunner().invoke(app, ["models", "--base-url", server.url])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[1].split() == [name, "1", name]
+
+
+@pytest.mark.parametrize("answer", [{}, {"data": None}, {"data": {"id": "x"}}, {"data": ["x"]}, {"data": [[]]}])
+def test_what_lists_no_models_is_a_failure(server: FakeServer, answer: object) -> None:
+    server.reply(200, answer)
+    result = CliRunner().invoke(app, ["models", "--base-url", server.url])
+    assert result.exit_code == 1
+    assert "no list of models" in result.stderr
+
+
+@pytest.mark.parametrize("config", ['{"architectures": {"a": 1}}', '{"architectures": 5}', "[" * 100_000, '"text"'])
+def test_a_strange_checkpoint_is_none(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "model.safetensors").write_bytes(b"1234")
+    assert not [each for each in checkpoints([tmp_path]) if each.path.startswith(str(tmp_path))]

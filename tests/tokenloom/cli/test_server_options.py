@@ -7,6 +7,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.tokenloom.cli.fake_server import FakeServer
+from tokenloom.certificates import make_certificates
+from tokenloom.cli.failures import RequestFailed
 from tokenloom.cli.server_options import ApiKey, connect
 from tokenloom.supervisor import state_dir
 from tokenloom.supervisor.state_dir import MeshRecord, PartRecord
@@ -24,6 +27,39 @@ def test_the_newest_local_mesh_is_the_default(tmp_path: Path) -> None:
         state_dir.write_record(directory, MeshRecord(7, 4711, parts))
         assert connect(None).url == "http://127.0.0.1:4711"
         assert connect("http://elsewhere:1/v1").url == "http://elsewhere:1"
+
+
+def test_a_local_mesh_with_a_certificate_is_asked_by_it(tmp_path: Path) -> None:
+    """Its own files name the certificate, so no authority and no name needs to vouch for it; another one is refused."""
+    make_certificates(tmp_path, days=30)
+    gateway, engine = ((tmp_path / f"{part}.crt", tmp_path / f"{part}.key") for part in ("gateway", "engine"))
+    server = FakeServer(gateway)
+    server.reply(200, {"data": [{"id": "demo"}]})
+    try:
+        for certificate, _ in (gateway, engine):
+            state = {"pid": 1, "address": "127.0.0.1:9000", "http": server.address, "certificate": str(certificate)}
+            (tmp_path / "gateway-0.json").write_text(json.dumps(state))
+            with state_dir.mesh_directory() as directory:
+                part = PartRecord("gateway", 0, None, str(tmp_path / "gateway-0.json"))
+                state_dir.write_record(directory, MeshRecord(7, 4711, [part]))
+                found = connect(None)
+            assert found.url == server.url
+            if certificate == gateway[0]:
+                assert found.model() == "demo"
+            else:
+                with pytest.raises(RequestFailed, match="no answer from https"):
+                    found.model()
+        with pytest.raises(RequestFailed, match="no answer from https"):
+            connect(server.url).model()
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("key", ["\u4e2d", "a\nb", "\ud83d"])
+def test_a_key_that_http_cannot_carry_is_a_usage_error(key: str) -> None:
+    with pytest.raises(typer.BadParameter, match="cannot carry") as refused:
+        connect("http://127.0.0.1:1", key)
+    assert key not in str(refused.value)
 
 
 def test_what_is_no_url_is_a_usage_error() -> None:

@@ -1,5 +1,6 @@
 """Ports, files, packages and the directory of sockets, before a process starts."""
 
+import contextlib
 import resource
 import socket
 from collections.abc import Iterator
@@ -184,6 +185,24 @@ def test_variables_that_no_mesh_reads_are_named(started: list[Any], monkeypatch:
 def test_a_missing_file_is_named(option: str, tmp_path: Path) -> None:
     message = refusal(option, str(tmp_path / "nothing"))
     assert f"{option}: {tmp_path}/nothing cannot be read (No such file or directory)" in message
+
+
+@pytest.mark.parametrize("place", ["/dev/null/batches", "/dev/null"])
+def test_a_directory_that_cannot_be_made_is_named(place: str) -> None:
+    assert f"--batch-dir: {place} cannot be used, because /dev/null is no directory" in refusal("--batch-dir", place)
+
+
+@pytest.mark.parametrize("option", ["--api-key-file", "--public-tls-key", "--batch-dir"])
+@pytest.mark.parametrize("name", ["~nosuch/key", "a" * 300])
+def test_a_strange_name_of_a_file_is_one_line(option: str, name: str, started: list[Any], tmp_path: Path) -> None:
+    with contextlib.chdir(tmp_path):
+        result = run(option, name)
+    assert (result.exit_code, len(result.stderr.splitlines())) in ((0, 0), (2, 1)), result.output
+
+
+@pytest.mark.parametrize("model", ["~nosuch", "~nosuch/model.gguf", "a" * 300, f"{'a' * 300}/b", "org/name"])
+def test_a_strange_name_of_a_model_is_one_line(model: str) -> None:
+    assert refusal(model).startswith("Error: ")
 
 
 def test_a_key_of_another_certificate_is_refused(tmp_path: Path) -> None:

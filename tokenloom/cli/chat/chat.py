@@ -7,13 +7,12 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from ..failures import RequestFailed, reported
 from ..options import given
 from ..server import Server
 from ..server_options import ApiKey, BaseUrl, ServedModel, connect
+from ..tables import plain_console
 from . import chat_commands
 from .chat_client import Answer, stream_chat
 from .conversation import Conversation
@@ -62,11 +61,11 @@ class Session:
         self._model = model
         self._conversation = conversation
         self._sampling = sampling
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = plain_console(soft_wrap=True)
 
     def talk(self) -> None:
         """Read lines until the user leaves. A failed or stopped answer does not end the conversation."""
-        self._console.print(f"[dim]{escape(self._model)} at {self._server.url}; /help lists commands, Ctrl-D leaves[/]")
+        self._console.print(f"{self._model} at {self._server.url}; /help lists commands, Ctrl-D leaves", style="dim")
         for line in _lines():
             try:
                 self._obey(line) if line.startswith("/") else self._exchange(line)
@@ -93,21 +92,21 @@ class Session:
 
     def _obey(self, line: str) -> None:
         if shown := chat_commands.run(line, self._conversation):
-            self._console.print(shown, style="dim", markup=False)
+            self._console.print(shown, style="dim")
 
     def _exchange(self, question: str) -> None:
         try:
             answer = self.ask(question)
         except KeyboardInterrupt:
-            self._console.print("\n[dim]stopped[/]")
+            self._console.print("\nstopped", style="dim")
         except RequestFailed as error:
             self._conversation.take_back()
-            self._console.print(f"\n[red]{escape(str(error))}[/]")
+            self._console.print(f"\n{error}", style="red")
         else:
-            self._console.print(f"\n[dim]{_summary(answer)}[/]")
+            self._console.print(f"\n{_summary(answer)}", style="dim")
 
     def _show_thought(self, text: str) -> None:
-        self._console.print(text, end="", style="dim", markup=False)
+        self._console.print(text, end="", style="dim")
 
 
 def _lines() -> Iterator[str]:

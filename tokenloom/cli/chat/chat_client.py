@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..failures import RequestFailed
-from ..server import Server
+from ..server import Server, objects
 
 
 @dataclass
@@ -35,10 +35,13 @@ def stream_chat(
     answer = Answer()
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
     for event in server.stream("/v1/chat/completions", streamed):
-        for choice in event.get("choices", ()):
-            delta = choice.get("delta") or {}
+        for choice in objects(event.get("choices")):
+            delta = choice.get("delta")
+            delta = delta if isinstance(delta, dict) else {}
             answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
             text, thought = delta.get("content"), delta.get("reasoning") or delta.get("reasoning_content")
+            if not isinstance(text, str | None) or not isinstance(thought, str | None):
+                raise RequestFailed("the server's answer holds a text that is none")
             if text or thought:
                 answer.seconds_to_first_token = answer.seconds_to_first_token or time.monotonic() - started
             if thought:

@@ -2,7 +2,8 @@
 
 import difflib
 from collections.abc import Callable
-from pathlib import Path
+
+from tokenloom.model_path import expanded
 
 from .conversation import Conversation
 
@@ -70,7 +71,7 @@ def _save(conversation: Conversation, argument: str) -> str:
     if not argument:
         return "name a file: /save chat.json"
     try:
-        conversation.save(Path(argument).expanduser())
+        conversation.save(expanded(argument))
     except OSError as error:
         return f"cannot write {argument}: {error.strerror}"
     return f"saved to {argument}"
@@ -80,7 +81,7 @@ def _load(conversation: Conversation, argument: str) -> str:
     if not argument:
         return "name a file: /load chat.json"
     try:
-        conversation.load(Path(argument).expanduser())
+        conversation.load(expanded(argument))
     except OSError as error:
         return f"cannot read {argument}: {error.strerror}"
     except ValueError as error:

@@ -7,6 +7,7 @@ import typer
 
 from ..failures import RequestFailed, reported
 from ..options import given
+from ..server import objects
 from ..server_options import ApiKey, BaseUrl, ServedModel, connect
 from .sampling_options import MaxTokens, SampleSeed, Stop, Temperature, TopK, TopP
 from .standard_input import with_piped
@@ -44,7 +45,7 @@ def complete(
             print(text, end="", flush=True)
         finished = False
         for event in server.stream("/v1/completions", {**body, "stream": True}):
-            for choice in event.get("choices", ()):
+            for choice in objects(event.get("choices")):
                 print(choice.get("text") or "", end="", flush=True)
                 finished = finished or choice.get("finish_reason") is not None
         print()

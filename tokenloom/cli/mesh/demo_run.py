@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from tokenloom.model_path import DEMO_ADAPTERS, DEMO_MODEL
 from tokenloom.supervisor.layout import MeshOptions
@@ -20,6 +20,7 @@ from ..chat.timeline_table import timeline_table
 from ..failures import INTERRUPTED, reported
 from ..serve.prechecks import check_model
 from ..server import Server
+from ..tables import plain_console
 from .model_directory import model_directory
 
 _ADAPTERS = ("json", "pirate")
@@ -50,18 +51,18 @@ def run_demo(prompt: str, model: str, max_tokens: int, speculative_config: str) 
         },
         drain_timeout=5.0,
     )
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console(soft_wrap=True)
     logs = Tail()
     started = time.monotonic()
 
     async def talk(mesh: Mesh) -> None:
         parts = ", ".join(part.spec.name for part in mesh.parts)
-        console.print(f"[dim]starting {parts} …[/]")
+        console.print(f"starting {parts} …", style="dim")
         await mesh.wait_serving()
         http = mesh.gateways[0].http
         assert http is not None
-        console.print(f"[dim]ready after {time.monotonic() - started:.1f} s at http://{http}[/]\n")
-        console.print(f"[bold]you[/]  {escape(prompt)}\n[bold]{escape(name)}[/]  ", end="")
+        console.print(f"ready after {time.monotonic() - started:.1f} s at http://{http}\n", style="dim")
+        console.print(_spoken("you", f"{prompt}\n"), _spoken(name, ""), sep="", end="")
         server = Server(f"http://{http}")
         answer = await asyncio.to_thread(stream_chat, server, _body(name, prompt, max_tokens), _print_piece)
         _print_answer_end(console, answer)
@@ -74,7 +75,8 @@ def run_demo(prompt: str, model: str, max_tokens: int, speculative_config: str) 
     except typer.Exit:
         typer.echo(logs.text(), err=True)
         raise
-    console.print("[dim]all parts have stopped[/]" if outcome.clean else "[red]a part had to be killed[/]")
+    last = Text("all parts have stopped", "dim") if outcome.clean else Text("a part had to be killed", "red")
+    console.print(last)
     raise typer.Exit(INTERRUPTED if outcome.interrupted else not outcome.clean)
 
 
@@ -100,14 +102,19 @@ async def _ask_adapters(console: Console, server: Server, model: str) -> None:
     """Ask the model and its adapters the same question at once: the engine answers them in one batch."""
     names = (model, *(f"{model}:{adapter}" for adapter in _ADAPTERS))
     texts: dict[str, list[str]] = {name: [] for name in names}
-    asked = (
+    asking = (
         asyncio.to_thread(stream_chat, server, _body(name, _ADAPTERS_QUESTION, 60), texts[name].append)
         for name in names
     )
-    await asyncio.gather(*asked)
-    console.print(f"\n[bold]you[/]  {_ADAPTERS_QUESTION} [dim](asked the model and two LoRA adapters at once)[/]")
+    await asyncio.gather(*asking)
+    asked = Text("(asked the model and two LoRA adapters at once)", "dim")
+    console.print("\n", _spoken("you", f"{_ADAPTERS_QUESTION} "), asked, sep="")
     for name, pieces in texts.items():
-        console.print(f"[bold]{escape(name)}[/]  {escape(''.join(pieces))}")
+        console.print(_spoken(name, "".join(pieces)))
+
+
+def _spoken(name: str, text: str) -> Text:
+    return Text.assemble((name, "bold"), f"  {text}")
 
 
 def _print_piece(text: str) -> None:

@@ -22,7 +22,7 @@ def model_directory(
     """
     if model != model_path.DEMO_MODEL_NAME:
         with reported():
-            check_place(model, Path(model).expanduser())
+            check_place(model, model_path.expanded(model))
     try:
         path = model_path.resolve(model, weights=weights)
     except TokenloomError as error:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from tokenloom.supervisor.state_dir import running_meshes
 
@@ -49,5 +50,5 @@ def _table(rows: "list[Row]") -> Table:
         colour = "green" if row.health == "SERVING" else "red"
         model = (row.model or "-",) if several else ()
         cells = (row.role or "-", row.pid or "-", row.address or "-", row.metrics or "-")
-        table.add_row(row.service, str(row.index), *model, *map(str, cells), f"[{colour}]{row.health}[/]")
+        table.add_row(row.service, str(row.index), *model, *map(str, cells), Text(row.health, colour))
     return table

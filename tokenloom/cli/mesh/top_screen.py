@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from tokenloom.supervisor.state_dir import MeshRecord, running_meshes
 
+from ..tables import plain_console
 from .mesh_rates import Latency, MeshView, PartView, view
 from .mesh_sample import take_sample
 
@@ -40,7 +41,7 @@ def shown(seen: MeshView) -> RenderableType:
 
 
 async def _watch(mesh: MeshRecord, interval: float) -> None:
-    with Live(console=Console(), screen=True, auto_refresh=False) as live:
+    with Live(console=plain_console(), screen=True, auto_refresh=False) as live:
         async for seen in _looks(mesh, interval):
             live.update(shown(seen), refresh=True)
 

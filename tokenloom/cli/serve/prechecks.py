@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from tokenloom.preflight.context import check_context
-from tokenloom.preflight.files import check_certificate, check_files
+from tokenloom.preflight.files import check_certificate, check_directories, check_files
 from tokenloom.preflight.listening import check_addresses
 from tokenloom.preflight.model import check_checkpoint
 from tokenloom.preflight.open_files import check_open_files
@@ -48,7 +48,9 @@ def check_host(options: MeshOptions, values: Mapping[str, Any]) -> None:
     """Check the files, the settings, the directory and the ports that a mesh needs. Raises ``Refused``."""
     given = _parsed(values)
     paths = {name: value for name, value in given.items() if isinstance(value, Path)}
-    check_files({flag(name): path for name, path in paths.items() if not OFFERS[name].option.extra.get("directory")})
+    folders = {name: path for name, path in paths.items() if OFFERS[name].option.extra.get("directory")}
+    check_files({flag(name): path for name, path in paths.items() if name not in folders})
+    check_directories({flag(name): path for name, path in folders.items()})
     if "public_tls_cert" in paths and "public_tls_key" in paths:
         check_certificate(paths["public_tls_cert"], paths["public_tls_key"])
     check_run_directory(state_dir.root())

@@ -1,11 +1,12 @@
 """``tokenloom serve``: keeps a local mesh up."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tokenloom.model_path import DEMO_MODEL_NAME
+from tokenloom.model_path import DEMO_MODEL_NAME, expanded
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
 from tokenloom.supervisor.layout import MeshOptions
@@ -20,7 +21,7 @@ def _check_place(context: typer.Context, model: str) -> str:
     """Return the model; refuse a word that may be one more name, as in ``serve --served-model-name A B``."""
     words = context.meta.get(WRITTEN, [])
     after_names = any(words[at : at + 3 : 2] == ["--served-model-name", model] for at in range(len(words)))
-    if after_names and model != DEMO_MODEL_NAME and not Path(model).expanduser().exists():
+    if after_names and model != DEMO_MODEL_NAME and not os.path.exists(expanded(model)):
         raise typer.BadParameter(
             f"{model!r} stands behind the names and is no directory or file here; write the model first: "
             f"tokenloom serve MODEL --served-model-name NAME {model}"

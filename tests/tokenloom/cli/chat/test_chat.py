@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
 from tests.tokenloom.cli.fake_server import FakeServer, events, piece
@@ -73,3 +74,21 @@ def test_a_conversation_on_a_terminal(server: FakeServer) -> None:
         {"role": "assistant", "content": "Hello"},
         {"role": "user", "content": "one\ntwo"},
     ], "the failed question is forgotten"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"choices": None},
+        {"choices": [None, "x"]},
+        {"choices": [{"delta": "x"}]},
+        {"choices": [{"delta": {"content": 5}}]},
+        {"choices": [{"delta": {"reasoning": []}}]},
+    ],
+)
+def test_an_answer_of_another_form_is_a_failure(server: FakeServer, event: object) -> None:
+    server.reply(200, events(event))
+    for command in ("chat", "complete"):
+        result = CliRunner().invoke(app, [command, "Hi", "--base-url", server.url, "--model", "m"])
+        assert result.exit_code == 1
+        assert result.stderr.startswith("Error: the "), result.output

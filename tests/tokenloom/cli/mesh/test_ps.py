@@ -87,3 +87,21 @@ def test_models_are_named_if_there_are_several() -> None:
             state_dir.write_record(directory, MeshRecord(7, 1, [*parts, PartRecord("gateway", 0, None, file)]))
             printed = CliRunner().invoke(app, ["ps"]).stdout
             assert ("MODEL" in printed, "small" in printed) == (named, named)
+
+
+def test_cells_are_no_markup(socket_dir: Path) -> None:
+    state = {"pid": 7, "address": "[fd00::1]:9000", "metrics": "[fd00::1]:9001", "health": f"unix:{socket_dir}/none"}
+    for name in ("first", "second"):
+        (socket_dir / f"{name}.json").write_text(json.dumps(state))
+    models = ("[/INST]", "m[v2]")
+    parts = [
+        PartRecord("engine", number, "[bold]", str(socket_dir / f"{name}.json"), model)
+        for number, (name, model) in enumerate(zip(("first", "second"), models, strict=True))
+    ]
+    with state_dir.mesh_directory() as directory:
+        state_dir.write_record(directory, MeshRecord(1, 8000, parts))
+        result = CliRunner().invoke(app, ["ps"])
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines()[1:]]
+    common = ["7", "[fd00::1]:9000", "[fd00::1]:9001", "NOT_SERVING"]
+    assert rows == [["engine", str(number), model, "[bold]", *common] for number, model in enumerate(models)]

@@ -17,7 +17,7 @@ from .adapters.adapter_usage import AdapterUsage
 from .generation.backlog import Backlog
 from .mesh.collector import Delta
 from .mesh.kv_flow import KvFlow
-from .mesh.mesh_view import MeshView
+from .mesh.mesh_view import MeshView, load_of
 from .request_sizes import RequestSizes, Sized
 from .tenants.key_usage import KeyUsage
 from .tenants.tenant import Tenant
@@ -182,7 +182,8 @@ class MeshGauges:
     model_name: str
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        load = self.mesh.load()
+        engines = self.mesh.seen_engines  # not `engines`, which takes loads in: a scrape runs in a thread of its own
+        load = load_of(engines)
         for name, text, value in (
             ("num_requests_running", "Requests in the batches of all engines.", load.num_running),
             ("num_requests_waiting", "Requests waiting at the engines.", load.num_waiting),
@@ -194,7 +195,7 @@ class MeshGauges:
             ("requests_waiting", "Requests waiting at the engine.", "waiting"),
             ("kv_cache_usage_ratio", "Share of the engine's KV blocks in use, 0 to 1.", "kv_usage"),
         ):
-            values = {entry.identity.engine_id: getattr(entry.report, field) for entry in self.mesh.engines}
+            values = {entry.identity.engine_id: getattr(entry.report, field) for entry in engines}
             yield self._gauge("tokenloom_engine_" + name, text, values, "engine")
         text = "Estimated seconds that a request which arrives now would wait for its first token."
         yield self._gauge("tokenloom_queue_wait_seconds", text, {"": self.backlog.wait_seconds()})

@@ -46,7 +46,8 @@ class CacheFollowers:
 
     @property
     def num_followed(self) -> int:
-        return sum(not task.done() for _, task in self._tasks.values())
+        """Engines that are followed now."""
+        return sum(not task.done() for _, task in list(self._tasks.values()))  # a copy: a scrape runs in its own thread
 
     def join(self, record: EngineRecord) -> None:
         """Follow an engine that joined, if it publishes events, once :meth:`follow` was called."""

@@ -98,7 +98,6 @@ class DirectWriter:
         """
         if self.cycle.disconnected:
             raise ClientDisconnected
-        self._flow.resume_reading()  # a paused connection does not notice that the client has left
         self._watchers.add(on_lost)
         return partial(self._watchers.discard, on_lost)
 

@@ -3,13 +3,14 @@ tenant's."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from tokenloom.request import errors
 from tokenloom.request.reservation import Reservation
 
 from ..tenants.tenant_share import TenantShare
 from .byte_budget import ByteBudget
+from .client_flow import ClientFlow
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -47,6 +48,7 @@ class RequestBody:
     __slots__ = (
         "_budget",
         "_cycle",
+        "_flow",
         "_is_closed",
         "_is_streamed",
         "_limit",
@@ -63,6 +65,7 @@ class RequestBody:
         self.data = bytearray()
         self.refused_by_protocol: tuple[int, str] | None = None
         self._cycle = cycle
+        self._flow = cast(ClientFlow, cycle.flow)
         self._budget = budget
         self._share: TenantShare | None = None
         self._reserved = budget.empty()
@@ -94,7 +97,7 @@ class RequestBody:
             return
         self.data += piece
         if self._limit is None and size > UNREAD_BYTES:
-            self._cycle.flow.pause_reading()
+            self._flow.hold(self)
         if self._is_streamed:
             self._cycle.message_event.set()
 
@@ -119,6 +122,7 @@ class RequestBody:
         :class:`ClientDisconnected`.
         """
         self._limit = limit
+        self._flow.release(self)  # a body that is there already may have been held back
         if len(self.data) > limit:
             self._refuse(too_large(limit))
         elif length is not None and self._refusal is None:
@@ -163,7 +167,7 @@ class RequestBody:
         """Wait until more of a streamed body has arrived, or it has ended."""
         cycle = self._cycle
         cycle.message_event.clear()
-        cycle.flow.resume_reading()
+        self._flow.release(self)
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 await cycle.message_event.wait()
@@ -177,6 +181,7 @@ class RequestBody:
         self._is_closed = True
         self.data = bytearray()
         self._release()
+        self._flow.release(self)
 
     def _release(self) -> None:
         self._reserved.release()
@@ -194,7 +199,6 @@ class RequestBody:
         """Wait until the body is complete, is refused or the client has left."""
         cycle = self._cycle
         self._continue()
-        cycle.flow.resume_reading()
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 while cycle.more_body and self._refusal is None and not cycle.disconnected:

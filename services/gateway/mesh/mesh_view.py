@@ -48,6 +48,7 @@ class MeshView:
     def __init__(self, address: str, channels: Channels) -> None:
         self.address = address
         self._channels = channels
+        self._loop = asyncio.get_running_loop()
         self._view = RegistryView()
         self._version = 0  # of the view, when the engines were taken from it
         self._engines: Sequence[coordinator_pb2.EngineEntry] = ()
@@ -75,16 +76,15 @@ class MeshView:
         self.limits(fingerprint)
         self._update_capacity()
 
+    @property
+    def seen_engines(self) -> Sequence[coordinator_pb2.EngineEntry]:
+        """All engines, with the loads that the event loop has read last. Reading it changes nothing, so that the thread
+        of a scrape may."""
+        return self._engines
+
     def load(self) -> MeshLoad:
         """Return the load of all engines, as they last reported it."""
-        entries = self.engines
-        num_blocks = sum(entry.identity.num_kv_blocks for entry in entries)
-        num_used = sum(entry.report.kv_usage * entry.identity.num_kv_blocks for entry in entries)
-        return MeshLoad(
-            num_running=sum(entry.report.running for entry in entries),
-            num_waiting=sum(entry.report.waiting for entry in entries),
-            kv_usage=num_used / num_blocks if num_blocks else 0.0,
-        )
+        return load_of(self.engines)
 
     def serving(self, fingerprint: types_pb2.Fingerprint) -> Sequence[coordinator_pb2.EngineEntry]:
         """Return the engines that serve what our tokenizer encodes for."""
@@ -103,7 +103,7 @@ class MeshView:
 
     def count_engines(self, fingerprint: types_pb2.Fingerprint) -> tuple[int, int]:
         """Return how many engines serve what our tokenizer encodes for, and how many should: all that are known and do
-        not drain, and those that were lost within the last ``LOST_SECONDS``."""
+        not drain, and those that were lost within the last ``LOST_SECONDS``. The thread of a scrape calls it too."""
         ours = [
             entry.report.state
             for entry in self._engines
@@ -111,9 +111,9 @@ class MeshView:
         ]
         num_serving = ours.count(coordinator_pb2.ENGINE_STATE_SERVING)
         num_draining = ours.count(coordinator_pb2.ENGINE_STATE_DRAINING)
-        now = asyncio.get_running_loop().time()
-        self._lost = {name: lost_at for name, lost_at in self._lost.items() if now - lost_at < LOST_SECONDS}
-        return num_serving, len(ours) - num_draining + len(self._lost)
+        now = self._loop.time()
+        num_lost = sum(now - lost_at < LOST_SECONDS for lost_at in list(self._lost.values()))
+        return num_serving, len(ours) - num_draining + num_lost
 
     def lost_engines(self) -> dict[str, float]:
         """Return the engines that left without draining within the last ``LOST_SECONDS`` and have not returned, each
@@ -174,7 +174,11 @@ class MeshView:
         for entry in before:
             if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING:
                 self._lost.setdefault(entry.identity.engine_id, now)
-        self._lost = {name: lost_at for name, lost_at in self._lost.items() if name not in present}
+        self._lost = {
+            name: lost_at
+            for name, lost_at in self._lost.items()
+            if name not in present and now - lost_at < LOST_SECONDS
+        }
 
     def _update_capacity(self) -> None:
         if self._limits_of is None:
@@ -208,6 +212,18 @@ class MeshView:
                 class_labels=limits[0].class_labels,
                 max_lora_rank=max(limit.max_lora_rank for limit in limits),
             )
+
+
+def load_of(entries: Iterable[coordinator_pb2.EngineEntry]) -> MeshLoad:
+    """Return the load of these engines together."""
+    entries = list(entries)
+    num_blocks = sum(entry.identity.num_kv_blocks for entry in entries)
+    num_used = sum(entry.report.kv_usage * entry.identity.num_kv_blocks for entry in entries)
+    return MeshLoad(
+        num_running=sum(entry.report.running for entry in entries),
+        num_waiting=sum(entry.report.waiting for entry in entries),
+        kv_usage=num_used / num_blocks if num_blocks else 0.0,
+    )
 
 
 def _common_tasks(limits: list[types_pb2.ModelLimits]) -> list[types_pb2.PoolingTask]:

@@ -81,7 +81,8 @@ class OutputPool:
     @property
     def num_known(self) -> int:
         """Return how many output processors should take requests: those that leave are not among them."""
-        leaving = sum(link.stream is not None and link.stream.leaving for link in self._links)
+        # The thread of a scrape asks too: each stream is read once, because the event loop may drop it meanwhile.
+        leaving = sum((stream := link.stream) is not None and stream.leaving for link in self._links)
         return sum(link.address in self._members for link in self._links) - leaving
 
     def replicas(self) -> list[str]:
@@ -266,7 +267,7 @@ class OutputPool:
             self._sought[submission] = loop.call_at(submission.sought_until, self._seek, submission)
 
     def _may_run(self, link: OutputLink) -> bool:
-        return link.stream is not None and not link.stream.leaving and link.address in self._members
+        return (stream := link.stream) is not None and not stream.leaving and link.address in self._members
 
     def _send(self, submission: Submission, stream: ProcessStream, *, again: bool = False) -> None:
         slot = stream.submit(submission, again=again)

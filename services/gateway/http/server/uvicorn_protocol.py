@@ -17,6 +17,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ..byte_budget import ByteBudget
+from ..client_flow import ClientFlow
 from ..exchange import DIRECT_WRITER, REQUEST_BODY, DirectWriter, Watchers
 from ..request_body import RequestBody
 from ..turn_share import TurnShare
@@ -54,11 +55,15 @@ EXPECTED_NAMES: dict[Callable[..., Any], str] = {
     HttpToolsProtocol.data_received: "_unset_keepalive_if_required feed_data parser",
     RequestResponseCycle.__init__: "body chunked_encoding default_headers disconnected flow keep_alive "
     "message_event more_body on_response response_complete response_started transport waiting_for_100_continue",
-    FlowControl.__init__: "write_paused",
-    FlowControl.resume_reading: "read_paused",
+    HttpToolsProtocol.connection_made: "FlowControl flow",
+    HttpToolsProtocol.on_response_complete: "flow pipeline resume_reading",
+    FlowControl.__init__: "_transport read_paused write_paused",
 }
 """Names that functions of uvicorn use, and that the gateway relies on."""
 
+_TURN, _PIPELINE = "turn", "pipeline"
+"""Why the protocol itself holds reading back: what was read waits for a turn of the event loop, or requests wait for
+the responses to earlier ones."""
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain\r\ncontent-length: 62\r\n"
     b"retry-after: 1\r\nconnection: close\r\n\r\n"
@@ -124,6 +129,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow: ClientFlow = ClientFlow(transport)
         if not self._admitted.admit(self, self.client[0] if self.client else ""):
             self._admitted.on_refused(503, CONNECTION_LIMIT)
             transport.write(_FULL)
@@ -134,6 +140,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._admitted.remove(self)
         self._stop_framing_timer()
+        self.flow.close()
         super().connection_lost(exc)
         if self._answered is not None and not self._answered.response_complete:
             # uvicorn notifies the request received last only, and logs an error when another one is left unanswered.
@@ -177,14 +184,14 @@ class GatewayProtocol(HttpToolsProtocol):
             self._receive(data)
         else:
             self._unset_keepalive_if_required()
-            self.flow.pause_reading()
+            self.flow.hold(_TURN, is_brief=True)
             self._held = data
             self._turns.call(self._receive_held)
 
     def _receive_held(self) -> None:
         data, self._held = self._held, b""
         if not self.transport.is_closing():
-            self.flow.resume_reading()
+            self.flow.release(_TURN)
             self._receive(data)
 
     def _receive(self, data: bytes) -> None:
@@ -221,7 +228,9 @@ class GatewayProtocol(HttpToolsProtocol):
         self._framing_bytes = self._overhead_bytes = 0
         super().on_headers_complete()
         scope, cycle = cast(dict[str, Any], self.scope), self.cycle
-        if not self.pipeline:
+        if self.pipeline:
+            self.flow.hold(_PIPELINE)  # until the responses before it have ended
+        else:
             self._answered = cycle
         self.headers = []  # trailers are counted, but never become headers of the request
         self._body = RequestBody(cycle, self._budget)
@@ -247,6 +256,8 @@ class GatewayProtocol(HttpToolsProtocol):
         if self.pipeline:
             self._answered = self.pipeline[-1][0]
         super().on_response_complete()
+        if not self.pipeline:
+            self.flow.release(_PIPELINE)
 
     def _parse(self, data: "bytes | memoryview") -> None:
         if self._is_leaving:
@@ -338,5 +349,5 @@ class GatewayProtocol(HttpToolsProtocol):
         self._stop_framing_timer()
         if self.transport.can_write_eof():  # not over TLS, where the client closes after the response
             self.transport.write_eof()
-        self.flow.resume_reading()
+        self.flow.release_all()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)

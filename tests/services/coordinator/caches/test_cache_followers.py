@@ -195,3 +195,18 @@ async def test_an_engine_that_hashes_otherwise_is_left_alone(mesh: Mesh, caplog:
             await until(lambda: mesh.caches.num_followed == 0)
         assert "engine a are not followed: it hashes blocks otherwise" in caplog.text
         assert mesh.known() == 4  # what was picked
+
+
+def test_a_scrape_counts_while_engines_join() -> None:
+    """A scrape runs in a thread of its own: the event loop may add engines between two of those that it counts."""
+
+    class Task:
+        def done(self) -> bool:
+            followers._tasks[f"new-{len(followers._tasks)}"] = 1, task
+            return False
+
+    task: Any = Task()
+    nothing: Any = None
+    followers = CacheFollowers(nothing, nothing, nothing)
+    followers._tasks = {f"engine-{number}": (1, task) for number in range(1, 4)}
+    assert followers.num_followed == 3

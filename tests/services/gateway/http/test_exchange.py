@@ -5,11 +5,11 @@ import logging
 from typing import Any, cast
 
 import pytest
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tokenloom.request import errors
 from tokenloom.services.gateway.http.byte_budget import ByteBudget
+from tokenloom.services.gateway.http.client_flow import ClientFlow
 from tokenloom.services.gateway.http.exchange import (
     DIRECT_WRITER,
     REQUEST_BODY,
@@ -50,7 +50,7 @@ class FakeConnection:
 
     def __init__(self) -> None:
         self.transport = FakeTransport()
-        self.flow = FlowControl(cast(asyncio.Transport, self.transport))
+        self.flow = ClientFlow(cast(asyncio.Transport, self.transport))
         self.scope: dict[str, Any] = {"type": "http", "method": "POST"}
         self.cycle = RequestResponseCycle(
             scope=cast(Any, self.scope),
@@ -146,14 +146,12 @@ async def test_not_for_a_body_of_known_length() -> None:
 
 def test_a_watcher_is_called_when_the_client_leaves() -> None:
     connection = FakeConnection()
-    connection.flow.pause_reading()
     lost: list[str] = []
 
     def on_lost() -> None:
         lost.append("lost")
 
     stop = connection.writer.watch(on_lost)
-    assert not connection.flow.read_paused
     for watcher in connection.watchers:
         watcher()
     assert lost == ["lost"]

@@ -484,3 +484,23 @@ async def test_a_withdrawal_that_is_repeated_goes_last() -> None:
     pass_time(2)
     pool.on_open()
     assert list(pool._withdrawn) == [("a" * 40, "t")]
+
+
+async def test_a_scrape_counts_while_streams_end() -> None:
+    """It runs in a thread of its own: the event loop may drop a stream after the scrape has looked at it once."""
+
+    class Link:
+        address = "a"
+        is_lost = False
+
+        @property
+        def stream(self) -> ProcessStream | None:
+            self.is_lost = not self.is_lost
+            return ProcessStream(pool) if self.is_lost else None
+
+    members: Any = {"a"}
+    pool = OutputPool(members, "gateway", 1, None, max_kept_bytes=1, on_moved=lambda: None)  # type: ignore[arg-type]
+    pool._links.append(Link())  # type: ignore[arg-type]
+    assert pool.num_connected == 1
+    pool._links[:] = [Link()]  # type: ignore[list-item]
+    assert pool.num_known == 1

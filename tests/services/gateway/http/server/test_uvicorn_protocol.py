@@ -11,6 +11,7 @@ import pytest
 from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import HEADERS, MODEL, SOON, FakeMesh
 from tests.services.gateway.http.server.raw_connection import MIB, READ_BYTES, Connection
+from tokenloom.services.gateway.http.client_flow import LOOK_SECONDS
 from tokenloom.services.gateway.http.exchange import DIRECT_WRITER, Exchange
 from tokenloom.services.gateway.http.server import uvicorn_protocol
 from tokenloom.services.gateway.http.server.uvicorn_protocol import (
@@ -291,3 +292,40 @@ async def test_a_client_that_still_sends_gets_the_refusal(socket_dir: Path) -> N
 async def connect(mesh: FakeMesh) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, _, port = mesh.http_address.rpartition(":")
     return await asyncio.open_connection(host, int(port))
+
+
+async def test_a_client_that_pipelines_and_leaves_cancels_its_request(mesh: FakeMesh) -> None:
+    """Behind a request that is live, the next one stops the reading, which alone reports that the client has left."""
+    body = json.dumps({"model": MODEL, "prompt": "a"}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\n%bContent-Length: %d\r\n\r\n%b" % (HEADERS, len(body), body)
+    host, _, port = mesh.http_address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request)
+    live = await mesh.outputs.next_request()  # it is watched before the next one comes
+    writer.write(request * 2)
+    await writer.drain()
+    await settle()
+    writer.close()
+    await writer.wait_closed()
+    async with asyncio.timeout(SOON):
+        while not live.cancelled.is_set():
+            pass_time(LOOK_SECONDS)
+            await asyncio.sleep(0)
+    assert mesh.outputs.requests.empty(), "the others were not begun"
+    assert reader.at_eof() or await reader.read() == b""
+
+
+async def test_pipelined_requests_are_read_after_the_answers_before_them(connection: Connection) -> None:
+    flow = connection.protocol.flow
+    connection.answers.clear()
+    connection.send(head(b""))
+    await settle()
+    assert not flow.read_paused
+    connection.send(head(b"") * 2)
+    await settle()
+    assert flow.read_paused
+    connection.protocol._body.close()  # type: ignore[union-attr]
+    assert flow.read_paused, "a body does not release what the pipeline holds"
+    connection.answers.set()
+    await settle()
+    assert (connection.statuses, flow.read_paused) == ([200, 200, 200], False)

@@ -1,0 +1,72 @@
+"""What the coordinator last reported of the engines, as the event loop and the thread of a scrape see it."""
+
+import asyncio
+from typing import Any
+
+from tests.loop_clock import pass_time
+from tokenloom.services.gateway.generation.backlog import Backlog
+from tokenloom.services.gateway.mesh.mesh_view import LOST_SECONDS, MeshView
+from tokenloom.services.gateway.metrics import MeshGauges
+from tokenloom.services.runtime.registry.registry_view import RegistryView
+from tokenloom.v1.coordinator_pb2 import (
+    ENGINE_STATE_SERVING,
+    EngineEntry,
+    EngineIdentity,
+    EngineLoads,
+    EngineReport,
+    Snapshot,
+)
+from tokenloom.v1.types_pb2 import Fingerprint
+
+FINGERPRINT = Fingerprint(model="m", tokenizer=b"t")
+NO_CHANNELS: Any = None
+
+
+def entry(number: int, running: int) -> EngineEntry:
+    identity = EngineIdentity(engine_id=f"engine-{number}", fingerprint=FINGERPRINT, num_kv_blocks=10)
+    return EngineEntry(
+        number=number, identity=identity, report=EngineReport(state=ENGINE_STATE_SERVING, running=running)
+    )
+
+
+def taken(mesh: MeshView, *messages: Snapshot) -> RegistryView:
+    view = RegistryView()
+    for message in messages:
+        assert view.take(message)
+    mesh._take(view)
+    return view
+
+
+def whole(*entries: EngineEntry) -> Snapshot:
+    return Snapshot(coordinator_epoch=1, revision=1, complete=True, engines=entries)
+
+
+def gauges(mesh: MeshView) -> dict[str, float]:
+    shown = MeshGauges(mesh, Backlog(10.0), "m").collect()
+    return {sample.name: sample.value for family in shown for sample in family.samples}
+
+
+async def test_a_scrape_changes_nothing_of_what_the_event_loop_reads() -> None:
+    """It took loads in: one that arrived at this moment was lost, or broke the loop that wrote it."""
+    mesh = MeshView("", NO_CHANNELS)
+    view = taken(mesh, whole(entry(1, 3), entry(2, 4)))
+    loads = EngineLoads(number=[2], running=[9])
+    assert view.take(Snapshot(coordinator_epoch=1, base_revision=1, revision=2, complete=True, loads=loads))
+    before = dict(view._pending)
+    seen = await asyncio.to_thread(gauges, mesh)
+    assert (seen["vllm:num_requests_running"], view._pending) == (7, before)
+    assert mesh.load().num_running == 12, "the loop takes it in"
+    assert (await asyncio.to_thread(gauges, mesh))["vllm:num_requests_running"] == 12
+
+
+async def test_a_scrape_counts_the_engines_that_are_lost() -> None:
+    mesh = MeshView("", NO_CHANNELS)
+    taken(mesh, whole(entry(1, 3), entry(2, 4)))
+    taken(mesh, whole(entry(1, 3)))
+    before = mesh._lost
+    assert await asyncio.to_thread(mesh.count_engines, FINGERPRINT) == (1, 2)
+    pass_time(LOST_SECONDS + 1)
+    assert await asyncio.to_thread(mesh.count_engines, FINGERPRINT) == (1, 1)
+    assert mesh._lost is before
+    taken(mesh, whole(entry(1, 3)))
+    assert mesh._lost == {}, "the loop forgets it"

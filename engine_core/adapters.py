@@ -12,13 +12,13 @@ from .wire.lora import LoraAnswer, LoraErrorKind, LoraInfo, LoraState
 
 
 class AdapterStore(Protocol):
-    """Keeps adapters in the memory of the workers."""
+    """Keeps adapters in the memory of the workers. Each method may raise the errors of the workers."""
 
     def load(self, path: str) -> LoraInfo:
         """Read the adapter in a directory. Raises ``ValueError`` naming what is wrong or not supported."""
 
     def drop(self, digest: bytes) -> None:
-        """Forget an adapter that no request names any more."""
+        """Forget an adapter that no request names any more. Workers that do not have it do nothing."""
 
 
 @dataclass(slots=True)
@@ -39,6 +39,7 @@ class Adapters:
         self._digests: dict[str, bytes] = {}  # by name, the least recently used first
         self._memory: dict[bytes, _InMemory] = {}
         self._requests: Counter[bytes] = Counter()  # live ones
+        self._unneeded: list[bytes] = []  # that the workers may still have; bounded by the adapters that were loaded
         self._slots = AdapterSlots(config.max_loras)
         self._states: list[LoraState] = []  # as they were reported last
         self._are_states_old = False
@@ -68,8 +69,10 @@ class Adapters:
             return self._refuse(LoraErrorKind.INVALID, str(wrong))
         if conflict := self._conflict("" if in_place else name, digest, info.digest):
             self._release(info.digest)
+            self.drop_unneeded()
             return self._refuse(LoraErrorKind.CONFLICT, conflict)
         self._keep(name, path, info)
+        self.drop_unneeded()
         return self.answer()
 
     def unload(self, name: str) -> LoraAnswer:
@@ -77,6 +80,7 @@ class Adapters:
         if name not in self._digests:
             return self._refuse(LoraErrorKind.NOT_FOUND, f"no adapter {name!r} is loaded")
         self._forget(name)
+        self.drop_unneeded()
         return self.answer()
 
     def pin(self, name: str, pinned: bool) -> LoraAnswer:
@@ -125,10 +129,20 @@ class Adapters:
                 self._digests[name] = self._digests.pop(name)
 
     def ended(self, request: Request) -> None:
-        """Stop counting a request, which has ended."""
+        """Stop counting a request, which has ended. :meth:`drop_unneeded` is to be called soon."""
         self._requests[request.adapter] -= 1
         self._are_states_old = True
         self._release(request.adapter)
+
+    def drop_unneeded(self) -> None:
+        """Let the workers forget the adapters that neither a name nor a live request needs.
+
+        To be called between changes of requests, never within one: a call of the workers may fail or be interrupted.
+        """
+        while self._unneeded:
+            if self._unneeded[-1] not in self._memory:  # otherwise it was loaded again
+                self._store.drop(self._unneeded[-1])
+            self._unneeded.pop()  # only now: an interrupted call is made again
 
     # Steps
 
@@ -224,10 +238,10 @@ class Adapters:
         self._release(digest)
 
     def _release(self, digest: bytes) -> None:
-        """Drop an adapter if neither a name nor a live request needs it."""
+        """Forget an adapter if neither a name nor a live request needs it; the workers still have it."""
         if not self._requests[digest]:
             del self._requests[digest]
             if not self.serves(digest):
                 self._memory.pop(digest, None)
                 self._slots.drop(digest)
-                self._store.drop(digest)
+                self._unneeded.append(digest)

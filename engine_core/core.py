@@ -134,6 +134,8 @@ class EngineCore:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests without an output; ids that are not live are ignored."""
         self._abort(request_ids)
+        if self.adapters is not None:
+            self.adapters.drop_unneeded()
         self.settle_pause()
 
     def accept_tokens(self, message: AcceptTokens) -> None:
@@ -175,6 +177,10 @@ class EngineCore:
         scheduled = self.scheduler.schedule()
         transfers = StepTransfers(self._connector, scheduled) if self._connector is not None else None
         outputs: list[EngineCoreOutput] = []
+        if (
+            self.scheduler.ended.outputs
+        ):  # among them what an interrupted step brought, which precedes this step's tokens
+            outputs = self.scheduler.ended.take_outputs()
         try:
             if (ended := self._execute(scheduled, transfers)) is not None:
                 outputs += self._update(*ended, take_aborts)
@@ -298,7 +304,10 @@ class EngineCore:
         self.scheduler.update_draft_token_ids(result.draft_token_ids)
 
     def _settle(self, outputs: list[EngineCoreOutput]) -> None:
-        """Let sessions, and pauses and sleep that wait for running requests, continue."""
+        """Drop adapters that only ended requests needed; let sessions, and pauses and sleep that wait for running
+        requests, continue."""
+        if self.adapters is not None:
+            self.adapters.drop_unneeded()
         if self.sessions.live:
             self.sessions.take(outputs)
         self.settle_pause()

@@ -34,14 +34,16 @@ class WaveLoop:
         """Return whether :meth:`turn` would do anything."""
         return self.waves.is_running or self._core.has_work()
 
-    def turn(self, step: Callable[[], EngineCoreOutputs | None]) -> EngineCoreOutputs | None:
-        """Run ``step`` if there is work for it. In a wave this computes exactly one batch: an empty one, if no request
-        could be scheduled."""
+    def turn(
+        self, step: Callable[[], EngineCoreOutputs | None], compute_dummy: Callable[[], object]
+    ) -> EngineCoreOutputs | None:
+        """Run ``step`` if there is work for it. In a wave this computes exactly one batch: an empty one, by
+        ``compute_dummy``, if no request could be scheduled."""
         num_before = self._core.num_begun
         outputs = step() if self._core.has_work() else None
         if self.waves.is_running:
             if self._core.num_begun == num_before:
-                self._core.executor.collective_rpc("execute_dummy_batch")
+                compute_dummy()
             self.waves.stepped()
         self.settle()
         return outputs

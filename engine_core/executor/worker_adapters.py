@@ -1,8 +1,10 @@
 """Keeps LoRA adapters in the memory of all workers of an executor."""
 
+import contextlib
+
 import msgspec
 
-from ..errors import RanksDifferError
+from ..errors import RanksDifferError, WorkerLostError
 from ..wire.lora import LoraInfo
 from .executor import Executor
 
@@ -30,7 +32,9 @@ class WorkerAdapters:
 
     def drop(self, digest: bytes) -> None:
         self._kept.discard(digest)
-        self._executor.collective_rpc("drop_lora", digest)
+        # Workers that have ended are replaced, and new ones load only what is needed: the next step notices the loss.
+        with contextlib.suppress(WorkerLostError):
+            self._executor.collective_rpc("drop_lora", digest)
 
     def _drop_new(self, infos: list[LoraInfo]) -> None:
         """Let the workers that have read an adapter which others have not forget it again."""

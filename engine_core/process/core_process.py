@@ -119,7 +119,7 @@ class EngineCoreProc:
                 if self._group is None:
                     self._send(self._step())
                 else:
-                    self._send(self._group.turn(self._step))
+                    self._send(self._group.turn(self._step, self._compute_dummy))
                     self._settle_group(self._group)
         except BaseException:
             self._output.send_dead()
@@ -133,6 +133,13 @@ class EngineCoreProc:
         except WorkerLostError as error:
             self._replace_workers(error)
             return None
+
+    def _compute_dummy(self) -> None:
+        """Compute the batch of a rank without requests, with which the others of its group compute theirs."""
+        try:
+            self._core.executor.collective_rpc("execute_dummy_batch")
+        except WorkerLostError as error:
+            self._replace_workers(error)
 
     def _replace_workers(self, lost: WorkerLostError) -> None:
         self._replacement.replace(lost)

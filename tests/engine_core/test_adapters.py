@@ -1,5 +1,6 @@
 """Which adapters are loaded, and who gets a slot."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_requ
 from tokenloom.engine_core.adapters import Adapters
 from tokenloom.engine_core.config import LoraConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.errors import WorkerLostError
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_loras import HashLoras
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
@@ -133,8 +135,34 @@ def test_an_unloaded_adapter_stays_in_memory_until_its_requests_end() -> None:
     assert not adapters.serves(A)
     assert store.held == [A]
     adapters.ended(live)
+    assert store.held == [A], "no worker is called while requests change"
+    adapters.drop_unneeded()
     assert store.held == []
     assert adapters.unload("one").kind is LoraErrorKind.NOT_FOUND
+
+
+def test_a_drop_that_was_interrupted_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters, store = make_adapters()
+    adapters.load("one", "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "drop", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            adapters.unload("one")
+    assert store.held == [A]
+    adapters.drop_unneeded()
+    assert store.held == []
+
+
+def test_an_adapter_that_was_loaded_again_before_it_was_dropped_stays() -> None:
+    adapters, store = make_adapters()
+    adapters.load("one", "a")
+    live = _live(adapters, A)
+    adapters.unload("one")
+    adapters.ended(live)
+    adapters.load("one", "a")
+    adapters.drop_unneeded()
+    assert store.held[-1] == A
+    assert adapters.serves(A)
 
 
 def test_an_adapter_is_replaced_in_place() -> None:
@@ -144,6 +172,7 @@ def test_an_adapter_is_replaced_in_place() -> None:
     assert not adapters.load("one", "b", in_place=True).error
     assert (adapters.serves(A), adapters.serves(B)) == (False, True)
     adapters.ended(live)
+    adapters.drop_unneeded()
     assert store.held == [B]
 
 
@@ -240,6 +269,56 @@ def test_new_workers_load_the_adapters_again(tmp_path: Path, monkeypatch: pytest
     assert tokens_of(outputs["0"])[-1] == expected_tokens([1, 2, 3], 5, VOCAB_SIZE, a)[-1]
     assert outputs["1"][-1].error_kind is ErrorKind.NO_ADAPTER
     assert names_of(core.adapters) == ["a"]
+
+
+@pytest.mark.parametrize("error", [WorkerLostError("worker 1 ended with status -9"), KeyboardInterrupt()])
+def test_no_token_is_lost_when_dropping_an_adapter_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    core, (adapter,) = make_core(tmp_path, "a")
+    assert core.adapters is not None
+    core.add_request(make_request("plain", [5, 6, 7], 12))
+    core.add_request(request_with(adapter, "lora", max_tokens=4))
+    core.step()
+    core.adapters.unload("a")
+    _fail_once(core, monkeypatch, "drop_lora", error)
+    tokens: dict[str, list[int]] = {"plain": [], "lora": []}
+    while core.has_work():
+        with contextlib.suppress(KeyboardInterrupt):
+            for output in core.step().outputs:
+                tokens[output.request_id] += output.new_token_ids
+    assert tokens["plain"][-11:] == expected_tokens([5, 6, 7], 12, VOCAB_SIZE)[-11:]
+    assert tokens["lora"][-3:] == expected_tokens([1, 2, 3], 4, VOCAB_SIZE, adapter)[-3:]
+    assert not core.has_requests()
+
+
+def test_an_abort_that_drops_an_adapter_survives_the_loss_of_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, (adapter,) = make_core(tmp_path, "a")
+    assert core.adapters is not None
+    core.add_request(request_with(adapter, "lora", max_tokens=4))
+    core.step()
+    core.adapters.unload("a")
+    _fail_once(core, monkeypatch, "drop_lora", WorkerLostError("worker 1 ended with status -9"))
+    core.abort_requests(["lora"])
+    assert not core.has_requests()
+
+
+def _fail_once(core: EngineCore, monkeypatch: pytest.MonkeyPatch, method: str, error: BaseException) -> None:
+    """Let the next call of a method of the workers fail."""
+    call, errors = core.executor.collective_rpc, [error]
+
+    def failing(name: str, *args: object) -> list[object]:
+        if name == method and errors:
+            raise errors.pop()
+        return call(name, *args)
+
+    monkeypatch.setattr(core.executor, "collective_rpc", failing)
+
+
+def _interrupt(digest: bytes) -> None:
+    raise KeyboardInterrupt
 
 
 def _live(adapters: Adapters, digest: bytes) -> Request:

@@ -53,7 +53,7 @@ class Rank:
         self.loop.take(Outcome(vote.wave, vote.step, verdict, size))
 
     def turn(self) -> None:
-        outputs = self.loop.turn(self.core.step)
+        outputs = self.loop.turn(self.core.step, self.worker.execute_dummy_batch)
         self.tokens += [token for output in outputs.outputs for token in output.new_token_ids] if outputs else []
 
 

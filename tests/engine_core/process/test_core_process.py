@@ -13,7 +13,7 @@ import pytest
 from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.helpers import make_config, make_core, make_request
 from tests.engine_core.processes import collect, failing_core, has_ended, wait_until
-from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, EngineStartError
+from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, EngineStartError, WorkerLostError
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.engine_core.process.core_process import EngineCoreProc
 from tokenloom.engine_core.wire.frames import FrameReceiver
@@ -78,6 +78,21 @@ def test_requests_that_came_before_a_shutdown_are_served_and_later_ones_refused(
     assert ends == {"before": FinishReason.LENGTH, "after": FinishReason.ERROR}
 
 
+def test_a_worker_that_is_lost_in_the_batch_of_an_idle_rank_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, calls = make_core(), []
+
+    def lose(method: str) -> list[object]:
+        calls.append(method)
+        raise WorkerLostError("worker 1 ended with status -9")
+
+    monkeypatch.setattr(core.executor, "collective_rpc", lose)
+    monkeypatch.setattr(core, "replace_workers", lambda: calls.append("replace"))
+    near, far = socket.socketpair()
+    with near, far:
+        EngineCoreProc(core, far)._compute_dummy()
+    assert calls == ["execute_dummy_batch", "replace"]
+
+
 def test_a_failed_step_ends_the_core_and_tells_the_client(tmp_path: Path) -> None:
     client = SyncMPClient(make_config(), command=failing_core(tmp_path, "raise RuntimeError('broken')"))
     client.add_request(make_request("a", [1]))
@@ -97,7 +112,8 @@ def test_a_killed_core_is_noticed() -> None:
     client.close()
 
 
-def test_the_core_dies_with_its_parent() -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_the_core_dies_with_its_parent(is_stopped: bool) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", ORPHAN_MAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -107,9 +123,14 @@ def test_the_core_dies_with_its_parent() -> None:
     core_pid, directory = int(pid), Path(address.removeprefix("ipc://")).parent
     assert not has_ended(core_pid)
     assert directory.is_dir()
+    if is_stopped:
+        os.kill(core_pid, signal.SIGSTOP)
     parent.kill()
     parent.wait()
-    assert wait_until(lambda: has_ended(core_pid), 30.0)
+    ended = wait_until(lambda: has_ended(core_pid), 30.0)
+    if not ended:
+        os.kill(core_pid, signal.SIGKILL)
+    assert ended
     assert not directory.exists()
     parent.stdin.close()
     parent.stdout.close()

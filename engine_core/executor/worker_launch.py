@@ -47,8 +47,7 @@ class WorkerProcess:
         self._process = subprocess.Popen(
             [*command, "--address", self._address],
             stdin=subprocess.PIPE,
-            # In a process group of its own it gets no Ctrl-C of a terminal. It stays in this session because the kernel
-            # continues a stopped process whose parent ends only if both are in one session; then it notices the end.
+            # In a process group of its own it gets no Ctrl-C of a terminal.
             process_group=0,
             pass_fds=[fd for fd in (arrays.fd if arrays is not None else None, pool_fd) if fd is not None],
         )

@@ -1,5 +1,6 @@
 """Handles signals in a child process, and its end when the parent has ended."""
 
+import ctypes
 import logging
 import os
 import signal
@@ -9,10 +10,23 @@ from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
+_PR_SET_PDEATHSIG = 1
+
+
+def wake_with_parent() -> None:
+    """Let the kernel continue this process, if it is stopped, when its parent ends; then it notices the end itself.
+
+    On its own the kernel does so only for a process of the parent's session, and not in every container. The signal may
+    also come when the thread that started this process ends, and means nothing to a process that runs.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+
 
 class ProcessGuard:
     """Calls ``on_terminate`` for SIGTERM, ignores SIGINT and SIGHUP, which the parent handles, and exits when the
-    parent has ended: then standard input, a pipe from the parent, reaches its end."""
+    parent has ended: then standard input, a pipe from the parent, reaches its end. A stopped process is continued for
+    that."""
 
     def __init__(self, on_orphaned: Callable[[], None]) -> None:
         """``on_orphaned``: cleans up before the process exits because its parent has ended."""
@@ -22,6 +36,7 @@ class ProcessGuard:
 
     def start(self) -> None:
         """Install the handlers. Call it in the main thread, before anything else."""
+        wake_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the kernel sends it to stopped orphans, with SIGCONT
         # The signal writes to a pipe. Blocking it here would not help, because threads of libraries would receive it.

@@ -20,6 +20,7 @@ from typing import IO, TypeVar
 import msgspec
 
 from ..config import StructuredOutputConfig
+from ..process.process_guard import wake_with_parent
 from ..wire.core_sampling_params import StructuredOutput
 from .grammar_backend import GrammarError, StructuredOutputBackend
 
@@ -185,6 +186,7 @@ def _xgrammar(file: Path, vocab_size: int, config: StructuredOutputConfig) -> St
 
 def main() -> None:
     """Serve until stdin ends."""
+    wake_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole group; the parent handles it
     signal.setitimer(signal.ITIMER_REAL, _START_SECONDS)  # SIGALRM's default action ends the process
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer

@@ -10,6 +10,8 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+
 from .array_arena import Loan
 from .pieces import IOV_MAX, Pieces
 from .serialization import Frame, encode
@@ -120,8 +122,11 @@ class FrameReader:
         return messages
 
     def _begin_large(self, extents: Sequence[tuple[int, int]]) -> None:
-        """Move the beginning of a message to the memory of its frames."""
-        self._large = [bytearray(stop - begin) for begin, stop in extents]
+        """Move the beginning of a message to the memory of its frames. Raises ``ValueError`` if there is not enough."""
+        try:
+            self._large = [_memory(stop - begin) for begin, stop in extents]
+        except MemoryError:
+            raise ValueError(f"no memory for a message of {extents[-1][1]} bytes") from None
         unread: list[Frame] = []
         for frame, (begin, stop) in zip(self._large, extents, strict=True):
             known = self._rest[begin:stop]
@@ -147,6 +152,11 @@ class FrameReceiver:
                 raise EOFError
             self._messages += messages
         return self._messages.popleft()
+
+
+def _memory(nbytes: int) -> Frame:
+    """Return memory for a frame. That of a large one is not touched before its bytes come: a size alone takes none."""
+    return np.empty(nbytes, np.uint8).data if nbytes > READ_BYTES else bytearray(nbytes)
 
 
 def _extents(view: memoryview, start: int) -> tuple[list[tuple[int, int]], int]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from tokenloom.engine_core.control.pausing import PauseMode
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument
+from tokenloom.services.runtime.host.tasks import completed
 from tokenloom.v1 import engine_pb2
 
 from ..core.core_link import CoreLink
@@ -64,22 +65,30 @@ class Pause:
 
         Raises ``FailedPrecondition`` while the engine sleeps, ``Unavailable`` if the core is dead.
         """
-        latest = self._num_begun
-        if begun in (None, latest):
-            await self._core.call("resume")
-            self._note_end(latest)
+        await completed(self._resume(begun))
 
     async def wake(self, tags: Sequence[str] | None) -> None:
         """Wake these parts of the core, all if None. Its pause ends with the last one. Raises as :meth:`end`."""
-        latest = self._num_begun
-        await self._core.call("wake_up", tags)
-        if not await self._core.call("is_sleeping"):
-            self._note_end(latest)
+        await completed(self._wake(tags))
 
     def leave(self) -> bool:
         """Allow no new pause, because the engine drains. Return whether it is paused: then live requests never end."""
         self._is_leaving = True
         return self._mode != engine_pb2.PAUSE_MODE_UNSPECIFIED
+
+    # Both run to their end although the operator may leave: what the core has made must be noted here.
+
+    async def _resume(self, begun: int | None) -> None:
+        latest = self._num_begun
+        if begun in (None, latest):
+            await self._core.call("resume")
+            self._note_end(latest)
+
+    async def _wake(self, tags: Sequence[str] | None) -> None:
+        latest = self._num_begun
+        await self._core.call("wake_up", tags)
+        if not await self._core.call("is_sleeping"):
+            self._note_end(latest)
 
     def _note_end(self, latest: int) -> None:
         """Note that the core was resumed by a call that was sent after the pause number ``latest``."""

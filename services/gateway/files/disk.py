@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from tokenloom.request.errors import FailedPrecondition, Unavailable
+from tokenloom.services.runtime.host.tasks import completed
 
 T = TypeVar("T")
 
@@ -106,18 +107,11 @@ class Disk:
 async def _complete(called: "Future[T]", then: Callable[[T], object] | None = None) -> T:
     """Wait for a call in a thread, also when the waiting task is cancelled, and return its result."""
     running = asyncio.wrap_future(called)
-    cancellation: asyncio.CancelledError | None = None
-    while not running.done():
-        try:
-            await asyncio.wait([running])
-        except asyncio.CancelledError as error:
-            cancellation = error
-    failure = running.exception()
-    if then is not None and failure is None:
-        then(running.result())
-    if cancellation is not None:
-        raise cancellation
-    return running.result()
+    try:
+        return await completed(running)
+    finally:
+        if then is not None and running.done() and running.exception() is None:
+            then(running.result())
 
 
 def write_atomically(path: Path, data: bytes) -> None:

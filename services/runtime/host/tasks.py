@@ -1,8 +1,10 @@
 """Owns background tasks: none outlives its owner, none fails unseen."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _CANCEL_SECONDS = 1.0
 """Time for a cancelled task to clean up before it is cancelled again."""
@@ -72,6 +74,26 @@ class Failure:
         """Raise the error, unless there is none or it was taken."""
         if self._error is not None and not self._was_taken:
             raise self._error
+
+
+async def completed(awaitable: Awaitable[T]) -> T:
+    """Wait for something to its end, also if the waiting task is cancelled meanwhile; the cancellation is raised then.
+
+    For what changes a state elsewhere, such as a file or another process, if that must be noted here whatever becomes
+    of the caller. It must end soon by itself.
+    """
+    running = asyncio.ensure_future(awaitable)
+    cancellation: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError as error:
+            cancellation = error
+    if cancellation is None:
+        return running.result()
+    if not running.cancelled():
+        running.exception()  # the caller does not ask for it any more
+    raise cancellation
 
 
 async def first_of(*waits: Coroutine[Any, Any, object]) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from tokenloom.services.runtime.host import tasks as module
-from tokenloom.services.runtime.host.tasks import Failure, Tasks, first_of
+from tokenloom.services.runtime.host.tasks import Failure, Tasks, completed, first_of
 
 
 async def test_failures_are_reported_and_cancellation_is_none() -> None:
@@ -107,3 +107,36 @@ async def test_a_failure_is_raised_once() -> None:
         failure.raise_unseen()
     assert isinstance(await failure.take(), ValueError)
     failure.raise_unseen()
+
+
+@pytest.mark.parametrize("error", [None, ValueError("x")])
+async def test_what_is_completed_ends_before_the_cancellation_of_its_caller(error: Exception | None) -> None:
+    may_end, log = asyncio.Event(), list[str]()
+
+    async def change() -> None:
+        await may_end.wait()
+        log.append("changed")
+        if error is not None:
+            raise error
+
+    caller = asyncio.create_task(completed(change()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        caller.cancel()
+    await asyncio.sleep(0)
+    assert not caller.done()
+    may_end.set()
+    await asyncio.wait([caller])
+    assert caller.cancelled()
+    assert log == ["changed"]
+
+
+async def test_what_is_completed_returns_its_result_and_raises_its_error() -> None:
+    assert await completed(asyncio.sleep(0, 1)) == 1
+    with pytest.raises(ValueError, match="x"):
+        await completed(_fail())
+
+
+async def _fail() -> None:
+    await asyncio.sleep(0)
+    raise ValueError("x")

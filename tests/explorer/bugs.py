@@ -1,11 +1,12 @@
 """Faults that reading once found, put back one at a time: the explorer must find each of them soon."""
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenloom.engine_core.client.async_socket import AsyncSocket
 from tokenloom.request.errors import FailedPrecondition
+from tokenloom.services.engine.control import pause
 from tokenloom.services.gateway.batches.batch_task import BatchTask
 from tokenloom.services.gateway.files.file_room import FileRoom
 from tokenloom.services.gateway.files.file_store import FileStore
@@ -14,8 +15,11 @@ from tokenloom.services.gateway.generation.charge import Charge, Charges
 from tokenloom.services.gateway.generation.claim import Claim
 from tokenloom.services.gateway.generation.generator import Generator
 from tokenloom.services.gateway.generation.job import Job
+from tokenloom.services.gateway.kserve import kserve_servicer
 
 from .runner import size_of
+
+T = TypeVar("T")
 
 
 async def _cancel_and_write(task: BatchTask) -> None:
@@ -64,12 +68,31 @@ def _forget_beginning(connection: AsyncSocket) -> None:
         connection._on_begun = None
 
 
-_BUGS: dict[str, tuple[str, dict[tuple[type[Any], str], Any]]] = {
+def _open_for_any(generator: Generator, *args: Any, outlives_call: bool = True, **options: Any) -> Any:
+    """Take every cancelled call for one whose client may come back."""
+    return _OPEN(generator, *args, **options)
+
+
+def _wait_for_ever(requests: AsyncIterator[Any], idle_seconds: float, noun: str) -> Awaitable[Any]:
+    """Let a stream be silent as long as it likes."""
+    return anext(requests, None)
+
+
+def _as_it_is(awaitable: Awaitable[T]) -> Awaitable[T]:
+    """End with the task that waits."""
+    return awaitable
+
+
+_OPEN = Generator.open
+_BUGS: dict[str, tuple[str, dict[tuple[Any, str], Any]]] = {
     "two_writers": ("batches", {(BatchTask, "cancel"): _cancel_and_write}),
     "written_once": ("batches", {(BatchTask, "_persist"): _write_once}),
     "files_that_arrive": ("files", {(FileStore, "reserve"): _reserve_nothing, (FileStore, "grow"): _grow_freely}),
     "place_given_back": ("generations", {(Generator, "_admit"): _give_place_back}),
     "charged_by_call": ("generations", {(Charges, "of"): _charge_again}),
+    "cancelled_as_lost": ("responses", {(Generator, "open"): _open_for_any}),
+    "silent_streams": ("streams", {(kserve_servicer, "next_request"): _wait_for_ever}),
+    "half_resumed": ("pauses", {(pause, "completed"): _as_it_is}),
     "rows_taken_back": ("core clients", {(AsyncSocket, "_begun"): _forget_beginning}),
 }
 BUGS = tuple(_BUGS)

@@ -32,16 +32,20 @@ class Run:
 
     Attributes:
         call, slot: Where its output goes; None: nowhere.
-        num_tokens: Computed of each output.
+        tokens: How many were computed of each output.
+        num_told: Tokens that another output processor had computed.
         has_ended: It has computed all.
+        is_lost: Its gateway was lost.
     """
 
     submit: Submit
     call: "_Call | None"
     slot: int
-    num_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
     is_live: bool = True
+    num_told: int = 0
     has_ended: bool = False
+    is_lost: bool = False
 
     @property
     def num_outputs(self) -> int:
@@ -49,8 +53,8 @@ class Run:
 
     @property
     def num_computed(self) -> int:
-        """Tokens of the prompt and of all outputs."""
-        return len(self.submit.prompt.token_ids) + self.num_outputs * self.num_tokens
+        """Tokens of the prompt and of all outputs, computed here."""
+        return len(self.submit.prompt.token_ids) + sum(self.tokens) - self.num_told
 
 
 class Processor:
@@ -83,13 +87,16 @@ class Processor:
         self._calls.remove(call)
         for run in self.runs:
             if run.call is call:
-                run.call = None
+                run.call, run.is_lost = None, True
                 if not run.submit.fingerprint:
                     self._end(run)
 
     def receive(self, call: "_Call", message: ProcessInput) -> None:
         """Do what a gateway asks for, in the order of a real output processor."""
         if message.HasField("hello"):
+            for run in self.runs:
+                if run.is_lost and run.is_live:
+                    self._end(run)  # the same gateway submits it again
             call.send(ProcessFrame(hello=hello.make_hello(self.name, 1, fingerprint=FINGERPRINT)))
         for submit in message.submit:
             self._submit(call, submit)
@@ -108,8 +115,10 @@ class Processor:
         if submit.take_over and self._find(call, submit):
             return
         run = Run(submit, call, submit.slot)
-        if submit.journals:
-            run.num_tokens = min(len(journal.token_ids) for journal in submit.journals)
+        run.tokens = [0] * run.num_outputs
+        for journal in submit.journals:
+            run.tokens[journal.sample_index] = len(journal.token_ids)
+        run.num_told = sum(run.tokens)
         self.runs.append(run)
         if (old := self._by_id.get(submit.request_id)) is None or not old.is_live or old.call is None:
             if old is not None:
@@ -131,21 +140,23 @@ class Processor:
             return True
         if run.call is not None and not run.has_ended:
             run.call.fail(run.slot, errors.Aborted("The answer continues in another call."))
-        run.call, run.slot = call, wanted.slot
+        run.call, run.slot, run.is_lost = call, wanted.slot, False
         for sample in range(run.num_outputs):
-            self._send(run, sample, 0, run.num_tokens)
+            self._send(run, sample, 0, run.tokens[sample])
         if run.has_ended:
             self._finish(run)
         return True
 
     async def _compute(self, run: Run) -> None:
-        while run.is_live and run.num_tokens < run.submit.sampling_params.max_tokens:
+        max_tokens = run.submit.sampling_params.max_tokens
+        while run.is_live and min(run.tokens) < max_tokens:
             await asyncio.sleep(TOKEN_SECONDS)
             if not run.is_live:
                 return
-            run.num_tokens += 1
-            for sample in range(run.num_outputs):
-                self._send(run, sample, run.num_tokens - 1, run.num_tokens)
+            for sample, number in enumerate(run.tokens):
+                if number < max_tokens:
+                    run.tokens[sample] = number + 1
+                    self._send(run, sample, number, number + 1)
         if run.is_live:
             run.has_ended, run.is_live = True, False
             self._finish(run)
@@ -177,7 +188,7 @@ class Processor:
                 sample_index=sample,
                 reason=types_pb2.FINISH_REASON_LENGTH,
                 prompt_tokens=len(run.submit.prompt.token_ids),
-                completion_tokens=run.num_tokens,
+                completion_tokens=run.tokens[sample],
                 attempts=1,
             )
             run.call.send(ProcessFrame(finished=[finished]))
@@ -246,6 +257,12 @@ class Processors:
 
     world: World
     by_address: dict[str, Processor] = field(default_factory=dict)
+    was_cut: bool = False
+
+    def cut(self, address: str) -> None:
+        """Lose all streams to one of them."""
+        self.was_cut = True
+        self.by_address[address].cut()
 
     def add(self, address: str) -> None:
         """Begin another one."""
@@ -261,10 +278,10 @@ class Processors:
         return (run for each in self.by_address.values() for run in each.runs)
 
     def live_outputs(self) -> Counter[str]:
-        """Return how many outputs are computed now for each tenant."""
+        """Return how many outputs are computed now for each tenant, and go to a gateway."""
         live: Counter[str] = Counter()
         for run in self.runs:
-            if run.is_live:
+            if run.is_live and run.call is not None:
                 live[run.submit.tenant] += run.num_outputs
         return live
 

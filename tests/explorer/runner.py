@@ -1,5 +1,6 @@
 """Runs one seed of a scenario."""
 
+import asyncio
 import gc
 import hashlib
 import os
@@ -111,7 +112,7 @@ def _run(
             loop.run(scenario.run(world) if memory is None else scenario.recover(world), name="scenario")
         except Crashed:
             pass
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             world.violated(f"the run ended with {error!r}")
         finally:
             disk.is_off = disk.is_off or loop.has_crashed

@@ -36,12 +36,12 @@ class GenerationScenario:
 async def _repeat(gateway: Gateway, key: str) -> None:
     """Send a request with a key, and more with the same key while it runs."""
     random = gateway.world.random
-    body = _body(max_tokens=random.randint(2, 6), n=random.randint(1, 2))
-    calls = [_post(gateway, body, key)]
+    body = body_of(max_tokens=random.randint(2, 6), n=random.randint(1, 2))
+    calls = [post(gateway, body, key)]
     for _ in range(random.randint(1, 3)):
         await asyncio.sleep(random.choice((0.0, 0.03, 0.12)))
         other = body | {"max_tokens": body["max_tokens"] + 1} if random.random() < 0.4 else body
-        calls.append(_post(gateway, other, key))
+        calls.append(post(gateway, other, key))
     await asyncio.wait(calls)
     for call in calls:
         check_answer(gateway, call, body, "a", key)
@@ -51,17 +51,19 @@ async def _once(gateway: Gateway) -> None:
     random = gateway.world.random
     for _ in range(2):
         await gateway.world.step(8)
-        body = _body(max_tokens=random.randint(1, 4), n=random.randint(1, 2))
-        call = _post(gateway, body, None, tenant="b")
+        body = body_of(max_tokens=random.randint(1, 4), n=random.randint(1, 2))
+        call = post(gateway, body, None, tenant="b")
         await asyncio.wait([call])
         check_answer(gateway, call, body, "b", call)
 
 
-def _body(max_tokens: int, n: int) -> dict[str, Any]:
+def body_of(max_tokens: int, n: int) -> dict[str, Any]:
+    """Return the body of a completion."""
     return {"model": "model", "prompt": "abc", "max_tokens": max_tokens, "n": n}
 
 
-def _post(gateway: Gateway, body: Any, key: str | None, tenant: str = "a") -> "asyncio.Task[Answer]":
+def post(gateway: Gateway, body: Any, key: str | None, tenant: str = "a") -> "asyncio.Task[Answer]":
+    """Begin a completion whose client may leave."""
     headers = [] if key is None else [(b"idempotency-key", key.encode())]
     return gateway.send("POST", "/v1/completions", body, headers=headers, tenant=tenant)
 

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from tests.explorer.clients import TENANTS, Answer
-from tests.explorer.gateway import Gateway
+from tests.explorer.gateway import MAX_RUNNING, TIMEOUT, Gateway
 from tests.explorer.scenarios.generations import REFUSED
 from tests.explorer.world import World
 
@@ -23,6 +23,7 @@ class ResponseScenario:
         for tenant in TENANTS:
             world.begin(_use(gateway, tenant), f"client {tenant}")
         await world.all_ended()
+        await _fill(gateway)
         await gateway.check()
 
     async def recover(self, world: World) -> None:
@@ -54,6 +55,16 @@ async def _use(gateway: Gateway, tenant: str) -> None:
         status = shown.json()["status"]
         world.check(not is_deleted, "a deleted response is still there")
         world.check(status not in _RUNNING, f"a response is {status} after it was cancelled")
+
+
+async def _fill(gateway: Gateway) -> None:
+    """Let one tenant begin as much as it can, and check that another one is served all the same."""
+    body = {"model": "model", "input": "abc", "background": True, "max_output_tokens": 20}
+    await asyncio.sleep(TIMEOUT)  # what runs already ends
+    for _ in range(MAX_RUNNING + 1):
+        await _ask(gateway, "POST", _PATH, body, tenant="a", may_leave=False)
+    begun = await _ask(gateway, "POST", _PATH, body, tenant="b", may_leave=False)
+    gateway.world.check(b"in the background" not in begun.body, "one tenant has all places of responses")
 
 
 async def _ask(gateway: Gateway, method: str, path: str, body: Any = None, **options: Any) -> Answer:

@@ -9,11 +9,12 @@ from tokenloom.engine_core.wire.scheduler_output import GrammarOutput
 
 
 def allow_only(grammar: GrammarOutput, req_ids: Sequence[str], logits: npt.NDArray[np.float32]) -> None:
-    """Set the logits that a grammar forbids to -inf, in place. ``logits`` is [S, vocab] with the rows of ``req_ids``; a
-    row without a grammar is not changed."""
+    """Set the logits that a grammar forbids to -inf, in place. ``logits`` is [S, vocab] with the rows of ``req_ids``,
+    all of the step or some: a row without a grammar is not changed, and a grammar without a row is passed over."""
     row_of = {req_id: row for row, req_id in enumerate(req_ids)}
     for req_id, allowed in zip(grammar.req_ids, grammar.allowed(logits.shape[1]), strict=True):
-        logits[row_of[req_id], ~allowed] = -np.inf
+        if (row := row_of.get(req_id)) is not None:
+            logits[row, ~allowed] = -np.inf
 
 
 def force(grammar: GrammarOutput, req_ids: Sequence[str], logits: npt.NDArray[np.float32]) -> None:

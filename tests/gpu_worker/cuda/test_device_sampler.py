@@ -16,6 +16,7 @@ from tokenloom.engine_core.wire.scheduler_output import GrammarOutput
 from tokenloom.gpu_worker.cuda import sampler as device_sampling
 from tokenloom.gpu_worker.cuda import seen_counts
 from tokenloom.gpu_worker.cuda.device_link import HostLink
+from tokenloom.gpu_worker.cuda.logprob_arrays import MOST_LISTED
 from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
 from tokenloom.gpu_worker.sampler import NO_TOKEN, Sampler, step_sampler
 
@@ -53,6 +54,16 @@ def test_any_mixture_draws_the_host_s_tokens(requests, data):
         st.sampled_from([None, GrammarOutput([f"r{row}"], words), GrammarOutput([f"r{row}"], words, {f"r{row}": 7})])
     )
     compare(requests, grammar=grammar)
+
+
+@pytest.mark.parametrize("constrained", ["r0", "r1"])
+def test_a_grammar_beside_a_row_that_the_host_draws(constrained, monkeypatch, fetched):
+    """Log probabilities of more tokens than the device lists, and penalties without memory for their counts."""
+    grammar = GrammarOutput([constrained], bitmask(5, 9), {})
+    compare([{"temperature": 0.0}, {"temperature": 0.0, "logprobs": MOST_LISTED + 1}], grammar=grammar)
+    monkeypatch.setattr(seen_counts.SeenCounts, "_grow", lambda self: False)
+    compare([{"temperature": 0.0}, PENALIZED], grammar=grammar)
+    assert sum(nbytes == 4 * VOCAB for nbytes in fetched) == 6, "one row of each step"
 
 
 @pytest.mark.parametrize(

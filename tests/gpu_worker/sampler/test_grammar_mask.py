@@ -18,6 +18,14 @@ def test_only_what_the_bits_allow_is_left() -> None:
     np.testing.assert_array_equal(logits[1], untouched)
 
 
+def test_a_grammar_of_a_request_that_another_call_draws_for_is_passed_over() -> None:
+    """The device draws for most requests of a step, the host for the rest."""
+    bitmask = np.array([[0b1], [0b10]], dtype=np.int32)
+    logits = np.zeros((1, 5), dtype=np.float32)
+    allow_only(GrammarOutput(["a", "b"], bitmask), ["b"], logits)
+    assert np.flatnonzero(np.isfinite(logits[0])).tolist() == [1]
+
+
 def test_a_forced_token_is_left_whatever_was_forbidden() -> None:
     grammar = GrammarOutput(["b"], np.zeros((1, 1), dtype=np.int32), {"b": 3})
     logits = np.full((2, 5), -np.inf, dtype=np.float32)

@@ -21,7 +21,7 @@ from .expected_tokens import UNKNOWN_TOKEN, Places
 from .gatherer import Gathered, make_gatherer
 from .members import Members
 from .prompt_logprobs import PromptLogprobs
-from .prompt_rows import PromptEmbeds, TokenRows
+from .prompt_rows import PromptEmbeds, TokenRows, only_tokens
 from .row_changes import RowChanges
 from .step_arrays import StepArrays
 
@@ -193,7 +193,7 @@ class InputBatch:
         request = self._requests[req_id]
         self._num_prompt_tokens[row] = request.num_prompt_tokens
         self._params[row] = request.params
-        self.logits_processors.add(row, request.params, token_ids, request.num_prompt_tokens)
+        self._add_to_processors(row, request, token_ids)
         self.logprobs.add(row, request.params)
         self.prompt_logprobs.add(row, request.params, token_ids, request.num_prompt_tokens)
         if request.params.return_routed_experts:
@@ -205,6 +205,12 @@ class InputBatch:
         if request.pooling is not None:
             self.pooled.add(row, request.pooling, len(token_ids))
             self._num_tokens[row] += 1  # so no step computes all of its tokens, and it draws none
+
+    def _add_to_processors(self, row: int, request: _Request, token_ids: list[int]) -> None:
+        """Embeddings of the prompt are no tokens that a processor could count."""
+        counted = only_tokens(token_ids, request.prompt_embeds) if request.prompt_embeds else token_ids
+        num_prompt_tokens = request.num_prompt_tokens - (len(token_ids) - len(counted))
+        self.logits_processors.add(row, request.params, counted, num_prompt_tokens)
 
     def _remove_row(self, req_id: str) -> None:
         row = self._row_of.pop(req_id, None)
@@ -273,9 +279,10 @@ class InputBatch:
         )
 
     def known_tokens(self, req_id: str) -> npt.NDArray[np.int32]:
-        """Return a view of the prompt and output of a request that has a row."""
+        """Return the prompt and output of a request that has a row, with marks for embeddings of the prompt; see
+        :meth:`.PromptEmbeds.mark`."""
         row = self._row_of[req_id]
-        return self._token_ids[row, : self._num_tokens[row]]
+        return self.prompt_embeds.mark(row, self._token_ids[row, : self._num_tokens[row]])
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]:

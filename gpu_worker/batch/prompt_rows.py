@@ -9,6 +9,16 @@ import numpy.typing as npt
 from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
 
 Ints = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+
+
+def only_tokens(token_ids: Sequence[int], spans: Sequence[EmbedsSpan]) -> list[int]:
+    """Return a request's tokens without those that have embeddings in place of an id."""
+    tokens, start = list[int](), 0
+    for span in spans:
+        tokens += token_ids[start : span.position]
+        start = span.position + len(span.rows)
+    return tokens + list(token_ids[start:])
 
 
 class TokenRows(NamedTuple):
@@ -35,6 +45,17 @@ class PromptEmbeds:
     def remove(self, row: int) -> None:
         """Drop the embeddings of a row, if it has any."""
         self._spans.pop(row, None)
+
+    def mark(self, row: int, token_ids: Int32s) -> Int32s:
+        """Return the first tokens [n] of a row, with a negative number of its own for each that has an embedding in
+        place of an id: such a token equals no other one."""
+        if not (spans := self._spans.get(row)):
+            return token_ids
+        marked = token_ids.copy()
+        for span in spans:
+            places = slice(span.position, span.position + len(span.rows))
+            marked[places] = -1 - np.arange(span.position, span.position + len(span.rows))[: len(marked[places])]
+        return marked
 
     def gather(
         self, rows: Ints, starts: Ints, lengths: Ints, cu_query_lens: npt.NDArray[np.int32]

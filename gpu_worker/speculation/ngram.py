@@ -1,6 +1,7 @@
 """Proposes the tokens that followed the latest tokens when they last occurred, in the prompt or in the output."""
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 from torch import Tensor
 
@@ -70,7 +71,8 @@ class SuffixIndex:
             known.append(token_id)
 
     def propose(self, count: int) -> list[int]:
-        """Return ``count`` tokens that may follow; none if the last tokens did not occur before.
+        """Return ``count`` tokens that may follow; none if the last tokens did not occur before. Negative numbers stand
+        for embeddings, and end what may follow.
 
         An occurrence that overlaps the end continues in the proposal itself, so a short cycle is repeated.
         """
@@ -80,5 +82,5 @@ class SuffixIndex:
                 found = known[place : place + count]
                 for offset in range(len(found), count):
                     found.append(found[offset - (len(known) - place)])
-                return found
+                return found if min(found) >= 0 else list(takewhile(lambda token_id: token_id >= 0, found))
         return []

@@ -13,6 +13,8 @@ from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tokenloom.gpu_worker.batch.input_batch import InputBatch
 from tokenloom.gpu_worker.batch.prompt_rows import PromptEmbeds
 from tokenloom.gpu_worker.platform.devices import CPUWorker
 
@@ -75,3 +77,29 @@ def test_a_step_takes_the_rows_of_the_tokens_it_computes() -> None:
     embeds.remove(3)
     embeds.remove(3)
     assert not embeds
+
+
+def test_tokens_with_embeddings_have_no_id_that_counts() -> None:
+    """Not for penalties of the prompt, and not for drafts that repeat it: id 0 stands in their places."""
+    batch = InputBatch(2, 64, 16)
+    spans = [EmbedsSpan(0, np.ones((2, 8), np.float32)), EmbedsSpan(3, np.ones((1, 8), np.float32))]
+    params = SamplingParams(max_tokens=5, seed=0, repetition_penalty=2.0)
+    new = NewRequestData("r", [0, 0, 3, 0, 0], [5], params, [1], 0, prompt_embeds=spans)
+    other = NewRequestData("s", [0, 3], [], params, [2], 0)
+    batch.update(SchedulerOutput([new, other], CachedRequestData([], [], [], {}), {"r": 6, "s": 2}, 8, [], []))
+    logits = np.full((2, 6), 4.0, np.float32)
+    rows = batch.prepare({"r": 6, "s": 2}).rows
+    batch.logits_processors.apply(logits, rows)
+    assert logits.tolist() == [[2.0, 4.0, 4.0, 2.0, 4.0, 2.0], [2.0, 4.0, 4.0, 2.0, 4.0, 4.0]]
+    assert batch.known_tokens("r").tolist() == [-1, -2, 3, -4, 0, 5]
+    assert batch.known_tokens("s").tolist() == [0, 3]
+
+
+def test_a_prompt_of_embeddings_alone_has_seen_no_token() -> None:
+    batch = InputBatch(1, 64, 16)
+    params = SamplingParams(max_tokens=5, seed=0, repetition_penalty=2.0)
+    new = NewRequestData("r", [0] * 5, [], params, [1], 0, prompt_embeds=[EmbedsSpan(0, np.ones((5, 8), np.float32))])
+    batch.update(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"r": 5}, 5, [], []))
+    logits = np.full((1, 6), 4.0, np.float32)
+    batch.logits_processors.apply(logits, batch.prepare({"r": 5}).rows)
+    assert logits.tolist() == [[4.0] * 6]

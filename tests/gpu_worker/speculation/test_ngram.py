@@ -48,6 +48,17 @@ def test_a_cycle_is_continued_beyond_its_end():
     assert index.propose(5) == [5, 6, 5, 6, 5]
 
 
+def test_an_embedding_is_not_proposed_and_follows_only_itself():
+    """A batch marks embeddings by negative numbers of their own."""
+    index = SuffixIndex(1, 2)
+    index.extend([-1, -2, 5, 6, -5, -6, 5])
+    assert index.propose(3) == [6]
+    index.extend([6])
+    assert index.propose(3) == []
+    index.extend([-9])
+    assert index.propose(3) == []
+
+
 def test_a_token_costs_the_same_however_long_the_sequence_is():
     """The entries of the index grow by the number of lengths for each token."""
     index = SuffixIndex(2, 5)

@@ -25,6 +25,7 @@ LONG_TESTS := tests/e2e tests/chaos tests/soak tests/attack tests/parity tests/m
 BENCHMARK_TESTS := tests/benchmarks tests/e2e/test_busy.py tests/e2e/test_idle.py
 # Kernels built for other processors and for GPUs, and models in parts on several workers and on Ray: another one.
 PLATFORM_TESTS := tests/gpu_worker/kernels/test_quantized_paths.py tests/gpu_worker/kernels/test_prebuilt_results.py \
+	tests/gpu_worker/kernels/test_not_finite_levels.py \
 	tests/gpu_worker/kernels/triton/test_machine_code.py tests/parity/ranks
 OTHER_TESTS := $(BENCHMARK_TESTS) $(PLATFORM_TESTS)
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadscope --no-loadscope-reorder

@@ -12,8 +12,10 @@ _LARGEST = torch.finfo(FP8_KV).max
 
 
 def to_fp8(heads: Tensor) -> Tensor:
-    """Return the elements as 8-bit floats, rounded to nearest; NaN stays NaN."""
-    return heads.float().clamp(-_LARGEST, _LARGEST).to(FP8_KV)
+    """Return the elements as 8-bit floats, rounded to nearest. The format has no infinity: NaN takes its place, as
+    that of NaN."""
+    exact = heads.float()
+    return torch.where(exact.isfinite(), exact.clamp(-_LARGEST, _LARGEST), torch.nan).to(FP8_KV)
 
 
 def as_bytes(cache: Tensor) -> Tensor:

@@ -77,12 +77,14 @@ class Int8Linear:
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x [n, m] as int8 of the same shape, and the scale of each row, [n] float32."""
+    """Return x [n, m] as int8 of the same shape, and the scale of each row, [n] float32: NaN for a row that is not
+    finite."""
     x = x.float()
     largest = x.abs().amax(dim=1)
     # Dividing a number by a tensor multiplies by the reciprocal, which rounds differently from the kernel.
     scales = torch.where(largest > 0, torch.full_like(largest, _LARGEST) / largest, 0.0)
-    return (x * scales[:, None]).round().to(torch.int8), largest / _LARGEST
+    units = torch.where(largest.isfinite(), largest / _LARGEST, torch.nan)
+    return (x * scales[:, None]).nan_to_num().round().to(torch.int8), units
 
 
 def _in_blocks(weight: Tensor) -> Tensor:

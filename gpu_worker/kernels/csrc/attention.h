@@ -12,7 +12,8 @@ constexpr int D = HEAD_SIZE, VECS = D / LANES;
 static_assert(D % LANES == 0, "heads are whole vectors");
 constexpr int RUN = 16;  // positions from a multiple of it on lie side by side, in one block
 static_assert(RUN % LANES == 0, "vectors of positions lie in one run");
-constexpr float LOWEST = -1e30f;
+constexpr float LOWEST = -1e30f;         // the score of what is not seen
+constexpr float NOT_SEEN = .99f * LOWEST;  // and what it is below, however it was rounded
 #ifdef SOFTCAP
 constexpr bool LIMITS_SCORES = true;
 #else
@@ -83,7 +84,8 @@ inline Vec limited(const Args& a, Vec score) {
 }
 
 // Where a row's result goes: normalized to `out`, or as it is to `partial` if that is set. A sink enters the sum of
-// weights only when the row is normalized, thus once, into however many parts the row was cut.
+// weights only when the row is normalized, thus once, into however many parts the row was cut. If no score is above that
+// of what is not seen, all that the row sees are infinite, and without a sink nothing can be weighed: the result is NaN.
 template <class T>
 struct Target {
   T* out;
@@ -96,7 +98,10 @@ struct Target {
       partial[D] = top;
       partial[D + 1] = weights;
     } else {
-      if (sink) weights += std::exp(*sink - top);
+      if (sink)
+        weights += std::exp(*sink - top);
+      else if (top < NOT_SEEN)
+        weights = NAN;
       for (int i = 0; i < VECS; ++i) store(out + i * LANES, o[i] * (1.f / weights));
     }
   }

@@ -73,12 +73,13 @@ struct PairRows {
   }
 
   void hide(int i, int start, int end, int count) {
+    const Vec hidden = splat(LIMITS_SCORES ? LOWEST : LOWEST / a.scale);  // which scaled() scales
     for (int t = 0; t < count; ++t) {
       const int position = start + t;
       VecInt seen = last[i] >= position;
       if (a.window) seen &= last[i] - (int)a.window < position;
       if (position >= end) seen = VecInt{};
-      store(&scores[t][i * LANES], seen ? load(&scores[t][i * LANES]) : splat(LOWEST));
+      store(&scores[t][i * LANES], seen ? load(&scores[t][i * LANES]) : hidden);
     }
   }
 };

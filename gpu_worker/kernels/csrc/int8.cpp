@@ -39,14 +39,15 @@ struct Rounded {
   std::vector<float> units;
 };
 
+// A number that is not finite makes the unit NaN.
 template <class T>
 void round_row(const T* row, int64_t inputs, int64_t index, Rounded& to) {
-  Vec most = {};
+  VecInt most = {};
   for (int64_t i = 0; i < inputs; i += LANES) {
-    const Vec x = load(row + i);
-    most = maximum(most, maximum(x, -x));
+    const VecInt size = magnitude(load(row + i));
+    most = size > most ? size : most;
   }
-  const float top = largest(most), scale = top > 0 ? 127.f / top : 0.f;
+  const float top = finite_magnitude(most), scale = top > 0 ? 127.f / top : 0.f;
   to.units[index] = top / 127.f;
   int8_t* tile = to.tiles.data() + index / TILE_ROWS * TILE_ROWS * inputs + index % TILE_ROWS * DEPTH;
   for (int64_t i = 0; i < inputs; i += LANES) {

@@ -34,15 +34,14 @@ template <int BITS, class T>
 void round_group(const T* x, int32_t least, int64_t index, Rounded& to) {
   constexpr int VECS = GROUP / LANES;
   Vec parts[VECS];
-  VecInt most = {};  // as integers positive floats compare as they do as floats, and NaN is larger than all
+  VecInt most = {};
 #pragma GCC unroll 4
   for (int i = 0; i < VECS; ++i) {
     parts[i] = load(x + i * LANES);
-    const VecInt size = (VecInt)parts[i] & 0x7fffffff;
+    const VecInt size = magnitude(parts[i]);
     most = size > most ? size : most;
   }
-  const float largest = as_float(fold(most, [](VecInt a, VecInt b) { return a > b ? a : b; }));
-  const float top = largest - largest + largest, scale = top > 0 ? 127.f / top : 0.f;
+  const float top = finite_magnitude(most), scale = top > 0 ? 127.f / top : 0.f;
   VecInt rounded[VECS];
 #pragma GCC unroll 4
   for (int i = 0; i < VECS; ++i) rounded[i] = to_int(parts[i] * scale);

@@ -119,6 +119,15 @@ inline float sum(Vec x) {
 
 inline float largest(Vec x) { return fold(x, maximum); }
 
+// The bits of |x|: as integers they compare as the floats do, and those of NaN are larger than all.
+inline VecInt magnitude(Vec x) { return (VecInt)x & 0x7fffffff; }
+
+// The largest of these magnitudes as a float; NaN if it is not finite.
+inline float finite_magnitude(VecInt x) {
+  const float most = as_float(fold(x, [](VecInt a, VecInt b) { return a > b ? a : b; }));
+  return most - most + most;
+}
+
 // e^x within 3e-7 of it, for x in [-87, 88]; beyond, the value at that end.
 inline Vec exponential(Vec x) {
 #ifdef __AVX512F__

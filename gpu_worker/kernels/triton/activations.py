@@ -16,7 +16,7 @@ def activate(x, KIND: tl.constexpr):
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
         tl.static_assert(KIND == "relu", "there are silu, gelu, gelu_tanh and relu")
-        return tl.maximum(x, 0.0)
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -8,8 +8,11 @@ LARGEST_FP8 = tl.constexpr(448.0)
 
 @triton.jit
 def within_fp8(x):
-    """Return float32 in the range of 8-bit floats (e4m3), which have no infinity; NaN stays NaN."""
-    return tl.clamp(x.to(tl.float32), -LARGEST_FP8, LARGEST_FP8, propagate_nan=tl.PropagateNan.ALL)
+    """Return float32 in the range of 8-bit floats (e4m3), which have no infinity: NaN takes its place, as that of
+    NaN."""
+    exact = x.to(tl.float32)
+    within = tl.clamp(exact, -LARGEST_FP8, LARGEST_FP8)
+    return tl.where(tl.abs(exact) < float("inf"), within, float("nan"))
 
 
 @triton.jit

@@ -105,3 +105,10 @@ def test_keys_and_values_become_8_bit_floats(dtype):
     torch.testing.assert_close(caches[1][0], caches[0][0], rtol=0.126, atol=2e-3)  # a step of the format
     assert torch.equal(caches[1][1], caches[0][1])
     assert caches[0].abs().max() == 448
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gates_that_are_not_finite(activation):
+    gate_up = torch.tensor([[float("nan"), float("inf"), 1.0, 1.0]])
+    found = TritonOps().gate(gate_up, activation)
+    assert not found.isfinite().any()

@@ -124,3 +124,18 @@ def test_keys_and_values_of_8_bits(dtype, batch):
     """The kernel rounds and reads as the reference does; what rounding costs is measured elsewhere."""
     config = shape(2, dtype, 4, 32, torch.float8_e4m3fn)
     compare(*batch, config, ScoreRule(0.3, 30))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_not_finite_keys_stay_so(value):
+    """8-bit floats have no infinity: NaN takes its place."""
+    for kv_dtype in (None, torch.float8_e4m3fn):
+        config = shape(1, num_heads=2, kv_dtype=kv_dtype)
+        step = make_step([1, 3], [130, 20], 2, config)
+        step.key[0, 0, 3] = value
+        expected, expected_cache = run_rule(ReferenceBackend(config, 16, CPU), step, ScoreRule(0.3))
+        found, cache = run_rule(TritonBackend(config, 16, CPU), step, ScoreRule(0.3))
+        assert (~cache.float().isfinite()).sum() == 1
+        assert torch.equal(cache.float().isfinite(), expected_cache.float().isfinite())
+        if kv_dtype is None:  # the interpreter reads a NaN of 8 bits as a number
+            assert torch.equal(found.isfinite(), expected.isfinite())

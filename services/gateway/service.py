@@ -14,6 +14,7 @@ from .batches.open_batches import Batches, absent_routes, open_batches
 from .edges import open_edges
 from .gateway_settings import NUM_EDGES, GatewaySettings
 from .generation.resumable import UnattendedMetrics
+from .http.app import Routes
 from .http.byte_budget import ByteBudget
 from .http.internal_call import InternalCalls
 from .http.json_body import BodyParser
@@ -45,6 +46,7 @@ class GatewayService:
 
     Attributes:
         http_address: Where HTTP is served, once started.
+        routes: What HTTP serves, once started.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -53,6 +55,7 @@ class GatewayService:
         self._parser = BodyParser(READ_FIELDS, WITHOUT_EFFECT)
         self._batches: Batches | None = None
         self.http_address = ""
+        self.routes: Routes = {}
 
     async def start(self, host: Host) -> None:
         """Return when a request would be answered; until then HTTP reports what is missing."""
@@ -80,7 +83,7 @@ class GatewayService:
             descriptor=settings.http_listen_fd,
         )
         self._started = meshes, http, host
-        self.http_address = http.address
+        self.http_address, self.routes = http.address, app.routes
         if settings.http_listen_fd is not None:  # connections wait: better than to answer that a part is missing
             await _wait_whole(meshes, seconds=_QUIET_SECONDS)
         await host.serve_waiting()

@@ -79,6 +79,11 @@ class App:
         self._counts = counts
         self._finished = finished
 
+    @property
+    def routes(self) -> Routes:
+        """All routes, those for operators included."""
+        return {**self._routes, **self._admin_routes}
+
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "lifespan and websockets are off"
         exchange = Exchange(scope, send)

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from tokenloom.request import wire_errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.host import Host
 
 from ..generation.generator import Generator
@@ -80,8 +80,18 @@ class ResponsesEndpoint:
             self.store.end(request.response_id, response_of(head_of(request), "cancelled"))
             raise
         except Exception as error:
-            failure = {"code": "server_error", "message": wire_errors.of_exception(error).message}
+            failure = _failure(wire_errors.of_exception(error))
             self.store.end(request.response_id, response_of(head_of(request), "failed", error=failure))
+
+
+def _failure(error: errors.TokenloomError) -> dict[str, str]:
+    """Return the error of a response in OpenAI's words: a limit and a wrong request are no faults of the server."""
+    code = "server_error"
+    if error.http_status == 429:
+        code = "rate_limit_exceeded"
+    elif 400 <= error.http_status < 500:
+        code = "invalid_prompt"
+    return {"code": code, "message": error.message}
 
 
 def _id_of(exchange: Exchange) -> str:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from tests.mesh.entrances.calls import GENERATING, POOLING, TOKENIZING
 
-GUARDS = ("key", "tenant share", "outputs", "tokens", "bytes", "deadline", "idle time", "charge once")
+GUARDS = ("key", "tenant share", "outputs", "tokens", "bytes", "bytes kept", "deadline", "idle time", "charge once")
 """The key; ``live_outputs`` of the tenant; ``--max-live-requests``; ``tokens_per_second``; ``body_bytes``;
-``--request-timeout``; how long a client that sends nothing keeps what it holds; tokens charged once, by position."""
+``--max-kept-prompt-bytes``; ``--request-timeout``; how long a client that sends nothing keeps what it holds; tokens
+charged once, by position."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,20 @@ _NO_BODY = Nothing("it reads no body")
 _FILES = "tests/services/gateway/files/test_files_api.py::test_limits_of_a_tenant"
 _DISK = Nothing("it waits for the local disk only")
 
-KEY, SHARE, OUTPUTS, TOKENS, BYTES, DEADLINE, IDLE, CHARGE = GUARDS
+KEY, SHARE, OUTPUTS, TOKENS, BYTES, KEPT, DEADLINE, IDLE, CHARGE = GUARDS
 
 
 def _row(default: Cell, **cells: Cell) -> Row:
     """Return ``default`` for each guard but those that are named by the names of the constants above."""
-    names = {"key": KEY, "share": SHARE, "bytes_": BYTES, "deadline": DEADLINE, "idle": IDLE, "charge": CHARGE}
+    names = {
+        "key": KEY,
+        "share": SHARE,
+        "bytes_": BYTES,
+        "kept": KEPT,
+        "deadline": DEADLINE,
+        "idle": IDLE,
+        "charge": CHARGE,
+    }
     return dict.fromkeys(GUARDS, default) | {names[name]: cell for name, cell in cells.items()}
 
 
@@ -74,7 +83,7 @@ _LINE = _row(
 _BACKGROUND = _row(Probed(), key=Nothing(_NAMED), idle=Nothing("no client waits for it"))
 
 _CONTINUES = Nothing("it takes over what its request holds; the tenant's share shows that")
-_SAME_ROUTE = _row(_CONTINUES, key=Nothing(_NAMED), share=Probed(), deadline=Probed(), charge=Probed())
+_SAME_ROUTE = _row(_CONTINUES, key=Nothing(_NAMED), share=Probed(), kept=Probed(), deadline=Probed(), charge=Probed())
 
 
 def _computes(name: str) -> Row:
@@ -87,7 +96,9 @@ def _each(names: str, row: Row) -> Mapping[str, Row]:
 
 TABLE: Mapping[str, Row] = {
     **{name: _computes(name) for name in (*GENERATING, *POOLING)},
-    "Inference/Resume": _row(_CONTINUES, key=Probed(), share=Probed(), deadline=Probed(), charge=Probed()),
+    "Inference/Resume": _row(
+        _CONTINUES, key=Probed(), share=Probed(), kept=Probed(), deadline=Probed(), charge=Probed()
+    ),
     "POST /v1/completions with Last-Event-ID": _SAME_ROUTE,
     "POST /v1/completions with Idempotency-Key": _SAME_ROUTE,
     "POST /v1/responses in the background": _BACKGROUND,

@@ -31,6 +31,7 @@ from tests.mesh.entrances.table import (
     DEADLINE,
     GUARDS,
     IDLE,
+    KEPT,
     KEY,
     OUTPUTS,
     SHARE,
@@ -41,8 +42,10 @@ from tests.mesh.entrances.table import (
     probed,
 )
 from tests.mesh.harness import SOON, Mesh, Part
+from tokenloom.request.reservation import AdmissionLimit
 from tokenloom.services.gateway.http import request_body
 from tokenloom.services.gateway.http.app import PAGE_FILES
+from tokenloom.services.gateway.mesh.submission import Submission
 from tokenloom.services.gateway.mesh.tokenizer_client import TokenizerClient
 from tokenloom.services.gateway.service import GatewayService
 from tokenloom.services.runtime.peers.channels import open_channel
@@ -61,6 +64,8 @@ LIMITS: dict[str, dict[str, float]] = {
     "other": {},
 }
 """The tenants. Each one's key is its name."""
+TENANT_CODES = ("429", "RESOURCE_EXHAUSTED", "rate_limit_exceeded")
+"""Of a refusal for a tenant's limit."""
 BURST = 200
 BODY = 4000
 CALLS = {**GENERATING, **POOLING, **TOKENIZING, **STORING}
@@ -206,7 +211,9 @@ async def test_tenant_share(gateways: Gateways, name: str) -> None:
         await narrow.until_idle()
         return
     async with narrow.held():
-        await expect_refusal(narrow, name, "live_outputs", "429", "RESOURCE_EXHAUSTED", "live_outputs", "rate_limit")
+        await expect_refusal(
+            narrow, name, "live_outputs", "429", "RESOURCE_EXHAUSTED", "live_outputs", "rate_limit_exceeded"
+        )
         assert not (await outcome(CALLS[name], other)).error
     await narrow.until_idle()
     assert not (await outcome(CALLS[name], narrow)).error, "what the refused call had taken is given back"
@@ -225,7 +232,9 @@ async def test_outputs(gateways: Gateways, name: str) -> None:
 async def test_tokens(gateways: Gateways, name: str) -> None:
     client = Client(gateways.plain, "spent")
     await client.spend(BURST)
-    await expect_refusal(client, name, "tokens_per_second", "429", "RESOURCE_EXHAUSTED", "tokens_per", "rate_limit")
+    await expect_refusal(
+        client, name, "tokens_per_second", "429", "RESOURCE_EXHAUSTED", "tokens_per", "rate_limit_exceeded"
+    )
     await client.until_idle()
 
 
@@ -235,6 +244,34 @@ async def test_bytes(gateways: Gateways, name: str) -> None:
     async with client.held_bytes(BODY - 8):
         await expect_refusal(client, name, "body_bytes", "429", "RESOURCE_EXHAUSTED", "bytes")
     assert not (await outcome(CALLS[name], client)).error
+
+
+@pytest.mark.parametrize("name", probed(KEPT))
+async def test_bytes_kept(gateways: Gateways, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every prompt that waits for its answer is counted, once for each call, and given back at the end."""
+    limits, taken = set[AdmissionLimit](), list[int]()
+
+    def take(
+        self: Submission, submit: object, collector: object, index: int, kept: AdmissionLimit, *rest: Any, **more: Any
+    ) -> None:
+        before = kept.taken
+        init(self, submit, collector, index, kept, *rest, **more)  # type: ignore[arg-type]
+        limits.add(kept)
+        taken.append(kept.taken - before)
+        assert taken[-1] == self.num_bytes > 0
+
+    init = Submission.__init__
+    monkeypatch.setattr(Submission, "__init__", take)
+    client = Client(gateways.plain, "other")
+    if name in WAYS:
+        begun = await WAYS[name].begin(client, 50)
+        await WAYS[name].go_on(client, begun, 50)
+        assert len(taken) == 2
+    else:
+        assert not (await outcome(CALLS[name], client)).error
+        assert len(taken) == 1
+    await client.until_idle()
+    assert not any(limit.taken for limit in limits)
 
 
 @pytest.mark.parametrize("name", probed(DEADLINE))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from tokenloom.request import errors
+from tokenloom.request.reservation import AdmissionLimit, Reservation
 from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.v1.output_processor_pb2 import Resume, Submit
 
@@ -58,10 +59,10 @@ class KeptRequests(Generic[R]):
         self.tasks = Tasks(on_failure)
         self._seconds = seconds
         self._max_bytes = max_bytes
+        self._bytes = AdmissionLimit(max_bytes)
         self._by_id: dict[str, R] = {}
         self._lost: dict[str, tuple[R, Peer, asyncio.TimerHandle]] = {}  # requests without a stream
-        self._ended: dict[str, tuple[R, int, float]] = {}  # with bytes and time to go; the oldest first
-        self._ended_bytes = 0
+        self._ended: dict[str, tuple[R, Reservation, float]] = {}  # with bytes and time to go; the oldest first
         self._purge_timer: asyncio.TimerHandle | None = None
         self._connected: dict[Peer, int] = {}
 
@@ -140,14 +141,11 @@ class KeptRequests(Generic[R]):
             return
         self.attached(request)
         num_bytes = request.num_bytes
-        if not request.is_complete or num_bytes > self._max_bytes or not self._seconds:
+        if not request.is_complete or not self._seconds or (room := self._make_room(num_bytes)) is None:
             del self._by_id[request_id]
             return
         until = asyncio.get_running_loop().time() + self._seconds
-        self._ended[request_id] = request, num_bytes, until
-        self._ended_bytes += num_bytes
-        while self._ended_bytes > self._max_bytes:
-            self._forget(next(iter(self._ended)))
+        self._ended[request_id] = request, room, until
         if self._purge_timer is None:
             self._purge_timer = asyncio.get_running_loop().call_at(until, self._purge)
 
@@ -181,7 +179,15 @@ class KeptRequests(Generic[R]):
                 return
             self._forget(request_id)
 
+    def _make_room(self, num_bytes: int) -> Reservation | None:
+        """Take room for the output of a request, that of the oldest ones if need be; None: it never fits."""
+        if num_bytes > self._max_bytes:
+            return None
+        while (room := self._bytes.take(num_bytes)) is None:
+            self._forget(next(iter(self._ended)))
+        return room
+
     def _forget(self, request_id: str) -> None:
-        _, num_bytes, _ = self._ended.pop(request_id)
-        self._ended_bytes -= num_bytes
+        _, room, _ = self._ended.pop(request_id)
+        room.release()
         del self._by_id[request_id]

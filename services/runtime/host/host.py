@@ -16,6 +16,7 @@ from ..peers.tls import MeshTLS, PublicTLS
 from ..telemetry import metrics_server, process_metrics
 from ..telemetry.tracing import Tracer
 from .health import Health
+from .outside_calls import OutsideCalls
 from .service_settings import ServiceSettings
 from .servicer_edge import Authorize, Edge, ObserveCall
 from .state_file import StateFile
@@ -69,7 +70,10 @@ class Host:
         self.failure = Failure()
         checks_callers = settings.certificate is not None and not settings.is_public
         # A public service's requests have spans of their own, which know more.
-        self._edge = Edge(check_caller if checks_callers else None, None if settings.is_public else self.tracer)
+        tracer, outside = self.tracer, None
+        if settings.is_public:
+            tracer, outside = None, OutsideCalls(settings.grpc_limits.calls)
+        self._edge = Edge(check_caller if checks_callers else None, tracer, outside)
         self._listener = self.network.listener(settings, self._edge)
         self._metrics_server: metrics_server.MetricsServer | None = None
         self._tasks = Tasks(self.failed)

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from tokenloom.request import errors, wire_errors
 
 from ..telemetry.tracing import CURRENT, Tracer, pick_headers
+from .outside_calls import OutsideCalls, only_message
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +63,14 @@ class Edge(grpc.GenericRpcHandler):
         ends: Holds back the ends of calls for a moment before the server stops.
     """
 
-    def __init__(self, check_caller: CheckCaller | None = None, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self,
+        check_caller: CheckCaller | None = None,
+        tracer: Tracer | None = None,
+        outside: OutsideCalls | None = None,
+    ) -> None:
         """``check_caller``: None where peers have no certificates. ``tracer``: traces unary calls that carry a trace;
-        None: no tracing."""
+        None: no tracing. ``outside``: guards the calls of clients from outside the mesh; None: it has none."""
         self.services: list[str] = []
         self.authorize: Authorize | None = None
         self.observe: ObserveCall | None = None
@@ -72,6 +78,7 @@ class Edge(grpc.GenericRpcHandler):
         self.ends = CallEnds()
         self._check_caller = check_caller
         self._tracer = tracer
+        self._outside = outside
         self._handlers: dict[str, _Handler] = {}  # by full method name
 
     def add_servicer(self, add: Callable[[_Servicer, Any], None], servicer: _Servicer) -> None:
@@ -125,9 +132,13 @@ class Edge(grpc.GenericRpcHandler):
         decode: Any = handler.request_deserializer or bytes
         if handler.request_streaming:
             decode = partial(_Messages, decode)
-        make = _MAKERS[handler.request_streaming, handler.response_streaming]
+        waits = self._outside is not None and not handler.request_streaming
+        if self._outside is not None:
+            behaviour = self._outside.guard(method, behaviour)
+        make = _MAKERS[handler.request_streaming or waits, handler.response_streaming]
         observe = None if self.observe is None or method.startswith(OPEN_SERVICE) else partial(self.observe, method)
-        return make(_guarded(behaviour, decode, admit, observe, self.ends), None, handler.response_serializer)
+        call = _guarded(behaviour, decode, admit, observe, self.ends, waits=waits)
+        return make(call, None, handler.response_serializer)
 
 
 def _guarded(
@@ -136,12 +147,18 @@ def _guarded(
     admit: _Admit | None,
     observe: Callable[[], ObserveEnd] | None,
     ends: "CallEnds",
+    *,
+    waits: bool,
 ) -> Any:
+    """Return the handler. ``waits``: the request is a stream of one message, which is still to come."""
+
     async def call(request: Any, context: _Context) -> object:
         observe_end = _ignore if observe is None else observe()
         try:
             if admit is not None:
                 admit(context)
+            if waits:
+                request = await only_message(aiter(request))
             try:
                 request = decode(request)
             except DecodeError:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenloom.services.gateway.http.app import STOPPED, App, Routes
 from tokenloom.services.gateway.http.byte_budget import ByteBudget
+from tokenloom.services.gateway.http.client_flow import ClientFlow
 from tokenloom.services.gateway.http.exchange import DIRECT_WRITER, JSON, REQUEST_BODY
 from tokenloom.services.gateway.http.request_body import ClientDisconnected, RequestBody
 from tokenloom.services.gateway.tenants.api_keys import ApiKeys
@@ -57,7 +58,8 @@ class Connection:
         self.more_body = True
         self.disconnected = self.waiting_for_100_continue = False
         self.message_event = asyncio.Event()
-        self.flow = SimpleNamespace(pause_reading=lambda: None, resume_reading=lambda: None)
+        transport: Any = SimpleNamespace(pause_reading=lambda: None, resume_reading=lambda: None)
+        self.flow = ClientFlow(transport)
         self.task: asyncio.Task[Any] | None = None
         self.is_open = self.can_begin = False
         self._watchers: list[Callable[[], None]] = []

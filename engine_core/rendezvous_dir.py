@@ -1,4 +1,4 @@
-"""A directory in which ranks on one host find each other, and the removal of those that killed processes have left."""
+"""A directory in which processes of one host find each other, and the removal of those that killed ones have left."""
 
 import contextlib
 import fcntl
@@ -8,7 +8,6 @@ import tempfile
 import time
 from pathlib import Path
 
-_PREFIX = "tl-ranks-"
 _YOUNG_SECONDS = 60
 """A directory that was made just now may not be locked yet."""
 
@@ -23,9 +22,11 @@ class RendezvousDir:
         path: The directory.
     """
 
-    def __init__(self) -> None:
-        _remove_left()
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    def __init__(self, kind: str = "ranks") -> None:
+        """``kind``: what meets there, for the name; 1 to 6 characters, because the path of a unix socket is short."""
+        prefix = f"tl-{kind}-"
+        _remove_left(prefix)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix))
         self._lock = _locked(self.path)
 
     def remove(self) -> None:
@@ -36,8 +37,8 @@ class RendezvousDir:
             self._lock = None
 
 
-def _remove_left() -> None:
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+def _remove_left(prefix: str) -> None:
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         # One of another user cannot be opened; one that is locked, or gone by now, has another owner.
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _YOUNG_SECONDS and (lock := _locked(path)) is not None:

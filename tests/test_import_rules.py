@@ -34,6 +34,8 @@ RESERVATION = "tokenloom.request.reservation"
 GGUF_FILE = "tokenloom.gguf.gguf_file"
 # What the system allows a process, for workers and services alike.
 CONTROL_GROUPS = "tokenloom.control_groups"
+# How every process listens on a unix socket.
+UNIX_SOCKET = "tokenloom.unix_socket"
 # Names, checks and errors of requests and of the model's files, for every entrance.
 ABOUT_REQUESTS = (
     "tokenloom.request",
@@ -226,7 +228,7 @@ def test_engine_core(module: Module) -> None:
     asynchronous = tuple(f"tokenloom.engine_core.client.{name}" for name in names)
     never = () if module.name in asynchronous else ("asyncio", "zmq.asyncio")
     libraries = {"msgspec", "zmq", "numpy"} | EXTRA_LIBRARIES.get(module.name, set())
-    allowed = [SAMPLING_PARAMS, BLOCK_HASH, PREFIX_SCHEDULE, REASONING, ROUTED_ROWS, RESERVATION]
+    allowed = [SAMPLING_PARAMS, BLOCK_HASH, PREFIX_SCHEDULE, REASONING, ROUTED_ROWS, RESERVATION, UNIX_SOCKET]
     if module.name == "tokenloom.engine_core.fake_workers.checkpoint_sizes":
         allowed.append(GGUF_FILE)
     if module.name == "tokenloom.engine_core.lora_config":
@@ -247,14 +249,14 @@ def test_gpu_worker() -> None:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_services(service: str) -> None:
-    allowed = ["tokenloom.services.runtime", *ABOUT_REQUESTS, CONTROL_GROUPS, "tokenloom.v1"]
+    allowed = ["tokenloom.services.runtime", *ABOUT_REQUESTS, CONTROL_GROUPS, UNIX_SOCKET, "tokenloom.v1"]
     if service == "engine":
         allowed += ["tokenloom.engine_core", "tokenloom.gpu_worker"]
     assert not violations(f"tokenloom.services.{service}", allowed, never=("torch", "transformers"))
 
 
 def test_runtime_knows_no_service() -> None:
-    allowed = [*ABOUT_REQUESTS, "tokenloom.v1"]
+    allowed = [*ABOUT_REQUESTS, UNIX_SOCKET, "tokenloom.v1"]
     assert not violations("tokenloom.services.runtime", allowed, never=("torch", "transformers"))
 
 
@@ -266,9 +268,10 @@ def test_what_is_about_requests_knows_no_server() -> None:
         assert not violations(package, allowed, third_party=third_party)
 
 
-def test_reservations_import_no_code_of_ours() -> None:
-    """The engine core, its workers and every service hold them."""
-    assert not violations(RESERVATION, third_party=set())
+@pytest.mark.parametrize("module", [RESERVATION, UNIX_SOCKET])
+def test_what_every_process_uses_imports_no_code_of_ours(module: str) -> None:
+    """Reservations and sockets: the engine core, its workers and every service hold them."""
+    assert not violations(module, third_party=set())
 
 
 def test_contracts_import_no_code_of_ours() -> None:

@@ -1,12 +1,13 @@
 """The address of a data-parallel group's hub: ``unix:/path`` or ``host:port``."""
 
-import contextlib
 import ipaddress
-import os
 import socket
+
+from tokenloom import unix_socket
 
 _PREFIX = "unix:"
 CONNECT_SECONDS = 5.0
+_BACKLOG = 128
 
 
 _SILENT_SECONDS = 1
@@ -30,15 +31,12 @@ def check_address(address: str, *, has_secret: bool = False) -> None:
 
 
 def listen(address: str) -> socket.socket:
-    """Return a socket that listens. A unix socket takes the place of the one that an earlier process left."""
+    """Return a socket that listens. A unix socket takes the place of the one that an earlier process left. Raises
+    ``OSError``."""
     if address.startswith(_PREFIX):
         path = address.removeprefix(_PREFIX)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(path)
-        os.chmod(path, 0o600)
-        listener.listen()
+        listener = unix_socket.listen(path, _BACKLOG, mode=0o600)
+        listener.setblocking(True)
         return listener
     host, _, port = address.rpartition(":")
     return socket.create_server((host, int(port)))

@@ -2,7 +2,6 @@
 
 import contextlib
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import zmq
 
 from ..config import EngineConfig
 from ..errors import ExecutorFailedError
+from ..rendezvous_dir import RendezvousDir
 from ..wire.array_arena import ArenaAddress
 from ..wire.serialization import Decoder, encode
 from .worker_messages import WorkerFailed, WorkerHello, WorkerInit, WorkerReady
@@ -39,8 +39,9 @@ class WorkerProcess:
         self.rank = rank
         self._arrays = arrays
         self._pool_fd = pool_fd
-        # mkdtemp makes a directory with mode 0700: no other user can connect.
-        self._address = f"ipc://{tempfile.mkdtemp(prefix='tl-worker-')}/worker"
+        # Only this user can connect: its mode is 0700. When both processes are killed, a later start removes it.
+        self._directory = RendezvousDir("worker")
+        self._address = f"ipc://{self._directory.path}/worker"
         self.socket = context.socket(zmq.PAIR)
         self.socket.linger = 0
         self.socket.bind(self._address)
@@ -77,7 +78,7 @@ class WorkerProcess:
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         self.socket.close()
-        remove_socket(self._address)
+        self._directory.remove()
 
     def _receive(self) -> _Message:
         while not self.socket.poll(_POLL_MS):

@@ -3,7 +3,6 @@
 import contextlib
 import socket
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import zmq
 
 from ..config import EngineConfig
 from ..errors import EngineConfigError, EngineStartError
+from ..rendezvous_dir import RendezvousDir
 from ..wire.array_arena import ArenaAddress
 from ..wire.handshake import CoreFailed, CoreHello, CoreInit, CoreReady
 from ..wire.serialization import Decoder, encode
@@ -38,11 +38,10 @@ class CoreProcess:
         """``command`` starts a core; ``--handshake ADDRESS`` is appended to it. It is a command and not a fork: a fork
         of a process with a live gRPC runtime hangs."""
         self._command = list(command)
-        # mkdtemp sets mode 0700, so other users cannot connect. The path is short, because that of a unix socket is
-        # limited to 107 bytes.
-        self._directory = Path(tempfile.mkdtemp(prefix="tl-core-"))
+        # Only this user can connect: its mode is 0700. When both processes are killed, a later start removes it.
+        self._directory = RendezvousDir("core")
         self._process: subprocess.Popen[bytes] | None = None
-        self._handshake_address, self.kv_address = (f"ipc://{self._directory}/{name}" for name in _SOCKETS)
+        self._handshake_address, self.kv_address = (f"ipc://{self._directory.path}/{name}" for name in _SOCKETS)
         self.connection, self._core_end = socket.socketpair()
 
     @property
@@ -100,7 +99,7 @@ class CoreProcess:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
         self._core_end.close()
-        remove_sockets(self._handshake_address)
+        self._directory.remove()
 
     def kill(self) -> None:
         """Kill the process. Idempotent."""

@@ -16,7 +16,7 @@ OWNER = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1]
 from tokenloom.engine_core.rendezvous_dir import RendezvousDir
-directory = RendezvousDir()
+directory = RendezvousDir(sys.argv[2])
 (directory.path / "store").touch()
 print(directory.path, flush=True)
 sys.stdin.read()
@@ -32,17 +32,18 @@ def make_old(path: Path) -> None:
     os.utime(path, (time.time() - 3600,) * 2)
 
 
-def test_what_a_killed_owner_left_is_removed_and_what_a_live_one_has_is_not(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+@pytest.mark.parametrize("kind", ["ranks", "core", "worker"])
+def test_what_a_killed_owner_left_is_removed_and_what_a_live_one_has_is_not(tmp_path: Path, kind: str) -> None:
+    command = [sys.executable, "-c", OWNER, str(tmp_path), kind]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         path = Path(owner.stdout.readline().strip())
         make_old(path)
-        RendezvousDir().remove()
+        RendezvousDir(kind).remove()
         assert (path / "store").exists(), "its owner runs"
         owner.send_signal(signal.SIGKILL)
     assert path.exists()
-    RendezvousDir().remove()
+    RendezvousDir(kind).remove()
     assert not list(tmp_path.iterdir())
 
 

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import grpc
 import grpc.aio
 
+from tokenloom import unix_socket
 from tokenloom.request.errors import Unavailable
 
 from ..held_sockets.held_port import HeldPort
@@ -169,11 +171,15 @@ def bind(
     """
     address = addresses.parse(listen, field=field)
     try:
-        if credentials is not None:
-            port = server.add_secure_port(str(address), credentials)
-        else:
-            addresses.check_closed(address, insecure=insecure, field=field, remedy=remedy)
-            port = server.add_insecure_port(str(address))
+        # gRPC itself would take the path of a unix socket from a process that listens there.
+        with unix_socket.claimed(address.path) if address.path else nullcontext():
+            if credentials is not None:
+                port = server.add_secure_port(str(address), credentials)
+            else:
+                addresses.check_closed(address, insecure=insecure, field=field, remedy=remedy)
+                port = server.add_insecure_port(str(address))
     except RuntimeError:
         raise Unavailable(f"{field}: cannot bind {address}; is it taken, or its folder missing?") from None
+    except OSError as error:
+        raise Unavailable(f"{field}: cannot bind {address}: {error.strerror}") from None
     return str(address) if address.path else str(addresses.Address(host=address.host, port=port))

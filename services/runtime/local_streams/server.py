@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 import grpc.aio
 
+from tokenloom import unix_socket
 from tokenloom.request.errors import Internal, ResourceExhausted, TokenloomError
 from tokenloom.request.wire_errors import status_of
 
@@ -39,12 +40,12 @@ class LocalServer:
         self._tasks = Tasks(_log_failure)
         self._server: asyncio.AbstractServer | None = None
         self._is_closing = False
-        self._inode = 0
+        self._identity = (0, 0)  # of the socket's file
 
     async def open(self) -> None:
         """Bind the socket. Raises ``OSError`` when that fails."""
         listener = sockets.listen(self._path)
-        self._inode = sockets.inode(self._path)
+        self._identity = unix_socket.identity(self._path)
         self._server = await asyncio.get_running_loop().create_unix_server(self._accept, sock=listener)
 
     async def close(self, grace: float) -> None:
@@ -52,8 +53,8 @@ class LocalServer:
         if self._server is None:
             return
         self._is_closing = True
+        unix_socket.remove(self._path, self._identity)
         self._server.close()
-        sockets.remove(self._path, self._inode)
         await asyncio.sleep(0)  # the event loop makes the connections of sockets that it has accepted
         if handlers := [call.handler for call in self._calls if call.handler is not None]:
             await asyncio.wait(handlers, timeout=grace)

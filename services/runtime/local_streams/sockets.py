@@ -1,9 +1,8 @@
 """The sockets of local streams. Each stands next to the unix socket on which the same process serves gRPC."""
 
-import contextlib
-import os
 import socket
-import stat
+
+from tokenloom import unix_socket
 
 from ..peers import addresses
 
@@ -22,18 +21,7 @@ def path_beside(address: str) -> str | None:
 
 def listen(path: str) -> socket.socket:
     """Return a listening socket, replacing one that a killed process left. Raises ``OSError``."""
-    with contextlib.suppress(FileNotFoundError):
-        if stat.S_ISSOCK(os.stat(path).st_mode):
-            os.unlink(path)
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        listener.setblocking(False)
-        listener.bind(path)
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    return unix_socket.listen(path, _BACKLOG)
 
 
 def connect(path: str) -> socket.socket | None:
@@ -46,15 +34,3 @@ def connect(path: str) -> socket.socket | None:
         connected.close()
         return None
     return connected
-
-
-def inode(path: str) -> int:
-    """Return what identifies the file of a listening socket."""
-    return os.stat(path).st_ino
-
-
-def remove(path: str, inode: int) -> None:
-    """Remove a socket's file, unless a newer process replaced it. Idempotent."""
-    with contextlib.suppress(FileNotFoundError):
-        if os.stat(path).st_ino == inode:
-            os.unlink(path)

@@ -25,6 +25,14 @@ def test_other_hosts_are_reached_with_a_secret() -> None:
     check_address("10.77.0.1:7000", has_secret=True)
 
 
+def test_the_socket_of_a_hub_that_runs_is_not_replaced(socket_dir: Path) -> None:
+    address = f"unix:{socket_dir}/group"
+    with listen(address):
+        with pytest.raises(OSError, match="a process listens there"):
+            listen(address)
+        connect(address).close()
+
+
 def test_a_socket_that_an_earlier_process_left_is_replaced(socket_dir: Path) -> None:
     address = f"unix:{socket_dir}/group"
     listen(address).close()

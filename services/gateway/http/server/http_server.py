@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -10,6 +9,7 @@ from typing import cast
 
 import uvicorn
 
+from tokenloom import unix_socket
 from tokenloom.request import errors
 from tokenloom.services.runtime.held_sockets.held_socket import adopt
 from tokenloom.services.runtime.peers import addresses
@@ -66,8 +66,9 @@ class HttpServer:
         self._tls = tls
         self._connections = connections
         self._is_held = descriptor is not None
-        self._path = "" if self._is_held else address.path
         self._socket = _bind(address) if descriptor is None else adopt(descriptor, address, field="http_listen_fd")
+        self._path = "" if self._is_held else address.path
+        self._identity = unix_socket.identity(self._path) if self._path else (0, 0)
         port = 0 if address.path else self._socket.getsockname()[1]
         self.address = str(address) if address.path else str(addresses.Address(host=address.host, port=port))
         self._server = server
@@ -92,6 +93,7 @@ class HttpServer:
         if self._is_held:
             self._server.close_listeners()
         await live
+        self._remove_path()
         self._server.close_listeners()
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -103,6 +105,7 @@ class HttpServer:
 
     async def stop(self) -> None:
         """End the remaining requests with an error, for which their clients have a moment, and all connections."""
+        self._remove_path()
         self._server.end()
         state = self._server.server_state
         if tasks := list(state.tasks):
@@ -114,9 +117,11 @@ class HttpServer:
         if self._server.fronts is not None:
             await self._server.fronts.close()
         self._socket.close()
+
+    def _remove_path(self) -> None:
+        """Remove the file of a unix socket while the socket is open; later the path may be another process's."""
         if self._path:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
+            unix_socket.remove(self._path, self._identity)
 
 
 def _config(app: App, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
@@ -212,17 +217,22 @@ class _Server(uvicorn.Server):
 
 
 def _bind(address: addresses.Address) -> socket.socket:
-    family = socket.AF_UNIX if address.path else socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    # asyncio disables Nagle's algorithm only if the protocol is given; otherwise a second small write waits 40 ms.
-    protocol = 0 if address.path else socket.IPPROTO_TCP
-    listener = socket.socket(family, socket.SOCK_STREAM, protocol)
     try:
-        if not address.path:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address.path or (address.host, address.port))
+        return unix_socket.listen(address.path, BACKLOG) if address.path else _listen_on_port(address)
+    except OSError as error:
+        raise errors.Unavailable(f"http_listen: cannot bind {address}: {error.strerror}") from None
+
+
+def _listen_on_port(address: addresses.Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    # asyncio disables Nagle's algorithm only if the protocol is given; otherwise a second small write waits 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address.host, address.port))
         listener.listen(BACKLOG)
         listener.setblocking(False)
-    except OSError as error:
+    except OSError:
         listener.close()
-        raise errors.Unavailable(f"http_listen: cannot bind {address}: {error.strerror}") from None
+        raise
     return listener

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.host.listener import bind
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.runtime.peers.channels import open_channel
@@ -187,6 +188,19 @@ async def test_open_ports_are_refused(field: str) -> None:
     with pytest.raises(errors.InvalidArgument, match="insecure"):
         async with running(Example(), settings):
             pass
+
+
+async def test_the_unix_socket_of_a_service_that_runs_is_not_taken(settings: ServiceSettings) -> None:
+    """gRPC would take it without a word, and the end of either service would remove it."""
+    async with running(Example(), settings) as host:
+        address = host.address
+        with pytest.raises(errors.Unavailable, match="a process listens there"):
+            async with running(Example(), replace(settings, state_file=None)):
+                pass
+        with pytest.raises(errors.Unavailable, match="a process listens there"):
+            bind(grpc.aio.server(), address, None, insecure=False)
+        async with open_channel(address) as channel:
+            assert await health(channel) == SERVING
 
 
 async def test_a_failed_start_releases_everything(settings: ServiceSettings) -> None:

@@ -26,12 +26,19 @@ async def test_a_server_that_was_never_opened(socket_dir: Path) -> None:
 
 
 async def test_it_takes_over_what_a_killed_one_left(socket_dir: Path) -> None:
-    async with (
-        asyncio.timeout(SOON),
-        serving(echo, socket_dir / "s"),  # whose file is still there
-        serving(echo, socket_dir / "s"),
-        calling(socket_dir / "s") as channel,
-    ):
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(socket_dir / "s"))
+    async with asyncio.timeout(SOON), serving(echo, socket_dir / "s"), calling(socket_dir / "s") as channel:
+        call = channel.stream_stream(METHOD)()
+        await call.write(b"a")
+        assert await call.read() == b"a"
+
+
+async def test_it_takes_nothing_over_from_one_that_serves(socket_dir: Path) -> None:
+    async with asyncio.timeout(SOON), serving(echo, socket_dir / "s"), calling(socket_dir / "s") as channel:
+        with pytest.raises(OSError, match="a process listens there"):
+            async with serving(echo, socket_dir / "s"):
+                pass
         call = channel.stream_stream(METHOD)()
         await call.write(b"a")
         assert await call.read() == b"a"

@@ -48,21 +48,6 @@ def test_a_file_that_is_no_socket_stays(socket_dir: Path) -> None:
     assert path.read_text() == "somebody's"
 
 
-def test_the_file_of_a_newer_process_stays(socket_dir: Path) -> None:
-    path = socket_dir / "s"
-    with sockets.listen(str(path)):
-        older = sockets.inode(str(path))
-        keep = path.with_name("kept")
-        path.rename(keep)  # so that the inode is not given anew
-        with sockets.listen(str(path)):
-            newer = sockets.inode(str(path))
-            sockets.remove(str(path), older)
-            assert path.exists()
-            sockets.remove(str(path), newer)
-            sockets.remove(str(path), newer)
-            assert not path.exists()
-
-
 def test_a_full_queue_counts_as_no_listener(socket_dir: Path) -> None:
     path = str(socket_dir / "s")
     with socket.socket(socket.AF_UNIX) as listener:

@@ -45,6 +45,41 @@ async def test_a_unix_socket(socket_dir: Path) -> None:
     assert not path.exists()
 
 
+def serving(path: Path) -> HttpServer:
+    return HttpServer(nothing, f"unix:{path}", budget=ByteBudget(1), connections=Connections(1, 1), insecure=False)  # type: ignore[arg-type]
+
+
+async def test_the_unix_socket_of_a_killed_gateway_is_replaced(socket_dir: Path) -> None:
+    path = socket_dir / "http"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    server = serving(path)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+    await server.stop()
+    assert not path.exists()
+
+
+async def test_the_unix_socket_of_a_gateway_that_serves_is_not_replaced(socket_dir: Path) -> None:
+    path = socket_dir / "http"
+    server = serving(path)
+    with pytest.raises(errors.Unavailable, match="a process listens there"):
+        serving(path)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+    await server.stop()
+
+
+async def test_a_gateway_that_ends_leaves_the_unix_socket_of_its_successor(socket_dir: Path) -> None:
+    path = socket_dir / "http"
+    server = serving(path)
+    path.rename(socket_dir / "old")
+    successor = serving(path)
+    await server.stop()
+    assert path.exists()
+    await successor.stop()
+
+
 async def test_small_writes_do_not_wait(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     """Nagle's algorithm would hold back the second write of each answer for 40 ms: of so many, one comes sooner."""
     await http.get("/ping")

@@ -1,0 +1,105 @@
+"""Listens on unix sockets: in the place of one that a killed process has left, never of one on which a process listens.
+
+A killed process leaves the file of its socket, and binding to it fails. This module imports nothing of ours, so that
+the engine core and the services may use it.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_CLAIM_SECONDS = 2.0
+"""How long the claim of another process is awaited. A claim takes far less; a lock that no process of ours holds must
+not keep this one from starting."""
+_POLL_SECONDS = 0.01
+
+
+def listen(path: str, backlog: int, mode: int | None = None) -> socket.socket:
+    """Return a listening socket, non-blocking. ``mode``: permissions of its file; None: those of the umask.
+
+    Raises ``OSError``: ``EADDRINUSE`` if a process listens there, or the path is of another kind of file.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.setblocking(False)
+        with claimed(path):
+            listener.bind(path)
+            if mode is not None:
+                os.chmod(path, mode)
+            listener.listen(backlog)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+@contextlib.contextmanager
+def claimed(path: str) -> Iterator[None]:
+    """Remove what a killed process has left at ``path``; bind and listen within the block.
+
+    Raises ``OSError`` (``EADDRINUSE``) if a process listens there. Other processes that claim a path of the directory
+    wait until the block ends: a socket that is bound and does not listen yet looks like one of a killed process.
+    """
+    with _locked(os.path.dirname(path) or "."):
+        if _is_stale(path):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        yield
+
+
+def identity(path: str) -> tuple[int, int]:
+    """Return what distinguishes the file of a socket from a later one at the same path, as long as it is open."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
+
+
+def remove(path: str, identity_of_own: tuple[int, int]) -> None:
+    """Remove a socket's file, unless a newer process has replaced it. To be called before the socket is closed: the
+    number of its file may be given to another one afterwards. Idempotent."""
+    with contextlib.suppress(OSError):
+        if identity(path) == identity_of_own:
+            os.unlink(path)
+
+
+def _is_stale(path: str) -> bool:
+    """Return whether the file is a socket on which nothing listens. Raises ``OSError`` if a process does."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return False
+    except OSError:
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        failure = probe.connect_ex(path)
+    if failure in (0, errno.EAGAIN):  # EAGAIN: so many wait to be accepted that no other one may
+        raise OSError(errno.EADDRINUSE, "a process listens there")
+    return failure == errno.ECONNREFUSED
+
+
+@contextlib.contextmanager
+def _locked(directory: str) -> Iterator[None]:
+    """Lock a directory, if it can be opened: then the lock leaves no file of its own."""
+    try:
+        lock = os.open(Path(directory), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # to bind fails too, or succeeds in a directory that may not be read
+        yield
+        return
+    try:
+        until = time.monotonic() + _CLAIM_SECONDS
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_POLL_SECONDS)
+            except OSError:  # the file system has no locks
+                break
+        yield
+    finally:
+        os.close(lock)

@@ -251,7 +251,10 @@ bench: install ## run the short benchmarks: the mesh alone, the parts of a step,
 house: install ## print figures about the source tree: sizes, hops of a request, imports, pyright
 	$(BIN)/python tools/house.py
 
+house-check: install ## fail if a figure of the source tree is beyond its limit (tools/figures/gates.py)
+	$(BIN)/python tools/house.py --check --no-pyright
+
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test test-again test-long test-benchmarks test-platforms lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs kernels wheel wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check dashboards gpu-check bench house chart chart-check wheel-check pictures site help
+.PHONY: install demo test test-again test-long test-benchmarks test-platforms lint types pyright check-protos lint-protos breaking-protos release-protos protos docs models-docs metrics-docs kernels wheel wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check dashboards gpu-check bench house house-check chart chart-check wheel-check pictures site help

@@ -20,7 +20,7 @@ def test_the_report_has_every_section(tmp_path: Path) -> None:
     done = _run("--tree", tmp_path, "--json", figures)
     assert done.returncode == 0, done.stderr
     assert [line[3:].split()[0] for line in done.stdout.splitlines() if line.startswith("## ")] == [
-        *("Sizes", "Hops", "Files", "Imports", "Imports"),
+        *("Sizes", "Hops", "Files", "Imports", "Rooms", "Imports"),
     ]
     assert done.stdout.count("Not available: left out") == 2
     written = json.loads(figures.read_text())
@@ -31,3 +31,17 @@ def test_a_folder_without_the_product_is_refused(tmp_path: Path) -> None:
     done = _run("--tree", tmp_path)
     assert done.returncode == 2
     assert "--tree" in done.stderr
+
+
+def test_a_check_fails_beyond_a_limit(tmp_path: Path) -> None:
+    folder = tmp_path / "engine_core"
+    folder.mkdir()
+    (folder / "core.py").write_text("def step():\n    # A comment, as the check asks for.\n    pass\n")
+    assert _run("--tree", tmp_path, "--check").returncode == 0
+    for number in range(68):
+        text = f"class Reply{number}:\n    pass\n"
+        (folder / f"a{number}.py").write_text(f"# Why.\n{text}")
+        (folder / f"b{number}.py").write_text(f"# Why.\n{text}")
+    done = _run("--tree", tmp_path, "--check")
+    assert done.returncode == 1
+    assert "FAIL names borne by several public classes: 68; the limit is 67 (aim: 10)" in done.stdout

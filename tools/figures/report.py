@@ -8,6 +8,7 @@ from .hop_count import HopCount
 from .hops import Share
 from .imports import Imports
 from .parameters import Parameter
+from .rooms import MOST_PARAMETERS, Rooms
 from .sizes import Sizes, Spread
 
 _MOST_NAMES = 12
@@ -21,6 +22,7 @@ class House:
     sizes: Sizes
     parameters: list[Parameter]
     imports: Imports
+    rooms: Rooms
     hops: HopCount | str
     editor: Editor | str
 
@@ -32,6 +34,7 @@ def write_report(house: House) -> str:
         ("Hops of a streamed chat request", _hops(house.hops)),
         ("Files that know a sampling parameter", _parameters(house.parameters)),
         ("Imports among our modules", _imports(house.imports)),
+        ("Rooms", _rooms(house.rooms)),
         ("Imports that an editor cannot resolve", _editor(house.editor)),
     )
     return "\n\n".join(f"## {title}\n\n" + "\n".join(lines) for title, lines in sections) + "\n"
@@ -115,6 +118,28 @@ def _imports(imports: Imports) -> list[str]:
         "",
         *(f"Cycle: {', '.join(cycle)}" for cycle in imports.cycles),
         f"Shared names: {', '.join(names[:_MOST_NAMES])}{more}",
+    ]
+
+
+def _rooms(rooms: Rooms) -> list[str]:
+    rows = (
+        ("files", rooms.files),
+        ("of them under 40 lines", rooms.short_files),
+        ("circles of folders", len(rooms.circles)),
+        ("folders in them", sum(map(len, rooms.circles))),
+        ("names borne by several public classes", len(rooms.shared_classes)),
+        (f"constructors of more than {MOST_PARAMETERS} parameters", len(rooms.wide_constructors)),
+        ("statements", rooms.statements),
+        ("lines of code", rooms.code_lines),
+        ("lines of comment", rooms.comment_lines),
+    )
+    shared = [f"{name} x{len(files)}" for name, files in rooms.shared_classes.items()]
+    return [
+        *_table(("product", "count"), rows),
+        "",
+        *(f"Circle of {len(circle)} folders: {', '.join(circle)}" for circle in rooms.circles),
+        f"Shared class names: {', '.join(shared)}",
+        f"Wide constructors: {', '.join(f'{name} ({count})' for name, count in rooms.wide_constructors.items())}",
     ]
 
 

@@ -1,8 +1,9 @@
 """Owns background tasks: none outlives its owner, none fails unseen."""
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -28,6 +29,9 @@ class Tasks:
     async def close(self) -> None:
         """Cancel the tasks that still run and wait for them."""
         while tasks := [task for task in self._tasks if task is not asyncio.current_task()]:
+            # Cancelled before its first step, a task would run none of its ``finally``.
+            while not all(map(_has_begun, tasks)):  # noqa: ASYNC110
+                await asyncio.sleep(0)
             for task in tasks:
                 task.cancel()
             # Cancelling once may not suffice: a TaskGroup raises a child's failure instead of the cancellation.
@@ -40,6 +44,11 @@ class Tasks:
         self._tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_failure(error)
+
+
+def _has_begun(task: asyncio.Task[Any]) -> bool:
+    coro = cast(Coroutine[Any, Any, Any], task.get_coro())
+    return task.done() or inspect.getcoroutinestate(coro) != inspect.CORO_CREATED
 
 
 class Failure:

@@ -27,6 +27,8 @@ class GenerationScenario:
             world.begin(_repeat(gateway, f"key {number}"), f"client {number}")
         world.begin(_once(gateway), "client without a key")
         await world.all_ended()
+        if world.random.random() < 0.5:
+            await gateway.resumable.close()  # as a gateway that ends
         await gateway.check()
 
     async def recover(self, world: World) -> None:

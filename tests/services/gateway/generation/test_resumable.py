@@ -224,6 +224,12 @@ async def test_a_request_with_a_client_keeps_its_place(held: Held) -> None:
     place.close()
 
 
+async def test_what_a_request_holds_is_given_back_when_the_gateway_ends_at_the_same_moment(held: Held) -> None:
+    generation = held.abandoned()
+    await held.requests.close()
+    assert (generation.log, held.num_places) == (["closed"], 0)
+
+
 async def test_a_cancelled_request_ends_at_once(held: Held) -> None:
     live, place = held.begun("live")
     generation = held.abandoned()

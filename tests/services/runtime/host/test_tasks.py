@@ -24,6 +24,20 @@ async def test_failures_are_reported_and_cancellation_is_none() -> None:
     assert endless.cancelled()
 
 
+async def test_a_task_that_has_not_begun_when_its_owner_closes_cleans_up_too() -> None:
+    tasks, log = Tasks(lambda error: None), list[str]()
+
+    async def give_back() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            log.append("given back")
+
+    tasks.spawn(give_back(), name="gives back")
+    await tasks.close()
+    assert log == ["given back"]
+
+
 async def test_close_waits_for_clean_up_and_for_what_it_spawns() -> None:
     tasks = Tasks(lambda error: None)
     done = []

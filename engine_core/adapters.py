@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from .errors import ExecutorFailedError, WorkerLostError
 from .lora_config import LoraConfig
 from .scheduling.adapter_slots import AdapterSlots
 from .scheduling.request import Request
@@ -105,7 +106,9 @@ class Adapters:
         for digest, adapter in list(self._memory.items()):
             try:
                 found = self._store.load(adapter.path).digest
-            except ValueError:
+            except WorkerLostError:
+                raise
+            except (ValueError, ExecutorFailedError):  # the other adapters, and the engine, go on without it
                 found = b""
             if found != digest:
                 del self._memory[digest]

@@ -106,10 +106,9 @@ class MultiprocExecutor:
         pool_fd = self._pools.fd if self._pools is not None else None
         if self._config.parallel.world_size > 1:
             self._rendezvous = RendezvousDir()
-        self.workers = [
-            WorkerProcess(self._context, self._command, rank, self._arena.address, pool_fd)
-            for rank in range(self._world_size)
-        ]
+        self.workers = []
+        for rank in range(self._world_size):  # one after the other: those that have started end if one cannot
+            self.workers.append(WorkerProcess(self._context, self._command, rank, self._arena.address, pool_fd))
         for worker in self.workers:
             worker.shake_hands(self._config_of(worker.rank))
             self._poller.register(worker.socket, zmq.POLLIN)
@@ -140,7 +139,7 @@ class MultiprocExecutor:
                 self.initialize_kv_cache(self._kv_cache)
             if self._weights:
                 self.collective_rpc("reload_weights", self._weights)
-        except ValueError as error:
+        except (ValueError, OSError, zmq.ZMQError) as error:  # the system refuses processes and sockets, too
             raise ExecutorFailedError(f"a worker cannot be replaced: {error}") from error
 
     def load_model(self) -> ModelInfo:

@@ -35,7 +35,10 @@ class WorkerProcess:
         arrays: ArenaAddress | None,
         pool_fd: int | None,
     ) -> None:
-        """Start the process with ``command``. It inherits the memory of ``arrays`` and the descriptor ``pool_fd``."""
+        """Start the process with ``command``. It inherits the memory of ``arrays`` and the descriptor ``pool_fd``.
+
+        Raises ``OSError`` and ``zmq.ZMQError`` if the system refuses it.
+        """
         self.rank = rank
         self._arrays = arrays
         self._pool_fd = pool_fd
@@ -44,13 +47,21 @@ class WorkerProcess:
         self._address = f"ipc://{self._directory.path}/worker"
         self.socket = context.socket(zmq.PAIR)
         self.socket.linger = 0
-        self.socket.bind(self._address)
-        self._process = subprocess.Popen(
+        try:
+            self.socket.bind(self._address)
+            self._process = self._start(command)
+        except BaseException:
+            self._close_socket()
+            raise
+
+    def _start(self, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+        memory = self._arrays.fd if self._arrays is not None else None
+        return subprocess.Popen(
             [*command, "--address", self._address],
             stdin=subprocess.PIPE,
             # In a process group of its own it gets no Ctrl-C of a terminal.
             process_group=0,
-            pass_fds=[fd for fd in (arrays.fd if arrays is not None else None, pool_fd) if fd is not None],
+            pass_fds=[fd for fd in (memory, self._pool_fd) if fd is not None],
         )
 
     @property
@@ -77,6 +88,9 @@ class WorkerProcess:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
+        self._close_socket()
+
+    def _close_socket(self) -> None:
         self.socket.close()
         self._directory.remove()
 

@@ -85,9 +85,9 @@ class KVCopier:
             raise KVTransferError("transport", "failpoint")
         try:
             self._reader(task.target).read(task.source_ids, task.block_ids, self._pool)
-        except KVTransferError as error:
+        except Exception as error:
             self._forget(task.target)
-            if error.reason != "transport" or not task.is_wanted:
+            if not isinstance(error, KVTransferError) or error.reason != "transport" or not task.is_wanted:
                 raise
             # Retry once over a new connection: the old one may have been closed while it was idle.
             self._reader(task.target).read(task.source_ids, task.block_ids, self._pool)

@@ -39,11 +39,20 @@ def build(source: str, march: str = "native", cache_dir: Path | None = None, **m
     if (ahead := find_prebuilt(source, macros, levels[:1])) is not None:
         return ahead
     try:
-        return _build_here(source, flags, cache_dir, macros)
+        return _build_or_explain(source, flags, cache_dir, macros)
     except KernelsUnavailable:
         if (ahead := find_prebuilt(source, macros, levels[1:])) is not None:
             return ahead
         raise
+
+
+def _build_or_explain(
+    source: str, machine_flags: tuple[str, ...], cache_dir: Path | None, macros: Mapping[str, int]
+) -> Path:
+    try:
+        return _build_here(source, machine_flags, cache_dir, macros)
+    except OSError as error:  # such as a full disk, or a cache that cannot be written to
+        raise KernelsUnavailable(f"the kernels of {source} cannot be built: {error}") from error
 
 
 def _build_here(source: str, machine_flags: tuple[str, ...], cache_dir: Path | None, macros: Mapping[str, int]) -> Path:

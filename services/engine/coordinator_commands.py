@@ -3,7 +3,8 @@
 import asyncio
 import logging
 
-from tokenloom.request.errors import TokenloomError, TryElsewhere
+from tokenloom.request.errors import TryElsewhere
+from tokenloom.request.wire_errors import of_exception
 from tokenloom.v1 import coordinator_pb2
 
 from .running_engine import STOPPED, RunningEngine
@@ -34,8 +35,8 @@ class CoordinatorCommands:
     async def _resize_group(self, size: int) -> None:
         try:
             await self._engine.resize_group(size)
-        except TokenloomError as error:
-            log.error("the data-parallel group is not resized: %s", error.message)
+        except Exception as error:  # of any kind: the engine goes on with its group as it is
+            log.error("the data-parallel group is not resized: %s", of_exception(error).message)
 
     async def _drain_within(self, grace: float) -> None:
         try:

@@ -8,7 +8,7 @@ from typing import NoReturn, Protocol, TypeAlias
 import grpc
 import grpc.aio
 
-from tokenloom.request.errors import Aborted, TokenloomError, Unavailable
+from tokenloom.request.errors import Aborted, Unavailable
 from tokenloom.request.wire_errors import of_exception
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello
@@ -95,7 +95,7 @@ class CoordinatorLink:
             joined_at = loop.time()
             try:
                 await self._join(stub.Join(), commands)
-            except (TokenloomError, grpc.aio.AioRpcError, TimeoutError) as cause:
+            except Exception as cause:  # of any kind: an engine that joins again serves on meanwhile
                 is_silent = isinstance(cause, TimeoutError)
                 error = Unavailable("the coordinator did not answer") if is_silent else of_exception(cause)
             if isinstance(error, Aborted):

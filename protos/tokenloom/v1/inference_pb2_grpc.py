@@ -119,7 +119,8 @@ class InferenceServicer:
     def GenerateSession(self, request_iterator, context):
         """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
         before it. A turn may be sent while the one before is being answered; it then waits. The last token of a turn is not continued,
-        unless a grammar ended the turn without a stop token. A turn ends with its finish reason and its usage. The session ends after the caller's half-close, once all turns are answered, or with a turn that fails.
+        unless a grammar ended the turn without a stop token. A turn ends with its finish reason and its usage. The session ends after the caller's
+        half-close, once all turns are answered, or with a turn that fails.
         DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant has too many sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

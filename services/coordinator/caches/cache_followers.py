@@ -96,6 +96,10 @@ class CacheFollowers:
                 except _OfNoUse as reason:
                     log.warning("the KV events of engine %s are not followed: %s", identity.engine_id, reason)
                     return
+                except Exception:  # of messages that cannot be: one faulty engine must not end the coordinator
+                    log.exception("the KV events of engine %s are not followed any more", identity.engine_id)
+                    cache.forget()
+                    return
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _read(self, stub: Any, cache: EngineCache) -> None:

@@ -84,7 +84,14 @@ class LeaseApi:
             raise ApiError(0, f"the API server does not answer: {error}") from None
         if response.status >= 300:
             raise ApiError(response.status, f"the API server answered {response.status} {_message(answer)}")
-        return _object(answer)
+        return _lease(answer)
+
+
+def _lease(answer: bytes) -> Object:
+    lease = _object(answer)
+    if not isinstance(lease.get("metadata"), dict) or not isinstance(lease.get("spec") or {}, dict):
+        raise ApiError(0, "the API server's answer is no Lease")
+    return lease
 
 
 def _object(answer: bytes) -> Object:

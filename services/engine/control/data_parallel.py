@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Awaitable, Callable
 
-from tokenloom.engine_core.errors import EngineDeadError
+from tokenloom.engine_core.errors import EngineDeadError, NotSentError
 from tokenloom.engine_core.wire.messages import GroupState
 from tokenloom.request.errors import InvalidArgument
 
@@ -42,8 +42,8 @@ class DataParallel:
         """Begin a wave that another rank has begun."""
         try:
             await self._core.client.start_wave(wave)
-        except EngineDeadError:
-            log.debug("wave %d is not started: the core has ended", wave)
+        except (EngineDeadError, NotSentError) as error:
+            log.debug("wave %d is not started: %s", wave, error)
 
     async def resize(self, size: int, leave: Callable[[], Awaitable[None]]) -> None:
         """Agree with the other ranks on a group of ``size`` ranks, and return when it has them. A rank that leaves ends

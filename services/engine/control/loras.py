@@ -8,6 +8,7 @@ import msgspec
 
 from tokenloom.engine_core.wire.lora import LoraAnswer, LoraErrorKind, LoraState
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, TokenloomError
+from tokenloom.request.wire_errors import of_exception
 from tokenloom.v1 import coordinator_pb2, engine_pb2, types_pb2
 
 from ..core.core_link import CoreLink
@@ -67,8 +68,8 @@ class Loras:
     async def _attempt(self, call: Awaitable[object], what: str) -> None:
         try:
             await call
-        except TokenloomError as error:
-            log.warning("cannot %s for the coordinator: %s", what, error.message)
+        except Exception as error:  # of any kind: an adapter must not end the engine
+            log.warning("cannot %s for the coordinator: %s", what, of_exception(error).message)
 
     async def _call(self, method: str, *args: object) -> Sequence[LoraState]:
         if not self._are_enabled:

@@ -1,7 +1,6 @@
 """Passes requests to the engine core, and the outputs of each step to the streams that they belong to."""
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -90,8 +89,12 @@ class CoreLink:
             await self._aborts_waiting.wait()
             self._aborts_waiting.clear()
             keys, self._aborts = self._aborts, []
-            with contextlib.suppress(EngineDeadError):  # a dead core holds nothing
+            try:
                 await self.client.abort_requests(keys)
+            except EngineDeadError:
+                pass  # a dead core holds nothing
+            except NotSentError as error:
+                log.error("requests are not aborted in the core: %s", error)
 
     async def call(self, method: str, *args: object) -> object:
         """Call a utility of the core. Raises ``FailedPrecondition``, or ``Unavailable`` if the core is dead."""

@@ -51,7 +51,7 @@ class MeshAdapters:
                 digest = _agreed(checked(answers))
                 pinned = old is not None and old.pinned
                 await self._record(types_pb2.Adapter(name=name, digest=digest, path=path, pinned=pinned))
-            except errors.TokenloomError:
+            except BaseException:  # a client that left included: all engines shall have the same
                 await self._restore(name, old)
                 raise
             return list(answers)
@@ -84,7 +84,7 @@ class MeshAdapters:
                 changed.CopyFrom(adapter)
                 changed.pinned = pinned
                 await self._record(changed)
-            except errors.TokenloomError:
+            except BaseException:  # as in :meth:`load`
                 await self._pin(name, adapter.pinned)
                 raise
             return list(answers)

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from tokenloom.request import errors
+from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.tasks import Tasks
 
 from .admission import Tenure
@@ -160,8 +160,8 @@ class ResumableRequests:
             outcome = "ended"
         except TimeoutError:
             outcome = "expired"
-        except errors.TokenloomError as error:
-            outcome = _outcome(error)
+        except Exception as error:  # a bug of one request must not end the gateway
+            outcome = _outcome(wire_errors.of_exception(error))
         finally:
             self.remove(request)
             request.close()

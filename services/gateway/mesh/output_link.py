@@ -71,6 +71,8 @@ class OutputLink:
             reason = error.code().name if isinstance(error, grpc.aio.AioRpcError) else error
             log.log(level, "output processor %s: %s", self.address, reason)
             stream.was_silent = was_silent(error)
+        except Exception:  # of a message that cannot be: it ends this stream and not the gateway
+            log.exception("the stream to output processor %s ended", self.address)
         finally:
             call.cancel()  # otherwise the call and its requests would stay alive on the other side
             self.stream = None

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import grpc.aio
 
-from tokenloom.request import errors, logprob_columns
+from tokenloom.request import errors, logprob_columns, wire_errors
 from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import SILENCE_SECONDS, check_hello
@@ -187,6 +187,8 @@ class EngineLink:
                 await self._read(self._call)
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError, errors.TokenloomError) as error:
                 self._end(error)
+            except Exception as error:  # of a frame that cannot be: it ends this link and not the output processor
+                self._end(errors.Unavailable(f"the stream ended: {wire_errors.of_exception(error).message}"))
             except asyncio.CancelledError:
                 # Reading from a call that _end cancelled ends like this too.
                 if self.error is None or _is_cancelling():

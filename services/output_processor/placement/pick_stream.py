@@ -87,6 +87,8 @@ class PickStream:
                 log.debug(
                     "stream of picks: %s", error.code().name if isinstance(error, grpc.aio.AioRpcError) else error
                 )
+            except Exception:  # of an answer that cannot be: the next stream begins anew
+                log.exception("the stream of picks ended")
             finally:
                 call.cancel()
                 self._close()

@@ -100,8 +100,8 @@ class Edge(grpc.GenericRpcHandler):
         if self.authorize is not None and not call.method.startswith(OPEN_SERVICE):
             try:
                 self.authorize(call)
-            except errors.TokenloomError as error:
-                return self._refusing(call.method, error)
+            except Exception as error:  # gRPC would answer others itself, with their texts
+                return self._refusing(call.method, wire_errors.of_exception(error))
         handler = self._handlers.get(call.method)
         if handler is None and not self.is_ready:
             return self._refusing(call.method, errors.Unavailable("The service is still starting; retry."))

@@ -45,6 +45,8 @@ class Enrolment:
                 log.debug("enrolment: %s", error.code().name)
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     wait = _OLD_COORDINATOR_SECONDS
+            except Exception:  # of a position that cannot be: the last one stays
+                log.exception("a position of the coordinator cannot be taken")
             finally:
                 call.cancel()
             await asyncio.sleep(wait)

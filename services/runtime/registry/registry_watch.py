@@ -42,6 +42,9 @@ async def watch_registry(
                 taken(view)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name} {error.details()}"
+        except Exception:  # of a message that cannot be: the next stream begins with a whole one
+            log.exception("a message of the coordinator cannot be taken")
+            reason = "a message could not be taken"
         finally:
             call.cancel()
         log.debug("coordinator: %s", reason)

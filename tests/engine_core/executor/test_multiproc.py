@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -348,3 +349,28 @@ def test_a_core_replaces_a_killed_worker_and_ends_when_the_next_one_is_killed_to
         client.get_output()
     assert wait_until(lambda: has_ended(client.pid or 0), 60.0)
     client.close()
+
+
+def test_a_process_that_the_system_refuses_is_a_worker_that_cannot_be_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then it is tried again: see :mod:`tokenloom.engine_core.process.worker_replacement`."""
+    executor = MultiprocExecutor(make_config(), WORKER_COMMAND, world_size=2)
+    core = EngineCore(make_config(), executor)
+    start, started = subprocess.Popen, []
+
+    def refuse_the_second(*args: Any, **fields: Any) -> Any:
+        if started:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(start(*args, **fields))
+        return started[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse_the_second)
+        with pytest.raises(ExecutorFailedError, match=r"cannot be replaced: .*Resource temporarily unavailable"):
+            core.replace_workers()
+    core.replace_workers()
+    assert started[0].poll() is not None, "the one that had started has ended"
+    core.add_request(make_request("a", [1, 2], 3))
+    assert tokens_of(finish(core)["a"]) == expected_tokens([1, 2], 3)
+    core.shutdown()

@@ -121,3 +121,13 @@ def test_kernels_and_torch_share_one_openmp_runtime():
     load_fused()
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
     assert len({path for path in mapped if "libgomp" in path or "libomp" in path or "libiomp" in path}) == 1
+
+
+@needs_compiler
+def test_a_full_disk_leaves_no_kernels_and_says_so(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(compiler, "_compile", fail)
+    with pytest.raises(KernelsUnavailable, match=r"the kernels of fused cannot be built: .*No space left on device"):
+        build("fused", cache_dir=tmp_path)

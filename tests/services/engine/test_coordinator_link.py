@@ -335,3 +335,20 @@ async def test_it_joins_again_as_soon_as_the_channel_is_connected() -> None:
     pass_time(0.2)
     await settle()
     assert refused.done()
+
+
+async def test_an_error_of_any_kind_is_followed_by_another_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_link, "MIN_BACKOFF_SECONDS", 0.0)
+    identity: Any = FakeIdentity()
+    link = coordinator_link.CoordinatorLink(
+        open_channel("unix:/nowhere"), identity, LoadTracker(4, 4), ENGINE_ROLE_BOTH
+    )
+    failures = [OverflowError("int too big to convert"), Aborted("a newer engine of this name has joined")]
+
+    async def join(*_: object) -> None:
+        raise failures.pop(0)
+
+    monkeypatch.setattr(link, "_join", join)
+    monkeypatch.setattr(link, "_wait_to_join", asyncio.sleep)
+    await link.run(NO_COMMANDS)
+    assert not failures

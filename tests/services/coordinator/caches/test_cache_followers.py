@@ -15,6 +15,7 @@ from tokenloom.engine_core.kv_cache.kv_events import AllBlocksCleared, BlockRemo
 from tokenloom.request.prompt_block_hash import specimen_hash
 from tokenloom.services.coordinator.caches import cache_followers
 from tokenloom.services.coordinator.caches.cache_followers import CacheFollowers
+from tokenloom.services.coordinator.caches.engine_cache import EngineCache
 from tokenloom.services.coordinator.engine_record import EngineRecord
 from tokenloom.services.coordinator.engine_registry import Registry
 from tokenloom.services.engine.control.kv_event_feed import KVEventFeed
@@ -210,3 +211,20 @@ def test_a_scrape_counts_while_engines_join() -> None:
     followers = CacheFollowers(nothing, nothing, nothing)
     followers._tasks = {f"engine-{number}": (1, task) for number in range(1, 4)}
     assert followers.num_followed == 3
+
+
+async def test_events_that_cannot_be_end_nothing_but_the_following(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OverflowError("int too big to convert")
+
+    async with mesh.engine() as engine:
+        mesh.join(engine)
+        mesh.pick()
+        monkeypatch.setattr(EngineCache, "take", fail)
+        mesh.caches.follow(0.001)
+        await until(lambda: len(engine.calls) == 1)
+        engine.store(0, 4)
+        await until(lambda: "are not followed any more" in caplog.text)
+        assert mesh.pick() == "a"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tokenloom.bench.scale.takeover.lease_server import TOKEN, LeaseServer, local_api, make_account, serving
-from tokenloom.services.coordinator.lease.kubernetes_api import CONFLICT, NOT_FOUND, ApiError, LeaseApi
+from tokenloom.services.coordinator.lease.kubernetes_api import CONFLICT, NOT_FOUND, ApiError, LeaseApi, _lease
 from tokenloom.services.coordinator.lease.kubernetes_lease import KubernetesLease
 
 
@@ -61,3 +61,9 @@ async def test_a_server_that_is_away_or_not_the_one_expected_is_no_answer(accoun
         await stranger.get("coordinator")
     assert refused.value.status == 0
     assert "certificate" in str(refused.value)
+
+
+@pytest.mark.parametrize("answer", [b"{}", b'{"metadata": []}', b'{"metadata": {}, "spec": 5}', b"[]", b"<html>"])
+def test_an_answer_that_is_no_lease_is_an_error(answer: bytes) -> None:
+    with pytest.raises(ApiError, match="answer is no"):
+        _lease(answer)

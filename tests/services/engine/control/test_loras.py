@@ -131,3 +131,14 @@ async def test_without_the_option_adapters_are_refused(host: Any, tmp_path: Path
         await peer.send(make_add_with(2, b"0" * 31))
         received = await peer.read_until_finished([1, 2])
     assert [received.finished[slot].error.reason for slot in (1, 2)] == ["TRY_ELSEWHERE", "INVALID_ARGUMENT"]
+
+
+async def test_an_error_of_any_kind_is_not_the_end_of_the_engine(
+    engine: RunningEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise OSError(36, "File name too long")
+
+    monkeypatch.setattr(engine.loras, "load", fail)
+    await engine.loras.apply(coordinator_pb2.AdapterChanges(load=[Adapter(name="a", path="/a")]))
+    assert "cannot load a for the coordinator" in caplog.text

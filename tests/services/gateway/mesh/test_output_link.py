@@ -165,3 +165,19 @@ async def test_answers_that_begin_are_read_before_others_get_their_tokens() -> N
         assert [delta.text for delta in reader.result()] == ["x"]
         assert older.num_tokens(0) == 1
     assert older.num_tokens(0) == 2
+
+
+async def test_a_frame_that_cannot_be_ends_its_stream_only(
+    mesh: FakeMesh, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OverflowError("int too big to convert")
+
+    task, request = await submit(mesh, http)
+    with monkeypatch.context() as patch:
+        patch.setattr(ProcessStream, "_grant", fail)
+        request.send("x", [1])
+        again = await mesh.outputs.next_request()  # the request goes on in another stream
+    again.answer("fine")
+    assert (await task).json()["choices"][0]["text"] == "xfine"
+    await post_and_answer(mesh, http)

@@ -13,7 +13,7 @@ from tokenloom.request import errors
 from tokenloom.services.output_processor.placement.pick_stream import ANSWER_SECONDS, PickStream
 from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.channels import open_channel
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, PickRequest
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, PickRequest, PickResult
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.types_pb2 import EngineRole
 
@@ -176,3 +176,20 @@ async def test_a_starved_process_gives_the_coordinator_more_time(socket_dir: Pat
             await pick
         assert picks.is_away
         fake.hold.set()
+
+
+async def test_an_answer_that_cannot_be_ends_its_stream_only(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settle_one, failures = PickStream._settle, [OverflowError("int too big to convert")]
+
+    def fail_once(self: PickStream, result: PickResult) -> None:
+        if failures:
+            raise failures.pop()
+        settle_one(self, result)
+
+    monkeypatch.setattr(PickStream, "_settle", fail_once)
+    async with serve_coordinator(socket_dir / "c", coordinator()), opened(socket_dir) as picks:
+        await until(picks, is_open=True)
+        with pytest.raises(errors.Unavailable):
+            await picks.pick(PickRequest(role=BOTH, prompt_tokens=1))
+        await until(picks, is_open=True)
+        assert (await picks.pick(PickRequest(role=BOTH, prompt_tokens=1))).engine.engine_id == "a"

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
@@ -64,3 +65,36 @@ async def test_a_gap_is_followed_by_everything_again(socket_dir: Path, monkeypat
     assert revisions == [1, 8, 9, 10]
     assert reasons == ["a change is missing after revision 1", "the stream ended"]
     assert all(request.changes and request.without_loads for request in servicer.requests)
+
+
+class ScriptedCall:
+    """A Watch that reads these messages."""
+
+    def __init__(self, messages: list[Snapshot]) -> None:
+        self._messages = messages
+
+    async def read(self) -> Snapshot | None:
+        return self._messages.pop(0) if self._messages else None
+
+    def cancel(self) -> None:
+        """Do nothing: the messages are over."""
+
+
+async def test_a_message_that_cannot_be_taken_ends_its_stream_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_watch, "REWATCH_SECONDS", 0.0)
+    streams = [ScriptedCall([Snapshot(revision=1)]), ScriptedCall([Snapshot(revision=2)])]
+    reasons: list[str] = []
+    done = asyncio.Event()
+
+    def take(view: RegistryView) -> None:
+        if view.revision == 1:
+            raise OverflowError("int too big to convert")
+        done.set()
+
+    stub: Any = SimpleNamespace(Watch=lambda request: streams.pop(0) if streams else ScriptedCall([]))
+    watching = asyncio.create_task(watch_registry(stub, take, reasons.append))
+    async with asyncio.timeout(30):
+        await done.wait()
+    assert not watching.done()
+    watching.cancel()
+    assert reasons[0] == "a message could not be taken"

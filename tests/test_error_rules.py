@@ -1,0 +1,85 @@
+"""Tasks of the services that handle errors handle all of them: an error that no handler names ends the whole service.
+
+``except OurError`` around I/O, a library or a peer's message lets every other error through, and a task that fails ends
+its host. This test finds the coroutines that run as tasks and name errors without naming ``Exception``.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+SERVICES = Path(__file__).parents[1] / "services"
+
+KEPT = {
+    "coordinator/lease/file_lease.py:acquire": "asks the system for a lock, and an error is the lock's holder",
+    "coordinator/lease/kubernetes_lease.py:acquire": "LeaseApi turns every error of a request into ApiError",
+    "coordinator/lease/kubernetes_lease.py:keep": "a lease that is not renewed is lost, and the coordinator ends",
+    "coordinator/lease/kubernetes_lease.py:_try": "LeaseApi turns every error of a request into ApiError",
+    "engine/control/data_parallel.py:start_wave": "sends one number to the core, which may be dead or refuse it",
+    "engine/core/core_link.py:run_aborts": "sends names to the core, which may be dead or refuse them",
+    "engine/kv/kv_link.py:run": "reads what this engine's own core sends",
+    "engine/kv/kv_loads.py:_hold": "its caller is the edge of one load",
+    "engine/running_engine.py:_run_core": "an engine without its core's outputs is to be replaced",
+    "gateway/batches/batch_run.py:run": "its caller fails the batch",
+    "gateway/routes/lora_routes.py:_read": "an HTTP handler; no task",
+    "runtime/held_sockets/held_port.py:_connect": "connects a socket, which raises OSError only",
+    "runtime/local_streams/call.py:read": "a method of a call; no task",
+}
+"""Why a coroutine may let other errors through, by file and name."""
+
+STARTERS = {"spawn", "_spawn", "create_task", "ensure_future", "first_of"}
+BROAD = {"Exception", "BaseException"}
+OF_WAITING = {"CancelledError", "TimeoutError", "StopAsyncIteration"}
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(SERVICES.rglob("*.py")):
+        yield str(path.relative_to(SERVICES)), ast.parse(path.read_text())
+
+
+def names_of(kind: ast.expr | None) -> set[str]:
+    """Return the last parts of the names of the errors that a handler catches."""
+    match kind:
+        case None:
+            return {"BaseException"}
+        case ast.Tuple():
+            return set[str]().union(*map(names_of, kind.elts))
+        case ast.Attribute():
+            return {kind.attr}
+        case ast.Name():
+            return {kind.id}
+    return set()
+
+
+def started(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of coroutines that run as tasks."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and names_of(node.func) & STARTERS:
+            for argument in node.args:
+                if isinstance(argument, ast.Call):
+                    yield from names_of(argument.func)
+
+
+def lets_errors_through(function: ast.AsyncFunctionDef) -> bool:
+    """Return whether it names errors around code without a handler, there or around it, for all others."""
+    tries = [node for node in ast.walk(function) if isinstance(node, ast.Try)]
+    caught = {node: set[str]().union(*(names_of(handler.type) for handler in node.handlers)) for node in tries}
+    for node in tries:
+        is_named = bool(caught[node] - OF_WAITING)
+        is_within = any(caught[other] & BROAD for other in tries if any(inner is node for inner in ast.walk(other)))
+        if is_named and not is_within:
+            return True
+    return False
+
+
+def test_tasks_that_handle_errors_handle_all() -> None:
+    names = {name for _, tree in modules() for name in started(tree)}
+    assert {"_run", "run", "watch"} <= names, "the search finds tasks"
+    found = {
+        f"{path}:{node.name}"
+        for path, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AsyncFunctionDef) and node.name in names and lets_errors_through(node)
+    }
+    assert not found - KEPT.keys(), "catch Exception too, or say in KEPT why no other error can come"
+    assert not KEPT.keys() - found, "these are no more"

@@ -172,11 +172,12 @@ def _extents(view: memoryview, start: int) -> tuple[list[tuple[int, int]], int]:
     if end > len(view):
         return [], 0
     extents: list[tuple[int, int]] = []
+    frames_at = end
     for size in struct.unpack_from(f"<{count}Q", view, sizes_at):
         extents.append((end, end + size))
         end += size
-    if end - start > MAX_BYTES:
-        _check_size(count, end - sizes_at - count * _SIZE_BYTES)
+    if end - frames_at > MAX_BYTES:
+        _check_size(count, end - frames_at)
     return extents, end
 
 

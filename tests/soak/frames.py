@@ -145,7 +145,7 @@ def _reference(stream: bytes) -> tuple[list[list[bytes]], bool]:
         if len(stream) < begin:
             break
         sizes = struct.unpack_from(f"<{count}Q", stream, at + 4)
-        if 4 + 8 * count + sum(sizes) > MAX_BYTES:
+        if sum(sizes) > MAX_BYTES:
             return found, True
         if len(stream) < begin + sum(sizes):
             break

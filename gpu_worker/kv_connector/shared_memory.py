@@ -2,6 +2,8 @@
 
 The owner passes its sealed memfd over a unix socket. Two engines share memory exactly if that succeeds; equal host
 names prove nothing in containers. The owner of a pool on a device passes a window instead (:mod:`.shared_window`).
+
+The socket stays open: when the owner has ended, its readers unmap its pool, which would otherwise keep its memory.
 """
 
 import contextlib
@@ -36,7 +38,7 @@ from .unix_offer import connect, serve_offers
 
 _MAX_OFFER_BYTES = 64 << 10
 _MAX_CONNECTIONS = 64
-"""Readers of a device's pool, of which each has a window; other connections live only for their handshake."""
+"""Readers of one pool: each has a thread of the owner, and of a device's pool a window."""
 
 
 class _Offer(msgspec.Struct, array_like=True):
@@ -76,6 +78,8 @@ class SharedMemoryTransport:
                     owner.close()
             elif (fd := pool.host.fd) is not None:
                 socket.send_fds(connection, [data], [fd])
+                connection.settimeout(None)
+                connection.recv(1)  # returns when the reader has unmapped the memory, or is gone
 
         self._listener, endpoint = serve_offers(pass_memory, name="kv-shm", max_connections=_MAX_CONNECTIONS)
         return endpoint
@@ -106,17 +110,22 @@ class SharedMemoryTransport:
 
 
 class SharedMemoryReader:
-    """Reads from a mapping of an owner's memory. The memory outlives its owner; leases say whether its content is still
-    valid."""
+    """Reads from a mapping of an owner's memory. A read in progress outlives the owner; leases say whether the content
+    is still valid."""
 
     def __init__(self, source: "_MappedBlocks | _WindowBlocks") -> None:
         self._source: _MappedBlocks | _WindowBlocks | None = source
         self._stagings = Stagings()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the owner has ended, or the reader was closed."""
+        return self._source is None
+
     def read(self, source_block_ids: BlockIds, target_block_ids: BlockIds, pool: KVPool) -> None:
         there = self._source
         if there is None:
-            raise KVTransferError("transport", "the reader is closed")
+            raise KVTransferError("transport", "the owner has ended, or the reader is closed")
         if there.sizes != pool.region_bytes:
             raise KVTransferError("layout", "the owner's regions are of other sizes than this pool's")
         source, target = checked_pairs(source_block_ids, there.num_blocks, target_block_ids, pool)
@@ -131,12 +140,19 @@ class SharedMemoryReader:
 class _MappedBlocks:
     """Maps an owner's pool of the host."""
 
-    def __init__(self, fd: int, offer: _Offer) -> None:
-        """Map ``fd``, which the caller keeps. Raises ``OSError`` or ``ValueError``."""
+    def __init__(self, connection: socket.socket, fd: int, offer: _Offer) -> None:
+        """Take ownership of the connection. The caller keeps ``fd``. Raises ``OSError`` or ``ValueError``."""
         self.num_blocks = offer.num_blocks
         self.sizes = [region.block_bytes for region in offer.regions]
         memory = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
         self._planes = region_planes(memory, offer.regions, offer.num_blocks)
+        self._connection = connection
+        weakref.finalize(self, hang_up, connection)  # with the last reference to the reader at the latest
+
+    def watch(self, reader: SharedMemoryReader) -> None:
+        """Close the reader when the owner has ended, on a thread of its own, which sleeps until then."""
+        arguments = (self._connection, weakref.ref(reader))
+        threading.Thread(target=_close_after, args=arguments, name="kv-shm-owner", daemon=True).start()
 
     def read(self, source: BlockArray, target: BlockArray, pool: KVPool, stagings: Stagings) -> None:
         if pool.device is None:
@@ -153,7 +169,17 @@ class _MappedBlocks:
         stagings.receive(pool, pool.device, target, fill)
 
     def close(self) -> None:
-        """Do nothing: unmapped with the last view, which a read in progress may hold."""
+        """Hang up. The memory is unmapped with the last view, which a read in progress may hold."""
+        hang_up(self._connection)
+
+
+def _close_after(connection: socket.socket, reader: "weakref.ref[SharedMemoryReader]") -> None:
+    with contextlib.suppress(OSError):
+        connection.settimeout(None)
+        connection.recv(1)  # an owner sends nothing more: this returns when it is gone, or the reader is closed
+    if (open_one := reader()) is not None:
+        open_one.close()
+    connection.close()
 
 
 class _WindowBlocks:
@@ -213,8 +239,9 @@ def map_offer(connection: socket.socket, fd: int, offer: _Offer, layout: str) ->
             raise ValueError("it is not sealed")
         if offer.is_window:
             return SharedMemoryReader(_WindowBlocks(connection, fd, offer))
-        reader = SharedMemoryReader(_MappedBlocks(fd, offer))
-        connection.close()
+        blocks = _MappedBlocks(connection, fd, offer)
+        reader = SharedMemoryReader(blocks)
+        blocks.watch(reader)
         return reader
     except (OSError, TypeError, ValueError, ArithmeticError, MemoryError) as error:
         raise KVTransferError("transport", f"the owner's memory cannot be mapped: {error}") from error

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
+from tests.engine_core.processes import wait_until
 from tests.gpu_worker.kv_connector.conftest import LAYOUT, SIZES, MakePool, block
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVRegion, KVTransferError
 from tokenloom.gpu_worker.kv_connector.listener import Listener
 from tokenloom.gpu_worker.kv_connector.shared_memory import SharedMemoryTransport, _Offer, map_offer
+from tokenloom.gpu_worker.kv_connector.staging import Stagings
 from tokenloom.gpu_worker.kv_connector.unix_offer import Endpoint
 
 
@@ -51,14 +54,45 @@ def test_no_memory_is_passed_after_it_was_closed(transport, make_pool: MakePool)
         transport.open(endpoint, LAYOUT)
 
 
-def test_a_mapping_outlives_its_owner(transport, make_pool: MakePool) -> None:
+def test_a_read_in_progress_outlives_its_owner(transport, make_pool: MakePool) -> None:
     owner, pool = make_pool(4, shared=True), make_pool(4, seed=1)
     expected = block(owner, 2)
     reader = SharedMemoryTransport().open(transport.serve(owner), LAYOUT)
+    source = reader._source
     transport.close()
     owner.memory.close()
-    reader.read([2], [0], pool)
+    assert wait_until(lambda: reader.is_closed, 30.0)
+    source.read(np.array([2]), np.array([0]), pool, Stagings())
     assert block(pool, 0) == expected
+
+
+OWNER = f"""
+import sys
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
+from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion
+from tokenloom.gpu_worker.kv_connector.shared_memory import SharedMemoryTransport
+pool = KVPool(PoolMemory.allocate(4 * {SIZES[0]}, shared=True), (KVRegion(0, {SIZES[0]}),), 4, {LAYOUT!r})
+transport = SharedMemoryTransport()
+print(transport.serve(pool).hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_memory_of_an_owner_that_was_killed_is_unmapped(transport) -> None:
+    gc.collect()
+    before = _held()
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with owner:
+        assert owner.stdout is not None
+        reader = transport.open(bytes.fromhex(owner.stdout.readline()), LAYOUT)
+        assert _held()[1] > before[1]
+        owner.kill()
+        owner.wait()
+        assert wait_until(lambda: reader.is_closed, 30.0)
+    with pytest.raises(KVTransferError, match="the owner has ended") as caught:
+        reader.read([0], [0], None)
+    assert caught.value.reason == "transport"
+    assert wait_until(lambda: _held()[1] <= before[1], 30.0), "its memory is still mapped"
 
 
 def test_readers_leave_no_descriptor_and_no_mapping(transport, make_pool: MakePool) -> None:
@@ -71,7 +105,7 @@ def test_readers_leave_no_descriptor_and_no_mapping(transport, make_pool: MakePo
         with pytest.raises(KVTransferError):
             transport.open(endpoint, "other")
     gc.collect()
-    assert all(now <= then for now, then in zip(_held(), before, strict=True))
+    assert wait_until(lambda: all(now <= then for now, then in zip(_held(), before, strict=True)), 30.0)
 
 
 def _held() -> tuple[int, int]:

@@ -1,12 +1,14 @@
 """Sends and receives errors: inside the mesh as ``types_pb2.Error`` (in a shared stream) or as a gRPC status with
 google.rpc details, and to HTTP clients as OpenAI's JSON."""
 
+import contextlib
 import logging
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
-from google.protobuf import duration_pb2
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 from tokenloom.v1 import types_pb2
@@ -19,6 +21,8 @@ DOMAIN = "tokenloom"
 """``ErrorInfo.domain`` of our own errors. Other statuses come from the transport; clients do not see their text."""
 
 _STATUS_DETAILS = "grpc-status-details-bin"
+_MAX_RETRY_SECONDS = 86_400.0
+"""Limit of a peer's time until a retry, which becomes a header of HTTP and a number of nanoseconds."""
 
 _BY_REASON = {cls.reason: cls for cls in tree(TokenloomError)}
 # Parents come before their children in the tree; reversed, the parent is kept for a code that they share.
@@ -99,13 +103,13 @@ def from_rpc(error: grpc.aio.AioRpcError | grpc.Call) -> TokenloomError:
     for detail in status.details if status is not None else ():
         info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
         quota = error_details_pb2.QuotaFailure()
-        if detail.Unpack(info):
+        if _unpacks(detail, info):
             ours, reason = info.domain == DOMAIN, info.reason
-        elif detail.Unpack(bad) and bad.field_violations:
+        elif _unpacks(detail, bad) and bad.field_violations:
             field = bad.field_violations[0].field
-        elif detail.Unpack(retry):
+        elif _unpacks(detail, retry):
             retry_after = _seconds(retry.retry_delay)
-        elif detail.Unpack(quota) and quota.violations:
+        elif _unpacks(detail, quota) and quota.violations:
             limit = quota.violations[0].subject
     if ours and status is not None:
         ours_again = _make(error.code().value[0], reason, status.message, field, retry_after)
@@ -148,8 +152,16 @@ def _make(code: int, reason: str, message: str, field: str | None, retry_after: 
 def _attached_status(error: grpc.aio.AioRpcError | grpc.Call) -> status_pb2.Status | None:
     for key, value in error.trailing_metadata() or ():
         if key == _STATUS_DETAILS and isinstance(value, bytes):
-            return status_pb2.Status.FromString(value)
+            with contextlib.suppress(DecodeError):  # it comes from another process, and this runs in handlers of errors
+                return status_pb2.Status.FromString(value)
     return None
+
+
+def _unpacks(detail: any_pb2.Any, into: Message) -> bool:
+    """Return whether a detail of a status is of this type, and read it. One that is broken is of no type."""
+    with contextlib.suppress(DecodeError):
+        return detail.Unpack(into)
+    return False
 
 
 def _duration(seconds: float) -> duration_pb2.Duration:
@@ -159,4 +171,4 @@ def _duration(seconds: float) -> duration_pb2.Duration:
 
 
 def _seconds(duration: duration_pb2.Duration) -> float:
-    return duration.ToNanoseconds() / 1e9
+    return min(max(duration.ToNanoseconds() / 1e9, 0.0), _MAX_RETRY_SECONDS)

@@ -7,8 +7,10 @@ import hashlib
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -87,11 +89,21 @@ def _locked(library: Path) -> Iterator[None]:
 
 def _compile(source: Path, flags: list[str], runtime: Path | None, library: Path) -> None:
     log.info("compiling the CPU kernels of %s, once", source.stem)
-    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+    _remove_left(library)
+    with tempfile.TemporaryDirectory(prefix=f"{library.stem}-", dir=library.parent) as directory:
         object_file, result = Path(directory, "kernels.o"), Path(directory, "kernels.so")
         _run("g++", "-fopenmp", *flags, "-c", str(source), "-o", str(object_file))
         _run("g++", "-shared", str(object_file), "-o", str(result), str(runtime or "-lgomp"))
         result.replace(library)  # in one step: another process may be about to load it
+
+
+def _remove_left(library: Path) -> None:
+    """Remove what builds of a library that were killed have left. Not every file system has the lock that says that no
+    other build runs, so those that may still run stay."""
+    for path in library.parent.glob(f"{library.stem}-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > 2 * _TIMEOUT:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _run(*command: str) -> str:

@@ -13,6 +13,10 @@ MAX_ID = 512
 ID_DIGITS = 10
 _HEAD = b'{"id":"batch_req_'
 """Begins every line of results; the number of the line that it answers follows in :data:`ID_DIGITS` digits."""
+EXPIRED = "batch_expired"
+"""The code of a request for which the time of its batch was over."""
+_EXPIRED = b'"response":null,"error":{"code":"%b",' % EXPIRED.encode()
+"""Is in the lines of such requests only: within a text the quotes are escaped."""
 
 
 class _Line(msgspec.Struct):
@@ -156,8 +160,15 @@ def error_line(batch_id: str, error: LineError) -> bytes:
     return _result(batch_id, error.number, error.custom_id, None, {"code": error.code, "message": error.message})
 
 
-def numbers_of(file: BinaryIO) -> Iterator[int]:
-    """Yield the number of the input's line that each complete line of a file of results answers.
+def expiry_of(request: LineRequest) -> LineError:
+    """Return what becomes of a request for which the time of its batch was over."""
+    message = "this request was not executed before the completion window expired"
+    return LineError(request.number, request.custom_id, EXPIRED, message)
+
+
+def results_in(file: BinaryIO) -> Iterator[tuple[int, bool]]:
+    """Yield of each complete line of a file of results the number of the input's line that it answers, and whether that
+    expired.
 
     Stops at what is no such line: a crash may leave the last one incomplete. Afterwards the file is positioned behind
     the last complete line.
@@ -169,7 +180,7 @@ def numbers_of(file: BinaryIO) -> Iterator[int]:
         if not (line.startswith(_HEAD) and digits.isdigit() and line.endswith(b"}\n")):
             break
         end += len(line)
-        yield int(digits)
+        yield int(digits), _EXPIRED in line
     file.seek(end, os.SEEK_SET)
 
 

@@ -12,7 +12,7 @@ from ..files.file_room import FileRoom
 from ..http.internal_call import Reply
 from ..tenants.tenant import Tenant
 from .batch import Batch
-from .batch_lines import InputLines, LineError, LineRequest, answer_line, error_line
+from .batch_lines import InputLines, LineError, LineRequest, answer_line, error_line, expiry_of
 from .batch_metrics import LineMetrics
 from .results import Results
 
@@ -126,8 +126,7 @@ class BatchRun:
                 return
             if reply is None:
                 self.has_expired = True
-                message = "this request was not executed before the completion window expired"
-                await self._fail(LineError(line.number, line.custom_id, "batch_expired", message), "expired")
+                await self._fail(expiry_of(line), "expired")
                 return
             is_error = reply.status != 200
             result = answer_line(self._batch.id, line, reply.status, reply.request_id, reply.body)

@@ -173,7 +173,7 @@ class BatchTask:
                 try:
                     await run.run(file, context.limits.line_bytes)
                 finally:
-                    self._has_expired = run.has_expired
+                    self._has_expired = run.has_expired or results.has_expired  # also before a restart
 
     def _input(self) -> AbstractAsyncContextManager[BinaryIO]:
         path = self._context.files.path(self.batch.input_file_id)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..files.disk import Disk, write_all
 from .batch import Batch
-from .batch_lines import numbers_of
+from .batch_lines import results_in
 
 SYNC_SECONDS = 1.0
 """Results are handed to the operating system at once, which keeps them if the gateway is killed, and are synced to the
@@ -36,12 +36,14 @@ class Results:
         done: For each line of the input, from 1, whether it has a result.
         num_outputs, num_errors: Lines of the two files.
         num_bytes: Of both files.
+        has_expired: Whether a result that was there at the opening is that of a request that expired.
     """
 
     def __init__(self, disk: Disk, outputs: Path, errors: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock``: seconds, for the time between two syncs."""
         self.done = bytearray()
         self.num_outputs = self.num_errors = self.num_bytes = 0
+        self.has_expired = False
         self._disk = disk
         self._paths = outputs, errors
         self._clock = clock
@@ -126,7 +128,8 @@ class Results:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             self._files.append(descriptor)
             with open(descriptor, "rb", closefd=False) as file:
-                for number in numbers_of(file):
+                for number, has_expired in results_in(file):
+                    self.has_expired |= has_expired
                     if number < len(self.done):
                         self.done[number] = 1
                     counts[index] += 1

@@ -5,7 +5,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenloom.request.errors import InvalidArgument, Unavailable
+from tokenloom.request.errors import InvalidArgument, NotFound, Unavailable
 
 from ..http.app import Routes
 from ..http.exchange import Exchange, UnsupportedEncoding
@@ -15,7 +15,7 @@ from .file_room import FileRoom
 from .file_store import FileStore
 from .multipart import Upload, boundary_of
 from .page_query import MAX_ITEMS, PageQuery
-from .stored_file import MAX_NAME, new_file_id
+from .stored_file import MAX_NAME, StoredFile, new_file_id
 
 PURPOSE = "batch"
 """The only purpose of uploads."""
@@ -90,13 +90,19 @@ class FilesApi:
     async def content(self, exchange: Exchange) -> None:
         """Send what a file holds, piece by piece."""
         file = self.store.get(id_of(exchange), exchange.tenant.name)
-        async with self._opened(self.store.path(file.id), os.O_RDONLY) as descriptor:
-            length = str(file.size).encode()
-            await exchange.start(200, [(b"content-type", b"application/octet-stream"), (b"content-length", length)])
-            is_wanted = exchange.method != "HEAD"
-            while is_wanted and (piece := await self.disk.run(lambda: os.read(descriptor, PIECE_BYTES))):
-                await exchange.write(piece)
-            await exchange.finish()
+        try:
+            async with self._opened(self.store.path(file.id), os.O_RDONLY) as descriptor:
+                await self._send(exchange, file, descriptor)
+        except FileNotFoundError:  # it was deleted before it was open
+            raise NotFound(f"no file {file.id!r} is stored here") from None
+
+    async def _send(self, exchange: Exchange, file: StoredFile, descriptor: int) -> None:
+        length = str(file.size).encode()
+        await exchange.start(200, [(b"content-type", b"application/octet-stream"), (b"content-length", length)])
+        is_wanted = exchange.method != "HEAD"
+        while is_wanted and (piece := await self.disk.run(lambda: os.read(descriptor, PIECE_BYTES))):
+            await exchange.write(piece)
+        await exchange.finish()
 
     async def _receive(self, exchange: Exchange, boundary: bytes, path: Path, room: FileRoom) -> Upload:
         """Write the file of a form to ``path``. ``room``: grows with it."""

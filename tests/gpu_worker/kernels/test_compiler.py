@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,6 +38,20 @@ def test_an_equal_library_is_built_once(tmp_path, compiled):
     assert build("fused", cache_dir=tmp_path / "cache") == first
     assert compiled == ["fused"]
     assert list((tmp_path / "cache").iterdir()) == [first], "nothing but the library stays"
+
+
+@needs_compiler
+def test_what_killed_builds_have_left_is_removed(tmp_path, compiled):
+    library = build("fused", cache_dir=tmp_path)
+    library.unlink()
+    old, young, other = (tmp_path / name for name in (f"{library.stem}-old", f"{library.stem}-new", "other-old"))
+    for path in (old, young, other):
+        path.mkdir()
+        (path / "kernels.o").touch()
+    for path in (old, other):
+        os.utime(path, (time.time() - 3600,) * 2)
+    assert build("fused", cache_dir=tmp_path) == library
+    assert {*tmp_path.iterdir()} == {library, young, other}
 
 
 @needs_compiler

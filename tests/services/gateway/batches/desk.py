@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.services.gateway.files.failing_disk import InlineThreads
 from tokenloom.services.gateway.batches.batch import Batch, new_batch_id
-from tokenloom.services.gateway.batches.batch_lines import numbers_of
+from tokenloom.services.gateway.batches.batch_lines import results_in
 from tokenloom.services.gateway.batches.batch_metrics import LineMetrics
 from tokenloom.services.gateway.batches.batch_run import Surroundings
 from tokenloom.services.gateway.batches.batch_runner import BatchRunner
@@ -120,7 +120,7 @@ class Desk:
         if not path.exists():
             return []
         with path.open("rb") as file:
-            numbers = list(numbers_of(file))
+            numbers = [number for number, _ in results_in(file)]
             assert not file.read(), "an incomplete line"
         return numbers
 

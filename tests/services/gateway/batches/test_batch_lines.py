@@ -11,7 +11,8 @@ from tokenloom.services.gateway.batches.batch_lines import (
     LineRequest,
     answer_line,
     error_line,
-    numbers_of,
+    expiry_of,
+    results_in,
 )
 
 URL = "/v1/completions"
@@ -88,7 +89,9 @@ def test_results_say_which_line_they_answer() -> None:
     read = json.loads(answer)
     assert (read["custom_id"], read["response"]["body"], read["error"]) == ("seven", {"text": "a\nb"}, None)
     assert json.loads(error)["error"] == {"code": "code", "message": "message"}
+    expired = error_line("batch_1", expiry_of(LineRequest(9, error.decode(), body)))
+    looks_expired = answer_line("batch_1", LineRequest(10, expired.decode(), b"{}"), 400, "r", error.rstrip())
     for rest in (b"", b'{"id":"batch_req_0000000009', b"\0" * 50, answer[:-1], b"{}\n"):
-        file = io.BytesIO(answer + error + rest)
-        assert list(numbers_of(file)) == [7, 8]
-        assert file.tell() == len(answer + error)
+        file = io.BytesIO(answer + error + expired + looks_expired + rest)
+        assert list(results_in(file)) == [(7, False), (8, False), (9, True), (10, False)]
+        assert file.tell() == len(answer + error + expired + looks_expired)

@@ -14,6 +14,7 @@ from tests.services.gateway.files.failing_disk import Crashed, Writes
 from tokenloom.request.errors import FailedPrecondition, Unavailable
 from tokenloom.services.gateway.batches import batch_store
 from tokenloom.services.gateway.batches.batch import Batch
+from tokenloom.services.gateway.batches.batch_lines import LineRequest, error_line, expiry_of
 from tokenloom.services.gateway.batches.batch_task import LONGEST_RETRY_SECONDS
 from tokenloom.services.gateway.files.stored_file import StoredFile
 from tokenloom.services.gateway.http.internal_call import Reply
@@ -272,6 +273,21 @@ async def test_a_line_that_the_gateway_fails_to_run_fails_alone(
         assert (batch.status, batch.completed, batch.failed) == ("completed", 2, 1)
         assert b'"internal_error"' in desk.files.path(batch.error_file_id).read_bytes()
         assert "line 2 failed" in caplog.text
+        desk.check()
+
+
+async def test_a_batch_that_has_expired_stays_so_after_a_crash(tmp_path: Path) -> None:
+    """The crash comes behind the last line's result: the results alone say what has become of them."""
+    async with Desk(tmp_path).open() as desk:
+        desk.calls.answer = after(1)
+        batch = await desk.create(await desk.upload(*GOOD))
+        await until(lambda: batch.completed == 1)
+    path = tmp_path / "batches" / f"{batch.id}.errors"
+    path.write_bytes(b"".join(error_line(batch.id, expiry_of(LineRequest(n, f"c{n}", b"{}"))) for n in (2, 3)))
+    async with Desk(tmp_path).open() as desk:
+        (batch,) = desk.batches.of("")
+        await desk.ended(batch)
+        assert (batch.status, batch.completed, batch.failed) == ("expired", 1, 2)
         desk.check()
 
 

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.services.gateway.fakes import FakeMesh
+from tokenloom.services.gateway.files import file_store
 from tokenloom.services.gateway.files.multipart import MAX_FIELD_BYTES, MAX_HEAD_BYTES, MAX_PARTS
 
 CONTENT = b'{"custom_id":"1"}\n' * 20_000
@@ -58,6 +59,27 @@ async def test_a_key_sees_its_own_files_only(http: httpx.AsyncClient) -> None:
         response = await http.request(method, f"/v1/files/{file['id']}{path}", headers=other)
         assert response.status_code == 404
     assert (await http.get("/v1/files", headers={"Authorization": ""})).status_code == 401
+
+
+async def test_a_file_that_is_deleted_while_it_is_opened_is_not_found(http: httpx.AsyncClient, tmp_path: Path) -> None:
+    file = (await http.post("/v1/files", **form(b"x"))).json()
+    (tmp_path / "batches" / "files" / file["id"]).unlink()
+    response = await http.get(f"/v1/files/{file['id']}/content")
+    assert (response.status_code, file["id"] in response.text) == (404, True)
+
+
+async def test_a_full_disk_is_an_error_that_may_be_retried(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(file_store, "write_atomically", full)
+        response = await http.post("/v1/files", **form())
+    assert (response.status_code, "No space left on device; retry later" in response.text) == (503, True)
+    assert response.headers["retry-after"] == "10"
+    assert (await http.post("/v1/files", **form())).status_code == 200
 
 
 async def test_lists_come_in_pages(http: httpx.AsyncClient) -> None:

@@ -189,7 +189,7 @@ simulate: install ## run 10,000 seeds of the simulated mesh, with faults of ever
 	for bug in no_retry stale_frames ignored_lease; do $(BIN)/python -m tests.simulation --seeds 200 --bug $$bug || exit 1; done
 	$(BIN)/python -m tests.simulation.waves --schedules 20000
 
-soak: install ## run random schedules of faults and of awaits, JSON schemas, expensive grammars, malformed requests and frames, tiny models
+soak: install ## run random schedules of faults and of awaits, JSON schemas, expensive grammars, malformed requests, frames and command lines, tiny models
 	$(BIN)/python -m tests.soak --schedules 1000
 	$(BIN)/python -m tests.soak --schedules 1000 --async-scheduling
 	$(BIN)/python -m tests.soak --schedules 50 --worker model
@@ -203,6 +203,7 @@ soak: install ## run random schedules of faults and of awaits, JSON schemas, exp
 	$(BIN)/python -m tests.soak.bombs
 	$(BIN)/python -m tests.soak.fuzz --requests 20000
 	$(BIN)/python -m tests.soak.frames --seeds 10000
+	$(BIN)/python -m tests.soak.command_lines --seeds 10000
 	$(BIN)/python -m tests.soak.models.transformers_models
 
 attack: install ## attack running meshes while another key's stream runs, and print what it noticed (20 minutes, nothing else running)

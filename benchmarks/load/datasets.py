@@ -11,6 +11,9 @@ from msgspec import Meta, Struct
 _EDGE = 10
 """How many ids at both ends of a vocabulary are left out, because special tokens are there."""
 
+_MOST_IDS = 1 << 26
+"""Token ids of all prompts: half a gigabyte, and a minute to draw them."""
+
 
 class DatasetName(StrEnum):
     """Names the kinds of load."""
@@ -131,3 +134,6 @@ def _check(options: DatasetOptions, vocab_size: int) -> None:
     for name in ("range_ratio", "long_share"):
         if not 0 <= getattr(options, name) <= 1:
             raise ValueError(f"{name} is {getattr(options, name)}; it must be between 0 and 1")
+    longest = max(options.input_len, options.prefix_len, options.long_input_len)
+    if (num_ids := max(options.num_prompts, options.num_prefixes) * longest) > _MOST_IDS:
+        raise ValueError(f"the prompts would have {num_ids:,} tokens, at most {_MOST_IDS:,} are made: ask for less")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import typer
 
 from tokenloom.preflight.refusal import Refused
+from tokenloom.request.errors import TokenloomError
 from tokenloom.supervisor.part_failed import PartFailed
 from tokenloom.supervisor.ports import PortTaken
 from tokenloom.supervisor.state_dir import StateDirError
@@ -33,21 +34,26 @@ def reported() -> Iterator[None]:
     try:
         yield
     except (PartFailed, PortTaken, StateDirError, RequestFailed, CommandFailed) as error:
-        _print(str(error))
+        print_error(str(error))
+        raise typer.Exit(FAILED) from None
+    except TokenloomError as error:  # such as a model that is not found
+        print_error(error.message)
         raise typer.Exit(FAILED) from None
     except Refused as error:
-        _print(f"{error}.")
+        print_error(f"{error}.")
         raise typer.Exit(REFUSED) from None
     except BrokenPipeError:  # the reader of the output went away, as after `| head`; typer ends the command
         raise
     except OSError as error:  # a full disk, a folder without access, a limit of this process
-        _print(reason_of(error))
+        print_error(reason_of(error))
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _print(text: str) -> None:
+def print_error(text: str) -> None:
+    """Write an error as one line, whatever the names in it hold."""
+    text = " ".join(text.splitlines())
     with contextlib.suppress(OSError):  # the exit status says it too
         typer.secho(f"Error: {text}", fg="red", err=True)
 

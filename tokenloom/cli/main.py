@@ -53,7 +53,7 @@ def _options(
 
 def main() -> None:
     """Run the console script."""
-    streams.open_closed()
+    streams.prepare()
     status: str | int | None = 0
     try:
         app()

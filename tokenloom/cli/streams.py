@@ -1,11 +1,13 @@
 """The standard streams of the command: one may be closed, its reader may go away, and its disk may be full."""
 
+import io
 import os
 import sys
 
 
-def open_closed() -> None:
-    """Open those that were closed at the start (``2>&-``), so that no socket or log gets their numbers."""
+def prepare() -> None:
+    """Open those that were closed at the start (``2>&-``), so that no socket or log gets their numbers; and let the
+    output write what its encoding has no character for, such as the bytes of a file's name, with an escape."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
@@ -13,6 +15,8 @@ def open_closed() -> None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
             stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - as long as the process
             setattr(sys, name, stream)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def report(text: str) -> None:

@@ -70,7 +70,7 @@ def _try(where: str, address: Address) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address.host, address.port))
-        except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: no name of a host
+        except (OSError, OverflowError, UnicodeError, TypeError) as error:  # the last two: no name of a host
             raise Refused(
                 f"{where}: {getattr(error, 'strerror', None) or error}: choose another address or port"
             ) from None

@@ -69,9 +69,10 @@ def _bind(held: socket.socket, host: str, bound: str, port: int) -> None:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         held.bind((bound, port))
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError, TypeError) as error:  # the last two: no name of a host
         held.close()
-        reason = error.strerror if isinstance(error, OSError) else "ports end at 65535"
+        reason = "ports end at 65535" if isinstance(error, OverflowError) else getattr(error, "strerror", None)
+        reason = reason or "this is no name of a host"
         raise PortTaken(f"cannot bind {Address(host=host, port=port)}: {reason}; choose another port") from None
 
 
@@ -88,7 +89,7 @@ def _grpc_socket(host: str) -> tuple[socket.socket, str]:
         return held, host
     try:
         address = socket.gethostbyname(host)
-    except OSError:
+    except (OSError, UnicodeError, TypeError):
         return held, host  # `bind` reports it
     return held, "::" if address == "0.0.0.0" else f"::ffff:{address}"
 

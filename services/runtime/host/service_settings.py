@@ -164,7 +164,8 @@ class ServiceSettings(Struct, frozen=True, kw_only=True):
         try:
             return cls.read(sys.argv[1:] if argv is None else argv, os.environ)
         except ValueError as error:
-            sys.stderr.write(f"python -m tokenloom.services.{cls.service}: error: {error}\n")
+            reason = " ".join(str(error).split())  # one line, whatever the words of the command hold
+            sys.stderr.write(f"python -m tokenloom.services.{cls.service}: error: {reason}\n")
             raise SystemExit(2) from None
 
     @classmethod

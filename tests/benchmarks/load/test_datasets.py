@@ -60,3 +60,11 @@ def test_a_tiny_vocabulary_still_has_tokens() -> None:
     assert make_prompts(DatasetOptions(num_prompts=1, input_len=50), 3)[0].token_ids.count(1) > 0
     with pytest.raises(ValueError, match="vocabulary of 1"):
         make_prompts(DatasetOptions(), 1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_prompts": 2**62}, {"input_len": 2**31}, {"num_prefixes": 2**31}, {"long_input_len": 2**31}]
+)
+def test_more_tokens_than_a_machine_holds_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="ask for less"):
+        make_prompts(DatasetOptions(**options), VOCABULARY)  # type: ignore[arg-type]

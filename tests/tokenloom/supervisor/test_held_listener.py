@@ -2,10 +2,11 @@
 
 import socket
 import sys
+from collections.abc import Callable
 
 import pytest
 
-from tokenloom.supervisor.held_listener import hold_grpc, hold_http, is_listening, reserve
+from tokenloom.supervisor.held_listener import PortTaken, hold_grpc, hold_http, is_listening, reserve
 
 HOST = "127.0.0.1"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a program choose the socket")
@@ -61,3 +62,10 @@ def test_any_host_is_held(host: str) -> None:
 def test_only_a_reserved_socket_does_not_listen() -> None:
     with reserve(HOST, 0) as reserved, hold_http(HOST, 0) as http, hold_grpc(HOST, 0) as grpc:
         assert [is_listening(each) for each in (reserved, http, grpc)] == [False, True, True]
+
+
+@pytest.mark.parametrize("host", ["a" * 300, "x\udc80", "a..b"])
+@pytest.mark.parametrize("open_one", [reserve, hold_http, hold_grpc])
+def test_what_is_no_name_of_a_host_is_named(open_one: Callable[[str, int], socket.socket], host: str) -> None:
+    with pytest.raises(PortTaken, match="cannot bind"):
+        open_one(host, 0)

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from ..failures import print_error
 from ..tables import print_tables
 
 if TYPE_CHECKING:
@@ -61,7 +62,10 @@ def failures() -> Iterator[None]:
 
     try:
         yield
-    except (ValueError, MeshBroke, ServerBroke, PeerFailed, OSError) as error:
+    except ValueError as error:
+        print_error(str(error))
+        raise typer.Exit(1) from None
+    except (MeshBroke, ServerBroke, PeerFailed) as error:  # with the last lines of its log
         typer.secho(f"Error: {error}", fg="red", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:

@@ -30,7 +30,8 @@ def complete(
     as_json: Annotated[bool, typer.Option("--json", help="Print the server's complete answer.")] = False,
 ) -> None:
     """Continue a text with a served model, from PROMPT or a pipe."""
-    text = with_piped(prompt)
+    with reported():
+        text = with_piped(prompt)
     if text is None:
         raise typer.BadParameter("is missing, and no input was piped in", param_hint="PROMPT")
     with reported():

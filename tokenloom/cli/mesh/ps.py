@@ -27,7 +27,7 @@ def ps(
     if not meshes:
         if as_json:
             print("[]")
-        else:
+        if not as_json or port is not None:
             where = "" if port is None else f" on port {port}"
             typer.echo(f"No mesh is running{where}; `tokenloom serve` starts one.", err=True)
         raise typer.Exit(0 if port is None else 1)

@@ -1,0 +1,14 @@
+"""Command lines of nonsense, by seed; ``make soak`` runs 10,000."""
+
+import pytest
+
+from tests.soak.command_lines import check
+
+SEEDS = 200
+BATCH = 50
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
+def test_nonsense_ends_in_one_line(first: int) -> None:
+    ends = [check(seed) for seed in range(first, first + BATCH)]
+    assert {"reached", "2"} <= set(ends), "some is refused, and some is none"

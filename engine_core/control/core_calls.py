@@ -52,6 +52,10 @@ class CoreCalls:
             return None
         except ValueError as error:
             return self._refuse(request, str(error), ErrorKind.UNAVAILABLE)
+        except Exception:  # a bug, or what a library or the system refuses: the other requests go on
+            log.exception("request %s cannot be added", request.request_id)
+            self._core.abort_requests([request.request_id])  # it may have been added in part
+            return self._refuse(request, "the engine could not take the request", ErrorKind.INTERNAL)
 
     def abort(self, request_ids: list[str]) -> EngineCoreOutputs | None:
         """End requests without an output, ignoring unknown ones. Returns the statistics if no step will bring them."""

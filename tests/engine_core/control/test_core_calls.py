@@ -5,11 +5,18 @@ import msgspec
 import pytest
 
 from tests.engine_core.executor.ranks import make_ranked_core
-from tests.engine_core.helpers import make_config
-from tokenloom.engine_core.control.core_calls import Utilities, methods_of
+from tests.engine_core.helpers import finish, make_config, make_core, make_request
+from tests.engine_core.invariants import check_idle
+from tokenloom.engine_core.control.core_calls import CoreCalls, Utilities, methods_of
 from tokenloom.engine_core.errors import ExecutorFailedError, RanksDifferError
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
-from tokenloom.engine_core.wire.messages import UtilityCall, UtilityOutput
+from tokenloom.engine_core.wire.messages import (
+    EngineCoreRequest,
+    ErrorKind,
+    FinishReason,
+    UtilityCall,
+    UtilityOutput,
+)
 from tokenloom.engine_core.wire.serialization import from_raw, to_raw
 
 
@@ -68,6 +75,28 @@ def test_a_future_is_answered_once_it_has_its_result() -> None:
     assert [(answer.call_id, from_raw(answer.result)) for answer in answers] == [(2, {"a": [1, None]})]
     futures[0].set_exception(ValueError("too late"))
     assert answers[1].error == "later: too late"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_request_that_cannot_be_added_fails_alone(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
+    core = make_core()
+    calls, add = CoreCalls(core), core.scheduler.add_request
+
+    def fail(request: EngineCoreRequest) -> None:
+        if not before:
+            add(request)
+        raise RuntimeError("can't start new thread")
+
+    assert calls.add(make_request("a", [1], 3)) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(core.scheduler, "add_request", fail)
+        refusal = calls.add(make_request("b", [2], 3))
+    assert refusal is not None
+    (output,) = refusal.outputs
+    assert (output.request_id, output.finish_reason) == ("b", FinishReason.ERROR)
+    assert (output.error, output.error_kind) == ("the engine could not take the request", ErrorKind.INTERNAL)
+    assert list(finish(core)) == ["a"]
+    check_idle(core.scheduler)
 
 
 class Recorder(HashWorker):

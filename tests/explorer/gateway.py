@@ -45,7 +45,9 @@ MAX_RUNNING = 4
 MAX_KEPT_BYTES = 4096
 KEEP_DISCONNECTED = 2.0
 """Seconds that a request may run whose client has left."""
-TIMEOUT = 60.0
+TIMEOUT = 20.0
+ENDED_SECONDS = 6.0
+"""After so long, what runs without a client has ended by itself."""
 _PARSER = BodyParser((), ())
 
 
@@ -165,7 +167,7 @@ class Gateway:
     async def check(self) -> None:
         """Check at the end that nothing is held, that nothing waits, and that each token was charged once."""
         world = self.world
-        await asyncio.sleep(TIMEOUT)  # what runs without a client ends by itself
+        await asyncio.sleep(ENDED_SECONDS)
         self.clients.check_all_given_back()
         backlog = self.backlog
         waiting = (backlog.live, backlog.pending, backlog.pending_tokens)

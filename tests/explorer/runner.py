@@ -68,13 +68,18 @@ def size_of(name: str) -> Size:
 def run_plan(name: str, plan: Plan, *, is_traced: bool = False) -> Result:
     """Run a scenario as a plan says; after a crash of the plan, also what comes after it."""
     result = Result(name, plan)
-    scenario = SCENARIOS[name]()
     with _folder() as directory, _collected(result):
-        world = _run(scenario, plan, directory, result, is_traced=is_traced)
-        result.size = Size(world.loop.num_awaits, world.disk.num_accesses)
-        if world.disk.is_off:
-            _run(scenario, plan.undisturbed(), directory, result, is_traced=is_traced, memory=world.memory)
+        _run_processes(plan, directory, result, is_traced=is_traced)
     return result
+
+
+def _run_processes(plan: Plan, directory: Path, result: Result, *, is_traced: bool) -> None:
+    """Run a process, and the one after it if it crashes. Keeps nothing of them, so that all of it is collected."""
+    scenario = SCENARIOS[result.scenario]()
+    world = _run(scenario, plan, directory, result, is_traced=is_traced)
+    result.size = Size(world.loop.num_awaits, world.disk.num_accesses)
+    if world.disk.is_off:
+        _run(scenario, plan.undisturbed(), directory, result, is_traced=is_traced, memory=world.memory)
 
 
 def describe(result: Result) -> str:

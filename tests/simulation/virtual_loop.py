@@ -111,6 +111,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         try:
             for _ in range(_MAX_AWAITS):
                 pending = [task for task in asyncio.all_tasks(self) if task._log_destroy_pending]  # type: ignore[attr-defined]
+                if not (pending or self._ready or self._timers):
+                    break
                 for task in pending:
                     task._log_destroy_pending = False  # type: ignore[attr-defined]
                     _close(task.get_coro())

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from tests.explorer.clients import TENANTS, Answer
-from tests.explorer.gateway import MAX_RUNNING, TIMEOUT, Gateway
+from tests.explorer.gateway import ENDED_SECONDS, MAX_RUNNING, Gateway
 from tests.explorer.scenarios.generations import REFUSED
 from tests.explorer.world import World
 
@@ -60,7 +60,7 @@ async def _use(gateway: Gateway, tenant: str) -> None:
 async def _fill(gateway: Gateway) -> None:
     """Let one tenant begin as much as it can, and check that another one is served all the same."""
     body = {"model": "model", "input": "abc", "background": True, "max_output_tokens": 20}
-    await asyncio.sleep(TIMEOUT)  # what runs already ends
+    await asyncio.sleep(ENDED_SECONDS)
     for _ in range(MAX_RUNNING + 1):
         await _ask(gateway, "POST", _PATH, body, tenant="a", may_leave=False)
     begun = await _ask(gateway, "POST", _PATH, body, tenant="b", may_leave=False)

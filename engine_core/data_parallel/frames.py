@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import struct
+import time
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -19,6 +20,7 @@ class Frames(Generic[T]):
     def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> None:
         self._connection = connection
         self._decoder = decoder
+        self._seconds: float | None = None
 
     def send(self, message: object) -> None:
         """Send a message. Raises ``OSError`` if the connection has ended, or if the peer reads nothing."""
@@ -27,16 +29,18 @@ class Frames(Generic[T]):
 
     def receive(self) -> T:
         """Wait for a message. Raises ``OSError`` if the connection ends, or if the peer speaks another language."""
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        ends_at = None if self._seconds is None else time.monotonic() + self._seconds
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, ends_at))
         if length > _MAX_BYTES:
             raise ConnectionError(f"a message of {length} bytes; it may have {_MAX_BYTES}")
         try:
-            return self._decoder.decode(self._read(length))
+            return self._decoder.decode(self._read(length, ends_at))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec does not convert the latter
             raise ConnectionError(f"a message that is none of a data-parallel group: {error}") from None
 
     def limit(self, seconds: float | None) -> None:
-        """Let each read and write end with ``TimeoutError`` after so many seconds; None: they wait."""
+        """Let receiving a whole message, or a write, end with ``TimeoutError`` after these seconds; None: they wait."""
+        self._seconds = seconds
         self._connection.settimeout(seconds)
 
     def close(self) -> None:
@@ -45,9 +49,13 @@ class Frames(Generic[T]):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
-    def _read(self, count: int) -> bytes:
+    def _read(self, count: int, ends_at: float | None) -> bytes:
         parts: list[bytes] = []
         while count:
+            if ends_at is not None:  # for all reads together: a peer may send one byte at a time
+                if (left := ends_at - time.monotonic()) <= 0:
+                    raise TimeoutError("the peer takes too long for a message")
+                self._connection.settimeout(left)
             part = self._connection.recv(count)
             if not part:
                 raise ConnectionError("the connection was closed")

@@ -1,5 +1,6 @@
 """Messages of a data-parallel group over a socket, and what is none."""
 
+import itertools
 import socket
 import struct
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from tokenloom.engine_core.data_parallel import frames
 from tokenloom.engine_core.data_parallel.frames import Frames, decoder_of
 from tokenloom.engine_core.data_parallel.messages import GroupHello, ToHub
 
@@ -25,10 +27,20 @@ def pair() -> Iterator[Pair]:
 
 
 def test_messages_arrive_however_they_are_split(pair: Pair) -> None:
-    frames, far = pair
+    reader, far = pair
     for byte in struct.pack("<I", len(BODY)) + BODY:
         far.sendall(bytes([byte]))
-    assert frames.receive() == HELLO
+    assert reader.receive() == HELLO
+
+
+def test_a_peer_that_sends_byte_by_byte_gets_no_more_time(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, far = pair
+    clock = itertools.count(0.0, 3.0)  # each read begins three seconds after the one before
+    monkeypatch.setattr(frames.time, "monotonic", lambda: next(clock))
+    reader.limit(5.0)
+    far.sendall(struct.pack("<I", len(BODY)) + BODY)
+    with pytest.raises(TimeoutError):
+        reader.receive()
 
 
 @pytest.mark.parametrize(
@@ -46,8 +58,8 @@ def test_messages_arrive_however_they_are_split(pair: Pair) -> None:
     ],
 )
 def test_what_is_no_message_is_the_end_of_the_connection(pair: Pair, stream: bytes, error: str) -> None:
-    frames, far = pair
+    reader, far = pair
     far.sendall(stream)
     far.shutdown(socket.SHUT_WR)
     with pytest.raises(ConnectionError, match=error):
-        frames.receive()
+        reader.receive()

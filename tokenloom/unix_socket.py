@@ -18,6 +18,8 @@ _CLAIM_SECONDS = 2.0
 """How long the claim of another process is awaited. A claim takes far less; a lock that no process of ours holds must
 not keep this one from starting."""
 _POLL_SECONDS = 0.01
+_SERVED = (0, errno.EAGAIN)
+"""What connecting to a socket on which a process listens returns; EAGAIN: so many wait that no other one may."""
 
 
 def listen(path: str, backlog: int, mode: int | None = None) -> socket.socket:
@@ -47,7 +49,10 @@ def claimed(path: str) -> Iterator[None]:
     wait until the block ends: a socket that is bound and does not listen yet looks like one of a killed process.
     """
     with _locked(os.path.dirname(path) or "."):
-        if _is_stale(path):
+        failure = _knock(path)
+        if failure in _SERVED:
+            raise OSError(errno.EADDRINUSE, "a process listens there")
+        if failure == errno.ECONNREFUSED:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         yield
@@ -67,19 +72,21 @@ def remove(path: str, identity_of_own: tuple[int, int]) -> None:
             os.unlink(path)
 
 
-def _is_stale(path: str) -> bool:
-    """Return whether the file is a socket on which nothing listens. Raises ``OSError`` if a process does."""
+def is_served(path: str) -> bool:
+    """Return whether a process listens at ``path``."""
+    return _knock(path) in _SERVED
+
+
+def _knock(path: str) -> int | None:
+    """Return the error with which a connection fails, 0 for none; None where no socket is."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
-            return False
+            return None
     except OSError:
-        return False
+        return None
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
-        failure = probe.connect_ex(path)
-    if failure in (0, errno.EAGAIN):  # EAGAIN: so many wait to be accepted that no other one may
-        raise OSError(errno.EADDRINUSE, "a process listens there")
-    return failure == errno.ECONNREFUSED
+        return probe.connect_ex(path)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Iterable, Mapping
 
+from tokenloom import unix_socket
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.peers.addresses import Address, parse
 
@@ -64,6 +65,8 @@ def _address(where: str, value: str) -> Address:
 
 def _try(where: str, address: Address) -> None:
     if address.path:
+        if unix_socket.is_served(address.path):
+            raise Refused(f"{where}: a process listens there: choose another path")
         return
     probe = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
     with probe:

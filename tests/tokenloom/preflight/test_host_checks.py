@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from tokenloom import unix_socket
 from tokenloom.certificates import make_certificates
 from tokenloom.cli.main import app
 from tokenloom.cli.serve import serving
@@ -96,6 +97,14 @@ def test_parts_cannot_share_a_port() -> None:
         check_addresses(flags, {"engine": 2})
     with pytest.raises(Refused, match="engine has the same port"):
         check_addresses(flags, {"engine": 1})
+
+
+def test_a_part_cannot_have_the_unix_socket_of_a_process_that_listens(socket_dir: Path) -> None:
+    path = str(socket_dir / "s")
+    flags = {"engine": (f"--health-listen=unix:{path}",)}
+    with unix_socket.listen(path, 1), pytest.raises(Refused, match="a process listens there: choose another path"):
+        check_addresses(flags, {"engine": 1})
+    check_addresses(flags, {"engine": 1})  # of a killed process
 
 
 def _is_free(port: int) -> bool:

@@ -1,5 +1,7 @@
 """What a core says of itself when its model is loaded and its KV cache is there."""
 
+from tokenloom.fall_backs import OF_PROCESS
+
 from .adapters import Adapters
 from .config import EngineConfig
 from .kv_cache.kv_cache_config import KVCacheConfig
@@ -33,4 +35,5 @@ def core_ready(
         pooling=model.pooling,
         pool_is_on_host=model.pool_is_on_host,
         has_waves=has_waves,
+        fall_backs=list(dict.fromkeys((*model.fall_backs, *OF_PROCESS.own()))),
     )

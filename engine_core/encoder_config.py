@@ -1,12 +1,10 @@
 """Adapts an engine's configuration to an encoder, which computes whole prompts and keeps no KV."""
 
-import logging
-
 from msgspec.structs import replace
 
-from .config import EngineConfig
+from tokenloom.fall_backs import OF_PROCESS
 
-log = logging.getLogger(__name__)
+from .config import EngineConfig
 
 _STEPS = 2
 """Steps in flight, whose requests hold blocks at the same time."""
@@ -28,11 +26,10 @@ def encoder_config(config: EngineConfig, max_model_len: int) -> EngineConfig:
         )
     longest = config.max_model_len or min(max_model_len, scheduler.max_num_batched_tokens)
     if longest < max_model_len and config.max_model_len is None:
-        log.warning(
-            "prompts are limited to %d of the model's %d tokens, because an encoder computes a prompt in one step; "
-            "raise max_num_batched_tokens for longer ones",
-            longest,
-            max_model_len,
+        OF_PROCESS.begin(
+            "short_prompts",
+            f"{longest} of {max_model_len} tokens, because an encoder computes a prompt in one step; raise "
+            "max_num_batched_tokens for longer ones",
         )
     num_blocks = scheduler.max_num_batched_tokens // config.cache.block_size + scheduler.max_num_seqs
     return replace(

@@ -20,6 +20,7 @@ from tokenloom.engine_core.wire.handshake import WarmUp
 from tokenloom.engine_core.wire.lora import LoraInfo
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.worker import FreedMemory, ModelInfo
+from tokenloom.fall_backs import OF_PROCESS
 
 from .attention.attention_backend import AttentionBackend
 from .attention.attention_backends import make_attention_backend
@@ -129,6 +130,7 @@ class ModelWorker:
             kv_groups=self._layers.groups,
             pooling=self._pooler.info if self._pooler is not None else ModelPooling(),
             pool_is_on_host=self._platform.pool_is_on_host,
+            fall_backs=OF_PROCESS.own(),
         )
 
     def _adapting(self, loader: ModelLoader) -> ModelLoader:

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tokenloom.fall_backs import OF_PROCESS
+
 # How long an example takes, or its data, is the machine's affair; what hangs is stopped by the suite's own limit.
 settings.register_profile("tokenloom", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tokenloom")
@@ -51,6 +53,14 @@ GROUPS = {
     "tests/e2e/test_serve.py": "default mesh",
     "tests/parity/test_": "parity",
 }
+
+
+@pytest.fixture(autouse=True)
+def no_fall_backs_of_the_process() -> Iterator[None]:
+    """Let no test see what another one found to be missing in this process."""
+    yield
+    for each in OF_PROCESS.active:
+        OF_PROCESS.end(each.kind, each.subject)
 
 
 def group_of(nodeid: str) -> str:

@@ -36,6 +36,8 @@ GGUF_FILE = "tokenloom.gguf.gguf_file"
 CONTROL_GROUPS = "tokenloom.control_groups"
 # How every process listens on a unix socket.
 UNIX_SOCKET = "tokenloom.unix_socket"
+# The table of fall-backs, which every process of a mesh reports.
+FALL_BACKS = "tokenloom.fall_backs"
 # Names, checks and errors of requests and of the model's files, for every entrance.
 ABOUT_REQUESTS = (
     "tokenloom.request",
@@ -228,7 +230,16 @@ def test_engine_core(module: Module) -> None:
     asynchronous = tuple(f"tokenloom.engine_core.client.{name}" for name in names)
     never = () if module.name in asynchronous else ("asyncio", "zmq.asyncio")
     libraries = {"msgspec", "zmq", "numpy"} | EXTRA_LIBRARIES.get(module.name, set())
-    allowed = [SAMPLING_PARAMS, BLOCK_HASH, PREFIX_SCHEDULE, REASONING, ROUTED_ROWS, RESERVATION, UNIX_SOCKET]
+    allowed = [
+        SAMPLING_PARAMS,
+        BLOCK_HASH,
+        PREFIX_SCHEDULE,
+        REASONING,
+        ROUTED_ROWS,
+        RESERVATION,
+        UNIX_SOCKET,
+        FALL_BACKS,
+    ]
     if module.name == "tokenloom.engine_core.fake_workers.checkpoint_sizes":
         allowed.append(GGUF_FILE)
     if module.name == "tokenloom.engine_core.lora_config":
@@ -239,7 +250,7 @@ def test_engine_core(module: Module) -> None:
 def test_gpu_worker() -> None:
     package, allowed = (
         "tokenloom.gpu_worker",
-        [*sorted(PLAIN_DATA), SAMPLING_PARAMS, RESERVATION, GGUF_FILE, CONTROL_GROUPS],
+        [*sorted(PLAIN_DATA), SAMPLING_PARAMS, RESERVATION, GGUF_FILE, CONTROL_GROUPS, FALL_BACKS],
     )
     assert not violations(package, allowed, never=("grpc", "asyncio"))
     # Only the folder for that library's models, which is imported when one is loaded.
@@ -249,28 +260,28 @@ def test_gpu_worker() -> None:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_services(service: str) -> None:
-    allowed = ["tokenloom.services.runtime", *ABOUT_REQUESTS, CONTROL_GROUPS, UNIX_SOCKET, "tokenloom.v1"]
+    allowed = ["tokenloom.services.runtime", *ABOUT_REQUESTS, CONTROL_GROUPS, UNIX_SOCKET, FALL_BACKS, "tokenloom.v1"]
     if service == "engine":
         allowed += ["tokenloom.engine_core", "tokenloom.gpu_worker"]
     assert not violations(f"tokenloom.services.{service}", allowed, never=("torch", "transformers"))
 
 
 def test_runtime_knows_no_service() -> None:
-    allowed = [*ABOUT_REQUESTS, UNIX_SOCKET, "tokenloom.v1"]
+    allowed = [*ABOUT_REQUESTS, UNIX_SOCKET, FALL_BACKS, "tokenloom.v1"]
     assert not violations("tokenloom.services.runtime", allowed, never=("torch", "transformers"))
 
 
 def test_what_is_about_requests_knows_no_server() -> None:
     """The client and the offline API use it too."""
     third_party = {"google", "grpc", "msgspec", "numpy", "huggingface_hub", "tokenizers"}
-    allowed = [*ABOUT_REQUESTS, "tokenloom.v1", "tokenloom.demo_model", "tokenloom.demo_adapters"]
+    allowed = [*ABOUT_REQUESTS, "tokenloom.v1", FALL_BACKS, "tokenloom.demo_model", "tokenloom.demo_adapters"]
     for package in ABOUT_REQUESTS:
         assert not violations(package, allowed, third_party=third_party)
 
 
-@pytest.mark.parametrize("module", [RESERVATION, UNIX_SOCKET])
+@pytest.mark.parametrize("module", [RESERVATION, UNIX_SOCKET, FALL_BACKS])
 def test_what_every_process_uses_imports_no_code_of_ours(module: str) -> None:
-    """Reservations and sockets: the engine core, its workers and every service hold them."""
+    """Reservations, sockets and fall-backs: the engine core, its workers and every service hold them."""
     assert not violations(module, third_party=set())
 
 

@@ -1,15 +1,14 @@
 """Keeps tokenizers that were made from other files as ``tokenizer.json``, for parts that read only that format."""
 
 import hashlib
-import logging
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokenloom.fall_backs import OF_PROCESS
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-_log = logging.getLogger(__name__)
 
 
 def save_tokenizer(tokenizer: "Tokenizer", path: Path, cache_dir: Path | None = None) -> Path | None:
@@ -28,6 +27,6 @@ def save_tokenizer(tokenizer: "Tokenizer", path: Path, cache_dir: Path | None = 
             draft.write_bytes(content)
             draft.replace(saved)
     except OSError as error:
-        _log.warning("outputs of %s cannot be constrained: its tokenizer cannot be saved as %s: %s", path, saved, error)
+        OF_PROCESS.begin("no_constraints", f"{path} cannot be saved as {saved}: {error}")
         return None
     return saved

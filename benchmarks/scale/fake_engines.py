@@ -6,6 +6,7 @@ import sys
 import uvloop
 
 from tokenloom.engine_core.wire.messages import SchedulerStats
+from tokenloom.fall_backs import FallBacks
 from tokenloom.services.engine.coordinator_link import CoordinatorLink
 from tokenloom.services.engine.kv.kv_peers import EngineRegistry
 from tokenloom.services.engine.load import Load, LoadTracker
@@ -71,6 +72,9 @@ class IgnoredCommands:
     def resize_group(self, size: int) -> None:
         """See :class:`.Commands`."""
 
+    def wait_aside(self, reason: str) -> None:
+        """See :class:`.Commands`."""
+
 
 class FakeIdentity:
     """Describes a fake engine as :class:`.Identity` describes a real one."""
@@ -108,7 +112,7 @@ async def run(coordinator: str, first: int, count: int) -> None:
     async with asyncio.TaskGroup() as group:
         for number, load in enumerate(loads, first):
             channel = channels.open(coordinator, "coordinator")
-            link = CoordinatorLink(channel, FakeIdentity(number), load, ENGINE_ROLE_BOTH)  # type: ignore[arg-type]
+            link = CoordinatorLink(channel, FakeIdentity(number), load, ENGINE_ROLE_BOTH, FallBacks())  # type: ignore[arg-type]
             group.create_task(link.run(IgnoredCommands()))
             group.create_task(EngineRegistry(channel).run())
 

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 
 import msgspec
 
+from tokenloom.fall_backs import OF_PROCESS
+
 from ..adapters import Adapters
 from ..core import EngineCore
 from ..errors import ExecutorFailedError, RanksDifferError
@@ -135,6 +137,7 @@ def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
         "profile": profile,
         "collective_rpc": collective_rpc,
         "check_health": core.check_health,
+        "fall_backs": OF_PROCESS.own,
         "failpoints_fired": core.failpoints_fired,
         "num_leases": lambda: core.scheduler.stats().num_leases,
     }

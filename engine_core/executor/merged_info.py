@@ -18,4 +18,5 @@ def merged_info(models: Sequence[ModelInfo], output_rank: int) -> ModelInfo:
         models[output_rank],
         kv_bytes_per_token=max(model.kv_bytes_per_token for model in models),
         kv_layout=merged_layout([model.kv_layout for model in models]),
+        fall_backs=list(dict.fromkeys(each for model in models for each in model.fall_backs)),
     )

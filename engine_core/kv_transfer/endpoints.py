@@ -1,13 +1,12 @@
 """Serves this engine's pool over its transports, and records which of them other engines may be reading through."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from .kv_transport import KVPool, KVTransport
+from tokenloom.fall_backs import OF_PROCESS
 
-log = logging.getLogger(__name__)
+from .kv_transport import KVPool, KVTransport
 
 READ_SECONDS = 12.0
 """How long a reader is attended after its last Acquire or Renew. Readers renew every 5 seconds."""
@@ -67,7 +66,7 @@ class Endpoints:
                 if (endpoint := transport.serve(self._pool)) is not None:
                     self._endpoints[name] = endpoint
             except Exception as error:  # each library has errors of its own
-                log.warning("the KV transport %s does not work on this machine: %s", name, error)
+                OF_PROCESS.begin("kv_transport", f"{name}: {error}")
             del self._waiting[name]
 
     def attend(self, acquisition_id: bytes, name: str) -> None:

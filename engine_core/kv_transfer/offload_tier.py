@@ -4,7 +4,6 @@ Jobs are processed in order, so a slot may be assigned to another block while a 
 waiting: the read comes first. The file has no name, so it disappears with the engine in any case.
 """
 
-import logging
 import os
 import queue
 import tempfile
@@ -17,9 +16,9 @@ from typing import BinaryIO
 
 import msgspec
 
-from .kv_transport import KVPool
+from tokenloom.fall_backs import OF_PROCESS
 
-logger = logging.getLogger(__name__)
+from .kv_transport import KVPool
 
 MAX_PENDING_BYTES = 64 << 20
 """Limit of saves that wait for the file; further ones are dropped, because a save must not slow the engine down."""
@@ -143,7 +142,7 @@ class OffloadTier:
             self._contents[job.slot] = (job.block_hash, zlib.crc32(job.data))
         except OSError as error:
             # Loads of this block will fail, and its tokens will be computed instead.
-            logger.warning("could not write a KV block to the offload file: %s", error)
+            OF_PROCESS.begin("offload_file", f"it could not be written: {error}")
         finally:
             with self._lock:
                 self._pending_bytes -= len(job.data)
@@ -164,7 +163,7 @@ class OffloadTier:
         try:
             count = os.preadv(self._file.fileno(), rows, slot * self._slot_bytes)
         except OSError as error:
-            logger.warning("could not read a KV block from the offload file: %s", error)
+            OF_PROCESS.begin("offload_file", f"it could not be read: {error}")
             return "transport"
         if count != self._slot_bytes:
             return "transport"

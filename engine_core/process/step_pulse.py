@@ -4,7 +4,6 @@ The core's thread may be stuck in the step, so it cannot send anything. The memo
 grows with each beginning and end of a step, and the limit of the present step in nanoseconds, 0 between steps.
 """
 
-import logging
 import mmap
 import os
 import struct
@@ -13,9 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..scheduling.step_times import StepTimes
+from tokenloom.fall_backs import OF_PROCESS
 
-log = logging.getLogger(__name__)
+from ..scheduling.step_times import StepTimes
 
 _NUM_BYTES = 16
 _BEAT, _LIMIT = 0, 1
@@ -45,7 +44,7 @@ class PulseMemory:
             os.ftruncate(self.fd, _NUM_BYTES)
             self._cells = memoryview(mmap.mmap(self.fd, _NUM_BYTES)).cast("q")
         except OSError as error:
-            log.warning("no shared memory for the core's pulse; a step that hangs is noticed late: %s", error)
+            OF_PROCESS.begin("no_shared_memory", f"for the core's pulse: {error}")
             self.close()
 
     def read(self) -> Pulse | None:

@@ -13,7 +13,6 @@ with its region. Each cell therefore has one writer, and a process that dies lea
 
 import fcntl
 import functools
-import logging
 import mmap
 import os
 import threading
@@ -24,11 +23,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom.fall_backs import OF_PROCESS
 from tokenloom.request.reservation import Reservation
 
 from .free_space import FreeSpace
-
-log = logging.getLogger(__name__)
 
 MIN_BYTES = 64 << 10
 """Minimum size of a lent array: a smaller one costs no more in a frame."""
@@ -82,7 +80,7 @@ class ArrayArena:
             try:
                 self._allocate(_round_up(nbytes, _ALIGNMENT), num_readers)
             except OSError as error:  # memfd is not available or not allowed
-                log.warning("no shared memory for arrays; they are sent over sockets: %s", error)
+                OF_PROCESS.begin("no_shared_memory", f"arrays: they are sent over sockets: {error}")
 
     def lend(self) -> "Loan":
         """Return a loan for the arrays of one message."""

@@ -84,6 +84,8 @@ class CoreReady(msgspec.Struct, tag="READY"):
     """A digest of what the ranks of the data-parallel group must share; empty: there is no group."""
     has_waves: bool = False
     """Whether the core computes in waves with the other ranks of its data-parallel group."""
+    fall_backs: list[tuple[str, str]] = []
+    """What core and workers do without: kinds and details, as in :mod:`tokenloom.fall_backs`."""
 
 
 class CoreFailed(msgspec.Struct, tag="FAILED"):

@@ -1,12 +1,12 @@
 """Describes a model, as read from a checkpoint's ``config.json``."""
 
-import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from tokenloom.engine_core.config import KVCacheDtype
+from tokenloom.fall_backs import OF_PROCESS
 from tokenloom.gguf.gguf_file import is_gguf
 
 from ..attention.fp8_cache import FP8_KV
@@ -24,8 +24,6 @@ from .quantization.schemes import read_scheme
 from .supported import ARCHITECTURES as ARCHITECTURES
 from .supported import CLASSIFIERS as CLASSIFIERS
 from .supported import Family as Family
-
-log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -198,9 +196,10 @@ def _dtype(reader: ConfigReader, path: Path, dtype: str) -> torch.dtype:
     if dtype == "auto":
         declared = reader.take("dtype") or reader.take("torch_dtype") or stored_dtype(path)
         if declared == "float16":
-            log.warning(
+            OF_PROCESS.begin(
+                "less_precision",
                 "the checkpoint is float16, which no kernel of a CPU computes: it is served as bfloat16, with 3 bits "
-                "less precision; dtype float32 keeps all of it, in twice the memory, and so does float16 on a GPU"
+                "less; dtype float32 keeps all of it, in twice the memory, and so does float16 on a GPU",
             )
             return torch.bfloat16
         if declared not in _DTYPES:

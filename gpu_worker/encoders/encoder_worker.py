@@ -19,6 +19,7 @@ from tokenloom.engine_core.wire.handshake import WarmUp
 from tokenloom.engine_core.wire.lora import LoraInfo
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.worker import FreedMemory, ModelInfo
+from tokenloom.fall_backs import OF_PROCESS
 
 from ..checkpoint.weights import FileStamps, check_unchanged, file_stamps
 from ..platform.affinity import bind_to
@@ -80,6 +81,7 @@ class EncoderWorker:
             numerics="/".join(part for part in numerics if part),
             hidden_size=config.hidden_size,
             pooling=self._pooler.info,
+            fall_backs=OF_PROCESS.own(),
         )
 
     def _load(self, path: Path) -> None:

@@ -1,14 +1,13 @@
 """Declares the kernels for Python: argument structs as in ``csrc``, and libraries with typed signatures."""
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from ctypes import CDLL, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
-from .compiler import KernelsUnavailable, build
+from tokenloom.fall_backs import OF_PROCESS
 
-log = logging.getLogger(__name__)
+from .compiler import KernelsUnavailable, build
 
 _MATRIX_UNIT = "matrix unit (AMX)"
 _P, _I64, _I32, _F = c_void_p, c_int64, c_int32, c_float
@@ -282,8 +281,8 @@ def load_pool(march: str = "native") -> CDLL:
 
 @functools.cache
 def warn_unavailable(reason: str) -> None:
-    """Log a warning, once for each reason."""
-    log.warning("CPU kernels are not available; PyTorch's slower operations replace them: %s", reason)
+    """Note once for each reason that PyTorch's slower operations replace kernels."""
+    OF_PROCESS.begin("slow_kernels", reason)
 
 
 def _load_panels(source: str, march: str, needed: str) -> CDLL:

@@ -6,14 +6,13 @@ libraries name no OpenMP library: they use the one that is loaded.
 
 import functools
 import hashlib
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from tokenloom.fall_backs import OF_PROCESS
+
 from .levels import Level
 from .openmp import expose_openmp
-
-log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).with_name("prebuilt")
 SOURCES = Path(__file__).with_name("csrc")
@@ -70,6 +69,6 @@ def _can_share_openmp() -> bool:
     try:
         expose_openmp()
     except OSError as error:
-        log.warning("kernels that were built ahead are not used, because no OpenMP library can be loaded: %s", error)
+        OF_PROCESS.begin("slow_kernels", f"those that were built ahead need an OpenMP library: {error}")
         return False
     return True

@@ -1,6 +1,5 @@
 """Gives transports the KV pool of a device: copies between it and the host, and the pools of other processes."""
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -12,10 +11,9 @@ from torch import Tensor
 
 from tokenloom.engine_core.kv_transfer.device_memory import BlockIds, Bytes, Wait
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion, KVTransferError
+from tokenloom.fall_backs import OF_PROCESS
 
 from ..attention.attention_backend import KVCache
-
-log = logging.getLogger(__name__)
 
 CopyBlocks = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Copies blocks of a pool, see ``cuda.block_copy.copy_pool_blocks``."""
@@ -88,7 +86,7 @@ class DevicePool:
         if self._stream is not None:
             status = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
             if int(status):
-                log.warning("KV is copied through memory that is not pinned, at less speed: CUDA error %s", status)
+                OF_PROCESS.begin("unpinned_memory", f"CUDA error {status}")
 
     def unpin(self, memory: Bytes) -> None:
         if self._stream is not None:

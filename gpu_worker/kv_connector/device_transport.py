@@ -5,7 +5,6 @@ the mapping is released at once, because it would keep the memory of the dead pr
 """
 
 import contextlib
-import logging
 import socket
 import threading
 import weakref
@@ -14,12 +13,11 @@ import msgspec
 
 from tokenloom.engine_core.kv_transfer.device_memory import DeviceMemory, PeerMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import BlockIds, KVPool, KVReader, KVTransferError, checked_pairs
+from tokenloom.fall_backs import OF_PROCESS
 
 from .listener import Listener, hang_up
 from .socket_frames import decoded
 from .unix_offer import connect, serve_offers
-
-log = logging.getLogger(__name__)
 
 _MAX_OFFER_BYTES = 64 << 10
 _MAX_CONNECTIONS = 64
@@ -53,7 +51,7 @@ class DeviceTransport:
         try:
             handle = pool.device.export()
         except KVTransferError as error:
-            log.warning("KV does not move between GPUs directly: %s", error)
+            OF_PROCESS.begin("unpinned_memory", f"KV does not move between GPUs directly: {error}")
             return None
         offer = msgspec.msgpack.encode(_Offer(pool.layout, pool.num_blocks, pool.region_bytes, handle))
 

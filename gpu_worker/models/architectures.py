@@ -1,6 +1,5 @@
 """Loads a checkpoint with the model class of its architecture."""
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -8,6 +7,7 @@ from types import ModuleType
 import torch
 
 from tokenloom.engine_core.config import LoadFormat
+from tokenloom.fall_backs import OF_PROCESS
 from tokenloom.gguf.gguf_file import is_gguf
 
 from ..checkpoint.config_reader import UnsupportedError
@@ -34,8 +34,6 @@ from .gpt2 import GPT2Model
 from .model import Model
 from .opt import OPTModel
 from .transformers.architecture import read_architecture
-
-log = logging.getLogger(__name__)
 
 _PRODUCTS = {
     torch.bfloat16: ("bfloat16", "bfloat16_dots", "bfloat16_tiles"),
@@ -151,7 +149,7 @@ def _load_transformers(
 ) -> Model:
     lack = _missing_feature(path)
     if lack is not None:
-        log.warning("%s; transformers' modules compute the model, which takes more time", lack)
+        OF_PROCESS.begin("slow_modules", str(lack))
     try:
         model: Model = _transformers(path).TransformersModel(path, dtype, device, ops, quantization)
     except ValueError as error:

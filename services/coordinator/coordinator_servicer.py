@@ -82,6 +82,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         while True:
             self._registry.refresh()
             self._ask_for_adapters()
+            self._announce_claims()
             if self._registry.is_complete:
                 self._complete.set()
             self._feed.publish(now())
@@ -220,6 +221,17 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             with contextlib.suppress(ResourceExhausted):  # another engine is asked later
                 if (stream := self._streams.get(engine_id)) is not None:
                     stream.command(EngineCommand(adapters=changes))
+
+    def _announce_claims(self) -> None:
+        """Send engines whether they wait aside, where that has changed."""
+        unannounced = self._registry.claims.unannounced
+        for engine_id, reason in list(unannounced.items()):
+            if (stream := self._streams.get(engine_id)) is not None:
+                try:
+                    stream.command(EngineCommand(waits_aside=reason))
+                except ResourceExhausted:
+                    continue  # the next time
+            del unannounced[engine_id]
 
     def _pace(self, late: float, now: float) -> None:
         """Ask the engines to report as often as suits their number. Those that re-join a new coordinator keep their

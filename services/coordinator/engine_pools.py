@@ -1,24 +1,22 @@
 """Gathers the engines that requests ask for, and remembers them until one of them changes. No I/O."""
 
-import logging
 from collections.abc import Callable, Hashable, Mapping
 
 import numpy as np
 
+from tokenloom.fall_backs import FallBacks
 from tokenloom.request.errors import InvalidArgument, Unavailable
 from tokenloom.services.runtime.placement.data_parallel_rank import has_rank
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
-from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
+from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds, is_of_engine
 from tokenloom.services.runtime.placement.pairing import missing_role
 from tokenloom.services.runtime.placement.pool import Pool, make_pool
 from tokenloom.v1.coordinator_pb2 import PickRequest
-from tokenloom.v1.types_pb2 import EngineRole
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
 from .engine_record import EngineRecord
 from .engine_subsets import Engine, EngineSubsets
 from .wanted_adapters import WantedAdapters
-
-log = logging.getLogger(__name__)
 
 _MAX_POOLS = 64
 
@@ -31,6 +29,7 @@ class EnginePools:
     Args:
         by_row: The joined engines, which the registry keeps up to date.
         clock: Monotonic seconds.
+        fall_backs: Where it is noted that a role is missing, or engines compute in different ways.
     """
 
     def __init__(
@@ -40,15 +39,16 @@ class EnginePools:
         by_row: Mapping[int, EngineRecord],
         adapters: WantedAdapters,
         clock: Callable[[], float],
+        fall_backs: FallBacks,
     ) -> None:
         self._columns = columns
         self._kinds = kinds
         self._by_row = by_row
         self._adapters = adapters
         self._clock = clock
+        self._fall_backs = fall_backs
         self._pools: dict[tuple[bytes, EngineRole, bytes, int | None], Pool] = {}
         self._subsets = EngineSubsets()
-        self._missing: EngineRole | None = None  # the last one that was logged
 
     def clear(self) -> None:
         """Forget all, because an engine joined, left, or changed its state or role."""
@@ -89,11 +89,28 @@ class EnginePools:
             self.clear()
         self._warn_of_missing_role()
         rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
+        if is_of_engine(request.fingerprint):
+            rows = self._computing_alike(rows, request.fingerprint)
+        elif not request.fingerprint.weights:
+            rows = self._not_aside(rows)
         if request.HasField("data_parallel_rank"):
             rows = self._of_rank(rows, request.data_parallel_rank)
         if request.adapter:
             rows = self._having(rows, request.adapter, is_complete=is_complete)
         return make_pool(self._columns, self._kinds, rows)
+
+    def _not_aside(self, rows: Rows) -> Rows:
+        """Return the engines whose weights serve the model's name."""
+        return np.array([row for row in rows.tolist() if not self._by_row[row].waits_aside], np.intp)
+
+    def _computing_alike(self, rows: Rows, asked: Fingerprint) -> Rows:
+        """Return the engines that compute as the one on which the request began; without any, all of them."""
+        alike = rows[self._kinds.computing_as(asked)[self._columns.kind[rows]]]
+        if len(alike) or not len(rows):
+            return alike
+        names = ", ".join(sorted({self._by_row[row].identity.fingerprint.numerics for row in rows.tolist()}))
+        self._fall_backs.begin("other_numerics", f"it began with {asked.numerics!r}; now serving: {names}")
+        return rows
 
     def _of_rank(self, rows: Rows, rank: int) -> Rows:
         """Return the engines with this number in their group. Raises ``InvalidArgument`` if no group has so many."""
@@ -112,10 +129,11 @@ class EnginePools:
         raise self._adapters.request([self._by_row[row] for row in rows], adapter, self._clock())
 
     def _warn_of_missing_role(self) -> None:
-        """Log, once, when requests begin to do without engines of a role."""
+        """Note when requests begin to do without engines of a role, and when they do not any more."""
         columns = self._columns
         missing = missing_role(np.unique(columns.role[columns.is_serving]).tolist())
-        if missing != self._missing and missing is not None:
+        if missing is None:
+            self._fall_backs.end("missing_role")
+        else:
             name = EngineRole.Name(missing).removeprefix("ENGINE_ROLE_").lower()
-            log.warning("no %s engine is serving: every request stays on one engine", name)
-        self._missing = missing
+            self._fall_backs.begin("missing_role", f"no {name} engine is serving")

@@ -18,6 +18,8 @@ SILENT_SECONDS = 10.0
 """An engine that is silent for so long counts as dead. The stream of one that was stopped or cut off ends earlier."""
 STANDSTILL_SECONDS = 60.0
 """Far longer than any step: an engine with work to do whose step does not change for so long hangs."""
+OTHER_WEIGHTS = "other_weights"
+"""The fall-back of an engine that waits aside (:mod:`.model_claims`)."""
 _DEAD = EngineState.ENGINE_STATE_DEAD
 _PAUSED = EngineState.ENGINE_STATE_PAUSED
 _SERVING = EngineState.ENGINE_STATE_SERVING
@@ -33,7 +35,11 @@ class EngineRecord:
         shown: What snapshots show of it.
         answer_part: The engine in answers to picks.
         row: Its row of the columns.
-        state: What it reports, unless it fell silent or hangs.
+        own_state: What it reports, unless it fell silent or hangs.
+        waits_aside: Why it gets no requests although it serves; empty: it gets some.
+        waited_aside: Whether it waited aside at the former coordinator, by its first report.
+        lost_picks: Picks in a row that never arrived here.
+        fingerprint_bytes: Its fingerprint, serialized.
         adapters: Digests of the LoRA adapters that it has loaded.
     """
 
@@ -45,7 +51,11 @@ class EngineRecord:
         self.report = report
         self.row = row
         self.adapters: frozenset[bytes] = frozenset()
-        self.state = report.state
+        self.own_state = report.state
+        self.waits_aside = ""
+        self.waited_aside = any(each.kind == OTHER_WEIGHTS for each in report.fall_backs)
+        self.lost_picks = 0
+        self.fingerprint_bytes = identity.fingerprint.SerializeToString(deterministic=True)
         self._columns = columns
         self.shown = EngineReport()
         # Prompt tokens of the picks on their way, by number: all, and uncached. As many as are picked within
@@ -60,6 +70,11 @@ class EngineRecord:
         columns.begin_turns(row)
         columns.progressed_at[row] = now
         self._take(report, now)
+
+    @property
+    def state(self) -> EngineState:
+        """What snapshots show: an engine that waits aside is not serving."""
+        return _PAUSED if self.waits_aside and self.own_state == _SERVING else self.own_state
 
     @property
     def score(self) -> int:
@@ -94,6 +109,8 @@ class EngineRecord:
         if report.adapters or self.adapters:
             self.adapters = frozenset(adapter.digest for adapter in report.adapters)
         self.shown = _shown(report)
+        if report.picks_arrived:
+            self.lost_picks = 0
         for pick in report.picks_arrived:
             if pick.coordinator_epoch == coordinator_epoch:  # otherwise a former coordinator's
                 self._queue.add(self._uncount(pick.number)[1])
@@ -125,18 +142,19 @@ class EngineRecord:
         columns.waiting_tokens[row] -= prompt_tokens
         columns.uncached_tokens[row] -= uncached_tokens
         columns.free_tokens[row] += prompt_tokens
+        self.lost_picks += 1
         return True
 
     def refresh(self, now: float) -> bool:
         """Notice silence and standstill. Returns whether the state changed."""
-        before = self.state
+        before = self.own_state
         columns, row = self._columns, self.row
         hangs = now - columns.progressed_at[row] > STANDSTILL_SECONDS and self.report.state != _PAUSED
         silence = now - columns.reported_at[row]
         columns.set_late(row, bool(silence > LATE_SECONDS))
-        self.state = _DEAD if hangs or silence > SILENT_SECONDS else self.report.state
-        columns.is_serving[row] = self.state == _SERVING
-        return before != self.state
+        self.own_state = _DEAD if hangs or silence > SILENT_SECONDS else self.report.state
+        columns.is_serving[row] = self.own_state == _SERVING
+        return before != self.own_state
 
     def inherit(self, older: "EngineRecord") -> None:
         """Take over the picks of the same incarnation's earlier stream; :meth:`update` must follow."""

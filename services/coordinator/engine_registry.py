@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from tokenloom.fall_backs import FallBacks
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT
@@ -22,7 +23,9 @@ from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
 from .engine_placement import Placement, Policy, check_request
 from .engine_pools import EnginePools
 from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord
+from .engine_signs import EngineSigns
 from .feed.changed_engines import ChangedEngines
+from .model_claims import ModelClaims
 from .picks.expiring_picks import ExpiringPicks
 from .picks.placed import Placed
 from .picks.prefix_placements import PrefixPlacements
@@ -54,6 +57,7 @@ class Registry:
         prefixes: Which blocks the engines have in their caches.
         popular: Where prompts with popular beginnings were placed.
         uses_prefixes: Whether a pick has named blocks of its prompt.
+        claims: Which weights serve a model's name.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Registry:
         settle_seconds: float = SETTLE_SECONDS,
         predecessor: Predecessor | None = None,
         prefix_index_bytes: int = PREFIX_INDEX_MIB << 20,
+        fall_backs: FallBacks | None = None,
     ) -> None:
         self._epoch = epoch
         self._clock = clock
@@ -82,7 +87,11 @@ class Registry:
         self._expiring = ExpiringPicks()
         self._num_picks = 0
         self.adapters = WantedAdapters()
-        self._pools = EnginePools(self._columns, self._kinds, self._by_row, self.adapters, clock)
+        self._fall_backs = fall_backs or FallBacks()
+        self.claims = ModelClaims(self._fall_backs)
+        self._signs = EngineSigns(self._fall_backs)
+        self._is_unsettled = self._is_unseen = False  # since engines joined, left, or changed their state or role
+        self._pools = EnginePools(self._columns, self._kinds, self._by_row, self.adapters, clock, self._fall_backs)
         self._awaited: set[str] = set()  # engines of the predecessor that have not joined yet
         if predecessor is not None:
             self._awaited.update(predecessor.engine_ids)
@@ -128,7 +137,10 @@ class Registry:
             columns.last_turn[row] = last_turn
         else:
             self.prefixes.open(row, identity.num_kv_blocks)
+        if older is not None:
+            self.claims.leave(older)
         self._records[identity.engine_id] = self._by_row[row] = record
+        self.claims.join(record)
         self._awaited.discard(identity.engine_id)
         if not self._is_complete:
             self._complete_at = min(max(self._complete_at, now + JOINS_APART_SECONDS), self._latest_complete_at)
@@ -141,13 +153,17 @@ class Registry:
         if self._by_row.get(record.row) is not record:
             return
         self.num_reports += 1
-        before = record.state, record.report.role, record.adapters
+        if report.picks_arrived and record.lost_picks and self._signs.arrived(record):
+            self.changed.other([record.identity.engine_id])
+        if report.fall_backs != record.report.fall_backs:
+            self.changed.other([record.identity.engine_id])
+        before = record.own_state, record.report.role, record.adapters
         if report.adapters != record.report.adapters:  # for example one was pinned
             self.changed.other([record.identity.engine_id])
         if record.update(report, self._epoch, self._clock()):
             self.revision += 1
             self.changed.load(record.identity.engine_id)
-        if before != (record.state, report.role, record.adapters):
+        if before != (record.own_state, report.role, record.adapters):
             self._regroup(record.identity.engine_id)
 
     def set_adapter(self, adapter: Adapter, *, unloaded: bool) -> None:
@@ -159,6 +175,8 @@ class Registry:
         """Remove an engine whose stream ended, unless a newer join has its name."""
         if self._by_row.get(record.row) is record:
             del self._records[record.identity.engine_id], self._by_row[record.row]
+            self.claims.leave(record)
+            self._fall_backs.forget(record.identity.engine_id)
             self._columns.remove(record.row)
             self.prefixes.close(record.row)
             self._regroup(record.identity.engine_id)
@@ -167,6 +185,8 @@ class Registry:
         """Place one leg and count it. Raises what :func:`.check_request` and :meth:`.Placement.choose` raise,
         ``ModelNotFound`` for an adapter that was unloaded, and ``InvalidArgument`` for a subset that cannot be."""
         check_request(request)
+        if self._is_unsettled:
+            self._settle()
         pool, near = self._pools.find(request, is_complete=self._is_complete)
         excluded = self._rows(request.exclude) if request.exclude else []
         path = self.prefixes.find(request.block_hash_prefixes) if request.block_hash_prefixes else None
@@ -198,11 +218,25 @@ class Registry:
         if changed or is_complete != self._is_complete:
             self._is_complete = is_complete
             self._regroup(*(record.identity.engine_id for record in changed))
+        if self._is_unsettled:
+            self._settle()
+        if self._is_unseen:
+            self._is_unseen = False
+            self.changed.other(self._signs.look(self._records.values()))
 
     def entry(self, engine_id: str) -> EngineEntry | None:
         """Return an engine as snapshots show it now; None if it is not joined."""
         record = self._records.get(engine_id)
-        return None if record is None else record.entry(self._clock())
+        if record is None:
+            return None
+        if self._is_unsettled:
+            self._settle()
+        entry = record.entry(self._clock())
+        known = {each.kind for each in entry.report.fall_backs}
+        for kind, detail in self._fall_backs.of(engine_id).items():
+            if kind not in known:
+                entry.report.fall_backs.add(kind=kind, detail=detail)
+        return entry
 
     def loads(self, numbers: Mapping[str, int]) -> EngineLoads:
         """Return what :meth:`entry` shows of the loads of joined engines, each of which is given with its number. They
@@ -239,6 +273,8 @@ class Registry:
             if (record := self._by_row.get(row)) is not None and record.expire(number):
                 self.revision += 1
                 self.changed.load(record.identity.engine_id)
+                if self._signs.lost(record):
+                    self.changed.other([record.identity.engine_id])
 
     def _silent(self, now: float) -> Iterator[EngineRecord]:
         """Yield the engines that have not reported for a while or made no progress."""
@@ -260,5 +296,15 @@ class Registry:
     def _regroup(self, *names: str) -> None:
         """Note that engines joined, left or changed their state or role, so that the pools are gathered again."""
         self._pools.clear()
+        self._is_unsettled = self._is_unseen = True
         self.changed.other(names)
         self.revision += 1
+
+    def _settle(self) -> None:
+        """Let engines wait aside whose model's name others serve, before a pick or a snapshot sees them."""
+        self._is_unsettled = False
+        if changed := self.claims.settle(is_complete=self._is_complete):
+            self._pools.clear()
+            self._is_unseen = True
+            self.changed.other([record.identity.engine_id for record in changed])
+            self.revision += 1

@@ -59,12 +59,13 @@ class CoordinatorService:
             settle_seconds=self._settings.settle_seconds,
             predecessor=self._predecessor,
             prefix_index_bytes=self._settings.prefix_index_mib << 20,
+            fall_backs=host.fall_backs,
         )
         engines = Gauge("tokenloom_engines", "Engines that are joined.", registry=host.metrics)
         engines.set_function(lambda: len(registry))
         reports = Gauge("tokenloom_reports_read", "Reports of engines since the start.", registry=host.metrics)
         reports.set_function(lambda: registry.num_reports)
-        caches = CacheFollowers(registry.prefixes, host.channels, host.spawn)
+        caches = CacheFollowers(registry.prefixes, host.channels, host.spawn, host.fall_backs)
         followed = Gauge("tokenloom_followed_caches", "Engines whose KV events are followed.", registry=host.metrics)
         followed.set_function(lambda: caches.num_followed)
         self.servicer = CoordinatorServicer(

@@ -29,6 +29,12 @@ class CoordinatorCommands:
         if (group := self._engine.group) is not None:
             self._engine.host.spawn(group.start_wave(wave), name="engine-wave")
 
+    def wait_aside(self, reason: str) -> None:
+        if reason:
+            self._engine.host.fall_backs.begin("other_weights", reason)
+        else:
+            self._engine.host.fall_backs.end("other_weights")
+
     def resize_group(self, size: int) -> None:
         self._engine.host.spawn(self._resize_group(size), name="engine-group")
 

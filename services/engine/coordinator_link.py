@@ -8,6 +8,7 @@ from typing import NoReturn, Protocol, TypeAlias
 import grpc
 import grpc.aio
 
+from tokenloom.fall_backs import FallBacks
 from tokenloom.request.errors import Aborted, Unavailable
 from tokenloom.request.wire_errors import of_exception
 from tokenloom.services.runtime.host.tasks import first_of
@@ -47,18 +48,29 @@ class Commands(Protocol):
     def resize_group(self, size: int) -> None:
         """Agree with the other ranks on a group of ``size`` ranks."""
 
+    def wait_aside(self, reason: str) -> None:
+        """Note that the engine gets no requests, because others serve its model's name; with an empty ``reason`` that
+        it gets some again."""
+
 
 class CoordinatorLink:
     """Keeps the engine in the coordinator's registry while :meth:`run` runs."""
 
     def __init__(
-        self, channel: grpc.aio.Channel, identity: Identity, load: LoadTracker, role: types_pb2.EngineRole
+        self,
+        channel: grpc.aio.Channel,
+        identity: Identity,
+        load: LoadTracker,
+        role: types_pb2.EngineRole,
+        fall_backs: FallBacks | None = None,
     ) -> None:
-        """``channel``: the channel to the coordinator; its owner closes it."""
+        """``channel``: the channel to the coordinator; its owner closes it. ``fall_backs``: those of the engine, which
+        its reports carry; None: it has none."""
         self._channel = channel
         self._identity = identity
         self._load = load
         self._role = role
+        self._fall_backs = fall_backs or FallBacks()
         self._is_outdated = False
         self._interval = MIN_REPORT_SECONDS
         self._urgent = load.urgent  # set when a report must not wait for the interval
@@ -170,6 +182,8 @@ class CoordinatorLink:
                 commands.drain(command.drain.grace.ToNanoseconds() / 1e9)
             if command.HasField("start_wave"):
                 commands.start_wave(command.start_wave)
+            if command.HasField("waits_aside"):
+                commands.wait_aside(command.waits_aside)
             if command.HasField("data_parallel_size"):
                 commands.resize_group(command.data_parallel_size)
 
@@ -205,6 +219,7 @@ class CoordinatorLink:
             start_wave=None if group is None else group.start_wave,
             wave_complete=None if group is None else group.wave_complete,
             group_size=group.size if group is not None and group.is_member else 0,
+            fall_backs=[types_pb2.FallBack(kind=each.kind, detail=each.detail) for each in self._fall_backs.active],
         )
 
     def _reported_state(self) -> coordinator_pb2.EngineState:

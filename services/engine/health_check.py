@@ -4,6 +4,7 @@ import asyncio
 import logging
 from typing import NoReturn
 
+from tokenloom.fall_backs import FallBacks
 from tokenloom.request.errors import TokenloomError
 from tokenloom.services.runtime.host.health import Health
 
@@ -21,10 +22,12 @@ class HealthCheck:
     """Sets the engine's health: gRPC health becomes NOT_SERVING and the coordinator places no requests while a check
     fails. Requests that the engine has accepted continue."""
 
-    def __init__(self, core: CoreLink, load: LoadTracker, health: Health) -> None:
+    def __init__(self, core: CoreLink, load: LoadTracker, health: Health, fall_backs: FallBacks) -> None:
+        """``fall_backs``: those of the engine; the core's are added."""
         self._core = core
         self._load = load
         self._health = health
+        self._fall_backs = fall_backs
 
     async def run(self) -> NoReturn:
         """Check until cancelled."""
@@ -43,11 +46,17 @@ class HealthCheck:
             self._load.set_failing(bool(error))
             await self._health.set_healthy(not error)
 
+    def _show(self, fall_backs: object) -> None:
+        """Show what the core does without since its start. ``fall_backs``: pairs of kind and detail."""
+        for kind, detail in fall_backs if isinstance(fall_backs, list) else ():
+            self._fall_backs.begin(kind, detail)
+
     async def _ask(self) -> str:
         """Return what is wrong; empty: nothing."""
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 await self._core.call("check_health")
+                self._show(await self._core.call("fall_backs"))
         except TimeoutError:
             return f"the core did not answer within {PATIENCE_SECONDS:g} s"
         except TokenloomError as error:

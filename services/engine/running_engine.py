@@ -59,7 +59,9 @@ class RunningEngine:
         self.host.spawn(self.core.run_aborts(), name="engine-aborts")
         if self.kv is not None:
             self.host.spawn(self.kv.run(), name="engine-kv")
-        self.host.spawn(HealthCheck(self.core, self.load, self.host.health).run(), name="engine-health")
+        self.host.spawn(
+            HealthCheck(self.core, self.load, self.host.health, self.host.fall_backs).run(), name="engine-health"
+        )
         return self.host.spawn(self._run_core(), name="engine-core")
 
     async def drain(self) -> None:

@@ -87,7 +87,9 @@ async def _start(
     identity = Identity(settings, core.ready, fingerprint, host.epoch, address, kv.address if kv is not None else "")
     streams = EngineServicer(identity, core, load, kv, host.random, frame_interval=settings.frame_interval)
     role = BY_NAME[settings.engine.kv.role]
-    coordinator = CoordinatorLink(to_coordinator, identity, load, role) if to_coordinator is not None else None
+    coordinator = None
+    if to_coordinator is not None:
+        coordinator = CoordinatorLink(to_coordinator, identity, load, role, host.fall_backs)
     pause, loras = Pause(core, load), Loras(core, load, are_enabled=settings.engine.lora.enable)
     group = _group(settings, core, load)
     engine = RunningEngine(host, identity, core, load, streams, pause, loras, kv, coordinator, settings.drain, group)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
+from tokenloom.fall_backs import FallBack, FallBacks
 from tokenloom.services.runtime.host.health import Health
 from tokenloom.v1 import types_pb2
 
@@ -47,10 +48,12 @@ class MeshHealth:
         draining: Set when this gateway accepts no more requests.
     """
 
-    def __init__(self, tokenizers: TokenizerClient, outputs: OutputPool, mesh: MeshView) -> None:
+    def __init__(self, tokenizers: TokenizerClient, outputs: OutputPool, mesh: MeshView, fall_backs: FallBacks) -> None:
+        """``fall_backs``: those of this gateway."""
         self._tokenizers = tokenizers
         self._outputs = outputs
         self._mesh = mesh
+        self._fall_backs = fall_backs
         self.draining = False
 
     @property
@@ -74,6 +77,14 @@ class MeshHealth:
             "coordinator": PartState(int(self._mesh.connected), 1, is_needed=False),
             "engine": PartState(*engines),
         }
+
+    def fall_backs(self) -> list[FallBack]:
+        """Return what this gateway and the engines do without; the subjects of the latter are the engines."""
+        return self._fall_backs.active + [
+            FallBack(each.kind, entry.identity.engine_id, each.detail)
+            for entry in self._mesh.engines
+            for each in entry.report.fall_backs
+        ]
 
     def missing(self) -> list[str]:
         """Return the parts without which requests are not answered now; empty when requests are answered."""

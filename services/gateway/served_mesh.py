@@ -77,8 +77,8 @@ async def connect(
     """Connect to the other parts. Returns once a tokenizer has reported which model it serves."""
     tokenizer_members = Members(spec.tokenizers, size=settings.peer_subset)
     output_members = Members(spec.output_processors, size=settings.peer_subset)
-    tokenizers = TokenizerClient(tokenizer_members, host.channels)
-    view = MeshView(spec.coordinator, host.channels)
+    tokenizers = TokenizerClient(tokenizer_members, host.channels, host.fall_backs)
+    view = MeshView(spec.coordinator, host.channels, host.fall_backs)
     outputs = OutputPool(
         output_members,
         settings.instance_id,
@@ -87,7 +87,7 @@ async def connect(
         max_kept_bytes=settings.max_kept_prompt_bytes,
         on_moved=metrics.moved.inc,
     )
-    health = MeshHealth(tokenizers, outputs, view)
+    health = MeshHealth(tokenizers, outputs, view, host.fall_backs)
     host.spawn(tokenizers.run(), name="tokenizer probes")
     host.spawn(view.run(), name="coordinator watch")
     host.spawn(_enroll(spec, settings, host, (tokenizer_members, output_members)), name="enrolment")

@@ -37,6 +37,8 @@ from .tenants.tenant_shares import TenantShares
 
 log = logging.getLogger(__name__)
 
+_FEW_CONNECTIONS = 1024
+"""Fewer connections of clients than that are worth a warning, unless the operator wants so few."""
 _QUIET_SECONDS = 5.0
 """How long a restarted gateway leaves connections waiting for the rest of the mesh."""
 
@@ -63,6 +65,9 @@ class GatewayService:
         keys = _load_keys(settings)
         shares = _divide(settings, keys)
         host.metrics.register(TenantMetrics(shares))
+        connections = for_clients(settings.max_connections, NUM_EDGES)
+        if connections < min(settings.max_connections, _FEW_CONNECTIONS):
+            host.fall_backs.begin("few_connections", f"{connections} for HTTP and as many for gRPC")
         meshes = ServedMeshes(mesh_specs(settings))
         await _connect(meshes, settings, host, shares)
         counts, budget = ResponseCounts(host.metrics), ByteBudget(settings.max_body_bytes_in_flight)
@@ -74,7 +79,7 @@ class GatewayService:
             settings.http_listen,
             budget=budget,
             connections=Connections(
-                for_clients(settings.max_connections, NUM_EDGES),
+                connections,
                 settings.max_connections_per_peer,
                 on_refused=partial(counts.count, OTHER),
             ),

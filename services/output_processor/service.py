@@ -81,6 +81,7 @@ class OutputProcessorService:
             instance_id=settings.instance_id,
             subset_size=settings.engine_subset,
             seed=host.epoch,
+            fall_backs=host.fall_backs,
         )
         self._closing.push_async_callback(placer.close)
         kept = KeptRequests[SampleGroup](host.failed, settings.keep_lost_requests, settings.max_kept_bytes)

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenloom.fall_backs import FallBack
+
 _MESH, _LOCK = "mesh.json", "lock"
 _NEW = "new-"
 """Begins the name of a directory that is not locked yet; another supervisor would take it for that of a dead mesh."""
@@ -61,6 +63,8 @@ class PartState:
     """Address that answers health probes in plain text."""
     role: str | None = None
     """Role of an engine, which may change while it runs."""
+    fall_backs: tuple[FallBack, ...] = ()
+    """What the part does without."""
     leaving: bool = False
     """Whether it drains and has left its listening sockets to the next process."""
     certificate: Path | None = None
@@ -153,9 +157,17 @@ def read_part_state(path: Path) -> PartState | None:
         http=values.get("http") or None,
         health=values.get("health") or values["address"],
         role=values.get("role") or None,
+        fall_backs=tuple(_fall_backs(values.get("fall_backs"))),
         leaving=bool(values.get("leaving")),
         certificate=Path(values["certificate"]) if values.get("certificate") else None,
     )
+
+
+def _fall_backs(values: object) -> Iterator[FallBack]:
+    """Yield those of a state file, without what is none."""
+    for value in values if isinstance(values, list) else ():
+        with contextlib.suppress(TypeError):
+            yield FallBack(**value)
 
 
 def _directories(parent: Path) -> list[Path]:

@@ -104,6 +104,14 @@ class Fingerprint(_message.Message):
     numerics: str
     def __init__(self, model: _Optional[str] = ..., weights: _Optional[bytes] = ..., tokenizer: _Optional[bytes] = ..., block_hash_seed: _Optional[bytes] = ..., block_size: _Optional[int] = ..., kv_layout: _Optional[str] = ..., numerics: _Optional[str] = ...) -> None: ...
 
+class FallBack(_message.Message):
+    __slots__ = ("kind", "detail")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    detail: str
+    def __init__(self, kind: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
+
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop_token_ids", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words", "logprob_token_ids", "repetition_detection", "structured_outputs", "skip_reading_prefix_cache", "thinking_token_budget", "return_routed_experts", "routed_experts_prompt_start")
     class LogitBiasEntry(_message.Message):

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from tokenloom.fall_backs import FallBacks
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import WatchKVEventsRequest
@@ -34,10 +35,18 @@ class CacheFollowers:
 
     Args:
         spawn: Starts a task and owns it: :meth:`.Host.spawn`.
+        fall_backs: Where it is noted that the events of an engine are of no use; None: nowhere.
     """
 
-    def __init__(self, prefixes: PrefixIndex, channels: Channels, spawn: Callable[..., "asyncio.Task[Any]"]) -> None:
+    def __init__(
+        self,
+        prefixes: PrefixIndex,
+        channels: Channels,
+        spawn: Callable[..., "asyncio.Task[Any]"],
+        fall_backs: FallBacks | None = None,
+    ) -> None:
         self._prefixes = prefixes
+        self._fall_backs = fall_backs or FallBacks()
         self._channels = channels
         self._spawn = spawn
         self._interval = 0.0
@@ -94,7 +103,7 @@ class CacheFollowers:
                         cache.forget()
                     log.debug("cache of %s: %s %s", identity.engine_id, error.code().name, error.details())
                 except _OfNoUse as reason:
-                    log.warning("the KV events of engine %s are not followed: %s", identity.engine_id, reason)
+                    self._fall_backs.begin("unfollowed_cache", str(reason), identity.engine_id)
                     return
                 except Exception:  # of messages that cannot be: one faulty engine must not end the coordinator
                     log.exception("the KV events of engine %s are not followed any more", identity.engine_id)

@@ -51,6 +51,8 @@ async def start_core(
     except EngineStartError as error:
         raise FailedPrecondition(str(error)) from None
     log.info("%d KV blocks, context of %d tokens; warm-up: %s", ready.num_kv_blocks, ready.max_model_len, ready.warm_up)
+    for kind, detail in ready.fall_backs:
+        host.fall_backs.begin(kind, detail)
     _show_token_costs(host, metrics, client)
     if (lora := settings.engine.lora).enable:
         LoraMetrics(host.metrics, metrics.labels, lora.max_loras, lambda: load.loras)

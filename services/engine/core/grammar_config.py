@@ -1,18 +1,16 @@
 """Configures constrained outputs and the reasoning before them for a checkpoint."""
 
 import hashlib
-import logging
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from tokenloom.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_file
 from tokenloom.engine_core.config import ReasoningConfig, StructuredOutputConfig
+from tokenloom.fall_backs import OF_PROCESS
 from tokenloom.request.errors import NotFound
 from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, format_of_template, marks_of, reasoning_format
 from tokenloom.v1 import types_pb2
-
-_log = logging.getLogger(__name__)
 
 
 def structured_output_config(
@@ -49,7 +47,7 @@ def reasoning_config(checkpoint: Path, chosen: ReasoningConfig, chat_template: s
     problem = f"the model's tokenizer cannot write {found.start} and {found.end}"
     if chosen.parser != "auto":
         raise ValueError(f"reasoning_parser is {chosen.parser}, but {problem}; set it to none")
-    _log.warning("reasoning is not distinguished from answers, because %s", problem)
+    OF_PROCESS.begin("no_reasoning", problem)
     return chosen
 
 

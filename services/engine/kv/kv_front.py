@@ -61,7 +61,7 @@ class KVFront:
             transports=expanded(settings.kv_transports, on_host=core.ready.pool_is_on_host),
             must_load=settings.engine.kv.policy == "fail",
         )
-        self.loads = KVLoads(reader, core, self._link, self._registry, host.channels)
+        self.loads = KVLoads(reader, core, self._link, self._registry, host.channels, host.fall_backs)
 
     async def run(self) -> None:
         """Serve the port until the core dies."""

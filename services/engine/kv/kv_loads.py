@@ -16,6 +16,7 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.engine_core.wire.embedding_rows import content_salt
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.fall_backs import FallBacks
 from tokenloom.request.errors import TokenloomError, Unavailable
 from tokenloom.request.wire_errors import of_exception
 from tokenloom.services.runtime.host.tasks import Tasks, first_of
@@ -65,12 +66,20 @@ class KVLoads:
     """Owns one task per attempt that loads KV; bounded by the live attempts."""
 
     def __init__(
-        self, config: ReaderConfig, core: CoreLink, link: KVLink, registry: EngineRegistry, channels: Channels
+        self,
+        config: ReaderConfig,
+        core: CoreLink,
+        link: KVLink,
+        registry: EngineRegistry,
+        channels: Channels,
+        fall_backs: FallBacks,
     ) -> None:
+        """``fall_backs``: where it is noted that prompts are computed whose KV could not be read."""
         self._config = config
         self._core = core
         self._link = link
         self._registry = registry
+        self._fall_backs = fall_backs
         self._channels = KVChannels(registry, channels)
         self._paths = KVPaths(config.transports, config.host)
         self._loads: dict[str, _Load] = {}  # by the attempt's key
@@ -132,7 +141,9 @@ class KVLoads:
     async def _do_without(self, attempt: Attempt, failure: KVTransferError) -> None:
         if attempt.request is None:
             return  # the attempt has ended
-        log.warning("request %s: KV could not be acquired (%s)", attempt.request_id, failure)
+        log.debug("request %s: KV could not be acquired (%s)", attempt.request_id, failure)
+        if not self._config.must_load:
+            self._fall_backs.begin("kv_recomputed", str(failure))
         self._core.metrics.kv.observe_recompute(failure.reason)
         if self._config.must_load:
             self._core.fail(attempt, Unavailable("the prompt's KV could not be transferred; retry the request"))
@@ -159,6 +170,8 @@ class KVLoads:
             verdict = Verdict(valid=False, reason=lost)
         else:
             verdict = await _release(reading)
+            if verdict.valid and load.verify is not None and load.verify.copied:
+                self._fall_backs.end("kv_recomputed")
             if load.verify is None or not load.verify.copied:
                 return  # the core does not wait for a verdict
         await self._link.send(

@@ -1,25 +1,21 @@
 """Keeps what the coordinator last reported of the engines: limits, load, and which of them serve."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tokenloom.fall_backs import FallBacks
 from tokenloom.request.validation import max_logprobs
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.peers.hello import fingerprint_difference
+from tokenloom.services.runtime.peers.hello import SERVED_FIELDS, fingerprint_difference
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.services.runtime.registry.registry_watch import watch_registry
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 
 from .capacity import Capacity
 
-log = logging.getLogger(__name__)
-
 LOST_SECONDS = 300.0
 """How long an engine that left without draining counts as missing, unless it returns."""
-POOL_FIELDS = ("model", "tokenizer")
-"""Fields in which an engine must equal our tokenizer to be ours; the others matter between engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +41,12 @@ class MeshView:
         adapters: The LoRA adapters that requests may name, by name.
     """
 
-    def __init__(self, address: str, channels: Channels) -> None:
+    def __init__(self, address: str, channels: Channels, fall_backs: FallBacks | None = None) -> None:
+        """``fall_backs``: where it is noted that the coordinator is away; None: nowhere."""
         self.address = address
         self._channels = channels
         self._loop = asyncio.get_running_loop()
+        self._fall_backs = fall_backs or FallBacks()
         self._view = RegistryView()
         self._version = 0  # of the view, when the engines were taken from it
         self._engines: Sequence[coordinator_pb2.EngineEntry] = ()
@@ -96,7 +94,7 @@ class MeshView:
                     entry
                     for entry in self._engines
                     if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING
-                    and fingerprint_difference(fingerprint, entry.identity.fingerprint, POOL_FIELDS) is None
+                    and fingerprint_difference(fingerprint, entry.identity.fingerprint, SERVED_FIELDS) is None
                 ],
             )
         return self._serving[1]
@@ -107,7 +105,7 @@ class MeshView:
         ours = [
             entry.report.state
             for entry in self._engines
-            if fingerprint_difference(fingerprint, entry.identity.fingerprint, POOL_FIELDS) is None
+            if fingerprint_difference(fingerprint, entry.identity.fingerprint, SERVED_FIELDS) is None
         ]
         num_serving = ours.count(coordinator_pb2.ENGINE_STATE_SERVING)
         num_draining = ours.count(coordinator_pb2.ENGINE_STATE_DRAINING)
@@ -142,12 +140,13 @@ class MeshView:
     def _lose(self, reason: str) -> None:
         """Note that the coordinator is away."""
         if self.connected:
-            log.warning("coordinator: %s", reason)
+            self._fall_backs.begin("old_view", reason, self.address)
         self.connected = False
         self._publish_capacity(self._capacity.without_load())
 
     def _take(self, view: RegistryView) -> None:
         self.connected = True
+        self._fall_backs.end("old_view", self.address)
         # A coordinator that has just restarted does not know its engines yet: prefer the older, complete view.
         if view.complete or not self._view.complete:
             is_same, self._view = view is self._view and view.version == self._version, view

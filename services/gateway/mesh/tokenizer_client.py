@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from tokenloom.fall_backs import FallBacks
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
@@ -45,9 +46,11 @@ class TokenizerClient:
         info: What the replicas serve; None until the first one has answered.
     """
 
-    def __init__(self, members: Members, channels: Channels) -> None:
+    def __init__(self, members: Members, channels: Channels, fall_backs: FallBacks | None = None) -> None:
+        """``fall_backs``: where it is noted that a replica serves something else; None: nowhere."""
         self._members = members
         self._channels = channels
+        self._fall_backs = fall_backs or FallBacks()
         self._stubs: dict[str, tokenizer_pb2_grpc.TokenizerAsyncStub] = {}  # by address, one for each replica
         self._alive: set[str] = set()
         self._turn = 0
@@ -194,6 +197,7 @@ class TokenizerClient:
             finally:
                 self._alive.discard(address)
                 del self._stubs[address]
+                self._fall_backs.end("other_tokenizer", address)
             await asyncio.sleep(LEAVE_SECONDS)
 
     async def _probe(self, address: str) -> bool:
@@ -217,6 +221,7 @@ class TokenizerClient:
         difference = fingerprint_difference(self.info.fingerprint, info.fingerprint)
         if difference is None:
             self._alive.add(address)
+            self._fall_backs.end("other_tokenizer", address)
         else:
             self._alive.discard(address)
-            log.error("tokenizer %s differs from the first one and gets no calls: %s", address, difference)
+            self._fall_backs.begin("other_tokenizer", f"it differs from the first one: {difference}", address)

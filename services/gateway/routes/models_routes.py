@@ -36,10 +36,10 @@ class ModelsRoutes:
         """
         states = self._meshes.states()
         parts = {part: _together([parts[part] for parts, _ in states.values()]) for part in PARTS}
-        body = health_object(parts, self._meshes.missing())
-        await respond_health(
-            exchange, body | {"models": {name: health_object(*state) for name, state in states.items()}}
-        )
+        fall_backs = dict.fromkeys(each for mesh in self._meshes for each in mesh.health.fall_backs())
+        body = health_object(parts, self._meshes.missing(), list(fall_backs))
+        models = {name: health_object(*state, fall_backs=()) for name, state in states.items()}
+        await respond_health(exchange, body | {"models": models})
 
     def _models(self) -> dict[str, dict[str, object]]:
         """Return every model under each of its names, then the adapters."""

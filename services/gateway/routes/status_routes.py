@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry
 
+from tokenloom.fall_backs import FallBack
 from tokenloom.services.runtime.telemetry.metrics_page import metrics_page
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
@@ -65,7 +66,8 @@ class StatusRoutes:
 
     async def health(self, exchange: Exchange) -> None:
         """Answer 200 when a request would be answered, otherwise 503; the body names each part's state."""
-        await respond_health(exchange, health_object(self._health.parts(), self._health.missing()))
+        health = self._health
+        await respond_health(exchange, health_object(health.parts(), health.missing(), health.fall_backs()))
 
     async def root(self, exchange: Exchange) -> None:
         text = f"Tokenloom serves {self._model}. /docs describes the API.\n"
@@ -121,14 +123,18 @@ def model_object(
     }
 
 
-def health_object(parts: Mapping[str, PartState], missing: Sequence[str]) -> dict[str, object]:
+def health_object(
+    parts: Mapping[str, PartState], missing: Sequence[str], fall_backs: Sequence[FallBack]
+) -> dict[str, object]:
     """Describe the state of a mesh. ``missing``: the parts without which it does not answer."""
     degraded = [name for name, part in parts.items() if part.state != "ok" and name not in missing]
-    body: dict[str, object] = {"status": "unavailable" if missing else "degraded" if degraded else "ok"}
+    body: dict[str, object] = {"status": "unavailable" if missing else "degraded" if degraded or fall_backs else "ok"}
     if missing:
         body["missing"] = missing
     if degraded:
         body["degraded"] = degraded
+    if fall_backs:
+        body["fall_backs"] = [each._asdict() for each in fall_backs]
     body["parts"] = {
         name: {"state": part.state, "serving": part.num_serving, "known": part.num_known}
         for name, part in parts.items()

@@ -93,6 +93,8 @@ class EngineLink:
     def __init__(self, identity: EngineIdentity, hello: Hello, channels: Channels, *, hang_seconds: float) -> None:
         """``hello`` names this engine as the peer. ``hang_seconds``: how long a step may last while there is work."""
         self.identity = identity
+        self.serves = identity.fingerprint
+        """What the engine serves, by its own hello once there is one: weights may be newer than the pick."""
         self.key = EngineKey(identity.engine_id, identity.epoch)
         self._hello = hello
         self._channels = channels
@@ -209,6 +211,8 @@ class EngineLink:
             expected_epoch=self.identity.epoch,
             fingerprint=self._hello.fingerprint,
         )
+        if frame.hello.fingerprint.ByteSize():
+            self.serves = frame.hello.fingerprint
         self._opened.set()
 
     async def _write(self, call: "grpc.aio.StreamStreamCall[EngineInput, EngineFrame]") -> None:

@@ -14,7 +14,7 @@ from tokenloom.services.runtime.peers.subset import Position
 from tokenloom.services.runtime.placement import pairing, prefix_homes
 from tokenloom.services.runtime.placement.data_parallel_rank import has_rank
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
-from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
+from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds, is_of_engine
 from tokenloom.services.runtime.placement.pool import make_pool
 from tokenloom.services.runtime.placement.rendezvous import name_hash
 from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT, Ask, Rule
@@ -188,6 +188,9 @@ class LastSnapshot:
 
     def _candidates(self, request: PickRequest, exclude: Collection[EngineKey]) -> Rows:
         rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
+        if is_of_engine(request.fingerprint):
+            alike = rows[self._kinds.computing_as(request.fingerprint)[self._columns.kind[rows]]]
+            rows = alike if len(alike) else rows
         if request.adapter:
             rows = np.array([row for row in rows if _has_adapter(self._entries[row], request.adapter)], np.intp)
         if request.HasField("data_parallel_rank"):

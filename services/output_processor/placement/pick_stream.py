@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import grpc.aio
 
+from tokenloom.fall_backs import FallBacks
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.v1 import coordinator_pb2_grpc
@@ -37,8 +38,10 @@ class PickStream:
         is_away: Whether the coordinator has answered before and does not now, so that asking it only costs time.
     """
 
-    def __init__(self, stub: "coordinator_pb2_grpc.CoordinatorAsyncStub") -> None:
+    def __init__(self, stub: "coordinator_pb2_grpc.CoordinatorAsyncStub", fall_backs: FallBacks | None = None) -> None:
+        """``fall_backs``: where it is noted that the coordinator does not answer; None: nowhere."""
         self._stub = stub
+        self._fall_backs = fall_backs or FallBacks()
         # The answers that are due, with the times of their picks: as many as requests wait to be placed.
         self._waiting: deque[tuple[asyncio.Future[PickResponse], float]] = deque()
         self._timer: asyncio.TimerHandle | None = None
@@ -68,7 +71,7 @@ class PickStream:
         The message is provoked here, unless one is due."""
         if self.is_open:
             self.is_open, self.is_away = False, True
-            log.warning("the coordinator does not answer; requests are placed by its last snapshot")
+            self._fall_backs.begin("last_snapshot", "it left a pick unanswered")
             for future, _ in self._waiting:
                 _fail_unless_done(future)
             for _ in self._unsent:  # the others stay, because their answers still come in this order
@@ -113,7 +116,7 @@ class PickStream:
         if not isinstance(message, PickResults):
             raise errors.Unavailable("the coordinator ended the stream")
         if self.is_away:
-            log.warning("the coordinator answers again")
+            self._fall_backs.end("last_snapshot")
         self.is_open, self.is_away = True, False
         return message.result
 
@@ -157,6 +160,8 @@ class PickStream:
             future.set_result(result.response)
 
     def _close(self) -> None:
+        if self.is_open:
+            self._fall_backs.begin("last_snapshot", "it ended the stream of picks")
         self.is_away = self.is_away or self.is_open
         self.is_open = False
         self._unsent.clear()

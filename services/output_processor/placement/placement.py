@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from tokenloom.fall_backs import FallBacks
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.enrolment import Enrolment
@@ -52,16 +53,18 @@ class Placer:
         instance_id: str,
         subset_size: int,
         seed: int = 0,
+        fall_backs: FallBacks | None = None,
     ) -> None:
         """Args:
         coordinator: A channel to the coordinator; :meth:`close` closes it and ``links``.
         instance_id: Names this process among the output processors of the mesh.
         subset_size: Engines of each role that this process works with, of a large mesh.
         seed: Differs between processes; for placement without the coordinator.
+        fall_backs: Where it is noted that the coordinator does not answer; None: nowhere.
         """
         self._channel = coordinator
         self._stub = CoordinatorStub(coordinator)
-        self._picks = PickStream(self._stub)
+        self._picks = PickStream(self._stub, fall_backs)
         self._fingerprint = fingerprint
         clock = asyncio.get_running_loop().time
         self.budget = RetryBudget(clock)

@@ -147,7 +147,7 @@ class Legs:
         """Send the prefill leg, or all of the sample, to an engine."""
         timeline, identity = self._output.timeline, attempt.link.identity
         timeline.prefill_engine = timeline.decode_engine = identity.engine_id
-        self._pool = identity.fingerprint
+        self._pool = attempt.link.serves
         self._prefill = attempt
         self._send(attempt, self._output.token_ids, hold_kv=not attempt.whole_request)
         # Log probabilities of the prompt come before any sample's tokens.

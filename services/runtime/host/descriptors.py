@@ -3,6 +3,7 @@
 import logging
 import resource
 
+from tokenloom.fall_backs import OF_PROCESS
 from tokenloom.request.errors import FailedPrecondition
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ def raise_limit() -> int:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     except (OSError, ValueError) as error:  # some systems refuse their own hard limit
-        log.warning("the limit of open descriptors stays %d: %s", soft, error)
+        OF_PROCESS.begin("low_open_files", f"it stays {soft}: {error}")
         return soft
     log.info("raised the limit of open descriptors from %d to %d", soft, hard)
     return hard

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
+from tokenloom.fall_backs import OF_PROCESS, FallBacks
 from tokenloom.request.errors import TokenloomError
 from tokenloom.services.runtime.peers.certificate import wait_for_files
 
@@ -48,6 +49,7 @@ class Host:
         certificates: When each certificate expires.
         tracer: Sends spans; None: no tracing.
         failure: The first error that ends the service.
+        fall_backs: What this process does without; metrics and the state file show it.
     """
 
     def __init__(self, settings: ServiceSettings, surroundings: Surroundings | None = None) -> None:
@@ -78,6 +80,8 @@ class Host:
         self._metrics_server: metrics_server.MetricsServer | None = None
         self._tasks = Tasks(self.failed)
         self._state = StateFile(settings.state_file)
+        self.fall_backs = FallBacks(self.publish_fall_backs, beside=OF_PROCESS)
+        process_metrics.observe_fall_backs(self.metrics, self.fall_backs)
 
     def add_servicer(self, add: Callable[[_Servicer, Any], None], servicer: _Servicer) -> None:
         """Serve a servicer, also while the server runs. ``add``: the generated ``add_…Servicer_to_server``."""
@@ -105,6 +109,11 @@ class Host:
     def publish(self, **fields: object) -> None:
         """Add fields (an HTTP address, a role) to the state file and write it."""
         self._state.publish(**fields)
+
+    def publish_fall_backs(self) -> None:
+        """Write the fall-backs to the state file, once it has the addresses: without them it says nothing."""
+        if self.address or self.health_address:
+            self.publish(fall_backs=[each._asdict() for each in self.fall_backs.active])
 
     async def open(self) -> None:
         """Bind, and serve health checks with NOT_SERVING."""
@@ -150,6 +159,7 @@ class Host:
             metrics=self.metrics_address,
             health=self.health_address,
             certificate="" if settings.public_certificate is None else str(settings.public_certificate.cert.absolute()),
+            fall_backs=[each._asdict() for each in self.fall_backs.active],
         )
 
     async def serve_waiting(self) -> None:

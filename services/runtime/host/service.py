@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import uvloop
 
+from tokenloom.fall_backs import OF_PROCESS
 from tokenloom.request.errors import InvalidArgument, NotFound, TokenloomError
 
 from ..telemetry import logs
@@ -132,6 +133,12 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
     _set_at_first_signal(stopping)
     try:
         async with _lifecycle(service, Host(settings), stopping) as host:
+            loop = asyncio.get_running_loop()
+
+            def changed() -> None:
+                loop.call_soon_threadsafe(host.publish_fall_backs)
+
+            OF_PROCESS.on_change = changed
             heap = Heap()
             heap.freeze()
             host.spawn(heap.run(), name="heap")
@@ -150,6 +157,8 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
         log.error("%s", error.message)
     except Exception:
         log.exception("stopped by a bug")
+    finally:
+        OF_PROCESS.on_change = None
     return 1
 
 

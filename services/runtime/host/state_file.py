@@ -28,9 +28,10 @@ class StateFile:
             raise Unavailable(f"state_file: cannot write {self._path}: {error.strerror}") from None
 
     def remove(self) -> None:
-        """Remove the file, unless a successor has written its own. Idempotent."""
-        if self._path is None:
+        """Remove the file, unless a successor has written its own; nothing is written any more. Idempotent."""
+        if (path := self._path) is None:
             return
+        self._path = None
         with contextlib.suppress(OSError, ValueError):
-            if json.loads(self._path.read_text()).get("pid") == self._fields.get("pid"):
-                self._path.unlink(missing_ok=True)
+            if json.loads(path.read_text()).get("pid") == self._fields.get("pid"):
+                path.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tokenloom.fall_backs import OF_PROCESS
 from tokenloom.request.errors import InvalidArgument
 
 from .certificate_files import CertificateFiles
@@ -109,9 +110,10 @@ class Certificate:
         except (OSError, ValueError) as error:
             if str(error) != self._failure:
                 self._failure = str(error)
-                log.warning("%s cannot be used; the previous certificate stays in use: %s", files.names, error)
+                OF_PROCESS.begin("old_certificate", f"{files.names}: {error}", files.names)
             return
         self._seen, self._loaded, self._failure = seen, loaded, ""
+        OF_PROCESS.end("old_certificate", files.names)
         log.info("read a new certificate from %s", files.names)
 
 

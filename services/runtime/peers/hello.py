@@ -25,6 +25,8 @@ HELLO_SECONDS = SILENCE_SECONDS
 """How long a peer may take to send its Hello."""
 
 _COMPARED = ("model", "weights", "tokenizer", "block_hash_seed", "block_size", "kv_layout", "numerics")
+SERVED_FIELDS = ("model", "tokenizer")
+"""What every part knows of the model that it serves; only engines know the others."""
 
 
 def make_hello(
@@ -86,7 +88,8 @@ def check_hello(
 def fingerprint_difference(
     ours: types_pb2.Fingerprint, theirs: types_pb2.Fingerprint, fields: Iterable[str] = _COMPARED
 ) -> str | None:
-    """Return the first field that differs, with both values. A field that is empty on either side is not compared."""
+    """Return the first field that differs, with both values. A field that is empty on either side is not compared:
+    parts without weights leave it empty. Between engines it has a meaning: see :func:`engine_difference`."""
     for field in fields:
         a, b = getattr(ours, field), getattr(theirs, field)
         if a and b and a != b:
@@ -94,8 +97,21 @@ def fingerprint_difference(
     return None
 
 
+def engine_difference(ours: types_pb2.Fingerprint, theirs: types_pb2.Fingerprint, fields: Iterable[str]) -> str | None:
+    """Return the first of ``fields`` in which two engines differ, with both values. An empty field equals only an empty
+    one: an engine that does not say which weights it has, because it has none or is of an older release, is like no
+    other that does."""
+    for field in fields:
+        a, b = getattr(ours, field), getattr(theirs, field)
+        if a != b:
+            return f"{field} is {_show(b)}, expected {_show(a)}"
+    return None
+
+
 def _show(value: object) -> str:
-    return value.hex()[:12] if isinstance(value, bytes) else repr(value)
+    if isinstance(value, bytes):
+        return value.hex()[:12] or "empty"
+    return repr(value)
 
 
 class Credit:

@@ -3,7 +3,8 @@
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 
 from prometheus_client import (
@@ -14,6 +15,9 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from tokenloom.fall_backs import KINDS, FallBacks
 
 from . import fast_metrics
 
@@ -83,6 +87,31 @@ def observe_part(registry: CollectorRegistry, service: str, instance: str, is_se
 @functools.cache
 def _version() -> str:
     return version("tokenloom")  # reading the package's metadata takes a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class _FallBackMetrics:
+    fall_backs: FallBacks
+
+    def collect(self) -> Iterator[Metric]:
+        began = CounterMetricFamily("tokenloom_fall_backs", "How often a fall-back has begun.", labels=["kind"])
+        counts = self.fall_backs.counts
+        for kind in KINDS:
+            began.add_metric([kind], counts[kind])
+        yield began
+        text = "1 while a fall-back is in effect; the subject is an engine, or empty for the part itself."
+        active = GaugeMetricFamily("tokenloom_fall_back_active", text, labels=["kind", "subject"])
+        found = {(each.kind, each.subject) for each in self.fall_backs.active}
+        for kind, subject in sorted({(kind, "") for kind in KINDS} | found):
+            active.add_metric([kind, subject], (kind, subject) in found)
+        yield active
+
+    describe = collect  # the names, so that a second metric with one of them is refused
+
+
+def observe_fall_backs(registry: CollectorRegistry, fall_backs: FallBacks) -> None:
+    """Add what this service does without."""
+    registry.register(_FallBackMetrics(fall_backs))
 
 
 class CertificateExpiries:

@@ -156,6 +156,32 @@ def test_empty_and_other_fields_are_not_compared(registry: Registry) -> None:
     assert picked(registry.pick(request(fingerprint=asked))) == "a"
 
 
+@pytest.mark.parametrize("asked", [b"", b"other"])
+def test_a_request_stays_with_its_weights_and_none_are_no_wildcard(registry: Registry, asked: bytes) -> None:
+    registry.join(identity("a", weights=b"w"), report())
+    continued = Fingerprint(model="m", weights=asked, block_size=BLOCK_SIZE)
+    with pytest.raises(Unavailable):
+        registry.pick(request(fingerprint=continued))
+
+
+def test_a_kv_layout_that_is_not_known_is_no_wildcard(registry: Registry) -> None:
+    registry.join(identity("a", kv_layout="x"), report())
+    prefilled = Fingerprint(model="m", block_size=BLOCK_SIZE)
+    with pytest.raises(Unavailable):
+        registry.pick(request(fingerprint=prefilled, role=EngineRole.ENGINE_ROLE_DECODE))
+
+
+def test_a_request_goes_on_where_it_is_computed_alike_if_it_can(registry: Registry) -> None:
+    registry.join(identity("a", weights=b"w", numerics="amx"), report())
+    alike = registry.join(identity("b", weights=b"w", numerics="avx2"), report(waiting=9))
+    continued = Fingerprint(model="m", weights=b"w", numerics="avx2", block_size=BLOCK_SIZE)
+    assert picked(registry.pick(request(fingerprint=continued))) == "b"
+    registry.leave(alike)
+    assert picked(registry.pick(request(fingerprint=continued))) == "a"
+    (fall_back,) = registry._fall_backs.active
+    assert (fall_back.kind, fall_back.detail) == ("other_numerics", "it began with 'avx2'; now serving: amx")
+
+
 @pytest.mark.parametrize(
     "fields",
     [

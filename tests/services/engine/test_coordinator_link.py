@@ -1,6 +1,7 @@
 """The engine in a real coordinator's registry."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.loop_clock import pass_time, settle
 from tests.services.engine.peer import Peer, make_add, make_settings, running_engine
+from tokenloom.checkpoint import tokenizer_fingerprint
+from tokenloom.fall_backs import FallBacks
+from tokenloom.model_path import DEMO_MODEL
 from tokenloom.request.errors import Aborted
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.engine_stream import to_duration
@@ -24,6 +28,7 @@ from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1.coordinator_pb2 import (
     ENGINE_STATE_DRAINING,
+    ENGINE_STATE_PAUSED,
     ENGINE_STATE_SERVING,
     EngineCommand,
     EngineEntry,
@@ -183,6 +188,38 @@ async def test_a_newer_engine_of_the_same_name_wins_for_good(socket_dir: Path, m
                     await see(stub, lambda engines: [e.identity.epoch for e in engines] != [host.epoch])
 
 
+async def test_with_other_weights_than_the_first_engine_it_waits_aside_and_says_so(socket_dir: Path) -> None:
+    settings = make_settings(socket_dir, coordinator=f"unix:{socket_dir}/coordinator", state_file=socket_dir / "state")
+
+    def published() -> list[str]:
+        return [each["kind"] for each in json.loads((socket_dir / "state").read_text())["fall_backs"]]
+
+    async with running_coordinator(socket_dir) as (stub, _):
+        first = stub.Join()
+        await first.write(report_of_first())
+        async with running_engine(settings) as host:
+            engines = await see(stub, lambda engines: [len(e.report.fall_backs) for e in engines] == [0, 1])
+            assert engines[1].report.state == ENGINE_STATE_PAUSED
+            assert engines[1].report.fall_backs[0].kind == "other_weights"
+            async with asyncio.timeout(30):
+                while published() != ["other_weights"]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert [each.kind for each in host.fall_backs.active] == ["other_weights"]
+            first.cancel()
+            await see(stub, lambda engines: is_serving(engines) and not engines[0].report.fall_backs)
+            assert (host.fall_backs.active, published()) == ([], [])
+
+
+def report_of_first() -> EngineReport:
+    """The first report of an engine that serves the same name with other weights."""
+    fingerprint = Fingerprint(
+        model="tokenloom-demo", tokenizer=tokenizer_fingerprint(DEMO_MODEL), weights=b"w", block_size=16
+    )
+    identity = EngineIdentity(engine_id="a", epoch=1, address="unix:/a", num_kv_blocks=9, fingerprint=fingerprint)
+    hello = make_hello("a", 1, fingerprint=fingerprint)
+    return EngineReport(hello=hello, identity=identity, role=ENGINE_ROLE_BOTH, state=ENGINE_STATE_SERVING)
+
+
 class EndedCall:
     """A Join that the coordinator ended after its hello: writes fail at once, reading says why."""
 
@@ -224,6 +261,7 @@ async def test_a_report_to_an_ended_stream_is_no_failure(monkeypatch: pytest.Mon
         FakeIdentity(),
         LoadTracker(4, 4),
         ENGINE_ROLE_BOTH,  # type: ignore[arg-type]
+        FallBacks(),
     )
     with pytest.raises(Aborted):
         await link._join(call, NO_COMMANDS)  # type: ignore[arg-type]
@@ -254,7 +292,9 @@ async def test_the_coordinator_decides_how_often_it_reports() -> None:
     """A role does not wait for the interval, and a coordinator that is new finds the interval of the old one."""
     load = LoadTracker(4, 4)
     identity: Any = FakeIdentity()
-    link = coordinator_link.CoordinatorLink(open_channel("unix:/nowhere"), identity, load, ENGINE_ROLE_BOTH)
+    link = coordinator_link.CoordinatorLink(
+        open_channel("unix:/nowhere"), identity, load, ENGINE_ROLE_BOTH, FallBacks()
+    )
     call: Any = OpenCall(EngineCommand(report_interval=to_duration(0.2)))
     joining = asyncio.create_task(link._join(call, NO_COMMANDS))
     await settle()
@@ -318,7 +358,7 @@ async def test_it_joins_again_as_soon_as_the_channel_is_connected() -> None:
     states = grpc.ChannelConnectivity
     channel: Any = ChannelState(states.TRANSIENT_FAILURE)
     identity: Any = FakeIdentity()
-    link = coordinator_link.CoordinatorLink(channel, identity, LoadTracker(4, 4), ENGINE_ROLE_BOTH)
+    link = coordinator_link.CoordinatorLink(channel, identity, LoadTracker(4, 4), ENGINE_ROLE_BOTH, FallBacks())
     waiting = asyncio.create_task(link._wait_to_join(1.0))
     await settle()
     channel.become(states.CONNECTING)

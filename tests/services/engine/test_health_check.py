@@ -1,14 +1,21 @@
 """An engine whose workers fail their health check, and recover."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from msgspec.structs import replace
 
 from tests.services.engine.peer import Peer, make_add, make_settings, running_engine
 from tests.services.engine.test_coordinator_link import is_serving, running_coordinator, see
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+from tokenloom.engine_core.worker import ModelInfo
+from tokenloom.fall_backs import FallBacks
 from tokenloom.services.engine import health_check
+from tokenloom.services.engine.health_check import HealthCheck
+from tokenloom.services.engine.load import LoadTracker
+from tokenloom.services.runtime.host.health import Health
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.coordinator_pb2 import ENGINE_STATE_DEAD
 
@@ -63,3 +70,33 @@ async def test_a_core_that_does_not_answer_is_not_healthy(socket_dir: Path, monk
             pass
         monkeypatch.setattr(health_check, "PATIENCE_SECONDS", 10.0)
         assert (await watch.read()).status == SERVING
+
+
+class WorkerWithout(HashWorker):
+    """Does without its kernels."""
+
+    def load_model(self) -> ModelInfo:
+        return replace(super().load_model(), fall_backs=[("slow_kernels", "no compiler")])
+
+
+async def test_what_core_and_workers_do_without_is_shown(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_check, "INTERVAL_SECONDS", 0.01)
+    settings = make_settings(socket_dir, coordinator=f"unix:{socket_dir}/coordinator")
+    async with running_coordinator(socket_dir) as (stub, _), running_engine(settings, WorkerWithout) as host:
+        assert host.fall_backs.own() == [("slow_kernels", "no compiler")]
+        (engine,) = await see(stub, lambda engines: [len(each.report.fall_backs) for each in engines] == [1])
+        assert engine.report.fall_backs[0].kind == "slow_kernels"
+
+
+class CoreWithout:
+    """A core whose offload file fails while it runs."""
+
+    async def call(self, method: str) -> object:
+        return [["offload_file", "the disk is full"]] if method == "fall_backs" else None
+
+
+async def test_what_a_core_does_without_since_its_start_shows_with_the_next_check() -> None:
+    fall_backs = FallBacks()
+    core: Any = CoreWithout()
+    await HealthCheck(core, LoadTracker(4, 4), Health(), fall_backs).check()
+    assert fall_backs.own() == [("offload_file", "the disk is full")]

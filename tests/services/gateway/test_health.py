@@ -45,6 +45,39 @@ def ok(count: int = 1) -> dict[str, object]:
     return {"state": "ok", "serving": count, "known": count}
 
 
+async def test_fall_backs_of_engines_degrade_the_mesh_and_are_named(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    await until_status(http, "ok")
+    mesh.coordinator.report.fall_backs.add(kind="no_pair", detail="its KV layout is x")
+    await mesh.coordinator.set_state(coordinator_pb2.ENGINE_STATE_SERVING)
+    health = await until_status(http, "degraded")
+    assert health["fall_backs"] == [{"kind": "no_pair", "subject": "engine-0", "detail": "its KV layout is x"}]
+    assert "degraded" not in health
+    (engine,) = (await http.get("/server_info")).json()["engines"]
+    assert (engine["state"], engine["fall_backs"]) == ("serving", {"no_pair": "its KV layout is x"})
+    del mesh.coordinator.report.fall_backs[:]
+    mesh.coordinator.report.fall_backs.add(kind="other_weights", detail="weights is 1")
+    await mesh.coordinator.set_engines("engine-0", "engine-1")
+
+    async def states() -> set[str]:
+        return {each["state"] for each in (await http.get("/server_info")).json()["engines"]}
+
+    async with asyncio.timeout(30):
+        while await states() != {"aside"}:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_gateway_shows_its_own_fall_backs(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    await until_status(http, "ok")
+    await mesh.coordinator.set_away(True)
+    health = await until_status(http, "degraded")
+    assert [each["kind"] for each in health["fall_backs"]] == ["old_view"]
+    page = (await http.get("/metrics")).text
+    assert 'tokenloom_fall_backs_total{kind="old_view"} 1.0' in page
+    assert 'tokenloom_fall_back_active{kind="old_view",subject="unix:' in page
+    await mesh.coordinator.set_away(False)
+    await until_status(http, "ok")
+
+
 async def test_health_is_200_without_a_coordinator_because_requests_are_answered(
     mesh: FakeMesh, http: httpx.AsyncClient
 ) -> None:

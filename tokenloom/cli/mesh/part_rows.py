@@ -1,11 +1,15 @@
 """Asks the parts of a running local mesh for their health."""
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tokenloom.supervisor.part_health import is_serving
 from tokenloom.supervisor.state_dir import MeshRecord, PartRecord, read_part_state
+
+_NOT_SERVED: Mapping[str, str] = {"other_weights": "ASIDE", "unreached": "UNREACHED"}
+"""The health of an engine that serves by its own word and gets no requests, by the fall-back that says so."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,8 @@ class Row:
     health: str
     model: str
     """Empty for gateways, which serve all models of the mesh."""
+    fall_backs: list[str] = field(default_factory=list)
+    """What the part does without; of an engine also what the coordinator knows of it."""
 
 
 def find_rows(mesh: MeshRecord) -> list[Row]:
@@ -30,13 +36,28 @@ def find_rows(mesh: MeshRecord) -> list[Row]:
 
 async def rows_of(mesh: MeshRecord) -> list[Row]:
     """Ask all parts for their health concurrently."""
-    return list(await asyncio.gather(*map(_row, mesh.parts)))
+    rows = await asyncio.gather(*map(_row, mesh.parts))
+    return [_with_known(row, rows) for row in rows]
+
+
+def _with_known(row: Row, rows: Sequence[Row]) -> Row:
+    """Return an engine's row with what coordinators know of it, which its own health does not show."""
+    if row.service != "engine":
+        return row
+    about = f"{row.service}-{row.index}: "
+    known = [each.removeprefix(about) for other in rows for each in other.fall_backs if each.startswith(about)]
+    kinds = {each.partition(":")[0] for each in (*row.fall_backs, *known)}
+    health = next((word for kind, word in _NOT_SERVED.items() if kind in kinds), row.health)
+    own = {each.partition(":")[0] for each in row.fall_backs}
+    added = [each for each in known if each.partition(":")[0] not in own]
+    return replace(row, health=health if row.health == "SERVING" else row.health, fall_backs=[*row.fall_backs, *added])
 
 
 async def _row(part: PartRecord) -> Row:
     state = read_part_state(Path(part.state_file))
     if state is None:
         return Row(part.service, part.index, part.role, None, None, None, "NOT_SERVING", part.model)
+    fall_backs = list(map(str, state.fall_backs))
     health = "SERVING" if await is_serving(state.health) else "NOT_SERVING"
     role = state.role or part.role
-    return Row(part.service, part.index, role, state.pid, state.address, state.metrics, health, part.model)
+    return Row(part.service, part.index, role, state.pid, state.address, state.metrics, health, part.model, fall_backs)

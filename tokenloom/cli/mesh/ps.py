@@ -38,6 +38,9 @@ def ps(
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
         print_tables(_table(rows))
+        for row in rows:
+            for fall_back in row.fall_backs:
+                typer.echo(f"fall-back of {row.service}-{row.index}: {fall_back}")
 
 
 def _table(rows: "list[Row]") -> Table:

@@ -45,7 +45,7 @@ def test_a_tokenizer_that_cannot_write_the_marks(tmp_path: Path, caplog: pytest.
         reasoning_config(path, ReasoningConfig(parser="qwen3"))
     with caplog.at_level(logging.WARNING):
         assert reasoning_config(path, ReasoningConfig()).marks is None
-    assert "reasoning is not distinguished from answers" in caplog.text
+    assert "fall-back no_reasoning: " in caplog.text
 
 
 def test_what_an_engine_reports() -> None:

@@ -64,6 +64,7 @@ class Engine:
 
     def __init__(self, number: int) -> None:
         self.identity = EngineIdentity(engine_id=f"engine-{number}", epoch=number)
+        self.serves = self.identity.fingerprint
         self.key = EngineKey(f"engine-{number}", number)
         self.dead = False
         self.live: dict[int, Sent] = {}

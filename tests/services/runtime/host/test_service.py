@@ -168,6 +168,8 @@ async def test_the_state_file_is_there_while_it_runs(settings: ServiceSettings) 
         assert state["http"] == "127.0.0.1:8000"
         assert isinstance(state["pid"], int)
     assert not settings.state_file.exists()
+    host.fall_backs.begin("old_view", "found while it ends")
+    assert not settings.state_file.exists()
 
 
 async def test_tcp_gets_a_port() -> None:

@@ -62,7 +62,7 @@ def test_half_replaced_files_leave_the_previous_certificate_in_use(
         clock.now += CHECK_SECONDS
         assert certificate.current() is before
     assert len(caplog.records) == 1
-    assert "the previous certificate stays in use" in caplog.text
+    assert "the previous one stays in use" in caplog.text
     assert "PRIVATE" not in caplog.text
     files.key.unlink()
     clock.now += CHECK_SECONDS

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tokenloom.cli.main import app
+from tokenloom.cli.mesh import part_rows
 from tokenloom.cli.mesh.part_rows import rows_of
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
@@ -48,6 +49,37 @@ async def test_a_row_says_who_where_and_how(record: MeshRecord, socket_dir: Path
     assert (engine.role, engine.pid, engine.address, engine.health) == ("both", None, None, "NOT_SERVING")
 
 
+def _write_state(path: Path, *fall_backs: dict[str, str]) -> None:
+    path.write_text(json.dumps({"pid": 7, "address": "unix:/nowhere", "fall_backs": [*fall_backs, "damaged"]}))
+
+
+async def test_a_row_says_what_a_part_does_without_and_what_the_coordinator_knows(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def is_serving(address: str) -> bool:
+        return True
+
+    monkeypatch.setattr(part_rows, "is_serving", is_serving)
+    aside = {"kind": "other_weights", "subject": "engine-0", "detail": "x"}
+    unreached = {"kind": "unreached", "subject": "engine-1", "detail": "y"}
+    _write_state(socket_dir / "c.json", aside, unreached)
+    _write_state(
+        socket_dir / "e0.json", {"kind": "slow_kernels", "subject": "", "detail": "no g++"}, aside | {"subject": ""}
+    )
+    for index in (1, 2):
+        _write_state(socket_dir / f"e{index}.json")
+    parts = [PartRecord("engine", index, "both", str(socket_dir / f"e{index}.json")) for index in range(3)]
+    coordinator = PartRecord("coordinator", 0, None, str(socket_dir / "c.json"))
+    rows = await rows_of(MeshRecord(1, 8000, [coordinator, *parts]))
+    assert [row.health for row in rows] == ["SERVING", "ASIDE", "UNREACHED", "SERVING"]
+    assert [row.fall_backs for row in rows] == [
+        ["engine-0: other_weights: x", "engine-1: unreached: y"],
+        ["slow_kernels: no g++", "other_weights: x"],
+        ["unreached: y"],
+        [],
+    ]
+
+
 def test_without_a_mesh_it_says_so() -> None:
     result = CliRunner().invoke(app, ["ps"])
     assert result.exit_code == 0
@@ -73,6 +105,7 @@ def test_the_port_chooses_the_mesh() -> None:
                 "metrics": None,
                 "health": "NOT_SERVING",
                 "model": "",
+                "fall_backs": [],
             }
         ]
         assert CliRunner().invoke(app, ["ps", "--port", "3"]).exit_code == 1

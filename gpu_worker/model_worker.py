@@ -370,7 +370,8 @@ class ModelWorker:
         assert self._backend is not None, "load_model comes first"
         config = self._config
         max_num_seqs, block_size = config.scheduler.max_num_seqs, config.cache.block_size
-        batch = InputBatch(max_num_seqs, self._max_model_len, block_size, self._pool_layers.num_groups)
+        num_groups = self._pool_layers.num_groups
+        batch = InputBatch(max_num_seqs, self._max_model_len, block_size, num_groups, num_blocks)
         proposer = rejection = None
         if self._drafting is not None:
             records = not config.worker.enforce_eager

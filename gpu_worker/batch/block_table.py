@@ -17,7 +17,11 @@ class BlockTable:
     ``index * num_groups + group`` is the block of that group of layers for the block of tokens ``index``.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1, num_blocks: int = 1 << 31
+    ) -> None:
+        """``num_blocks``: those of the cache; the ids are below it."""
+        self.num_blocks_in_all = num_blocks
         self.block_size = block_size
         self.num_groups = num_groups
         self._block_ids = np.zeros((max_num_seqs, -(-max_model_len // block_size) * num_groups), dtype=np.int32)
@@ -45,6 +49,10 @@ class BlockTable:
             start = self._counts[row]
             self._counts[row] = start + len(block_ids)
             self._block_ids[row, start : self._counts[row]] = block_ids
+            if len(block_ids) > 1:  # the kernel that gathers a step looks at those of its tokens alone
+                assert 0 <= min(block_ids) <= max(block_ids) < self.num_blocks_in_all, (
+                    f"no blocks of the cache: {block_ids}"
+                )
             if self.changes is not None:
                 self.changes.add_blocks(row * self._block_ids.shape[1] + int(start), block_ids)
 
@@ -55,6 +63,10 @@ class BlockTable:
     def num_slots(self, row: int) -> int:
         """Return how many tokens the blocks of a row hold."""
         return self._counts.item(row) * self.block_size
+
+    def num_slots_of(self, rows: Ints) -> Ints:
+        """Return how many tokens the blocks of these rows hold, [n]."""
+        return self._counts[rows] // self.num_groups * self.block_size
 
     def slots(self, rows: Ints, positions: Ints) -> Ints:
         """Return the slots of n (row, position) pairs, [n], or [num_groups, n] if there are several groups."""

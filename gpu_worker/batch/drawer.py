@@ -31,6 +31,8 @@ class Drawer:
             *(each.ctypes.data for each in self._arrays),
             drawn=self._drawn.ctypes.data,
             tokens_stride=tokens.shape[1],
+            num_rows=len(tokens),
+            most_drawn=len(tokens),
         )
         self._where = byref(self._args)
 
@@ -39,16 +41,19 @@ class Drawer:
         :meth:`~..sampler.sampler.Sampler.sample` does, and append it to its row; a full row keeps its tokens.
 
         Returns the tokens [n], which hold until the next call; None: one of the logits is NaN or a largest one is
-        infinite, and nothing was appended.
+        infinite, and nothing was appended. Raises ``AssertionError`` for places or rows that are not there.
         """
         if logits.dtype is not torch.float32 or logits.stride(1) != 1:
             return None
+        assert len(places) == len(logits), f"{len(places)} tokens are to be drawn from {len(logits)} rows of logits"
         args, (count, args.vocab) = self._args, logits.shape
         args.rows, args.params = members.rows_at, members.draws_at
         args.places, args.num_drawn = places.ctypes.data, count
         args.logits, args.logits_stride = logits.data_ptr(), logits.stride(0)
-        args.num_threads = kernel_threads()
-        return self._drawn[:count] if self._append(self._where) else None
+        args.num_requests, args.num_threads = len(members.rows), kernel_threads()
+        appended = self._append(self._where)
+        assert appended >= 0, f"tokens for places {places} of {len(members.rows)} requests: one is not there"
+        return self._drawn[:count] if appended else None
 
 
 def make_drawer(tokens: Int32s, known: Ints, prompts: Ints) -> Drawer | None:

@@ -58,6 +58,9 @@ class Gatherer:
             tokens_stride=tokens.shape[1],
             tables_stride=tables.shape[1],
             block_size=table.block_size,
+            num_rows=len(tables),
+            num_blocks_in_all=table.num_blocks_in_all,
+            most_requests=most,
         )
         self._where = byref(self._args)
         self._point_to(self._few)
@@ -66,19 +69,34 @@ class Gatherer:
     def gather(self, members: Members, lengths: Collection[int]) -> Gathered:
         """Gather the arrays of a step that computes so many tokens of each of these requests.
 
-        Returns the same object while the same requests decode and the shapes of their arrays stay.
+        Returns the same object while the same requests decode and the shapes of their arrays stay. Raises
+        ``AssertionError`` for more tokens than a request can have, or has blocks for, and for none.
         """
         args, count, num_tokens = self._args, len(lengths), sum(lengths)
         self._choose_room(num_tokens)
-        self._lengths[:count] = 1 if num_tokens == count else list(lengths)
+        is_decode = num_tokens == count and min(lengths, default=1) == 1
+        self._lengths[:count] = 1 if is_decode else list(lengths)
         args.rows, args.num_requests = members.rows_at, count
-        self._gather(self._where)
+        if (gathered := self._gather(self._where)) != count:
+            raise AssertionError(self._wrong(members, gathered))
         if args.num_sampled != num_tokens:
             return self._view(count, num_tokens)
         last = self._decodes
         if last is None or last[0] is not members or last[1] != args.width:
             last = self._decodes = members, args.width, self._view(count, num_tokens)
         return last[2]
+
+    def _wrong(self, members: Members, index: int) -> str:
+        """Say what is wrong with a request of a step, or (index -1) with the step."""
+        if index < 0:
+            return f"a step of {self._args.num_requests} requests, of which {self._args.most_requests} fit"
+        row = members.rows.item(index)
+        _, computed, _, tables, num_blocks = self._inputs
+        return (
+            f"request {members.req_ids[index]}: {self._lengths[index]} tokens from position {computed[row]} on, with "
+            f"{num_blocks[row]} blocks of {self._args.block_size} tokens: {tables[row, : num_blocks[row]].tolist()}; "
+            f"a request has at most {self._args.tokens_stride} tokens, the cache {self._args.num_blocks_in_all} blocks"
+        )
 
     def _view(self, count: int, num_tokens: int) -> Gathered:
         arrays, (token_ids, positions, slots) = self.arrays, self._in_use
@@ -104,6 +122,7 @@ class Gatherer:
     def _point_to(self, arrays: tuple[Ints, Ints, Ints]) -> None:
         self._in_use = arrays
         args, (token_ids, positions, slots) = self._args, arrays
+        args.most_tokens = len(token_ids)
         args.token_ids, args.positions, args.slots = (each.ctypes.data for each in (token_ids, positions, slots))
 
 

@@ -71,8 +71,11 @@ class InputBatch:
     """Holds rows of token ids and block tables. A request keeps its row from its first step until it ends or is
     preempted, so a step changes only what is new. No row moves; a step gathers the rows that it computes."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
-        self.block_table = BlockTable(max_num_seqs, max_model_len, block_size, num_groups)
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1, num_blocks: int = 1 << 31
+    ) -> None:
+        """``num_blocks``: those of the cache."""
+        self.block_table = BlockTable(max_num_seqs, max_model_len, block_size, num_groups, num_blocks)
         # Zeroed memory is mapped when it is touched, so room for the longest request costs nothing until it is used.
         self._token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
@@ -254,8 +257,12 @@ class InputBatch:
         self, req_ids: list[str], rows: Ints, starts: Ints, lengths: Ints, drafts: Mapping[str, list[int]] = _NONE
     ) -> StepInputs:
         """Gather the arrays of a step that computes ``lengths`` tokens from position ``starts`` on of these requests,
-        which have these rows of the batch; all [R]."""
+        which have these rows of the batch; all [R]. Raises ``AssertionError`` for tokens that a request cannot have or
+        has no blocks for, and for none."""
         seq_lens = starts + lengths
+        room = np.minimum(self.block_table.num_slots_of(rows), self._token_ids.shape[1])
+        if lengths.min(initial=1) < 1 or starts.min(initial=0) < 0 or (seq_lens > room).any():
+            raise AssertionError(f"{lengths} tokens from positions {starts} on, where {req_ids} have room for {room}")
         if lengths.max(initial=1) == 1:  # a token of each
             cu_query_lens = np.arange(len(rows) + 1, dtype=np.int32)
             positions, token_rows = starts, rows

@@ -54,7 +54,7 @@ class DraftArgs(Structure):
         *_fields(_P, "layers embedding fc norm output frequencies tokens tables rows starts ends counts before states"),
         *_fields(_P, "drafts found"),
         *_fields(_I64, "num_requests most num_layers vocab hidden inner num_heads num_kv_heads head_size"),
-        *_fields(_I64, "cache_head_size block_size tokens_stride tables_stride"),
+        *_fields(_I64, "cache_head_size block_size tokens_stride tables_stride num_rows num_blocks"),
         *_fields(_F, "eps scale rotation_factor least_confidence"),
         *_fields(_I32, "is_bf16"),
     ]
@@ -66,7 +66,8 @@ class GatherArgs(Structure):
     _fields_ = [
         *_fields(_P, "tokens computed known tables num_blocks rows lengths token_ids positions slots"),
         *_fields(_P, "query_starts seq_lens block_tables sampled"),
-        *_fields(_I64, "num_requests tokens_stride tables_stride block_size num_tokens num_sampled width"),
+        *_fields(_I64, "num_requests tokens_stride tables_stride block_size num_rows num_blocks_in_all"),
+        *_fields(_I64, "most_requests most_tokens num_tokens num_sampled width"),
     ]
 
 
@@ -75,7 +76,7 @@ class DrawArgs(Structure):
 
     _fields_ = [
         *_fields(_P, "tokens known prompts rows params places logits drawn"),
-        *_fields(_I64, "num_drawn tokens_stride logits_stride vocab"),
+        *_fields(_I64, "num_drawn tokens_stride logits_stride vocab num_rows num_requests most_drawn"),
         *_fields(_I32, "num_threads"),
     ]
 
@@ -205,8 +206,8 @@ def load_drafts(march: str = "native") -> CDLL:
     library = _load(build("drafts", march))
     library.matrix_bytes.argtypes, library.matrix_bytes.restype = [_I64, _I64, _I32], _I64
     library.arrange_matrix.argtypes = [*[_P] * 2, *[_I64] * 2, _I32]
-    library.draft_greedily.argtypes = [_P]
-    library.arrange_matrix.restype = library.draft_greedily.restype = None
+    library.draft_greedily.argtypes, library.draft_greedily.restype = [_P], _I64
+    library.arrange_matrix.restype = None
     return library
 
 
@@ -216,7 +217,7 @@ def load_replay(march: str = "native") -> CDLL:
     library = _load(build("replay", march))
     library.find_signature.argtypes, library.find_signature.restype = [c_char_p], _I64
     library.replay.argtypes = [_P, _I64]
-    library.gather_rows.argtypes = [*[_P] * 3, *[_I64] * 2]
+    library.gather_rows.argtypes = [*[_P] * 3, *[_I64] * 3]
     library.copy_rows.argtypes = [_P, _I64, _P, *[_I64] * 3]
     library.add_to.argtypes = [_I32, *[_P] * 2, _I64]
     library.scale.argtypes = [_I32, _P, _F, _I64]
@@ -231,8 +232,7 @@ def load_replay(march: str = "native") -> CDLL:
 def load_batch(march: str = "native") -> CDLL:
     """Load what gathers the arrays of steps. Raises :class:`KernelsUnavailable`."""
     library = _load(build("batch", march))
-    library.gather.argtypes = [_P]
-    library.gather.restype = None
+    library.gather.argtypes, library.gather.restype = [_P], _I64
     return library
 
 

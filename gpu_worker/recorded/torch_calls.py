@@ -26,7 +26,7 @@ def _gather(calls: Calls, args: tuple[Any, ...], result: Tensor) -> None:
     _require(table.is_contiguous() and indices.is_contiguous() and indices.dtype == torch.int64, "an odd embedding")
     calls.keep(result)
     pointers = (each.data_ptr() for each in (table, indices, result))
-    calls.note(load_replay().gather_rows, *pointers, indices.numel(), table.shape[1] * table.itemsize)
+    calls.note(load_replay().gather_rows, *pointers, indices.numel(), table.shape[1] * table.itemsize, len(table))
 
 
 def _copy(calls: Calls, args: tuple[Any, ...], result: Tensor) -> None:

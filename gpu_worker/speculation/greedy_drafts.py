@@ -67,7 +67,8 @@ class GreedyDrafts:
 
         Drafting for a range ends after the draft with which the probability that all its drafts are right falls below
         ``least_confidence``. ``kv_caches`` then hold the keys and values of all tokens but the last draft of a range.
-        ``states``: of an EAGLE head, by range. Returns drafts by range; one without a finite logit gets none.
+        ``states``: of an EAGLE head, by range. Returns drafts by range; one without a finite logit gets none. Raises
+        ``AssertionError`` for rows, tokens and blocks that are not there.
         """
         num_ranges, most = len(ranges), max((each.most for each in ranges), default=0)
         if num_ranges > self._columns.shape[1] or most > self._drafts.shape[1]:
@@ -78,7 +79,8 @@ class GreedyDrafts:
             self._columns[5:, :num_ranges] = np.array(states, dtype=np.int64).T
         args = self._args
         args.num_requests, args.least_confidence = num_ranges, least_confidence
-        self._weights.kernels.draft_greedily(self._where)
+        drafted = self._weights.kernels.draft_greedily(self._where)
+        assert drafted == num_ranges, f"{ranges[drafted]}: the batch, its blocks or the vocabulary lack some of it"
         drafts, found = self._drafts[:num_ranges].tolist(), self._columns[4, :num_ranges].tolist()
         return [tokens[:count] for tokens, count in zip(drafts, found, strict=True)]
 
@@ -99,11 +101,12 @@ class GreedyDrafts:
             tokens, tables = batch.token_ids, batch.block_table.block_ids
             args.tokens, args.tokens_stride = tokens.ctypes.data, tokens.shape[1]
             args.tables, args.tables_stride = tables.ctypes.data, tables.shape[1]
-            args.block_size = batch.block_table.block_size
+            args.block_size, args.num_rows = batch.block_table.block_size, len(tokens)
             self._batch = batch
         if self._caches_at != (caches_at := kv_caches[0].data_ptr()):
             for layer, kv_cache in zip(self._weights.layers, kv_caches, strict=True):
                 layer.keys, layer.values = pointers(kv_cache)
+            args.num_blocks = kv_caches[0].shape[1]
             self._caches_at = caches_at
 
 

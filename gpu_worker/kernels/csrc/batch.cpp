@@ -19,15 +19,40 @@ struct GatherArgs {
   int32_t *query_starts, *seq_lens, *block_tables;
   int64_t* sampled;
   int64_t num_requests, tokens_stride, tables_stride, block_size;
+  int64_t num_rows, num_blocks_in_all, most_requests, most_tokens;  // of the batch, of the cache, and of what is written
   int64_t num_tokens, num_sampled, width;  // written
 };
 
 }  // extern "C"
 
-extern "C" void gather(GatherArgs* args) {
+namespace {
+
+// Whether the batch has the row, and the row these tokens and blocks for them. Unsigned, a negative number is too large.
+inline bool is_within(const GatherArgs& a, int64_t r) {
+  const int64_t row = a.rows[r];
+  if ((uint64_t)row >= (uint64_t)a.num_rows) return false;
+  const int64_t start = a.computed[row], length = a.lengths[r], blocks = a.num_blocks[row];
+  if ((uint64_t)start > (uint64_t)a.tokens_stride || (uint64_t)(length - 1) >= (uint64_t)(a.tokens_stride - start)) return false;
+  if ((uint64_t)blocks > (uint64_t)a.tables_stride || start + length > blocks * a.block_size) return false;
+  const int32_t* table = a.tables + row * a.tables_stride;
+  for (int64_t b = start / a.block_size; b <= (start + length - 1) / a.block_size; ++b)
+    if ((uint64_t)(int64_t)table[b] >= (uint64_t)a.num_blocks_in_all) return false;
+  return true;
+}
+
+}  // namespace
+
+// Returns the number of requests, or the first of them that names what is not there, or too much: then nothing is
+// written. So whatever the scheduler asks for, no later kernel of the step reads or writes beyond its arrays.
+extern "C" int64_t gather(GatherArgs* args) {
   GatherArgs& a = *args;
   a.num_tokens = a.num_sampled = a.width = 0;
-  for (int64_t r = 0; r < a.num_requests; ++r) a.width = std::max(a.width, a.num_blocks[a.rows[r]]);
+  if ((uint64_t)a.num_requests > (uint64_t)a.most_requests) return -1;
+  int64_t needed = 0;
+  for (int64_t r = 0; r < a.num_requests; ++r) {
+    if (!is_within(a, r) || (needed += a.lengths[r]) > a.most_tokens) return r;
+    a.width = std::max(a.width, a.num_blocks[a.rows[r]]);
+  }
   for (int64_t r = 0; r < a.num_requests; ++r) {
     const int64_t row = a.rows[r], start = a.computed[row], end = start + a.lengths[r];
     const int32_t *table = a.tables + row * a.tables_stride, *tokens = a.tokens + row * a.tokens_stride;
@@ -42,4 +67,5 @@ extern "C" void gather(GatherArgs* args) {
     if (end >= a.known[row]) a.sampled[a.num_sampled++] = r;
   }
   a.query_starts[a.num_requests] = a.num_tokens;
+  return a.num_requests;
 }

@@ -35,6 +35,7 @@ struct DraftArgs {
   int64_t *drafts, *found;                       // [n, most], [n]: how many there are
   int64_t num_requests, most, num_layers, vocab, hidden, inner, num_heads, num_kv_heads, head_size, cache_head_size,
       block_size, tokens_stride, tables_stride;
+  int64_t num_rows, num_blocks;  // of the batch, and of the cache
   float eps, scale, rotation_factor, least_confidence;
   int32_t is_bf16;
 };
@@ -133,7 +134,10 @@ class Decoder {
         cosines(args.head_size / 2),
         sines(args.head_size / 2) {}
 
-  void run() {
+  // Returns the number of requests, or the first of them that names what is not there: then nothing is drafted.
+  int64_t run() {
+    for (int64_t r = 0; r < a.num_requests; ++r)
+      if (!is_within(r)) return r;
     for (int64_t r = 0; r < a.num_requests; ++r) {
       table = a.tables + a.rows[r] * a.tables_stride;
       const int32_t* tokens = a.tokens + a.rows[r] * a.tokens_stride;
@@ -143,6 +147,7 @@ class Decoder {
       }
       a.found[r] = draft(a.drafts + r * a.most, a.ends[r], a.counts[r]);
     }
+    return a.num_requests;
   }
 
  private:
@@ -150,6 +155,21 @@ class Decoder {
   const int64_t heads;
   const int32_t* table = nullptr;
   std::vector<float> residual, joined, normed, qkv, query, attended, gates, logits, cosines, sines, scores;
+
+  // Whether the batch has the row, and the row the tokens and blocks from `start` to the last draft's. Unsigned, a
+  // negative number is too large.
+  bool is_within(int64_t r) const {
+    const int64_t row = a.rows[r], start = a.starts[r], end = a.ends[r], count = a.counts[r];
+    if ((uint64_t)row >= (uint64_t)a.num_rows || (uint64_t)count > (uint64_t)a.most) return false;
+    if (start < 0 || end <= start || end > a.tokens_stride) return false;
+    const int64_t last = count > 1 ? end + count - 2 : end - 1;  // nothing is computed for the last draft
+    if (last / a.block_size >= a.tables_stride) return false;
+    for (int64_t p = start; p < end; ++p)
+      if ((uint64_t)(int64_t)a.tokens[row * a.tokens_stride + p] >= (uint64_t)a.vocab) return false;
+    for (int64_t b = 0; b <= last / a.block_size; ++b)
+      if ((uint64_t)(int64_t)a.tables[row * a.tables_stride + b] >= (uint64_t)a.num_blocks) return false;
+    return true;
+  }
 
   // The model's state before position `p` becomes the second half of what a head joins.
   void take_state(int64_t r, int64_t p) {
@@ -309,10 +329,7 @@ extern "C" void arrange_matrix(const float* weight, void* to, int64_t outputs, i
   is_bf16 ? arrange(weight, (BF16*)to, outputs, inputs) : arrange(weight, (float*)to, outputs, inputs);
 }
 
-// Computes tokens of each request, then drafts the ones after them.
-extern "C" void draft_greedily(const DraftArgs* args) {
-  if (args->is_bf16)
-    Decoder<BF16>(*args).run();
-  else
-    Decoder<float>(*args).run();
+// Computes tokens of each request, then drafts the ones after them. Returns what run() does.
+extern "C" int64_t draft_greedily(const DraftArgs* args) {
+  return args->is_bf16 ? Decoder<BF16>(*args).run() : Decoder<float>(*args).run();
 }

@@ -36,6 +36,7 @@ struct DrawArgs {
   const float* logits;
   int64_t* drawn;  // written
   int64_t num_drawn, tokens_stride, logits_stride, vocab;
+  int64_t num_rows, num_requests, most_drawn;  // of the batch, of the step, and of what is written
   int32_t num_threads;
 };
 
@@ -113,7 +114,7 @@ inline double exponential(double x) {
   double p = 0.;
 #pragma GCC unroll 14
   for (int i = 0; i < 14; ++i) p = p * r + 1. / divisors[i];
-  int64_t bits;
+  uint64_t bits;
   memcpy(&bits, &shifted, sizeof bits);
   bits = (bits + 1023) << 52;  // 2^n: the lowest bits of `shifted` are those of n
   double scale;
@@ -276,10 +277,26 @@ int64_t draw_random(const float* x, int64_t n, float top, const DrawParams& para
 
 }  // namespace
 
+namespace {
+
+// Whether every token to draw belongs to a request of the step and a row of the batch, whose numbers are possible.
+bool are_within(const DrawArgs& a) {
+  if ((uint64_t)a.num_drawn > (uint64_t)a.most_drawn || a.vocab < 1 || a.vocab > INT32_MAX || a.logits_stride < 0)
+    return false;
+  return std::all_of(a.places, a.places + a.num_drawn, [&](int64_t place) {
+    if ((uint64_t)place >= (uint64_t)a.num_requests || (uint64_t)a.rows[place] >= (uint64_t)a.num_rows) return false;
+    const int64_t row = a.rows[place];
+    return a.prompts[row] >= 0 && a.known[row] >= a.prompts[row];
+  });
+}
+
+}  // namespace
+
 // Appends a token to each row, unless the row is full. Returns 0, and appends nothing, if one of the logits is NaN or a
-// largest one infinite.
+// largest one infinite; and -1 for rows and places that are not there.
 extern "C" int32_t append_drawn(DrawArgs* args) {
   DrawArgs& a = *args;
+  if (!are_within(a)) return -1;
   const bool is_quick = !a.params && a.num_drawn * a.vocab < FEW;
   for_pieces(a.num_drawn, is_quick ? 1 : a.num_threads, [&](int64_t i) {
     const float* x = a.logits + i * a.logits_stride;

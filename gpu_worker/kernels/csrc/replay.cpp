@@ -72,7 +72,7 @@ constexpr Entry SIGNATURES[] = {
     entry<I, P, P, P, P, P, L, L, L, I>(),                    // multiply_int8
     entry<I, I, P, P, P, P, P, P, L, L, L, L, F, I, I>(),     // multiply_quantized
     entry<P, P, P, P, L, L, F, I>(),                          // rotations
-    entry<P, P, P, L, L>(),                                   // gather_rows
+    entry<P, P, P, L, L, L>(),                                // gather_rows
     entry<P, L, P, L, L, L>(),                                // copy_rows
     entry<I, P, P, L>(),                                      // add_to
     entry<I, P, F, L>(),                                      // scale
@@ -104,9 +104,14 @@ extern "C" void replay(const RecordedCall* calls, int64_t count) {
   for (int64_t i = 0; i < count; ++i) SIGNATURES[calls[i].signature].call(calls[i].function, calls[i].words);
 }
 
-// out[i] = table[indices[i]], rows of `row_bytes`.
-extern "C" void gather_rows(const char* table, const int64_t* indices, char* out, int64_t count, int64_t row_bytes) {
-  for (int64_t i = 0; i < count; ++i) memcpy(out + i * row_bytes, table + indices[i] * row_bytes, row_bytes);
+// out[i] = table[indices[i]], rows of `row_bytes`; NaN in every dtype for an index that none of the `rows` has.
+extern "C" void gather_rows(const char* table, const int64_t* indices, char* out, int64_t count, int64_t row_bytes,
+                            int64_t rows) {
+  for (int64_t i = 0; i < count; ++i)
+    if ((uint64_t)indices[i] < (uint64_t)rows)
+      memcpy(out + i * row_bytes, table + indices[i] * row_bytes, row_bytes);
+    else
+      memset(out + i * row_bytes, 0xff, row_bytes);
 }
 
 // Rows whose beginnings lie so many bytes apart.

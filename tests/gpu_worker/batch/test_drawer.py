@@ -129,3 +129,21 @@ def test_rows_of_a_wider_matrix() -> None:
     assert Rows().append(wide[:, :50]) == [20] * 3
     assert Rows().append(torch.zeros(50, 3).T) is None, "its elements lie apart"
     assert Rows().append(torch.zeros(3, 8, dtype=torch.bfloat16)) is None
+
+
+@pytest.mark.parametrize("places", [[0, 1, 3], [0, -1, 1], [0, 1, 1 << 32], [0, 1 << 31, 2]])
+def test_places_that_a_step_does_not_have_are_refused(places: list[int]) -> None:
+    rows = Rows()
+    with pytest.raises(AssertionError, match="one is not there"):
+        rows.append(torch.zeros(3, 5), places)
+    assert rows.known.tolist() == [0, 1, 2, 3, 4, 5]
+    assert rows.append(torch.zeros(3, 5)) == [0, 0, 0]
+
+
+def test_more_tokens_than_rows_of_logits_are_refused() -> None:
+    with pytest.raises(AssertionError, match="3 tokens are to be drawn from 2 rows"):
+        Rows().append(torch.zeros(2, 5))
+    rows = Rows()
+    rows.known[4] = -1
+    with pytest.raises(AssertionError, match="one is not there"):
+        rows.append(torch.zeros(3, 5))

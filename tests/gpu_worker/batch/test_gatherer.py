@@ -94,3 +94,49 @@ def test_decodes_that_go_on_keep_their_arrays(batches: list[InputBatch]) -> None
     again = decode([20, 5], {"a": 1, "b": 1})
     assert (again.drafts, again.token_ids.tolist()) == ({}, [3, 3])
     assert decode([5, 20], {"b": 1, "a": 1}).seq_lens.tolist() == [6, 21]
+
+
+BAD_STEPS = {
+    "a negative chunk": ({"a": -11, "b": 1}, [0, 0]),
+    "no tokens": ({"a": 0, "b": 1}, [0, 0]),
+    "counts whose sum is that of decodes": ({"a": 3, "b": -1}, [0, 0]),
+    "more tokens than blocks": ({"a": 49, "b": 1}, [0, 0]),
+    "one token behind the last block": ({"a": 1, "b": 1}, [48, 0]),
+    "a negative position": ({"a": 1, "b": 1}, [-1, 0]),
+    "a position beyond 32 bits": ({"a": 1, "b": 1}, [1 << 32, 0]),
+    "a count beyond 32 bits": ({"a": 1, "b": (1 << 32) + 1}, [0, 0]),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_STEPS)
+def test_a_step_of_tokens_that_are_not_there_is_refused(batches: list[InputBatch], bad: str) -> None:
+    """Nothing is read or written beyond the arrays, and the next step is as ever."""
+    counts, computed = BAD_STEPS[bad]
+    for batch in batches:
+        begin(batch, {"a": 40, "b": 3}, {"a": [5, 3, 8], "b": [1]})
+        cached = CachedRequestData(list(counts), [[], []], computed, {})
+        batch.update(SchedulerOutput([], cached, counts, 2, [], []))
+        with pytest.raises((AssertionError, MemoryError), match=r"tokens from position|allocate"):
+            batch.prepare(counts)
+        cached = CachedRequestData(["a", "b"], [[], []], [39, 2], {})
+        batch.update(SchedulerOutput([], cached, {"a": 1, "b": 1}, 2, [], []))
+        assert batch.prepare({"a": 1, "b": 1}).slot_mapping.tolist() == [8 * 16 + 7, 18]
+
+
+def test_a_block_that_the_cache_does_not_have_is_refused() -> None:
+    for blocks in ([3, 10], [-1, 3]):
+        with pytest.raises(AssertionError, match="no blocks of the cache"):
+            begin(InputBatch(2, 64, 16, num_blocks=10), {"a": 20}, {"a": blocks})
+    batch = InputBatch(2, 64, 16, num_blocks=10)
+    begin(batch, {"a": 16}, {"a": [10]})
+    with pytest.raises(AssertionError, match="the cache 10 blocks"):
+        batch.prepare({"a": 16})
+
+
+def test_more_requests_than_rows_are_refused() -> None:
+    batch = InputBatch(2, 64, 16)
+    begin(batch, {"a": 1}, {"a": [1]})
+    assert batch._gatherer is not None
+    batch._gatherer._args.most_requests = 0
+    with pytest.raises(AssertionError, match="of which 0 fit"):
+        batch.prepare({"a": 1})

@@ -121,7 +121,7 @@ def test_rows_are_used_again(batch):
 
 def test_a_request_that_is_not_scheduled_keeps_its_row(batch):
     run(batch, step(new=[new("a", range(4), [0]), new("b", range(4), [1]), new("c", range(4), [2])], a=2, b=4, c=4))
-    run(batch, step(cached=[("b", [3], 4)], b=0))
+    run(batch, step(cached=[("b", [], 3)], b=1))
     inputs = run(batch, step(cached=[("a", [], 2)], a=2))
     assert inputs.token_ids.tolist() == [2, 3]
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from tokenloom.engine_core.client.async_socket import AsyncSocket
+from tokenloom.engine_core.data_parallel.hub import GroupHub
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.engine.control import pause
 from tokenloom.services.gateway.batches.batch_task import BatchTask
@@ -83,6 +84,14 @@ def _as_it_is(awaitable: Awaitable[T]) -> Awaitable[T]:
     return awaitable
 
 
+def _leave_by_rank(hub: GroupHub, rank: int, frames: object, error: OSError) -> None:
+    """Take the end of a connection for the end of its rank, whichever process that is now."""
+    with hub._lock:
+        hub._ranks.pop(rank, None)
+        if hub._rounds.leave(rank) and not hub._is_closed:
+            hub._close()
+
+
 _OPEN = Generator.open
 _BUGS: dict[str, tuple[str, dict[tuple[Any, str], Any]]] = {
     "two_writers": ("batches", {(BatchTask, "cancel"): _cancel_and_write}),
@@ -93,6 +102,7 @@ _BUGS: dict[str, tuple[str, dict[tuple[Any, str], Any]]] = {
     "cancelled_as_lost": ("responses", {(Generator, "open"): _open_for_any}),
     "silent_streams": ("streams", {(kserve_servicer, "next_request"): _wait_for_ever}),
     "half_resumed": ("pauses", {(pause, "completed"): _as_it_is}),
+    "end_of_the_predecessor": ("hubs", {(GroupHub, "_leave"): _leave_by_rank}),
     "rows_taken_back": ("core clients", {(AsyncSocket, "_begun"): _forget_beginning}),
 }
 BUGS = tuple(_BUGS)

@@ -216,13 +216,20 @@ class ChosenLoop(VirtualLoop):
         self._threads.setdefault(pool or executor, []).append(call)
         return call.future
 
+    def begin_thread(self, func: Callable[[], Any], name: str) -> "Future[Any]":
+        """Run a function in a thread of its own, in steps: see :func:`.wait_in_thread`."""
+        call = ThreadCall(name, func, is_whole=False)
+        self._threads[call] = [call]
+        return call.future
+
     def _startable(self) -> Iterator[ThreadCall]:
         """Yield the calls that have a thread of their executor, and can go on."""
         for pool, calls in self._threads.items():
             calls[:] = [call for call in calls if not call.is_over]
             size = pool._max_workers if isinstance(pool, ThreadPoolExecutor) else _DEFAULT_THREADS
             for call in calls[:size]:
-                if not (call.waits_for_others and calls[0] is not call):
+                is_waiting = call.waits_for_others and calls[0] is not call
+                if not is_waiting and (call.may_go_on is None or call.may_go_on()):
                     yield call
 
     def end_threads(self) -> None:

@@ -33,7 +33,7 @@ class Run:
     Attributes:
         call, slot: Where its output goes; None: nowhere.
         tokens: How many were computed of each output.
-        num_told: Tokens that another output processor had computed.
+        num_known: Tokens that another output processor had computed.
         has_ended: It has computed all.
         is_lost: Its gateway was lost.
     """
@@ -43,7 +43,7 @@ class Run:
     slot: int
     tokens: list[int] = field(default_factory=list)
     is_live: bool = True
-    num_told: int = 0
+    num_known: int = 0
     has_ended: bool = False
     is_lost: bool = False
 
@@ -54,7 +54,7 @@ class Run:
     @property
     def num_computed(self) -> int:
         """Tokens of the prompt and of all outputs, computed here."""
-        return len(self.submit.prompt.token_ids) + sum(self.tokens) - self.num_told
+        return len(self.submit.prompt.token_ids) + sum(self.tokens) - self.num_known
 
 
 class Processor:
@@ -118,7 +118,7 @@ class Processor:
         run.tokens = [0] * run.num_outputs
         for journal in submit.journals:
             run.tokens[journal.sample_index] = len(journal.token_ids)
-        run.num_told = sum(run.tokens)
+        run.num_known = sum(run.tokens)
         self.runs.append(run)
         if (old := self._by_id.get(submit.request_id)) is None or not old.is_live or old.call is None:
             if old is not None:

@@ -19,12 +19,14 @@ class ThreadCall:
         future: Its result.
         is_over: It has ended, or was cancelled before it began.
         waits_for_others: It begins when the calls before it have ended.
+        may_go_on: Returns whether what its thread waits for has happened; None: it waits for nothing.
     """
 
     def __init__(self, name: str, func: Callable[[], Any], *, is_whole: bool) -> None:
         self.name = name
         self.future: Future[Any] = Future()
         self.waits_for_others = False
+        self.may_go_on: Callable[[], bool] | None = None
         self._func = func
         self._is_whole = is_whole
         self._has_begun = self._has_ended = self._is_killed = False
@@ -96,3 +98,25 @@ def pause_thread() -> None:
     """Let the loop choose what runs next, if this is the thread of a call that runs in steps."""
     if (call := getattr(_current, "call", None)) is not None:
         call.pause()
+
+
+def wait_in_thread(may_go_on: Callable[[], bool]) -> None:
+    """Wait in the thread of a call that runs in steps until ``may_go_on`` returns True."""
+    call: ThreadCall = _current.call
+    call.may_go_on = may_go_on
+    call.pause()
+    call.may_go_on = None
+
+
+class SteppedLock:
+    """A lock of threads that run in steps."""
+
+    def __init__(self) -> None:
+        self._is_held = False
+
+    def __enter__(self) -> None:
+        wait_in_thread(lambda: not self._is_held)
+        self._is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_held = False

@@ -8,6 +8,7 @@ from tests.explorer.world import Scenario
 from .batches import BatchScenario, FileScenario
 from .core_clients import CoreClientScenario
 from .generations import GenerationScenario
+from .hubs import HubScenario
 from .outputs import OutputScenario
 from .pauses import PauseScenario
 from .responses import ResponseScenario
@@ -21,5 +22,6 @@ SCENARIOS: Final[dict[str, Callable[[], Scenario]]] = {
     "outputs": OutputScenario,
     "pauses": PauseScenario,
     "streams": StreamScenario,
+    "hubs": HubScenario,
     "core clients": CoreClientScenario,
 }

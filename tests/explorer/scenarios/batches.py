@@ -174,10 +174,10 @@ async def recover(world: World, settings: GatewaySettings) -> None:
     await store.open()
     files = await store.listed("files")
     for file_id in world.memory["files"]:
-        world.check(file_id in files, "a file is lost that a client had been told of")
+        world.check(file_id in files, "a file is lost that a client had been shown")
     batches = await store.all_ended()
     for batch_id, before in world.memory["batches"].items():
-        if world.check(batch_id in batches, "a batch is lost that a client had been told of"):
+        if world.check(batch_id in batches, "a batch is lost that a client had been shown"):
             after = batches[batch_id]["status"]
             is_same = before not in _ENDED or after == before
             world.check(is_same, f"a batch that was {before} is {after} after a crash")

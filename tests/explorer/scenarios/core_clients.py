@@ -102,7 +102,7 @@ class CoreClientScenario:
             world.violated("the core answers no more")
         world.check(set(sent) <= set(core.received), "a request that was sent did not arrive")
         world.check(len(set(core.received)) == len(core.received), "a request arrived twice")
-        world.check(not client._arena.num_lent, "rows are lent that nobody has")
+        world.check(not client._arena.num_lent, "rows stay lent after the core has dropped them")
         for task in reading:
             task.cancel()
         await world.all_ended()

@@ -5,6 +5,7 @@ import asyncio
 from tests.explorer.gateway import Gateway
 from tests.explorer.scenarios.generations import body_of, check_answer, post
 from tests.explorer.world import World
+from tokenloom.services.gateway.mesh.submission import MAX_LOSSES_ALONE
 
 ADDRESSES = ("op 0", "op 1")
 
@@ -28,9 +29,10 @@ class OutputScenario:
 
 
 async def _cut(gateway: Gateway) -> None:
-    """Cut the streams of one output processor after the other, or of both."""
+    """Cut the streams of one output processor after the other, or of both, so seldom that no request seems to end
+    them."""
     random = gateway.world.random
-    for _ in range(random.randint(1, 4)):
+    for _ in range(random.randint(1, MAX_LOSSES_ALONE - 1)):
         await asyncio.sleep(random.choice((0.0, 0.05, 0.1, 0.12)))
         await gateway.world.step(12)
         for address in random.sample(ADDRESSES, random.randint(1, 2)):

@@ -5,7 +5,7 @@ from typing import Final
 
 from tests.explorer.world import Scenario
 
-from .batches import BatchScenario, FileScenario
+from .batches import BatchScenario, FileScenario, KeptBatchScenario
 from .core_clients import CoreClientScenario
 from .generations import GenerationScenario
 from .hubs import HubScenario
@@ -16,6 +16,7 @@ from .streams import StreamScenario
 
 SCENARIOS: Final[dict[str, Callable[[], Scenario]]] = {
     "batches": BatchScenario,
+    "kept batches": KeptBatchScenario,
     "files": FileScenario,
     "generations": GenerationScenario,
     "responses": ResponseScenario,

@@ -8,11 +8,13 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from prometheus_client import CollectorRegistry
 
 from tests.explorer.clients import Answer, Clients, two_tenants
 from tests.explorer.world import PATIENCE, World
+from tokenloom.services.gateway.batches import batch_store
 from tokenloom.services.gateway.batches.open_batches import Batches
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.http.app import App
@@ -27,6 +29,8 @@ _MESH: dict[str, Any] = {
 SETTINGS = GatewaySettings.of(**_MESH, batch_concurrency=4)
 LIMITED = GatewaySettings.of(**_MESH, tenant_files=2, tenant_file_bytes=300, max_file_bytes=250)
 NUM_LINES = 3
+MAX_KEPT = 2
+"""Batches that are kept of a tenant where few are: as many as a test can create."""
 _DIGITS = re.compile("[0-9a-f]{32}")
 _ENDED = ("completed", "failed", "expired", "cancelled")
 FORM = [(b"content-type", b"multipart/form-data; boundary=b")]
@@ -104,8 +108,9 @@ class Store:
             self.world.check(batch["status"] in _ENDED, f"a batch stays {batch['status']}")
         return batches
 
-    async def check(self) -> None:
-        """Check that the disk holds what clients are shown, and nothing else."""
+    async def check(self, *, keeps_all: bool = True) -> None:
+        """Check that the disk holds what clients are shown, and nothing else. ``keeps_all``: no batch was dropped; the
+        files of such a one stay."""
         batches, files = await self.all_ended(), await self.listed("files")
         check, directory = self.world.check, self.world.directory
         for batch in batches.values():
@@ -114,7 +119,7 @@ class Store:
         for file in files.values():
             path = directory / "files" / file["id"]
             check(path.is_file() and path.stat().st_size == file["bytes"], "a listed file is not on the disk as listed")
-            check(file["purpose"] == "batch" or file["id"] in owned, "results have no batch")
+            check(not keeps_all or file["purpose"] == "batch" or file["id"] in owned, "results have no batch")
         kept = {path.name for path in (directory / "batches").iterdir()}
         check(kept == {f"{name}.json" for name in batches}, f"batches/ holds {_strange(kept, batches)}")
         kept = {path.name for path in (directory / "files").iterdir()}
@@ -192,6 +197,44 @@ async def recover(world: World, settings: GatewaySettings) -> None:
 def _collected(directory: Path) -> dict[str, int]:
     """Return how many answers of each batch are on the disk."""
     return {path.stem: path.read_bytes().count(b"\n") for path in directory.glob("*.output")}
+
+
+class KeptBatchScenario:
+    """One tenant creates batches at the same time, of which only a few are kept once they have ended."""
+
+    uses_disk = True
+
+    async def run(self, world: World) -> None:
+        world.memory.update(files={}, batches={})
+        with patch.object(batch_store, "MAX_KEPT", MAX_KEPT):
+            store = Store(world)
+            await store.open()
+            world.disk.may_be_full = True
+            world.begin(_create_many(store), "tenant a")
+            await world.all_ended()
+            await store.check(keeps_all=False)
+            await store.close()
+
+    async def recover(self, world: World) -> None:
+        with patch.object(batch_store, "MAX_KEPT", MAX_KEPT):
+            store = Store(world)
+            await store.open()
+            await store.check(keeps_all=False)
+            await store.close()
+
+
+async def _create_many(store: Store) -> None:
+    """Create some batches, wait until they have ended, and create more than are kept."""
+    uploaded = await store.ask("POST", "/v1/files", form(lines("a")), headers=FORM)
+    if not uploaded.is_ok:
+        return
+    body = {"input_file_id": uploaded.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    for number in (MAX_KEPT, MAX_KEPT + 1):
+        async with asyncio.TaskGroup() as group:
+            for _ in range(number):
+                group.create_task(store.ask("POST", "/v1/batches", body))
+                await store.world.step(3)
+        await store.all_ended()
 
 
 class FileScenario:

@@ -111,9 +111,10 @@ class BatchTask:
             if batch.outcome is None:
                 await self._decide()
             await self._persist(self._store_results)
+            if self._cancelled.is_set() and batch.outcome in ("completed", "expired"):  # behind the last result
+                await self._change("cancelling", outcome="cancelled")
             assert batch.outcome is not None
-            is_late = self._cancelled.is_set() and batch.outcome in ("completed", "expired")
-            await self._change("cancelled" if is_late else batch.outcome)
+            await self._change(batch.outcome)
             self._context.files.end_use(batch.input_file_id, batch.id)
             self._room.release()
             log.info("%s: %s, %d answers and %d errors", batch.id, batch.status, batch.completed, batch.failed)

@@ -49,6 +49,7 @@ async def test_a_batch_that_is_cancelled_at_any_turn_ends(tmp_path: Path, turns:
         assert batch.status in ("cancelling", "cancelled", "completed")
         await desk.ended(batch)
         assert not batch.problems
+        assert ("cancelling" in batch.times) == (batch.status == "cancelled")
         desk.check()
 
 

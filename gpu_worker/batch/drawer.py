@@ -45,8 +45,8 @@ class Drawer:
         """
         if logits.dtype is not torch.float32 or logits.stride(1) != 1:
             return None
-        assert len(places) == len(logits), f"{len(places)} tokens are to be drawn from {len(logits)} rows of logits"
         args, (count, args.vocab) = self._args, logits.shape
+        assert len(places) == count, f"{len(places)} tokens are to be drawn from {count} rows of logits"
         args.rows, args.params = members.rows_at, members.draws_at
         args.places, args.num_drawn = places.ctypes.data, count
         args.logits, args.logits_stride = logits.data_ptr(), logits.stride(0)

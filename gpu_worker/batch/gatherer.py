@@ -63,6 +63,7 @@ class Gatherer:
             most_requests=most,
         )
         self._where = byref(self._args)
+        self._ones: list[int] = []
         self._point_to(self._few)
         self._decodes: tuple[Members, int, Gathered] | None = None  # the last ones, and the width of their tables
 
@@ -72,10 +73,13 @@ class Gatherer:
         Returns the same object while the same requests decode and the shapes of their arrays stay. Raises
         ``AssertionError`` for more tokens than a request can have, or has blocks for, and for none.
         """
-        args, count, num_tokens = self._args, len(lengths), sum(lengths)
+        args, count, values = self._args, len(lengths), list(lengths)
+        if len(self._ones) != count:
+            self._ones = [1] * count
+        is_decode = values == self._ones  # sooner than the sum, which another step may have too
+        num_tokens = count if is_decode else sum(values)
         self._choose_room(num_tokens)
-        is_decode = num_tokens == count and min(lengths, default=1) == 1
-        self._lengths[:count] = 1 if is_decode else list(lengths)
+        self._lengths[:count] = 1 if is_decode else values
         args.rows, args.num_requests = members.rows_at, count
         if (gathered := self._gather(self._where)) != count:
             raise AssertionError(self._wrong(members, gathered))

@@ -171,7 +171,9 @@ def _collected(result: Result) -> Iterator[None]:
     gc.disable()
     try:
         yield
-        gc.collect()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            gc.collect()
     finally:
         gc.enable()
         sys.unraisablehook = before

@@ -89,7 +89,7 @@ def _run_plan(plan: Plan, result: Result, on_idle: Callable[[], object]) -> Virt
     network = Network(loop, Random(f"network {plan.seed}"), plan.mean_delay)
     began_at = loop.time()
     try:
-        loop.run(_run(network, plan, result, on_idle))
+        loop.run(simulate(network, plan, result, on_idle))
     except Exception as error:
         result.violations.append(f"the run ended with {error!r}")
     result.violations += loop.failures
@@ -98,7 +98,8 @@ def _run_plan(plan: Plan, result: Result, on_idle: Callable[[], object]) -> Virt
     return loop
 
 
-async def _run(network: Network, plan: Plan, result: Result, on_idle: Callable[[], object]) -> None:
+async def simulate(network: Network, plan: Plan, result: Result, on_idle: Callable[[], object] = lambda: None) -> None:
+    """Run a plan in the event loop of ``network``, which runs already, and add what happens to ``result``."""
     mesh = Mesh(network, plan)
     await mesh.start()
     clients = [Client(mesh, ask) for ask in plan.asks]

@@ -9,6 +9,7 @@ from .batches import BatchScenario, FileScenario, KeptBatchScenario
 from .core_clients import CoreClientScenario
 from .generations import GenerationScenario
 from .hubs import HubScenario
+from .meshes import MeshScenario
 from .outputs import OutputScenario
 from .pauses import PauseScenario
 from .responses import ResponseScenario
@@ -24,5 +25,6 @@ SCENARIOS: Final[dict[str, Callable[[], Scenario]]] = {
     "pauses": PauseScenario,
     "streams": StreamScenario,
     "hubs": HubScenario,
+    "meshes": MeshScenario,
     "core clients": CoreClientScenario,
 }

@@ -81,6 +81,23 @@ WORDS = (
 """Values of arguments; some name what :func:`_folder` makes."""
 
 
+PLACES = (
+    *(
+        "~nosuch",
+        "~nosuch/x.gguf",
+        "a" * 300,
+        "\udcff",
+        "/dev/null",
+        "/dev/full",
+        "/dev/null/x",
+        "empty",
+        "garbage.json",
+    ),
+    *("good.toml", "table.toml", "binary.gguf", "folder", "lines.jsonl", "link", "ca", ".", "", "org/name", "new"),
+)
+"""Values of arguments that name files and models."""
+
+
 class Reached(BaseException):
     """The work would begin: nothing in the arguments was refused."""
 
@@ -157,6 +174,8 @@ def _word(rng: random.Random, parameter: Any) -> str:
         return rng.choice(choices)
     if rng.random() < 0.15 and isinstance(parameter.default, (int, float, str)):
         return str(parameter.default)
+    if (rng.random() < 0.5 and "model" in parameter.name) or "Path" in str(parameter.type_descriptor.annotation):
+        return rng.choice(PLACES)
     return rng.choice(WORDS)
 
 

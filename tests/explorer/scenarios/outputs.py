@@ -5,9 +5,10 @@ import asyncio
 from tests.explorer.gateway import Gateway
 from tests.explorer.scenarios.generations import body_of, check_answer, post
 from tests.explorer.world import World
-from tokenloom.services.gateway.mesh.submission import MAX_LOSSES_ALONE
 
 ADDRESSES = ("op 0", "op 1")
+_SUSPECT = b"ended while they ran only this request"
+"""Says the error of a request that was alone wherever streams were cut, and is not sent again: it may be the cause."""
 
 
 class OutputScenario:
@@ -29,10 +30,9 @@ class OutputScenario:
 
 
 async def _cut(gateway: Gateway) -> None:
-    """Cut the streams of one output processor after the other, or of both, so seldom that no request seems to end
-    them."""
+    """Cut the streams of one output processor after the other, or of both."""
     random = gateway.world.random
-    for _ in range(random.randint(1, MAX_LOSSES_ALONE - 1)):
+    for _ in range(random.randint(1, 4)):
         await asyncio.sleep(random.choice((0.0, 0.05, 0.1, 0.12)))
         await gateway.world.step(12)
         for address in random.sample(ADDRESSES, random.randint(1, 2)):
@@ -51,4 +51,5 @@ async def _use(gateway: Gateway, number: int) -> None:
         calls.append(post(gateway, body, key))
     await asyncio.wait(calls)
     for call in calls:
-        check_answer(gateway, call, body, "a", key or call)
+        if call.cancelled() or call.exception() is not None or _SUSPECT not in call.result().body:
+            check_answer(gateway, call, body, "a", key or call)

@@ -76,7 +76,7 @@ def check_equal(one: StepInputs, other: StepInputs) -> None:
 def random_scheduler(rng: random.Random) -> tuple[Scheduler, int]:
     """Return a scheduler around the borders of its settings, and how many steps are in flight."""
     seats = rng.choice([1, 2, 3, 8, 17, 32])
-    budget = rng.choice([seats, seats + 1, 2 * seats, 64, 128])
+    budget = rng.choice([seats, seats + 1, 2 * seats, 4 * seats, 128])
     depth = rng.choice([1, 1, 2])
     scheduler = make_scheduler(
         num_blocks=rng.choice([MAX_MODEL_LEN // 4, 2 * MAX_MODEL_LEN // 4 + 1, seats * MAX_MODEL_LEN // 4]),
@@ -96,7 +96,8 @@ def random_scheduler(rng: random.Random) -> tuple[Scheduler, int]:
 
 
 def add_some(scheduler: Scheduler, rng: random.Random, names: list[str], *, with_embeds: bool) -> None:
-    for _ in range(rng.choice([0, 1, 1, 3, 20])):
+    # At first as many as there are seats: they begin in one step, in which no other request decodes.
+    for _ in range(rng.choice([0, 1, 1, 3, 20] if names else [1, 20, scheduler.config.max_num_seqs])):
         name = f"r{len(names)}"
         names.append(name)
         length = rng.choice([1, 2, 3, 4, 5, 8, 9, 16, 31, 40, MAX_MODEL_LEN - 1])

@@ -39,7 +39,9 @@ class ChosenLoop(VirtualLoop):
 
     Attributes:
         num_awaits: How often tasks that may be cancelled have begun to wait.
-        trace: What ran, if ``is_traced``.
+        has_crashed: The process has ended; nothing more runs.
+        is_traced: Whether :attr:`trace` is kept.
+        trace: What ran.
         on_idle: Called when nothing is ready, before the time moves on.
     """
 
@@ -84,7 +86,7 @@ class ChosenLoop(VirtualLoop):
             self.trace.append(text)
 
     def create_task(self, coro: Any, *, name: str | None = None, context: Any = None) -> "asyncio.Task[Any]":
-        return super().create_task(coro, name=name or coro.__qualname__, context=context)
+        return super().create_task(coro, name=name or getattr(coro, "__qualname__", "task"), context=context)
 
     # Choosing
 

@@ -26,9 +26,13 @@ class GenerationScenario:
         for number in range(2):
             world.begin(_repeat(gateway, f"key {number}"), f"client {number}")
         world.begin(_once(gateway), "client without a key")
+        await asyncio.sleep(world.random.choice((0.0, 0.06, 0.15)))
+        world.begin(gateway.generator.end_of_present(), "a gateway that waits for its successor")
         await world.all_ended()
         if world.random.random() < 0.5:
             await gateway.resumable.close()  # as a gateway that ends
+        world.begin(gateway.generator.drain(), "a gateway that drains")
+        await world.all_ended()
         await gateway.check()
 
     async def recover(self, world: World) -> None:

@@ -1,9 +1,9 @@
 """Measures whether a change makes steps slower, on a machine that others use too: it counts instructions, not time.
 
 ``python -m benchmarks.engine.step_instructions --base TREE`` runs the loop of :mod:`.step_loop` of both trees under
-valgrind, each for two numbers of steps; the difference is what the steps took, without imports and set-up. Instructions
-do not show cache misses, but they repeat within 0.1 % where the time of :mod:`.step_ab` varies by 20 %. It ends with
-status 1 if a ratio is above the limit, and needs ``valgrind``; a case takes about five minutes.
+valgrind, each for two numbers of steps, with kernels for AVX2; the difference is what the steps took, without imports
+and set-up. Instructions do not show cache misses, but they repeat within 0.1 % where the time of :mod:`.step_ab` varies
+by 20 %. It ends with status 1 if a ratio is above the limit, and needs ``valgrind``; a case takes about five minutes.
 """
 
 import argparse
@@ -18,6 +18,14 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 _VALGRIND = ("valgrind", "--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null")
+# valgrind knows no instructions beyond AVX2; kernels compiled for this processor would end with SIGILL on a newer one.
+_PROGRAM = """
+import platform, runpy
+from tokenloom.gpu_worker.kernels.levels import limit_level
+if platform.machine() == "x86_64":
+    limit_level("x86-64-v3")
+runpy.run_module("tokenloom.bench.engine.step_loop", run_name="__main__")
+"""
 _TOTAL = re.compile(r"I\s+refs:\s+([\d,]+)")
 
 
@@ -33,7 +41,7 @@ def count(tree: Path, rows: int, sampling: str, steps: int) -> int:
         "PYTHONHASHSEED": "0",  # the order of a set is part of what is counted
         "OMP_NUM_THREADS": "1",
     }
-    command = (*_VALGRIND, sys.executable, "-P", "-m", "tokenloom.bench.engine.step_loop")
+    command = (*_VALGRIND, sys.executable, "-P", "-c", _PROGRAM)
     try:
         with tempfile.TemporaryDirectory() as directory:  # a tree in the current directory would be imported
             done = subprocess.run(

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tokenloom.services.runtime.host.tasks import completed
+
 from ..files.disk import Disk, write_all
 from .batch import Batch
 from .batch_lines import results_in
@@ -85,7 +87,7 @@ class Results:
         """Write and sync what was added, and close the files. Raises ``OSError``; they are closed then, too."""
         try:
             if self._writer is not None:
-                await asyncio.wait([self._writer])
+                await completed(self._writer)  # it writes to the files, which may be other ones' once they are closed
         finally:
             await self._disk.run_anyway(self._close)
 

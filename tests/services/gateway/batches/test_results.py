@@ -2,11 +2,14 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor, Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.loop_clock import settle
 from tokenloom.services.gateway.batches import results as results_module
 from tokenloom.services.gateway.batches.batch_lines import LineError, LineRequest, answer_line, error_line
 from tokenloom.services.gateway.batches.results import SYNC_SECONDS, Results
@@ -83,6 +86,53 @@ async def test_what_fails_in_one_file_is_taken_back_in_the_other(
     await results.close()
     assert (results.num_outputs, results.num_errors) == (1, 1)
     assert ((tmp_path / "out").read_bytes(), (tmp_path / "err").read_bytes()) == (answer(1), wrong)
+
+
+class SlowDisk(Executor):
+    """Runs each call at once, except those that it holds back until :meth:`go_on`."""
+
+    def __init__(self) -> None:
+        self.is_slow = False
+        self._held: list[Callable[[], None]] = []
+
+    def submit(self, call: Callable[[], Any], /, *_: Any, **__: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+
+        if self.is_slow:
+            self.is_slow = False
+            self._held.append(run)
+        else:
+            run()
+        return future
+
+    def go_on(self) -> None:
+        while self._held:
+            self._held.pop(0)()
+
+
+async def test_a_write_ends_before_its_files_are_closed(tmp_path: Path) -> None:
+    """A disk may be slower than a gateway that ends, which cancels the batch once more after a second."""
+    threads = SlowDisk()
+    results = Results(Disk(tmp_path, threads), tmp_path / "out", tmp_path / "err")
+    await results.open(10)
+    threads.is_slow = True
+    adding = asyncio.create_task(results.add(1, answer(1), is_error=False))
+    await settle()
+    closing = asyncio.create_task(results.close())
+    await settle()
+    closing.cancel()
+    await settle()
+    threads.go_on()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await adding
+    assert (tmp_path / "out").read_bytes() == answer(1)
 
 
 async def test_an_error_of_any_kind_ends_the_wait(disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

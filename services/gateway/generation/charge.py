@@ -1,15 +1,17 @@
 """Counts what a tenant owes for one request: each of its tokens once, whichever calls and attempts brought it."""
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ..usage_counts import Used
 from .claim import Claim
 
+KEPT_SECONDS: Final = 60.0
+"""For so long output processors keep an answer that has ended (``--keep-lost-requests``). A later call with the same
+key begins a new request, which is charged as one."""
 MAX_CHARGES: Final = 65_536
-"""Requests whose charge is remembered: as many as begin in the time for which output processors keep an answer that
-has ended, at 1,000 requests per second. One takes about 300 bytes."""
+"""Complete requests whose charge is remembered: as many as end in that time at 1,000 requests per second. One takes
+about 300 bytes."""
 
 
 class Charge:
@@ -17,20 +19,36 @@ class Charge:
 
     Every call that resumes or repeats a request gets its output again from the beginning, so the highest position of
     all of them is what was computed.
+
+    Attributes:
+        num_calls: Calls of the request that have not ended.
     """
 
-    __slots__ = ("_has_prompt", "_num_cached", "_positions")
+    __slots__ = ("_counted", "_elsewhere", "_has_prompt", "_num_cached", "_prompt_is_elsewhere", "num_calls")
 
-    def __init__(self, positions: Sequence[int] = (), *, has_prompt: bool = False) -> None:
-        """``positions``: tokens of each output that were counted elsewhere. ``has_prompt``: so was the prompt."""
-        self._positions = list(positions)
-        self._has_prompt = has_prompt
+    def __init__(self, elsewhere: Sequence[int] = (), *, has_prompt: bool = False) -> None:
+        """``elsewhere``: tokens of each output that were counted elsewhere. ``has_prompt``: so was the prompt."""
+        self.num_calls = 0
+        self._elsewhere = list(elsewhere)
+        self._counted = list(elsewhere)
+        self._has_prompt = self._prompt_is_elsewhere = has_prompt
         self._num_cached = 0
+
+    def trust(self, claim: Claim) -> None:
+        """Believe of what was counted elsewhere only as much as the client of every call says it has: a client that
+        names a position it never had must not get what is before it for nothing."""
+        for index, elsewhere in enumerate(self._elsewhere):
+            has = claim.num_delivered[index] if index < len(claim.num_delivered) else 0
+            if has < elsewhere:
+                self._counted[index] -= elsewhere - has
+                self._elsewhere[index] = has
+        if self._prompt_is_elsewhere and not claim.resumes:
+            self._has_prompt = self._prompt_is_elsewhere = False
 
     def add(self, num_prompt: int, num_cached: int, positions: Sequence[int]) -> Used:
         """Count what a call has got, and return the part of it that was not counted before. ``positions``: tokens of
         each output."""
-        counted = self._positions
+        counted = self._counted
         counted += [0] * (len(positions) - len(counted))
         num_new = 0
         for index, position in enumerate(positions):
@@ -44,24 +62,55 @@ class Charge:
 
 
 class Charges:
-    """Remembers the charges of requests that can be resumed, or repeated by a key, beyond the end of their calls."""
+    """Remembers the charges of requests that can be resumed, or repeated by a key, as long as a further call gets the
+    same output: while calls run, and for a while after a complete answer."""
 
-    def __init__(self, most: int = MAX_CHARGES) -> None:
-        """``most``: how many are remembered; the one that was asked for longest ago is forgotten first."""
+    def __init__(self, clock: Callable[[], float], most: int = MAX_CHARGES) -> None:
+        """``clock``: seconds. ``most``: complete requests that are remembered; the one that was complete first is
+        forgotten first."""
+        self._clock = clock
         self._most = most
-        self._by_id: OrderedDict[tuple[str, str], Charge] = OrderedDict()
+        self._by_id: dict[tuple[str, str], Charge] = {}  # bounded by what is admitted, and by `most`
+        self._complete: dict[tuple[str, str], float] = {}  # those that can be repeated, with the end of that, ascending
 
     def of(self, tenant: str, request_id: str, claim: Claim) -> Charge:
-        """Return the charge of a request.
+        """Return the charge of a request for a call, which must :meth:`leave` at its end.
 
         A request that is resumed, and that this gateway does not know, was begun through another one, which has counted
         the prompt and what the client has of the output.
         """
+        self._forget_old()
         key = tenant, request_id
-        if (charge := self._by_id.get(key)) is not None:
-            self._by_id.move_to_end(key)
-            return charge
-        charge = self._by_id[key] = Charge(claim.num_delivered, has_prompt=claim.resumes)
-        if len(self._by_id) > self._most:
-            self._by_id.popitem(last=False)
+        if (charge := self._by_id.get(key)) is None:
+            charge = self._by_id[key] = Charge(claim.num_delivered, has_prompt=claim.resumes)
+        charge.trust(claim)
+        charge.num_calls += 1
         return charge
+
+    def leave(self, tenant: str, request_id: str, charge: Charge, *, is_complete: bool) -> None:
+        """End a call. ``is_complete``: it got the whole answer, which output processors keep for a while. Any other one
+        they have forgotten if no other call has it: it is computed again for who asks for it."""
+        key = tenant, request_id
+        if self._by_id.get(key) is not charge:
+            return
+        charge.num_calls -= 1
+        if is_complete:
+            self._complete.setdefault(key, self._clock() + KEPT_SECONDS)  # a repeat does not prolong it
+            self._forget_old()
+        elif not charge.num_calls and key not in self._complete:
+            del self._by_id[key]
+
+    def forget(self, tenant: str, request_id: str) -> None:
+        """Forget a request that its client has cancelled. A call with its key begins it anew."""
+        self._by_id.pop((tenant, request_id), None)
+        self._complete.pop((tenant, request_id), None)
+
+    def _forget_old(self) -> None:
+        """Forget the requests that cannot be repeated any more, and the oldest ones beyond the limit."""
+        now = self._clock()
+        while self._complete:
+            oldest = next(iter(self._complete))
+            if self._complete[oldest] > now and len(self._complete) <= self._most:
+                return
+            del self._complete[oldest]
+            del self._by_id[oldest]

@@ -85,6 +85,13 @@ class Generation:
         return self._collector.done
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all outputs have ended as the client asked: with no error, and not cancelled."""
+        return self.done and all(
+            finished.reason != types_pb2.FINISH_REASON_ABORT for finished in self.finished.values()
+        )
+
+    @property
     def usage(self) -> inference_pb2.Usage:
         """The tokens of all prompts, so far."""
         return inference_pb2.Usage(

@@ -73,7 +73,7 @@ class Generator:
         self._admission = admission
         self._default_timeout = default_timeout
         self._resumable = resumable
-        self._charges = Charges()
+        self._charges = Charges(lambda: asyncio.get_running_loop().time())
 
     @property
     def num_live(self) -> int:
@@ -139,6 +139,7 @@ class Generator:
 
     def cancel(self, request_id: str, tenant: str) -> None:
         """End a request that its client can resume, at this gateway or any other one. It need not be known."""
+        self._charges.forget(tenant, request_id)
         if not self._resumable.cancel(request_id, tenant):
             self._outputs.withdraw(request_id, tenant)
 
@@ -180,3 +181,4 @@ class Generator:
         used = generation.settle()
         place.num_used += used.num_tokens + generation.num_rejected_tokens
         self._metrics.observe_end(generation, tenant, used)
+        self._charges.leave(tenant.name, generation.request_id, generation.charge, is_complete=generation.is_complete)

@@ -18,9 +18,11 @@ from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeRequest
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.gateway.generation.admission import Admission, Tenure
 from tokenloom.services.gateway.generation.backlog import Backlog
+from tokenloom.services.gateway.generation.charge import KEPT_SECONDS
 from tokenloom.services.gateway.generation.claim import Claim
 from tokenloom.services.gateway.generation.job import Job
 from tokenloom.services.gateway.generation.resumable import ResumableRequests, UnattendedMetrics
+from tokenloom.services.gateway.mesh.request_ids import id_of_key
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT, TenantLimits
 from tokenloom.services.gateway.tenants.tenant_shares import TenantShares
 from tokenloom.v1 import inference_pb2, types_pb2
@@ -28,6 +30,7 @@ from tokenloom.v1 import inference_pb2, types_pb2
 SECONDS = 15.0
 PATH = "/v1/completions"
 BODY = json.dumps({"model": MODEL, "prompt": "a", "stream": True}).encode()
+WHOLE = BODY.replace(b"true", b"false")
 JSON = {"Content-Type": "application/json"}
 
 
@@ -464,3 +467,42 @@ async def test_an_answer_that_began_through_another_gateway_is_charged_from_wher
     page = (await http.get("/metrics")).text
     assert 'tokenloom_tenant_tokens_total{tenant=""} 3.0' in page
     assert 'tokenloom_key_requests_total{key="",tenant=""} 0.0' in page
+
+
+async def charged(http: httpx.AsyncClient) -> str:
+    """Return how many tokens the tenant was charged."""
+    lines = (await http.get("/metrics")).text.splitlines()
+    return next(line for line in lines if line.startswith("tokenloom_tenant_tokens_total{")).split()[-1]
+
+
+async def test_a_key_that_is_used_again_when_its_answer_is_forgotten_is_charged_again(
+    mesh: FakeMesh, http: httpx.AsyncClient
+) -> None:
+    mesh.outputs.auto = ("one",)
+    for seconds, tokens in ((0.0, "4.0"), (KEPT_SECONDS - 5, "4.0"), (KEPT_SECONDS + 5, "8.0")):
+        pass_time(seconds)
+        response = await http.post(PATH, content=WHOLE, headers={**JSON, "Idempotency-Key": "k"})
+        assert response.status_code == 200, response.text
+        assert await charged(http) == tokens
+
+
+async def test_a_cancelled_key_is_charged_again(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    mesh.outputs.auto = ("one",)
+    async with mesh.inference() as stub:
+        for tokens in ("4.0", "8.0"):
+            await http.post(PATH, content=WHOLE, headers={**JSON, "Idempotency-Key": "k"})
+            assert await charged(http) == tokens
+            await stub.Cancel(inference_pb2.InferenceCancelRequest(idempotency_key="k"))
+
+
+async def test_a_position_that_no_answer_has_makes_no_later_one_free(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    request_id = id_of_key(NO_TENANT.name, "k")
+    lie = asyncio.create_task(
+        http.post(PATH, content=BODY, headers={**JSON, "Last-Event-ID": f"{request_id}.99999.9-9"})
+    )
+    resumed, _ = await mesh.outputs.next_resume()
+    resumed.fail(errors.RequestLost("lost"))
+    assert (await lie).status_code == 404
+    mesh.outputs.auto = ("one",)
+    await http.post(PATH, content=WHOLE, headers={**JSON, "Idempotency-Key": "k"})
+    assert await charged(http) == "4.0"

@@ -35,7 +35,8 @@ class Frames(Generic[T]):
             raise ConnectionError(f"a message of {length} bytes; it may have {_MAX_BYTES}")
         try:
             return self._decoder.decode(self._read(length, ends_at))
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec does not convert the latter
+        # msgspec does not convert the errors of broken text, and of lists within lists within lists.
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ConnectionError(f"a message that is none of a data-parallel group: {error}") from None
 
     def limit(self, seconds: float | None) -> None:

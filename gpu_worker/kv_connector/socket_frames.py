@@ -36,11 +36,11 @@ def receive_frame(sock: socket.socket, kind: type[Message]) -> Message:
 
 
 def decoded(data: bytes | bytearray, kind: type[Message]) -> Message:
-    """Return the message that a peer encoded. Raises ``msgspec.DecodeError`` for anything else, broken text included,
-    for which msgspec has another error."""
+    """Return the message that a peer encoded. Raises ``msgspec.DecodeError`` for anything else, broken text and lists
+    nested too deeply included, for which msgspec has other errors."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from None
 
 

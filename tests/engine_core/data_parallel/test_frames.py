@@ -14,6 +14,8 @@ from tokenloom.engine_core.data_parallel.messages import GroupHello, ToHub
 
 HELLO = GroupHello("experts", 3, {"dtype": "bfloat16"})
 BODY = msgspec.msgpack.encode(HELLO)
+NESTED = b"\x82\xa4type\xa4VOTE\xa1x" + b"\x91" * 20_000 + b"\x00"
+"""A field that no message has, whose value is a list within 20,000 lists."""
 
 Pair = tuple[Frames[ToHub], socket.socket]
 
@@ -55,6 +57,7 @@ def test_a_peer_that_sends_byte_by_byte_gets_no_more_time(pair: Pair, monkeypatc
         (struct.pack("<I", len(BODY)) + BODY.replace(b"experts", b"\xff" * 7), "none of a data-parallel group"),
         (struct.pack("<I", len(BODY)) + BODY.replace(b"HELLO", b"\xc3\x28LLO"), "none of a data-parallel group"),
         (struct.pack("<I", 5) + b"\xdd\xff\xff\xff\xff", "none of a data-parallel group"),
+        (struct.pack("<I", len(NESTED)) + NESTED, "none of a data-parallel group"),
     ],
 )
 def test_what_is_no_message_is_the_end_of_the_connection(pair: Pair, stream: bytes, error: str) -> None:

@@ -18,6 +18,9 @@ from tokenloom.gpu_worker.kv_connector.tcp_socket import TLS, SocketTransport, _
 
 Make = Callable[..., SocketTransport]
 
+NESTED = b"\x91" * 20_000 + b"\x00"
+"""A list within 20,000 lists."""
+
 
 @pytest.fixture
 def make() -> Iterator[Make]:
@@ -71,6 +74,7 @@ def test_a_wrong_token_is_hung_up_on(make: Make, make_pool: MakePool) -> None:
         b"\xdd\xff\xff\xff\xff",
         b"",
         bytes(100),
+        b"\x93\xc4\x00\xa0" + NESTED,
     ],
 )
 def test_a_hello_that_is_none_ends_its_connection_alone(make: Make, make_pool: MakePool, hello: bytes) -> None:
@@ -82,7 +86,7 @@ def test_a_hello_that_is_none_ends_its_connection_alone(make: Make, make_pool: M
     make().open(endpoint, LAYOUT)
 
 
-@pytest.mark.parametrize("endpoint", [b"", b"\x92\xa2\xff\xff\xc4\x00", b"\x92\xa1x"])
+@pytest.mark.parametrize("endpoint", [b"", b"\x92\xa2\xff\xff\xc4\x00", b"\x92\xa1x", b"\x93\xa0\xc4\x00" + NESTED])
 def test_an_endpoint_that_is_none_is_refused(make: Make, endpoint: bytes) -> None:
     with pytest.raises(KVTransferError, match="the owner's endpoint") as caught:
         make().open(endpoint, LAYOUT)

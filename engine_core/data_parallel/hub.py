@@ -4,6 +4,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 
 from ..rendezvous_dir import RendezvousDir
 from .frames import Frames, decoder_of
@@ -16,6 +17,7 @@ log = logging.getLogger(__name__)
 
 _SEND_SECONDS = 5
 """How long a rank may take to read: its link has a thread that does nothing else."""
+_RETRY_SECONDS = 0.1
 
 
 class GroupHub:
@@ -55,21 +57,26 @@ class GroupHub:
             self._directory.remove()
 
     def _accept(self) -> None:
-        while True:
+        while not self._is_closed:
+            connection = None
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            seconds = _SEND_SECONDS.to_bytes(8, "little") + bytes(8)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
-            notice_loss(connection)
-            # One thread for each rank, as long as the rank lives: a group has tens of ranks at most.
-            threading.Thread(target=self._serve, args=(connection,), name="group-rank", daemon=True).start()
+                # One thread for each rank, as long as the rank lives: a group has tens of ranks at most.
+                threading.Thread(target=self._serve, args=(connection,), name="group-rank", daemon=True).start()
+            except (OSError, RuntimeError) as error:  # closed, or the system has no descriptor or thread to give now
+                if connection is not None:
+                    connection.close()
+                if not self._is_closed:
+                    log.warning("group %s cannot take a connection: %s", self._hello.group_id, error)
+                    time.sleep(_RETRY_SECONDS)
 
     def _serve(self, connection: socket.socket) -> None:
         frames: Frames[ToHub] = Frames(connection, self._decoder)
         rank = -1
         try:
+            seconds = _SEND_SECONDS.to_bytes(8, "little") + bytes(8)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+            notice_loss(connection)
             frames.limit(_SEND_SECONDS)  # or connections that say nothing would each keep a thread
             hello = frames.receive()
             if (refused := self._refusal(frames, hello)) is not None:

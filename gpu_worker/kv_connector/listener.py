@@ -5,6 +5,7 @@ import logging
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
@@ -12,6 +13,7 @@ logger = logging.getLogger(__name__)
 _JOIN_SECONDS = 5.0
 _HANDSHAKE_SECONDS = 5.0
 _BACKLOG = 64
+_RETRY_SECONDS = 0.1
 
 
 class Listener:
@@ -66,19 +68,27 @@ class Listener:
                 logger.warning("%s: could not accept a connection", self._name, exc_info=True)
                 if self._server.fileno() < 0:
                     return
+                time.sleep(_RETRY_SECONDS)  # without descriptors the next attempt would fail at once, too
                 continue
             self._start(connection)
 
     def _start(self, connection: socket.socket) -> None:
         thread = threading.Thread(target=self._run, args=(connection,), name=self._name, daemon=True)
         with self._lock:
-            admitted = not self._closed and len(self._connections) < self._max_connections
+            admitted = not self._closed and len(self._connections) < self._max_connections and self._begins(thread)
             if admitted:
                 self._connections[thread] = connection
-        if admitted:
-            thread.start()
-        else:
+        if not admitted:
             connection.close()
+
+    def _begins(self, thread: threading.Thread) -> bool:
+        """Start a thread, which counts itself off only with the lock. Returns False if the system has none to give."""
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.warning("%s: a connection is not served: %s", self._name, error)
+            return False
+        return True
 
     def _run(self, connection: socket.socket) -> None:
         try:

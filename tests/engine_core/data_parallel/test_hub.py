@@ -1,13 +1,16 @@
 """The hub of a group: a rank is who is connected now, and what a rank says wrong ends its own connection."""
 
+import errno
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tokenloom.engine_core.data_parallel import hub
 from tokenloom.engine_core.data_parallel.frames import Frames, decoder_of
-from tokenloom.engine_core.data_parallel.group_address import connect
+from tokenloom.engine_core.data_parallel.group_address import connect, listen
 from tokenloom.engine_core.data_parallel.hub import GroupHub
 from tokenloom.engine_core.data_parallel.messages import (
     Accepted,
@@ -171,3 +174,52 @@ def test_a_rank_that_no_group_has_is_hung_up_on(ranks: Ranks, address: str, rank
         with pytest.raises(ConnectionError):
             frames.receive()
     grow(ranks[0], ranks[2])
+
+
+def test_a_hub_without_a_thread_for_a_rank_takes_the_next(
+    address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _without_threads)
+        with connect(address) as connection:
+            connection.settimeout(30)
+            assert connection.recv(1) == b""
+    Rank(address, 0).close()
+    assert "group experts cannot take a connection: can't start new thread" in caplog.text
+
+
+def test_a_hub_without_descriptors_takes_a_rank_when_it_has_some(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listeners: list[Exhausted] = []
+
+    def exhausted(address: str) -> Exhausted:
+        listeners.append(Exhausted(listen(address)))
+        return listeners[0]
+
+    monkeypatch.setattr(hub, "listen", exhausted)
+    address = f"unix:{socket_dir}/group.sock"
+    group = GroupHub(address, GroupHello(GROUP, 0, {}), 2)
+    Rank(address, 0).close()
+    group.close()
+    assert not listeners[0].errors
+
+
+class Exhausted:
+    """A listener that first fails as one does without descriptors."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.errors = [OSError(errno.EMFILE, "Too many open files")]
+        self._listener = listener
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.errors:
+            raise self.errors.pop()
+        return self._listener.accept()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._listener, name)
+
+
+def _without_threads(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

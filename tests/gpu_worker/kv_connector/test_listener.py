@@ -90,6 +90,25 @@ def test_a_bug_that_one_connection_meets_is_logged_and_ends_only_it(
     assert "test: a connection ended because of a bug" in caplog.text
 
 
+def test_a_connection_without_a_thread_is_closed_and_the_next_one_is_served(
+    server: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = Listener(server, echo, name="test", max_connections=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", without_threads)
+        with connect(server) as first:
+            assert first.recv(1) == b""
+    with connect(server) as second:
+        second.sendall(b"x")
+        assert second.recv(1) == b"x"
+    listener.close()
+    assert "test: a connection is not served: can't start new thread" in caplog.text
+
+
+def without_threads(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_close_hangs_up_and_leaves_no_thread(server: socket.socket) -> None:
     before = threading.active_count()
     listener = Listener(server, echo, name="test", max_connections=4)

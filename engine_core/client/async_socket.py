@@ -35,7 +35,7 @@ class AsyncSocket:
         self._room: asyncio.Future[None] | None = None
         self._unsent: Pieces | None = None
         self._on_begun: Callable[[], None] | None = None
-        self._is_reading = self._has_ended = False
+        self._is_reading = self._is_writing = self._has_ended = False
         self._error: Exception | None = None
 
     async def receive(self) -> list[Frame]:
@@ -73,9 +73,13 @@ class AsyncSocket:
                     self._unsent = self._on_begun = None
 
     def fail(self, error: Exception) -> None:
-        """End all operations with ``error``, later ones too. The first error wins."""
+        """End all operations with ``error``, later ones too. The first error wins.
+
+        The event loop knows nothing of the connection afterwards, so that the caller may close it at once.
+        """
         self._error = self._error or error
         self._pause_reading()
+        self._pause_writing()
         _wake(self._arrival)
         _wake(self._room)
 
@@ -117,10 +121,11 @@ class AsyncSocket:
         loop = asyncio.get_running_loop()
         self._room = room = loop.create_future()
         loop.add_writer(self._connection.fileno(), _wake, room)
+        self._is_writing = True
         try:
             await room
         finally:
-            loop.remove_writer(self._connection.fileno())
+            self._pause_writing()
             self._room = None
 
     def _read_on(self) -> None:
@@ -132,6 +137,11 @@ class AsyncSocket:
         if self._is_reading:
             self._is_reading = False
             asyncio.get_running_loop().remove_reader(self._connection.fileno())
+
+    def _pause_writing(self) -> None:
+        if self._is_writing:
+            self._is_writing = False
+            asyncio.get_running_loop().remove_writer(self._connection.fileno())
 
     def _on_readable(self) -> None:
         try:

@@ -221,6 +221,26 @@ async def test_a_failure_ends_what_waits_and_what_comes(pair: Pair) -> None:
         await near.receive()
 
 
+async def test_a_connection_may_be_closed_at_once_although_a_sender_waits_for_room() -> None:
+    """Its number is soon that of another connection, which the event loop must not take for this one."""
+    near, far = socket.socketpair()
+    ours = AsyncSocket(near)
+    waiting = asyncio.create_task(ours.send([bytes(8 << 20)]))
+    await asyncio.sleep(0)
+    number = near.fileno()
+    ours.fail(Broken("it was closed"))
+    near.close()
+    with pytest.raises(Broken, match="closed"):
+        await waiting
+    far.close()
+    another, end = socket.socketpair()
+    with another, end:
+        assert number in (another.fileno(), end.fileno())
+        for each in (another, end):
+            asyncio.get_running_loop().add_reader(each.fileno(), print)
+            asyncio.get_running_loop().remove_reader(each.fileno())
+
+
 async def test_after_the_end_of_the_connection_operations_wait_for_its_reason(pair: Pair) -> None:
     near, far = pair
     FrameSender(far).send_frames([b"last"])

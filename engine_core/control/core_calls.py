@@ -17,6 +17,7 @@ from ..core import EngineCore
 from ..errors import ExecutorFailedError, RanksDifferError
 from ..executor.executor import CLIENT_METHODS, Executor
 from ..wire.messages import (
+    AcceptTokens,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class CoreCalls:
-    """Makes the adds, aborts and utility calls of one core. Belongs to the thread that steps the core."""
+    """Makes the adds, accepts, aborts and utility calls of one core. Belongs to the thread that steps the core."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -48,16 +49,27 @@ class CoreCalls:
         """Add the request to the core. Returns the answer to a request that the core refuses."""
         self._core.num_requests_added += 1
         if not self._accepting:
-            return self._refuse(request, "the engine is shutting down", ErrorKind.LEAVING)
+            return self._refuse(request.request_id, "the engine is shutting down", ErrorKind.LEAVING)
         try:
             self._core.add_request(request)
             return None
         except ValueError as error:
-            return self._refuse(request, str(error), ErrorKind.UNAVAILABLE)
+            return self._refuse(request.request_id, str(error), ErrorKind.UNAVAILABLE)
         except Exception:  # a bug, or what a library or the system refuses: the other requests go on
             log.exception("request %s cannot be added", request.request_id)
             self._core.abort_requests([request.request_id])  # it may have been added in part
-            return self._refuse(request, "the engine could not take the request", ErrorKind.INTERNAL)
+            return self._refuse(request.request_id, "the engine could not take the request", ErrorKind.INTERNAL)
+
+    def accept(self, message: AcceptTokens) -> EngineCoreOutputs | None:
+        """Give a request the first tokens that it was added ahead of. Returns its end if that fails."""
+        try:
+            self._core.accept_tokens(message)
+            return None
+        except Exception:  # a bug: the other requests go on
+            log.exception("request %s cannot take its first tokens", message.request_id)
+            self._core.abort_requests([message.request_id])
+            error = "the engine could not take the request's first tokens"
+            return self._refuse(message.request_id, error, ErrorKind.INTERNAL)
 
     def abort(self, request_ids: list[str]) -> EngineCoreOutputs | None:
         """End requests without an output, ignoring unknown ones. Returns the statistics if no step will bring them."""
@@ -74,10 +86,8 @@ class CoreCalls:
 
         self.utilities.call(call, send)
 
-    def _refuse(self, request: EngineCoreRequest, error: str, kind: ErrorKind) -> EngineCoreOutputs:
-        output = EngineCoreOutput(
-            request.request_id, [], finish_reason=FinishReason.ERROR, error=error, error_kind=kind
-        )
+    def _refuse(self, request_id: str, error: str, kind: ErrorKind) -> EngineCoreOutputs:
+        output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error, error_kind=kind)
         return self.stamp(EngineCoreOutputs(outputs=[output]))
 
     def stamp(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:

@@ -168,14 +168,13 @@ class EngineCoreProc:
         kind, message = item
         if kind is RequestType.ADD:
             assert isinstance(message, EngineCoreRequest)
-            if (refusal := self._calls.add(message)) is not None:
-                self._output.send(refusal)
+            self._send(self._calls.add(message))
         elif kind is RequestType.ABORT:
             assert isinstance(message, list)
             self._send(self._calls.abort(message))
         elif kind is RequestType.ACCEPT:
             assert isinstance(message, AcceptTokens)
-            self._core.accept_tokens(message)
+            self._send(self._calls.accept(message))
         elif kind is RequestType.UTILITY:
             assert isinstance(message, UtilityCall)
             self._calls.call(message, self._output.send)

@@ -1,5 +1,6 @@
 """Decides what each step computes: a token budget, spent so that every request catches up with its tokens."""
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -26,6 +27,8 @@ from .step_planner import PauseState, StepPlanner
 from .step_results import StepResults
 from .steps_in_flight import StepsInFlight
 from .waiting_requests import SchedulingPolicy, check_config, refusal
+
+log = logging.getLogger(__name__)
 
 _EXPIRED = "the request's time ran out before the engine could begin it"
 _NO_ADAPTER = "the request's LoRA adapter is not loaded on this engine"
@@ -157,20 +160,29 @@ class Scheduler:
             self.waiting.prepend(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """End requests without an output. Unknown ids are requests that have ended meanwhile."""
+        """End requests without an output. Unknown ids are requests that have ended meanwhile. A bug that ending one of
+        them meets is logged, and the others end all the same."""
         request_ids = set(request_ids)
         if not request_ids:
             return
         for request_id in request_ids:
-            if request := self.requests.get(request_id):
-                self._wake()
-                if request.status in _IN_QUEUE:
-                    self.waiting.remove(request)
-                self.ended.end(request, RequestStatus.FINISHED_ABORTED)
-            elif self._remote is not None:
-                self._remote.connector.request_aborted(request_id)
+            try:
+                self._abort(request_id)
+            except Exception:
+                log.exception("request %s did not end as it should", request_id)
         self.running[:] = [request for request in self.running if not request.is_finished]
         self.ended.drop_outputs(request_ids)
+
+    def _abort(self, request_id: str) -> None:
+        if request := self.requests.get(request_id):
+            self._wake()
+            try:
+                if request.status in _IN_QUEUE:
+                    self.waiting.remove(request)
+            finally:  # also if it had not reached the queue, because adding it failed
+                self.ended.end(request, RequestStatus.FINISHED_ABORTED)
+        elif self._remote is not None:
+            self._remote.connector.request_aborted(request_id)
 
     def abort_all(self) -> None:
         """End every request, with ``FinishReason.ABORT`` as its output."""

@@ -1,5 +1,7 @@
 import re
+from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -11,6 +13,7 @@ from tokenloom.engine_core.control.core_calls import CoreCalls, Utilities, metho
 from tokenloom.engine_core.errors import ExecutorFailedError, RanksDifferError
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.wire.messages import (
+    AcceptTokens,
     EngineCoreRequest,
     ErrorKind,
     FinishReason,
@@ -77,19 +80,22 @@ def test_a_future_is_answered_once_it_has_its_result() -> None:
     assert answers[1].error == "later: too late"
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_a_request_that_cannot_be_added_fails_alone(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
+@pytest.mark.parametrize("where", ["before", "within", "after"])
+def test_a_request_that_cannot_be_added_fails_alone(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     core = make_core()
     calls, add = CoreCalls(core), core.scheduler.add_request
 
-    def fail(request: EngineCoreRequest) -> None:
-        if not before:
-            add(request)
+    def fail(request: object) -> None:
+        if where == "after":
+            add(cast(EngineCoreRequest, request))
         raise RuntimeError("can't start new thread")
 
     assert calls.add(make_request("a", [1], 3)) is None
     with monkeypatch.context() as patch:
-        patch.setattr(core.scheduler, "add_request", fail)
+        if where == "within":
+            patch.setattr(core.scheduler.waiting, "append", fail)
+        else:
+            patch.setattr(core.scheduler, "add_request", fail)
         refusal = calls.add(make_request("b", [2], 3))
     assert refusal is not None
     (output,) = refusal.outputs
@@ -97,6 +103,54 @@ def test_a_request_that_cannot_be_added_fails_alone(monkeypatch: pytest.MonkeyPa
     assert (output.error, output.error_kind) == ("the engine could not take the request", ErrorKind.INTERNAL)
     assert list(finish(core)) == ["a"]
     check_idle(core.scheduler)
+
+
+def test_a_request_that_cannot_take_its_first_tokens_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core()
+    calls = CoreCalls(core)
+    for request_id in "ab":
+        assert calls.add(make_request(request_id, [1], 3)) is None
+    monkeypatch.setattr(core.scheduler, "accept_tokens", fail_for("b"))
+    assert calls.accept(AcceptTokens("a", [1])) is None
+    ended = calls.accept(AcceptTokens("b", [1]))
+    assert ended is not None
+    (output,) = ended.outputs
+    assert (output.request_id, output.finish_reason) == ("b", FinishReason.ERROR)
+    assert (output.error, output.error_kind) == (
+        "the engine could not take the request's first tokens",
+        ErrorKind.INTERNAL,
+    )
+    assert list(finish(core)) == ["a"]
+    check_idle(core.scheduler)
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_requests_end_although_ending_one_of_them_meets_a_bug(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, runs: bool
+) -> None:
+    core = make_core()
+    calls = CoreCalls(core)
+    for request_id in "abcd":
+        assert calls.add(make_request(request_id, [1], 3)) is None
+    if runs:
+        core.step()
+    tenants = core.scheduler.ended._tenants
+    monkeypatch.setattr(tenants, "remove", fail_for("b", tenants.remove))
+    calls.abort(["a", "b", "c"])
+    assert "request b did not end as it should" in caplog.text
+    assert list(finish(core)) == ["d"]
+
+
+def fail_for(request_id: str, otherwise: Callable[[Any], object] | None = None) -> Callable[[Any], None]:
+    """Return what fails for one request, and does ``otherwise`` for the others."""
+
+    def call(request: Any) -> None:
+        if request.request_id == request_id:
+            raise KeyError("a bug")
+        if otherwise is not None:
+            otherwise(request)
+
+    return call
 
 
 class Recorder(HashWorker):

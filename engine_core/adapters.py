@@ -13,13 +13,15 @@ from .wire.lora import LoraAnswer, LoraErrorKind, LoraInfo, LoraState
 
 
 class AdapterStore(Protocol):
-    """Keeps adapters in the memory of the workers. Each method may raise the errors of the workers."""
+    """Keeps adapters in the memory of the workers."""
 
     def load(self, path: str) -> LoraInfo:
-        """Read the adapter in a directory. Raises ``ValueError`` naming what is wrong or not supported."""
+        """Read the adapter in a directory. Raises ``ValueError`` naming what is wrong or not supported, and errors of the
+        workers."""
 
     def drop(self, digest: bytes) -> None:
-        """Forget an adapter that no request names any more. Workers that do not have it do nothing."""
+        """Forget an adapter that no request names any more. Workers that do not have it do nothing; the error of one
+        that cannot forget it is not raised."""
 
 
 @dataclass(slots=True)
@@ -114,6 +116,7 @@ class Adapters:
                 del self._memory[digest]
                 self._slots.drop(digest)
                 self._digests = {name: each for name, each in self._digests.items() if each != digest}
+                self._unneeded += [each for each in (digest, found) if each]  # what the workers have read all the same
         self._are_states_old = True
         self.resend_slots()
 
@@ -140,7 +143,7 @@ class Adapters:
     def drop_unneeded(self) -> None:
         """Let the workers forget the adapters that neither a name nor a live request needs.
 
-        To be called between changes of requests, never within one: a call of the workers may fail or be interrupted.
+        To be called between changes of requests, never within one: a call of the workers may be interrupted.
         """
         while self._unneeded:
             if self._unneeded[-1] not in self._memory:  # otherwise it was loaded again

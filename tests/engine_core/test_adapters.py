@@ -11,7 +11,7 @@ from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_requ
 from tokenloom.engine_core.adapters import Adapters
 from tokenloom.engine_core.config import LoraConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.errors import WorkerLostError
+from tokenloom.engine_core.errors import ExecutorFailedError, WorkerLostError
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_loras import HashLoras
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
@@ -271,7 +271,26 @@ def test_new_workers_load_the_adapters_again(tmp_path: Path, monkeypatch: pytest
     assert names_of(core.adapters) == ["a"]
 
 
-@pytest.mark.parametrize("error", [WorkerLostError("worker 1 ended with status -9"), KeyboardInterrupt()])
+@pytest.mark.parametrize("files", [{"b": B}, {"b": B, "a": C}])
+def test_new_workers_keep_nothing_of_an_adapter_whose_files_have_changed(files: dict[str, bytes]) -> None:
+    adapters, store = make_adapters()
+    for name in "ab":
+        adapters.load(name, name)
+    store.files, store.held = files, [A]  # of a rank that could read it, unlike the others
+    adapters.restore()
+    adapters.drop_unneeded()
+    assert names_of(adapters) == ["b"]
+    assert store.held == [B]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        WorkerLostError("worker 1 ended with status -9"),
+        ExecutorFailedError("worker 1: the device failed"),
+        KeyboardInterrupt(),
+    ],
+)
 def test_no_token_is_lost_when_dropping_an_adapter_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:

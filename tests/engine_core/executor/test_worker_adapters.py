@@ -80,3 +80,34 @@ def test_ranks_that_read_different_files_forget_them(ranks: Ranks) -> None:
     with pytest.raises(ValueError, match="the files changed while they were read"):
         WorkerAdapters(ranks).load("/a")
     assert held(ranks) == [set(), set()]
+
+
+@pytest.mark.parametrize("failure", [ExecutorFailedError("worker 1: the device failed"), KeyError("a bug")])
+def test_a_drop_that_fails_on_some_ranks_is_made_again(ranks: Ranks, failure: Exception) -> None:
+    store = WorkerAdapters(ranks)
+    a, b = load_two(ranks, store)
+    ranks.failures[1, "drop_lora"] = failure
+    store.drop(a)
+    assert held(ranks) == [{b}, {a, b}]
+    ranks.failures.clear()
+    store.drop(b)
+    assert held(ranks) == [set(), set()]
+
+
+def test_an_adapter_that_was_loaded_again_after_its_drop_has_failed_stays(ranks: Ranks) -> None:
+    store = WorkerAdapters(ranks)
+    a, b = load_two(ranks, store)
+    ranks.failures[1, "drop_lora"] = ExecutorFailedError("worker 1: the device failed")
+    store.drop(a)
+    ranks.failures.clear()
+    store.load("/a")
+    store.drop(b)
+    assert held(ranks) == [{a}, {a}]
+
+
+def load_two(ranks: Ranks, store: WorkerAdapters) -> list[bytes]:
+    """Load two adapters, and return their digests."""
+    for worker in ranks.workers:
+        assert isinstance(worker, Rank)
+        worker.files = {"/a": b"a" * 32, "/b": b"b" * 32}
+    return [store.load(path).digest for path in ("/a", "/b")]

@@ -145,9 +145,10 @@ class LoadTracker:
         self.step = max(self.step, outputs.step)
         if outputs.group is not None:
             self.set_group(outputs.group)
-        while self._uncovered and self._num_covered < outputs.num_requests_added:
-            self._uncovered.popleft()
+        while self._num_covered < outputs.num_requests_added:
             self._num_covered += 1
+            if self._uncovered:  # a request whose sender was cancelled may have reached the core without being counted
+                self._uncovered.popleft()
         if (stats := outputs.scheduler_stats) is not None:
             old, self.stats = self.stats, stats
             now = self._clock()

@@ -62,3 +62,12 @@ def test_what_is_beyond_the_bound_is_refused_and_its_pick_acknowledged_all_the_s
     load.refuse_new("draining")
     with pytest.raises(Unavailable, match="draining"):
         load.admit(AddRequest())
+
+
+def test_a_request_that_reached_the_core_uncounted_hides_no_later_one() -> None:
+    """Its sender was cancelled in the middle of the message."""
+    load = LoadTracker(4, 4)
+    load.observe(EngineCoreOutputs(num_requests_added=1, scheduler_stats=SchedulerStats()))
+    load.handed_over(10)
+    load.observe(EngineCoreOutputs(num_requests_added=1, scheduler_stats=SchedulerStats()))
+    assert load.snapshot().waiting_tokens == 10

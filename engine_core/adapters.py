@@ -16,8 +16,8 @@ class AdapterStore(Protocol):
     """Keeps adapters in the memory of the workers."""
 
     def load(self, path: str) -> LoraInfo:
-        """Read the adapter in a directory. Raises ``ValueError`` naming what is wrong or not supported, and errors of the
-        workers."""
+        """Read the adapter in a directory. Raises ``ValueError`` naming what is wrong or not supported, and errors of
+        the workers."""
 
     def drop(self, digest: bytes) -> None:
         """Forget an adapter that no request names any more. Workers that do not have it do nothing; the error of one

@@ -107,9 +107,9 @@ class Sleeping:
         self._falling = None
         self.is_settling = False
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
+    def wake_up(self, tags: list[str] | None = None) -> bool:
         """Restore the parts that ``tags`` name, or all if None. Once all are awake, requests continue. Do nothing if
-        awake.
+        awake. Returns whether this call has ended the sleep, and with it the pause.
 
         At level 2 only ``reload_weights`` restores the weights, so waking them alone does nothing: as in vLLM, a caller
         may wake the weights, reload them and then wake the KV cache.
@@ -122,9 +122,9 @@ class Sleeping:
             if tag not in TAGS:
                 raise ValueError(f"tag {tag!r} is unknown; use {' or '.join(TAGS)}")
         if self._level is None:
-            return
+            return False
         if self._level == 2 and set(wanted) == {"weights"}:
-            return
+            return False
         if self._has_mixed_weights and "weights" in wanted:
             raise ValueError(self.calls_to_wake())
         if waking := [tag for tag in TAGS if tag in wanted and tag in self._asleep]:
@@ -138,6 +138,7 @@ class Sleeping:
             self._pausing.resume()
             if falling is not None:
                 falling.set_exception(ValueError("the engine was woken up before it slept"))
+        return self._level is None
 
     def reload_weights(self, path: str) -> None:
         """Load the weights of another checkpoint, awake or asleep, and forget cached prefixes.

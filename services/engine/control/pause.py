@@ -86,8 +86,7 @@ class Pause:
 
     async def _wake(self, tags: Sequence[str] | None) -> None:
         latest = self._num_begun
-        await self._core.call("wake_up", tags)
-        if not await self._core.call("is_sleeping"):
+        if await self._core.call("wake_up", tags):
             self._note_end(latest)
 
     def _note_end(self, latest: int) -> None:

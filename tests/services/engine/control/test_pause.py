@@ -38,7 +38,9 @@ class Core:
             case "sleep":
                 self.is_paused = self.is_asleep = True
             case "wake_up":
-                self.is_paused = self.is_asleep = False
+                result = self.is_asleep
+                if self.is_asleep:  # otherwise it does nothing, and a pause goes on
+                    self.is_paused = self.is_asleep = False
             case "resume" if self.is_asleep:
                 made.set_exception(FailedPrecondition("the engine is asleep; call wake_up first"))
                 return
@@ -73,6 +75,22 @@ async def test_a_pause_that_begins_while_another_ends_is_seen_by_the_mesh() -> N
     assert core.is_paused
     assert load.is_paused
     assert pause.mode == PAUSE_MODE_KEEP
+
+
+async def test_waking_an_engine_that_is_awake_ends_no_pause() -> None:
+    pause, core, load = make_pause()
+    core.is_paused = core.is_asleep = True
+    pause.note_begin(PAUSE_MODE_KEEP)
+    tasks = []
+    for call in (pause.wake(None), pause.begin(PAUSE_MODE_KEEP), pause.wake(None)):
+        tasks.append(asyncio.ensure_future(call))
+        await settle()
+    while core.calls:
+        core.make()
+        await settle()
+    await asyncio.gather(*tasks)
+    assert core.is_paused
+    assert load.is_paused
 
 
 async def test_only_the_pause_that_was_begun_is_ended() -> None:

@@ -1,6 +1,7 @@
 """Gathers the engines that requests ask for, and remembers them until one of them changes. No I/O."""
 
 from collections.abc import Callable, Hashable, Mapping
+from typing import TypeAlias
 
 import numpy as np
 
@@ -18,7 +19,10 @@ from .engine_record import EngineRecord
 from .engine_subsets import Engine, EngineSubsets
 from .wanted_adapters import WantedAdapters
 
+UNLIKE_SECONDS = 60.0
+"""After so long without a request that continued on an engine that computes in another way, none is expected."""
 _MAX_POOLS = 64
+_Key: TypeAlias = "tuple[bytes, EngineRole, bytes, int | None]"
 
 
 class EnginePools:
@@ -47,13 +51,21 @@ class EnginePools:
         self._adapters = adapters
         self._clock = clock
         self._fall_backs = fall_backs
-        self._pools: dict[tuple[bytes, EngineRole, bytes, int | None], Pool] = {}
+        self._pools: dict[_Key, Pool] = {}
+        self._unlike: dict[_Key, str] = {}  # those whose engines compute in another way than was asked for, and which
+        self._unlike_at = 0.0  # when one was last found
         self._subsets = EngineSubsets()
 
     def clear(self) -> None:
         """Forget all, because an engine joined, left, or changed its state or role."""
         self._pools.clear()
+        self._unlike.clear()
         self._subsets.clear()
+
+    def refresh(self, now: float) -> None:
+        """Notice that no request goes on any more where it is computed in another way."""
+        if now - self._unlike_at > UNLIKE_SECONDS:
+            self._fall_backs.end("other_numerics")
 
     def find(self, request: PickRequest, *, is_complete: bool) -> tuple[Pool, Pool | None]:
         """Return the engines that serve what a request asks for, and those of them that its output processor works
@@ -65,7 +77,10 @@ class EnginePools:
         rank = request.data_parallel_rank if request.HasField("data_parallel_rank") else None
         key = request.fingerprint.SerializeToString(), request.role, request.adapter, rank
         if (pool := self._pools.get(key)) is None:
-            pool = self._pools[key] = self._gather(request, is_complete=is_complete)
+            pool = self._pools[key] = self._gather(key, request, is_complete=is_complete)
+        if key in self._unlike:
+            self._unlike_at = self._clock()
+            self._fall_backs.begin("other_numerics", self._unlike[key])
         return pool, self._near(key, pool, request)
 
     def _near(self, key: Hashable, pool: Pool, request: PickRequest) -> Pool | None:
@@ -82,7 +97,7 @@ class EnginePools:
 
         return self._subsets.find(key, engines, make, request.subset)
 
-    def _gather(self, request: PickRequest, *, is_complete: bool) -> Pool:
+    def _gather(self, key: _Key, request: PickRequest, *, is_complete: bool) -> Pool:
         """Return the serving engines of the pool that a request asks for, and that have its adapter. If none has it,
         ask one to load it and raise."""
         if len(self._pools) >= _MAX_POOLS:
@@ -90,7 +105,7 @@ class EnginePools:
         self._warn_of_missing_role()
         rows = self._columns.serving(self._kinds.of_pool(request.fingerprint, request.role))
         if is_of_engine(request.fingerprint):
-            rows = self._computing_alike(rows, request.fingerprint)
+            rows = self._computing_alike(key, rows, request.fingerprint)
         elif not request.fingerprint.weights:
             rows = self._not_aside(rows)
         if request.HasField("data_parallel_rank"):
@@ -103,13 +118,13 @@ class EnginePools:
         """Return the engines whose weights serve the model's name."""
         return np.array([row for row in rows.tolist() if not self._by_row[row].waits_aside], np.intp)
 
-    def _computing_alike(self, rows: Rows, asked: Fingerprint) -> Rows:
+    def _computing_alike(self, key: _Key, rows: Rows, asked: Fingerprint) -> Rows:
         """Return the engines that compute as the one on which the request began; without any, all of them."""
         alike = rows[self._kinds.computing_as(asked)[self._columns.kind[rows]]]
         if len(alike) or not len(rows):
             return alike
         names = ", ".join(sorted({self._by_row[row].identity.fingerprint.numerics for row in rows.tolist()}))
-        self._fall_backs.begin("other_numerics", f"it began with {asked.numerics!r}; now serving: {names}")
+        self._unlike[key] = f"it began with {asked.numerics!r}; now serving: {names}"
         return rows
 
     def _of_rank(self, rows: Rows, rank: int) -> Rows:

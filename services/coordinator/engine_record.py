@@ -161,6 +161,7 @@ class EngineRecord:
         self._counted, self._uncached = older._counted, older._uncached
         self._counted_tokens, self._counted_uncached = older._counted_tokens, older._counted_uncached
         self._queue = older._queue
+        self.lost_picks = older.lost_picks
 
     def entry(self, now: float) -> EngineEntry:
         """Return the engine as snapshots show it."""

@@ -137,6 +137,7 @@ class Registry:
             columns.last_turn[row] = last_turn
         else:
             self.prefixes.open(row, identity.num_kv_blocks)
+            self._fall_backs.forget(identity.engine_id)  # they are those of an earlier incarnation
         if older is not None:
             self.claims.leave(older)
         self._records[identity.engine_id] = self._by_row[row] = record
@@ -213,6 +214,7 @@ class Registry:
         """Notice what time alone changes. To be called several times a second."""
         now = self._clock()
         self._expire(now)
+        self._pools.refresh(now)
         changed = [record for record in self._silent(now) if record.refresh(now)]
         is_complete = now >= self._complete_at or (self._has_predecessor and not self._awaited)
         if changed or is_complete != self._is_complete:

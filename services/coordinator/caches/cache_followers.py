@@ -107,6 +107,7 @@ class CacheFollowers:
                     return
                 except Exception:  # of messages that cannot be: one faulty engine must not end the coordinator
                     log.exception("the KV events of engine %s are not followed any more", identity.engine_id)
+                    self._fall_backs.begin("unfollowed_cache", "they cannot be understood", identity.engine_id)
                     cache.forget()
                     return
                 await asyncio.sleep(RETRY_SECONDS)

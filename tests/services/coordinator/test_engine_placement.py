@@ -3,6 +3,7 @@
 import pytest
 
 from tokenloom.request.errors import InvalidArgument, ResourceExhausted, Unavailable
+from tokenloom.services.coordinator.engine_pools import UNLIKE_SECONDS
 from tokenloom.services.coordinator.engine_registry import Registry
 from tokenloom.services.coordinator.picks.placed import Placed
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, EngineReport, EngineState, PickRequest
@@ -180,6 +181,25 @@ def test_a_request_goes_on_where_it_is_computed_alike_if_it_can(registry: Regist
     assert picked(registry.pick(request(fingerprint=continued))) == "a"
     (fall_back,) = registry._fall_backs.active
     assert (fall_back.kind, fall_back.detail) == ("other_numerics", "it began with 'avx2'; now serving: amx")
+
+
+def test_going_on_where_it_is_computed_otherwise_is_shown_while_it_happens(registry: Registry, clock: Clock) -> None:
+    record = registry.join(identity("a", weights=b"w", numerics="amx"), report())
+    continued = request(fingerprint=Fingerprint(model="m", weights=b"w", numerics="avx2", block_size=BLOCK_SIZE))
+
+    def is_shown_after(seconds: float) -> bool:
+        clock.now += seconds
+        registry.report(record, report())
+        registry.refresh()
+        return "other_numerics" in {each.kind for each in registry._fall_backs.active}
+
+    for _ in range(2):
+        registry.pick(continued)
+        assert is_shown_after(UNLIKE_SECONDS - 1)
+        registry.pick(continued)
+        assert is_shown_after(UNLIKE_SECONDS - 1)
+        assert not is_shown_after(2)
+    assert registry._fall_backs.counts["other_numerics"] == 2
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,35 @@ def test_an_engine_that_no_request_reaches_is_shown_until_one_does(caplog: pytes
     assert shown(fleet.registry)["b0"] == {}
 
 
+def lose_picks(fleet: Fleet, count: int = 3) -> None:
+    for _ in range(count):
+        fleet.registry.pick(PickRequest(fingerprint=Fingerprint(model="m"), role=PREFILL, prompt_tokens=3))
+        fleet.clock.now += PICK_SECONDS + 0.1
+        fleet.load("b0")
+        fleet.registry.refresh()
+
+
+def test_an_engine_that_joins_again_is_out_of_reach_until_a_request_arrives() -> None:
+    fleet = Fleet("b0")
+    lose_picks(fleet)
+    fleet.records["b0"] = fleet.registry.join(identity("b0"), report("b0"))
+    fleet.registry.refresh()
+    assert list(shown(fleet.registry)["b0"]) == ["unreached"], "nothing has shown the opposite"
+    fleet.pick()
+    assert shown(fleet.registry)["b0"] == {}
+
+
+def test_a_restarted_engine_has_none_of_its_predecessor_s_signs() -> None:
+    fleet = Fleet("b0")
+    lose_picks(fleet)
+    successor = identity("b0")
+    successor.epoch, successor.address = 2, "unix:/elsewhere"
+    fleet.registry.join(successor, report("b0"))  # before the end of its predecessor's stream is known
+    fleet.registry.leave(fleet.records["b0"])
+    fleet.registry.refresh()
+    assert shown(fleet.registry)["b0"] == {}
+
+
 def test_single_picks_that_are_lost_are_no_sign() -> None:
     fleet = Fleet("b0")
     request = PickRequest(fingerprint=Fingerprint(model="m"), role=DECODE, prompt_tokens=3)

@@ -228,4 +228,5 @@ async def test_events_that_cannot_be_end_nothing_but_the_following(
         await until(lambda: len(engine.calls) == 1)
         engine.store(0, 4)
         await until(lambda: "are not followed any more" in caplog.text)
+        assert "unfollowed_cache of a: " in caplog.text
         assert mesh.pick() == "a"

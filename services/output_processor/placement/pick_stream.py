@@ -92,6 +92,9 @@ class PickStream:
                 )
             except Exception:  # of an answer that cannot be: the next stream begins anew
                 log.exception("the stream of picks ended")
+            except asyncio.CancelledError:
+                self.is_open = False  # this process ends the stream: the coordinator does not lack
+                raise
             finally:
                 call.cancel()
                 self._close()

@@ -97,6 +97,12 @@ async def test_picks_fail_when_the_coordinator_goes_and_are_taken_when_it_return
             assert (await picks.pick(PickRequest(role=BOTH))).engine.engine_id == "b"
 
 
+async def test_the_end_of_this_process_is_no_lack_of_the_coordinator(socket_dir: Path) -> None:
+    async with serve_coordinator(socket_dir / "c", coordinator()), opened(socket_dir) as picks:
+        await until(picks, is_open=True)
+    assert not picks._fall_backs.counts
+
+
 async def test_only_the_first_request_waits_for_a_coordinator_that_does_not_answer(socket_dir: Path) -> None:
     fake = coordinator()
     async with serve_coordinator(socket_dir / "c", fake), opened(socket_dir) as picks:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from tokenloom.fall_backs import OF_PROCESS, FallBacks
-from tokenloom.request.errors import TokenloomError
+from tokenloom.request.errors import TokenloomError, Unavailable
 from tokenloom.services.runtime.peers.certificate import wait_for_files
 
 from ..peers.callers import check_caller
@@ -113,7 +113,10 @@ class Host:
     def publish_fall_backs(self) -> None:
         """Write the fall-backs to the state file, once it has the addresses: without them it says nothing."""
         if self.address or self.health_address:
-            self.publish(fall_backs=[each._asdict() for each in self.fall_backs.active])
+            try:
+                self.publish(fall_backs=[each._asdict() for each in self.fall_backs.active])
+            except Unavailable as error:  # on a full disk: who begins a fall-back must not fail for its sign
+                log.warning("fall-backs are not shown by `tokenloom ps`: %s", error.message)
 
     async def open(self) -> None:
         """Bind, and serve health checks with NOT_SERVING."""

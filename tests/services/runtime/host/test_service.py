@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -170,6 +171,23 @@ async def test_the_state_file_is_there_while_it_runs(settings: ServiceSettings) 
     assert not settings.state_file.exists()
     host.fall_backs.begin("old_view", "found while it ends")
     assert not settings.state_file.exists()
+
+
+async def test_a_fall_back_that_the_state_file_cannot_show_fails_nobody(
+    settings: ServiceSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert settings.state_file is not None
+    folder = settings.state_file.parent / "removed"
+    folder.mkdir()
+    settings = replace(settings, state_file=folder / "state.json")
+    async with running(Example(), settings) as host:
+        shutil.rmtree(folder)
+        host.fall_backs.begin("old_view", "as on a full disk")
+        assert "cannot write" in caplog.text
+        folder.mkdir()
+        host.publish(role="both")
+        shown = json.loads((folder / "state.json").read_text())["fall_backs"]
+        assert [each["detail"] for each in shown] == ["as on a full disk"]
 
 
 async def test_tcp_gets_a_port() -> None:

@@ -29,11 +29,13 @@ class Tasks:
     async def close(self) -> None:
         """Cancel the tasks that still run and wait for them."""
         while tasks := [task for task in self._tasks if task is not asyncio.current_task()]:
-            # Cancelled before its first step, a task would run none of its ``finally``.
-            while not all(map(_has_begun, tasks)):  # noqa: ASYNC110
-                await asyncio.sleep(0)
-            for task in tasks:
-                task.cancel()
+            try:
+                # Cancelled before its first step, a task would run none of its ``finally``.
+                while not all(map(_has_begun, tasks)):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            finally:  # also if this is cancelled itself
+                for task in tasks:
+                    task.cancel()
             # Cancelling once may not suffice: a TaskGroup raises a child's failure instead of the cancellation.
             await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
             for task in tasks:

@@ -38,6 +38,22 @@ async def test_a_task_that_has_not_begun_when_its_owner_closes_cleans_up_too() -
     assert log == ["given back"]
 
 
+async def test_an_owner_that_is_cancelled_while_it_closes_leaves_no_task_behind() -> None:
+    tasks = Tasks(lambda error: None)
+    begun = tasks.spawn(asyncio.Event().wait(), name="begun")
+    await asyncio.sleep(0)
+
+    async def close() -> None:
+        tasks.spawn(asyncio.Event().wait(), name="not begun")
+        await tasks.close()
+
+    closing = asyncio.create_task(close())
+    asyncio.get_running_loop().call_soon(closing.cancel)
+    await asyncio.wait([closing])
+    done, _ = await asyncio.wait([begun], timeout=1)
+    assert (closing.cancelled(), done) == (True, {begun})
+
+
 async def test_close_waits_for_clean_up_and_for_what_it_spawns() -> None:
     tasks = Tasks(lambda error: None)
     done = []

@@ -2,11 +2,15 @@
 
 import io
 import os
+import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 WriteLine = Callable[[str, str], None]
 """Takes the name of a part and one line of its output; called from several threads, one line at a time."""
@@ -35,15 +39,20 @@ class LineCopier:
     def open(self, name: str) -> int:
         """Return a file descriptor for a part's output; the caller closes its own copy after the part has started."""
         read_end, write_end = os.pipe()
-        self.follow(name, read_end)
+        try:
+            self.follow(name, read_end)
+        except RuntimeError:  # no further thread is allowed: the part is started again later
+            os.close(read_end)
+            os.close(write_end)
+            raise
         return write_end
 
     def follow(self, name: str, read_end: int) -> None:
         """Copy what a part writes to a pipe, and close the pipe's end."""
         thread = threading.Thread(target=self._copy, args=(name, read_end), name=f"log-{name}", daemon=True)
         self._threads = [t for t in self._threads if t.is_alive()]
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)
 
     def quiet_seconds(self) -> float:
         """Return how long ago the last line was written."""
@@ -85,8 +94,25 @@ def unbuffered(stream: TextIO) -> TextIO:
     except (OSError, ValueError):
         return stream
     stream.flush()
-    raw = open(descriptor, "wb", buffering=0, closefd=False)  # noqa: SIM115 - it does not own the descriptor
+    raw = _WholeWrites(descriptor, "wb", closefd=False)
     return io.TextIOWrapper(raw, encoding=stream.encoding, errors="backslashreplace", write_through=True)
+
+
+class _WholeWrites(io.FileIO):
+    """Writes all that it is given, or raises ``OSError``.
+
+    The system may take a part of it, and none from a terminal or pipe that another process has made non-blocking: then
+    this waits, as it would for a blocking one.
+    """
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        left = memoryview(data).cast("B")
+        while left:
+            if (taken := super().write(left)) is None:
+                select.select((), (self,), ())
+            else:
+                left = left[taken:]
+        return memoryview(data).nbytes
 
 
 def prefixed(stream: TextIO) -> WriteLine:

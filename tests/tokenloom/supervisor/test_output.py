@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import os
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -110,6 +111,27 @@ def test_an_unbuffered_stream_keeps_nothing_that_cannot_be_written() -> None:
         copier = LineCopier(prefixed(unbuffered(full)))
         copier.say("engine-0", "hello")
         full.flush()
+
+
+def test_a_log_that_another_process_has_made_non_blocking_loses_no_line() -> None:
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    read = bytearray()
+
+    def read_all() -> None:
+        while piece := os.read(read_end, 65536):
+            read.extend(piece)
+
+    reader = threading.Thread(target=read_all, daemon=True)
+    with open(write_end, "w") as stream:
+        copier = LineCopier(bare(unbuffered(stream)))
+        for number in range(3000):  # more than a pipe holds
+            copier.say("engine-0", f"{number} {'x' * 200}")
+            if number == 10:
+                reader.start()
+    reader.join(30)
+    os.close(read_end)
+    assert [int(line.split()[0]) for line in read.decode().splitlines()] == list(range(3000))
 
 
 def test_a_part_whose_log_has_no_reader_writes_on() -> None:

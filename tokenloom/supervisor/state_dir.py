@@ -24,6 +24,8 @@ from tokenloom.fall_backs import FallBack
 _MESH, _LOCK = "mesh.json", "lock"
 _NEW = "new-"
 """Begins the name of a directory that is not locked yet; another supervisor would take it for that of a dead mesh."""
+_ABANDONED_SECONDS = 60.0
+"""Far longer than a directory has such a name, unless its supervisor was killed meanwhile."""
 
 
 class StateDirError(Exception):
@@ -91,11 +93,10 @@ def root() -> Path:
 def mesh_directory() -> Iterator[Path]:
     """Create a directory for a mesh, locked during the block and then removed. Also removes those of dead meshes."""
     parent = root()
-    for dead in [path for path in _directories(parent) if not _is_alive(path)]:
+    for dead in [path for path in (*_directories(parent), *_abandoned(parent)) if not _is_alive(path)]:
         shutil.rmtree(dead, ignore_errors=True)
-    new, held = _new_directory(parent)
+    path, held = _new_directory(parent)
     with held:
-        path = new.rename(parent / new.name.removeprefix(_NEW))
         try:
             yield path
         finally:
@@ -108,13 +109,14 @@ def _new_directory(parent: Path) -> tuple[Path, contextlib.ExitStack]:
         try:
             new = Path(tempfile.mkdtemp(prefix=f"{_NEW}mesh-", dir=parent))
             unwound.callback(shutil.rmtree, new, ignore_errors=True)
-            held = _locked(new)
+            held = unwound.enter_context(_locked(new))
+            path = new.rename(parent / new.name.removeprefix(_NEW))
         except OSError as error:
             raise StateDirError(
                 f"{parent} cannot hold the files of a mesh ({error.strerror}): set XDG_RUNTIME_DIR to another directory"
             ) from None
         unwound.pop_all()
-        return new, held
+        return path, held
 
 
 def _locked(new: Path) -> contextlib.ExitStack:
@@ -172,6 +174,14 @@ def _fall_backs(values: object) -> Iterator[FallBack]:
 
 def _directories(parent: Path) -> list[Path]:
     return [path for path in parent.iterdir() if path.name.startswith("mesh-")]
+
+
+def _abandoned(parent: Path) -> Iterator[Path]:
+    """Yield the directories whose supervisors were killed before these had their names."""
+    for path in parent.glob(f"{_NEW}*"):
+        with contextlib.suppress(OSError):  # it has its name now
+            if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                yield path
 
 
 def _is_alive(path: Path) -> bool:

@@ -64,6 +64,23 @@ def test_what_a_killed_supervisor_left_is_ignored_and_cleared() -> None:
         assert not dead.exists()
 
 
+def test_what_a_supervisor_left_that_was_killed_early_is_cleared_later() -> None:
+    young, old = (Path(tempfile.mkdtemp(prefix="new-mesh-", dir=state_dir.root())) for _ in range(2))
+    os.utime(old, (0, 0))
+    with state_dir.mesh_directory():
+        assert (young.exists(), old.exists()) == (True, False)
+
+
+def test_a_directory_that_cannot_get_its_name_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Path:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(StateDirError, match="Input/output error"), state_dir.mesh_directory():
+        pass
+    assert list(state_dir.root().iterdir()) == []
+
+
 def test_two_meshes_that_start_at_the_same_time_leave_each_other_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     make = tempfile.mkdtemp
 

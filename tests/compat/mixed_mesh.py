@@ -70,14 +70,18 @@ async def mixed_mesh(old: Path, old_services: Collection[str]) -> AsyncIterator[
 
 def check_folder(folder: Path) -> None:
     """Check that parts of a release run its code. Raises ``AssertionError``."""
-    command = (sys.executable, "-P", "-c", "import tokenloom.services.gateway as g; print(g.__file__)")
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = (sys.executable, "-c", "import tokenloom.services.gateway as g; print(g.__file__)")
+    environment = {**os.environ, **_importing(folder)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout.startswith(str(folder)), done.stdout
 
 
 def _of_release(part: PartSpec, folder: Path) -> PartSpec:
-    """Return the part with the code of a release. ``-P``: the working directory is not searched for modules."""
-    python, *rest = part.command
-    environment = {**part.environment, "PYTHONPATH": str(folder)}
-    return replace(part, command=(python, "-P", *rest), environment=environment)
+    """Return the part with the code of a release."""
+    return replace(part, environment={**part.environment, **_importing(folder)})
+
+
+def _importing(folder: Path) -> dict[str, str]:
+    """Return variables with which a process, and those that it starts, import the code of a folder: the working
+    folder, which may be another clone, is not searched."""
+    return {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}

@@ -84,7 +84,8 @@ class GrammarCompiler:
         """Call ``done``, from any thread, with a future that holds the grammar or a ``GrammarError``: a
         ``CompilerUnavailable`` if the constraint was not judged, which the next call tries again.
 
-        It is not called after :meth:`forget`, unless the grammar was ready before. Raises ``CompileQueueFull``.
+        It is not called after :meth:`forget`, unless the grammar was ready before. Raises ``CompileQueueFull``,
+        and ``RuntimeError`` if the system has no thread for the compiler.
         """
         with self._lock:
             self._end_unwanted()
@@ -93,8 +94,8 @@ class GrammarCompiler:
                 known = Compile(constraint)
             if not known.future.done():
                 if known.payer is None:  # it has not begun
+                    self._call_pool()  # first: if the system has no thread to give, nothing is queued
                     self._queue.add(known, tenant)
-                    self._call_pool()
                 known.join(request_id, tenant)
             self._known[constraint] = known
             self._known.move_to_end(constraint)
@@ -128,9 +129,10 @@ class GrammarCompiler:
     # With the lock
 
     def _call_pool(self) -> None:
-        if self._num_due < len(self._queue):
-            self._num_due += 1
+        """See to it that one compile more than those that wait would begin. Raises ``RuntimeError``."""
+        if self._num_due <= len(self._queue):
             self._pool.submit(self._compile_next)
+            self._num_due += 1
 
     def _take(self) -> Compile | None:
         """Begin the next compile in a call of the pool; None if none waits any more, or the engine is shutting down."""

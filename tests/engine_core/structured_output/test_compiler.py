@@ -1,5 +1,6 @@
 """Tests which compiles are begun, shared and dropped; no process runs."""
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 
@@ -191,3 +192,18 @@ def test_a_grammar_that_cannot_be_loaded_here_may_be_tried_again(
 
 def fail(*_: object) -> None:
     raise MemoryError
+
+
+def test_a_grammar_whose_thread_could_not_start_is_compiled_for_the_next_request(
+    fakes: FakeCompilers, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="new thread"):
+            compile_(compiler, "wanted", "a", "refused")
+    fakes.release("wanted")
+    assert compile_(compiler, "wanted", "a", "later").result(SOON)
+    assert fakes.begun == ["wanted"]

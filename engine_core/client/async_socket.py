@@ -1,21 +1,17 @@
 """Sends and receives messages in an event loop, over a stream socket to the core."""
 
 import asyncio
-import errno
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..errors import EngineDeadError, NotSentError
 from ..wire.frames import FrameReader, head
-from ..wire.pieces import Pieces
+from ..wire.pieces import NO_MEMORY, RETRY_SECONDS, Pieces
 from ..wire.serialization import Frame
 
 _MAX_MESSAGES = 64
 """While so many messages wait for their receiver, the socket is not read, so that its sender waits."""
-_NO_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
-_RETRY_SECONDS = 0.01
-"""How long a send waits when the system has no memory for it."""
 
 
 class AsyncSocket:
@@ -110,8 +106,8 @@ class AsyncSocket:
     async def _retry_or_give_up(self, error: OSError) -> None:
         """Wait if the message may be sent later. Raises ``NotSentError`` if nothing of it was sent; a message that ends
         in its middle leaves a stream that no receiver understands."""
-        if error.errno in _NO_MEMORY:
-            await asyncio.sleep(_RETRY_SECONDS)
+        if error.errno in NO_MEMORY:
+            await asyncio.sleep(RETRY_SECONDS)
         elif self._on_begun is not None:
             raise NotSentError(f"the message cannot be sent: {error}") from None
         else:

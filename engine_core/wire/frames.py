@@ -7,13 +7,14 @@ to the way of each message, and each takes longer to wake up than the message ta
 
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from .array_arena import Loan
-from .pieces import IOV_MAX, Pieces
+from .pieces import IOV_MAX, NO_MEMORY, RETRY_SECONDS, Pieces
 from .serialization import Frame, encode
 
 READ_BYTES = 64 << 10
@@ -59,12 +60,22 @@ class FrameSender:
         """Send a message that was encoded already. Waits and raises as :meth:`send`."""
         message = [head(frames), *frames]
         # Nearly every message of a step goes in one call, so only the others pay for the bookkeeping.
-        sent = self._connection.sendmsg(message) if len(message) <= IOV_MAX else 0
+        sent = self._send_some(message) if len(message) <= IOV_MAX else 0
         if sent < sum(map(len, message)):
             rest = Pieces(message)
             while pieces := rest.head():
-                rest.advance(sent or self._connection.sendmsg(pieces))
+                rest.advance(sent or self._send_some(pieces))
                 sent = 0
+
+    def _send_some(self, pieces: list[Frame]) -> int:
+        """Send as much of these pieces as one call takes. Returns how many bytes that is."""
+        while True:
+            try:
+                return self._connection.sendmsg(pieces)
+            except OSError as error:
+                if error.errno not in NO_MEMORY:
+                    raise
+                time.sleep(RETRY_SECONDS)
 
 
 class FrameReader:

@@ -1,5 +1,6 @@
 """The bytes of a message in pieces, for calls of the system that gather or scatter them."""
 
+import errno
 from collections.abc import Iterable
 from typing import Final
 
@@ -7,6 +8,10 @@ Buffer = bytes | bytearray | memoryview
 
 IOV_MAX: Final = 1024
 """Linux's limit on the buffers of one ``sendmsg`` or ``recvmsg_into``; with more of them the call fails (EMSGSIZE)."""
+
+NO_MEMORY: Final = (errno.ENOBUFS, errno.ENOMEM)
+"""Errors of a send that may succeed later: the system has no memory for it now."""
+RETRY_SECONDS: Final = 0.01
 
 
 class Pieces:

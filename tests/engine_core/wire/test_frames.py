@@ -1,3 +1,5 @@
+import errno
+import os
 import socket
 import struct
 import threading
@@ -133,6 +135,25 @@ def test_messages_and_arrays_of_any_size_arrive(sockets: tuple[socket.socket, so
         assert text == b"a" * size
         np.testing.assert_array_equal(array, np.arange(size))
     thread.join()
+
+
+class ScarceConnection:
+    """A socket whose sends find no memory each second time, and otherwise take a few bytes."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._errors = cycle([errno.ENOBUFS, None, errno.ENOMEM, None])
+
+    def sendmsg(self, buffers: list[Frame]) -> int:
+        if (number := next(self._errors)) is not None:
+            raise OSError(number, os.strerror(number))
+        return self._connection.send(b"".join(buffers)[:10])
+
+
+def test_a_message_waits_for_memory_of_the_system(sockets: tuple[socket.socket, socket.socket]) -> None:
+    sender = FrameSender(cast(socket.socket, ScarceConnection(sockets[0])))
+    sender.send_frames([b"first", bytes(20)])
+    assert FrameReceiver(sockets[1]).receive() == [b"first", bytes(20)]
 
 
 def test_the_end_of_the_connection_comes_after_the_last_message(sockets: tuple[socket.socket, socket.socket]) -> None:

@@ -24,7 +24,7 @@ class Weights:
         Raises ``InvalidArgument`` if the path is no checkpoint that can be read, ``FailedPrecondition`` if requests are
         live or the checkpoint does not fit; then the weights stay as they are. If reading fails halfway, it raises
         ``FailedPrecondition`` too, and the engine sleeps until other weights are loaded and it is woken up. The engine
-        fails if the mesh cannot learn of weights that were loaded.
+        fails if the mesh cannot learn of weights that were loaded, or if it is unknown which these are.
         """
         directory = Path(path)
         if not directory.is_absolute() or not model_path.is_checkpoint(directory):
@@ -52,14 +52,18 @@ class Weights:
         try:
             weights = await asyncio.to_thread(_fingerprint, directory)
             await self._engine.core.call("reload_weights", str(directory))
-            await self._publish(weights)
+            await self._publish(directory, weights)
         finally:
             # A reload that failed halfway leaves the core asleep without weights; the engine then stays paused.
             if ours is not None and not await self._engine.core.call("is_sleeping"):
                 await self._engine.pause.end(ours)
 
-    async def _publish(self, weights: bytes) -> None:
+    async def _publish(self, directory: Path, weights: bytes) -> None:
+        """Report the fingerprint that the checkpoint had before it was loaded, and must have still: the core may have
+        loaded what its files became meanwhile."""
         try:
+            if await asyncio.to_thread(_fingerprint, directory) != weights:
+                raise FailedPrecondition("the checkpoint's files changed while they were loaded")
             await self._engine.publish_weights(weights)
         except Exception as error:
             self._engine.host.failed(error)  # the mesh would take it for an engine with the old weights

@@ -144,6 +144,23 @@ async def test_a_reload_that_fails_halfway_leaves_the_engine_asleep_until_anothe
         await can_serve(host)
 
 
+async def test_an_engine_whose_checkpoint_changes_while_it_is_loaded_ends(socket_dir: Path, checkpoint: Path) -> None:
+    """It would serve the one checkpoint's weights under the other one's fingerprint."""
+
+    class Overtaken(HashWorker):
+        def reload_weights(self, path: str) -> None:
+            (checkpoint / "model.safetensors").write_bytes(b"still other weights")
+            super().reload_weights(path)
+
+    async with running_engine(make_settings(socket_dir), Overtaken) as host, open_channel(host.address) as channel:
+        admin = EngineAdminStub(channel)
+        before = await info_of(admin)
+        with pytest.raises(grpc.aio.AioRpcError, match="changed while they were loaded"):
+            await admin.ReloadWeights(ReloadWeightsRequest(path=str(checkpoint)))
+        assert "changed while they were loaded" in str(await host.failure.take())
+        assert await info_of(admin) == before
+
+
 async def can_serve(host: Host) -> None:
     async with Peer(host.address) as peer:
         await peer.send(make_add(1, [3], 5))

@@ -84,8 +84,9 @@ class Reading:
                 answer = await _call(call.read, tries=1)
                 if not isinstance(answer, kv_transfer_pb2.ProgressResponse):
                     raise KVTransferError("owner_lost", "the owner ended Progress before the whole prompt was ready")
-                tokens_ready = answer.tokens_ready
-                yield tokens_ready
+                if answer.tokens_ready > tokens_ready:
+                    tokens_ready = answer.tokens_ready
+                    yield tokens_ready
         finally:
             call.cancel()
 

@@ -30,8 +30,24 @@ class FakeStub:
         await asyncio.sleep(0)
         return kv_transfer_pb2.RenewResponse(ttl=self._ttl)
 
+    def Progress(self, request: kv_transfer_pb2.ProgressRequest) -> "FakeProgress":
+        return FakeProgress([0, 16, 16, 8, 16, 48])
+
     async def Release(self, request: kv_transfer_pb2.ReleaseRequest, timeout: float) -> kv_transfer_pb2.ReleaseResponse:
         return kv_transfer_pb2.ReleaseResponse(valid=True, checksums=self._checksums)
+
+
+class FakeProgress:
+    """A stream of how many tokens are ready."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self._counts = iter(counts)
+
+    async def read(self) -> kv_transfer_pb2.ProgressResponse:
+        return kv_transfer_pb2.ProgressResponse(tokens_ready=next(self._counts))
+
+    def cancel(self) -> None:
+        pass
 
 
 async def acquire(stub: FakeStub, num_tokens: int = 48) -> Reading:
@@ -87,3 +103,9 @@ async def test_checksums_are_for_all_blocks_or_for_none(count: int, valid: bool)
     verdict = await reading.release()
     assert verdict.valid is valid
     assert verdict.reason == ("" if valid else "checksum")
+
+
+async def test_only_what_grows_is_progress() -> None:
+    """A load that makes none ends after a while: an owner that repeats itself must not keep it alive."""
+    reading = await acquire(FakeStub(3))
+    assert [tokens_ready async for tokens_ready in reading.progress()] == [16, 48]

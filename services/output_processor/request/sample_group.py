@@ -126,16 +126,22 @@ class SampleGroup:
             on_end: Called with the slot, once, when the last sample ends; not if it has ended already.
             on_taken: Called with the slot when the request moves on to another stream.
 
-        Raises ``InvalidArgument`` for a position that the output does not have.
+        Raises ``InvalidArgument`` for a position that the output does not have. A fault of ours partway ends the
+        request: the stream before has lost it already, and the new one is not going to hold it.
         """
         of_sample = {position.sample_index: position for position in positions}
         begin = SamplePosition()
         for output in self._outputs:
             output.check(of_sample.get(output.sample_index, begin))
-        self.on_taken(self.slot)
-        self.slot, self._on_end, self.on_taken = slot, on_end, on_taken
-        for output in self._outputs:
-            output.attach(outbox, slot, of_sample.get(output.sample_index, begin))
+        try:
+            self.on_taken(self.slot)
+            self.slot, self._on_end, self.on_taken = slot, on_end, on_taken
+            for output in self._outputs:
+                output.attach(outbox, slot, of_sample.get(output.sample_index, begin))
+        except Exception:
+            self.detach()
+            self.cancel()
+            raise
 
     def start(self, asked: Asked | None = None) -> None:
         """Start the first sample. ``asked``: its pick, if one was asked for."""

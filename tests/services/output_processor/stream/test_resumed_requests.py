@@ -8,6 +8,7 @@ import pytest
 
 from tests.services.output_processor.fakes import LENGTH, EngineStream, Gateway, submit
 from tests.services.output_processor.harness import Mesh
+from tokenloom.services.output_processor.request.sample_output import SampleOutput
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished, Resume, SamplePosition, Submit, Withdrawal
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs
@@ -122,6 +123,29 @@ async def test_samples_have_positions_of_their_own(mesh: Mesh) -> None:
     assert texts == {0: "Once upon", 1: " time"}
     assert tokens == {0: a, 1: b[1:]}
     assert sorted(finished.sample_index for finished in ends) == [0, 1]
+
+
+async def test_a_fault_of_ours_while_a_request_is_resumed_ends_it(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = await mesh.gateway(peer_id="lost")
+    await gateway.send(submit=[kept(num_samples=2)])
+    stream = await mesh.engines[0].next_stream()
+    first, second = await stream.next_adds(2)
+    gateway.close()
+    attach = SampleOutput.attach
+
+    def fail_at_last(output: SampleOutput, *args: Any) -> None:
+        if output.sample_index:
+            raise RuntimeError("a bug")
+        attach(output, *args)
+
+    monkeypatch.setattr(SampleOutput, "attach", fail_at_last)
+    other = await mesh.gateway(peer_id="other")
+    assert await refusal(other, num_samples=2) == "INTERNAL"
+    aborted: list[int] = []
+    while len(aborted) < 2:
+        aborted += (await stream.next_input()).abort_slots
+    assert sorted(aborted) == [first.slot, second.slot]
+    assert await refusal(other, slot=2, num_samples=2) == "REQUEST_LOST"
 
 
 async def test_log_probabilities_are_kept(mesh: Mesh) -> None:

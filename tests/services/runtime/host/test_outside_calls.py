@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.loop_clock import pass_time
 from tests.services.gateway.fakes import SOON, FakeMesh
 from tokenloom.request import wire_errors
+from tokenloom.services.runtime.host import outside_calls
 from tokenloom.services.runtime.host.outside_calls import MESSAGE_SECONDS, REFLECTION
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
@@ -43,23 +45,40 @@ async def ended(call: Any) -> tuple[str, str]:
     return error.reason, error.message
 
 
-async def until_full(stub: Any) -> None:
-    """Wait until the gateway takes no more calls."""
-    async with asyncio.timeout(SOON):
-        while await stub.ListModels(inference_pb2.ListModelsRequest()).code() is grpc.StatusCode.OK:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> "asyncio.Queue[None]":
+    """An entry for each call that has begun to wait for its message."""
+    begun: asyncio.Queue[None] = asyncio.Queue()
+
+    def timeout(seconds: float) -> asyncio.Timeout:
+        begun.put_nowait(None)
+        return asyncio.timeout(seconds)
+
+    monkeypatch.setattr(outside_calls, "asyncio", SimpleNamespace(timeout=timeout))
+    return begun
+
+
+async def list_models(channel: grpc.aio.Channel) -> grpc.StatusCode:
+    stub: Any = inference_pb2_grpc.InferenceStub(channel)
+    return await stub.ListModels(inference_pb2.ListModelsRequest()).code()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("method", [LIST_MODELS, "/tokenloom.v1.Inference/Generate", REFLECTION])
-async def test_a_call_without_its_message_ends(channel: grpc.aio.Channel, method: str) -> None:
-    stub: Any = inference_pb2_grpc.InferenceStub(channel)
+async def test_a_call_without_its_message_ends(
+    channel: grpc.aio.Channel, waits: "asyncio.Queue[None]", method: str
+) -> None:
     calls = [opened(channel, method) for _ in range(MAX_CALLS)]
-    await until_full(stub)
+    async with asyncio.timeout(SOON):
+        for _ in calls:  # any other call before they wait could take the place of one of them
+            await waits.get()
+    assert await list_models(channel) is grpc.StatusCode.RESOURCE_EXHAUSTED
     pass_time(MESSAGE_SECONDS)
     for call in calls:
         reason, message = await ended(call)
         assert (reason, f"within {MESSAGE_SECONDS:g} s" in message) == ("DEADLINE_EXCEEDED", True)
-    assert (await stub.ListModels(inference_pb2.ListModelsRequest())).models
+    async with asyncio.timeout(SOON):  # a client learns of the end of a call before its place is free
+        while await list_models(channel) is not grpc.StatusCode.OK:  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
 
 async def test_a_call_that_ends_without_a_message_is_an_error(channel: grpc.aio.Channel) -> None:

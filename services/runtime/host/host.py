@@ -107,8 +107,17 @@ class Host:
             self.failure.set(error)
 
     def publish(self, **fields: object) -> None:
-        """Add fields (an HTTP address, a role) to the state file and write it."""
-        self._state.publish(**fields)
+        """Add fields (an HTTP address, a role) to the state file and write it.
+
+        Raises ``Unavailable`` when it cannot be written, until the service is ready. Afterwards that is only logged,
+        and the next call writes these fields too: a full disk must not end requests, nor what reports a fall-back.
+        """
+        try:
+            self._state.publish(**fields)
+        except Unavailable as error:
+            if not self._edge.is_ready:
+                raise
+            log.warning("%s", error.message)
 
     def publish_fall_backs(self) -> None:
         """Write the fall-backs to the state file, once it has the addresses: without them it says nothing."""

@@ -390,6 +390,26 @@ async def test_what_an_operator_did_wrong_is_one_line() -> None:
     assert "Traceback" not in log
 
 
+async def test_a_service_goes_on_when_its_state_file_cannot_be_written_any_more(
+    settings: ServiceSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk is full, or a cleaner of temporary folders was there."""
+    assert settings.state_file is not None
+    folder = settings.state_file.parent / "state"
+    folder.mkdir()
+    settings = replace(settings, state_file=folder / "state.json")
+    async with running(Example(), settings) as host:
+        (folder / "state.json").unlink()
+        folder.rmdir()
+        host.fall_backs.begin("old_view", "it went away", "coordinator")
+        host.publish(leaving=True)
+        assert f"cannot write {folder}" in caplog.text
+        folder.mkdir()
+        host.fall_backs.end("old_view", "coordinator")
+        state = json.loads((folder / "state.json").read_text())
+        assert (state["leaving"], state["fall_backs"], state["address"]) == (True, [], host.address)
+
+
 async def test_a_state_file_that_cannot_be_written_is_one_line() -> None:
     process = await Process.start("--state-file", "/nowhere/state.json")
     status, log = await process.end()

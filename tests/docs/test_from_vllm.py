@@ -1,11 +1,21 @@
-"""What the page for users of vLLM says of flags and metrics is so."""
+"""What the page for users of vLLM says of flags, arguments and metrics is so."""
 
+import inspect
 import re
 
+import pytest
 from typer.main import get_command
 
+from tokenloom import LLM
 from tokenloom.cli.main import app
-from tokenloom.reference.vllm_names import OTHER_METRICS, SAME_FLAGS, SAME_METRICS
+from tokenloom.offline.engine_args import engine_config
+from tokenloom.reference.vllm_names import (
+    MISSING_ARGUMENTS,
+    OTHER_METRICS,
+    SAME_ARGUMENTS,
+    SAME_FLAGS,
+    SAME_METRICS,
+)
 from tokenloom.services.gateway.foreign_fields import FOREIGN_APIS
 
 from .markdown_page import DOCS
@@ -25,10 +35,28 @@ def test_flags_of_the_same_name_exist() -> None:
 
 def test_flags_to_use_instead_exist() -> None:
     own = options_of_serve()
-    table = PAGE.partition("## Flags that have another name")[2].partition("\n## ")[0]
+    table = PAGE.partition("## Flags that have another name, or none")[2].partition("\n## ")[0]
     named = {flag for row in table.splitlines() for flag in re.findall(r"`(--[a-z-]+)`", row.split("|")[-2:][0])}
     assert len(named) > 20
     assert named <= own
+
+
+def test_arguments_of_the_offline_class_are_taken_or_named() -> None:
+    own = inspect.signature(LLM).parameters
+    values = {
+        "quantization": "int4",
+        "enforce_eager": True,
+        "tensor_parallel_size": 2,
+        "gpu_memory_utilization": 0.5,
+        "kv_cache_memory_bytes": 1,
+        "pooler_config": {},
+    }
+    for name in SAME_ARGUMENTS:
+        assert name in own or engine_config({name: values.get(name, "auto")}), name
+    for name in MISSING_ARGUMENTS:
+        assert name not in own
+        with pytest.raises(TypeError, match=name):
+            engine_config({name: "auto"})
 
 
 def test_metrics_of_the_same_name_exist_and_others_do_not() -> None:

@@ -45,7 +45,7 @@ from .sampling_params import SamplingParams
 
 
 class LLM:
-    """Continues prompts and conversations with one model, with vLLM's arguments. For one thread at a time.
+    """Continues prompts and conversations with one model, with vLLM's methods. For one thread at a time.
 
     Wrong arguments, prompts and parameters, and unsupported checkpoints, raise ``ValueError``. While the engine sleeps
     or is paused, requests raise ``EnginePausedError``, which names the call that lets them run.

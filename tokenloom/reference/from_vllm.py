@@ -4,19 +4,19 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from tokenloom.cli.foreign_flags import foreign_flags
 from tokenloom.services.gateway.foreign_fields import FOREIGN_APIS
+from tokenloom.services.runtime.host.foreign_flags import foreign_flags
 
-from .vllm_names import OTHER_METRICS, SAME_FLAGS, SAME_METRICS
+from .vllm_names import MISSING_ARGUMENTS, OTHER_METRICS, SAME_ARGUMENTS, SAME_FLAGS, SAME_METRICS
 
 _HEAD = """# From vLLM
 
 `make docs` writes the tables of this page from the code, and tests try what they say.
 
 Replace `vllm serve MODEL` by `tokenloom serve MODEL`. The OpenAI API, vLLM's additional request fields, the sampling
-parameters, the offline `LLM` class and the names of the metrics stay. An unknown flag is an error; for a flag of vLLM
-that Tokenloom lacks, the error says what to use instead. A request field without effect is named in the response header
-`x-tokenloom-ignored`.
+parameters, the methods of the offline `LLM` class and the names of the metrics stay. An unknown flag is an error; for
+a flag of vLLM that Tokenloom lacks, the error says what to use instead. A request field without effect is named in the
+response header `x-tokenloom-ignored`.
 
 | | vLLM | Tokenloom |
 |---|---|---|
@@ -37,6 +37,8 @@ What differs on purpose:
 - A gateway without API keys serves only clients that reach it under its own name (`--allowed-hosts`).
 - A request that would wait too long is refused with 503 and `Retry-After` instead of queued without bound
   ([overload](../operate/operations.md#overload)).
+- The gateway logs a line for each request that has ended, without its prompt and outputs. `--no-access-log` turns this
+  off.
 
 """
 
@@ -45,14 +47,22 @@ _FLAGS = """## Flags with the same name and meaning
 {names}
 
 The [configuration page](../reference/configuration.md) describes them.
+
+## Arguments of `LLM`
+
+`LLM` takes {arguments} with vLLM's meaning, and the other options of the engine by their names in the
+[configuration page](../reference/configuration.md). Any other argument of vLLM's, such as {missing}, is a `TypeError`
+that names it.
 """
 
-_TITLES = {
-    "replaced": ("Flags that have another name or form", "use"),
-    "unneeded": ("Flags that are not needed", "because"),
-    "missing": ("Flags without a replacement", "because"),
-}
-"""Heading and second column, by the status of a flag."""
+_OTHER_FLAGS = """
+## Flags that have another name, or none
+
+An unknown flag that this table lacks is an error too, which names the nearest option of Tokenloom.
+
+| flag of vLLM | instead |
+|---|---|
+"""
 
 _FIELDS = """## Request fields
 
@@ -89,11 +99,23 @@ _OTHERS = """
 
 def from_vllm() -> str:
     """Return ``docs/start/from-vllm.md``."""
-    flags = _FLAGS.format(names=_listed(SAME_FLAGS))
+    flags = _flags_of_one_name()
     same = _listed([f"vllm:{name}" for name in SAME_METRICS])
     metrics = "".join(f"| `vllm:{name}` | {text} |\n" for name, text in OTHER_METRICS.items())
     parts = (_HEAD, flags, *_flags(), "\n", _FIELDS, *_fields(), "\n", _METRICS.format(same=same), metrics, _OTHERS)
     return "".join(parts)
+
+
+def _flags_of_one_name() -> str:
+    """Return the part about flags and arguments that both have."""
+    head, _, arguments = _FLAGS.partition("`LLM` takes")
+    filled = f"`LLM` takes{arguments}".format(arguments=_named(SAME_ARGUMENTS), missing=_named(MISSING_ARGUMENTS))
+    return head.format(names=_listed(SAME_FLAGS)) + textwrap.fill(filled, 120, break_on_hyphens=False) + "\n"
+
+
+def _named(names: Sequence[str]) -> str:
+    *first, last = (f"`{name}`" for name in names)
+    return f"{', '.join(first)} and {last}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -101,14 +123,12 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _flags() -> Iterator[str]:
-    for status, (title, column) in _TITLES.items():
-        yield f"\n## {title}\n\n| flag of vLLM | {column} |\n|---|---|\n"
-        by_answer: dict[str, list[str]] = {}
-        for each in foreign_flags():
-            if each.status == status:
-                by_answer.setdefault(_marked(each.answer), []).extend(each.names)
-        for answer, names in by_answer.items():
-            yield f"| {' '.join(f'`{name}`' for name in names)} | {_cell(answer)} |\n"
+    yield _OTHER_FLAGS
+    by_answer: dict[str, list[str]] = {}
+    for each in foreign_flags():
+        by_answer.setdefault(_marked(each.answer), []).extend(each.names)
+    for answer, names in by_answer.items():
+        yield f"| {' '.join(f'`{name}`' for name in names)} | {_cell(answer)} |\n"
 
 
 def _fields() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Answers flags of ``vllm serve`` that Tokenloom does not have: what to use instead, or why it is missing.
+"""Answers flags of ``vllm serve`` that Tokenloom does not have: what to use instead, or what holds without it.
 
 A flag that both have under one name (``--max-num-seqs``) is an option of ours and stands in no table here.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from .options import did_you_mean
-from .vllm_flags import MISSING, REPLACED, UNNEEDED
+from .vllm_flags import ANSWERS
 
 _OWN = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 _COMMAND = re.compile(r"`[^`]*`")
@@ -22,15 +22,14 @@ class ForeignFlag:
 
     names: tuple[str, ...]
     """The flag as users write it, then its short forms: ``("--tensor-parallel-size", "-tp")``."""
-    status: str
-    """``replaced``: another option does it; ``unneeded``: it holds without a flag; ``missing``: not available."""
     answer: str
     """A clause that names what to use or the reason; it continues a sentence."""
 
     @property
     def own(self) -> tuple[str, ...]:
-        """The options of ``tokenloom serve`` that the answer names."""
-        return tuple(dict.fromkeys(_OWN.findall(_COMMAND.sub("", self.answer))))
+        """The options of ``tokenloom serve`` that the answer names, without ``--no-``."""
+        named = _OWN.findall(_COMMAND.sub("", self.answer))
+        return tuple(dict.fromkeys(name.replace("--no-", "--") for name in named))
 
     def sentence(self, name: str, offered: Collection[str]) -> str:
         """Return the answer to a user who wrote ``name`` for a command that offers these flags."""
@@ -40,13 +39,8 @@ class ForeignFlag:
 
 @cache
 def foreign_flags() -> tuple[ForeignFlag, ...]:
-    """Return every flag of vLLM that has no namesake here, in the order of the tables."""
-    tables = {"replaced": REPLACED, "unneeded": UNNEEDED, "missing": MISSING}
-    return tuple(
-        ForeignFlag(tuple(names.split()), status, answer)
-        for status, table in tables.items()
-        for names, answer in table.items()
-    )
+    """Return the flags of vLLM that are answered, in the order of the table."""
+    return tuple(ForeignFlag(tuple(names.split()), answer) for names, answer in ANSWERS.items())
 
 
 def answer_unknown(written: str, own: Collection[str]) -> str:

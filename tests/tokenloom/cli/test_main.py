@@ -49,7 +49,7 @@ def test_bad_arguments_end_with_status_2(arguments: list[str]) -> None:
         (["serve", "--prot", "1"], "--port"),
         (["chat", "--sytem", "x"], "--system"),
         (["serve", "-tp", "2"], "-tp is a flag of vLLM: use --tensor-parallel-size"),
-        (["serve", "--lora-dtype", "auto"], "the matrices of LoRA adapters have the dtype of the model"),
+        (["serve", "--disable-log-requests"], "use --no-access-log"),
         (["bench", "serve", "--prot", "1"], "--prot: no such option"),
     ],
 )

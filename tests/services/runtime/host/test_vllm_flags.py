@@ -1,0 +1,181 @@
+"""What the answers to vLLM's flags name exists, and how they say that Tokenloom behaves is probed on a gateway."""
+
+import json
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from tests.docs.markdown_page import ROOT
+from tests.services.gateway.fakes import FakeMesh
+from tokenloom.model_path import DEMO_MODEL, resolve
+from tokenloom.preflight.model_config import check_config
+from tokenloom.preflight.refusal import Refused
+from tokenloom.services.gateway.gateway_settings import GatewaySettings
+from tokenloom.services.gateway.openapi.document import document
+from tokenloom.services.runtime.host.options import options_of
+from tokenloom.services.runtime.host.vllm_flags import ANSWERS
+from tokenloom.v1 import engine_pb2, inference_pb2
+
+CLAUSES = sorted(set(ANSWERS.values()))
+API = document(admin=True, embeds=True, batches=True)
+PROMPT, OUTPUT = "a dragon called Uma", "rode a bicycle"
+CHAT = {"messages": [{"role": "user", "content": PROMPT}]}
+
+
+def names_what_exists(clause: str, token: str) -> bool | None:
+    """Say whether what a clause names exists; None for a clause that says how Tokenloom behaves."""
+    verb, _, rest = clause.partition(" ")
+    match verb:
+        case "use" if not (route := rest.partition("and POST ")[2]):
+            return True  # test_foreign_flags.py compares the options
+        case "use":
+            return route in API["paths"]
+        case "run":
+            return "unix:/path" in options_of(GatewaySettings)["http_listen"].text
+        case "send":
+            return all(_is_field(name) for name in re.split(r", | or ", rest.removesuffix(" in the request")))
+        case "set":
+            name = rest.rpartition(" ")[2]
+            return (
+                huggingface_hub.get_token() == token
+                if name == "HF_TOKEN"
+                else name in Path(constants.__file__).read_text()
+            )
+        case "see" if rest.startswith("GET "):
+            return re.findall(r"/\w+", rest)[0] in API["paths"]
+        case "see":
+            return all((ROOT / page).exists() for page in rest.split(" and "))
+        case "call":
+            service, method = rest.split(".")
+            return method in engine_pb2.DESCRIPTOR.services_by_name[service].methods_by_name
+        case "edit":
+            return (DEMO_MODEL / rest.partition(" ")[0]).exists()
+    return None
+
+
+def _is_field(path: str) -> bool:
+    schema = API["components"]["schemas"]["ChatCompletionRequest"]
+    for name in path.split("."):
+        if name not in schema["properties"]:
+            return False
+        reference = re.search(r"#/components/schemas/(\w+)", json.dumps(schema["properties"][name]))
+        schema = API["components"]["schemas"][reference[1]] if reference else {}
+    return True
+
+
+async def serves_grpc(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
+    async with mesh.inference() as inference:
+        answer = await inference.ListModels(inference_pb2.ListModelsRequest())
+        return len(answer.models) == 1
+
+
+async def names_requests(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
+    async with mesh.http() as http:
+        responses = [await http.get(path) for path in ("/load", "/v1/models", "/nothing")]
+        return all(response.headers["x-request-id"] for response in responses)
+
+
+async def logs_requests(mesh: FakeMesh, log: pytest.LogCaptureFixture) -> bool:
+    await _chat(mesh)
+    return any("/v1/chat/completions" in str(vars(record)) for record in log.records)
+
+
+async def logs_no_text(mesh: FakeMesh, log: pytest.LogCaptureFixture) -> bool:
+    log.set_level(logging.DEBUG)
+    assert OUTPUT in json.dumps(await _chat(mesh))
+    logged = "".join(str(vars(record)) for record in log.records)
+    return bool(logged) and PROMPT not in logged and OUTPUT not in logged
+
+
+async def counts_cached_tokens(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
+    return "cached_tokens" in (await _chat(mesh))["usage"]["prompt_tokens_details"]
+
+
+async def answers_as_assistant(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
+    return bool((await _chat(mesh))["choices"][0]["message"]["role"] == "assistant")
+
+
+async def refuses_media(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
+    async with mesh.http() as http:
+        for kind in ("image_url", "input_audio"):
+            body = {"messages": [{"role": "user", "content": [{"type": kind, kind: {"url": "data:,"}}]}]}
+            response = await http.post("/v1/chat/completions", json=body)
+            assert (response.status_code, kind in response.text) == (400, True)
+    return True
+
+
+async def runs_no_code(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
+    config = {"architectures": ["OddForCausalLM"], "model_type": "odd", "auto_map": {"AutoModelForCausalLM": "odd.Odd"}}
+    (mesh.directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Refused, match="never run"):
+        check_config(mesh.directory)
+    return True
+
+
+async def takes_revisions(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
+    asked = {}
+
+    def snapshot_download(name: str, *, revision: str | None = None, **_: object) -> str:
+        asked[name] = revision
+        return str(DEMO_MODEL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+        resolve("org/name@v2")
+    return asked == {"org/name": "v2"}
+
+
+async def _chat(mesh: FakeMesh) -> dict[str, object]:
+    mesh.outputs.auto = [OUTPUT]
+    async with mesh.http() as http:
+        answer = (await http.post("/v1/chat/completions", json=CHAT)).json()
+        assert isinstance(answer, dict)
+        return answer
+
+
+Probe = Callable[[FakeMesh, pytest.LogCaptureFixture], Awaitable[bool]]
+PROBES: dict[str, Probe] = {
+    "gRPC is always served, on --grpc-port": serves_grpc,
+    "every response carries x-request-id": names_requests,
+    "the gateway logs each request that has ended": logs_requests,
+    "prompts and outputs are never logged": logs_no_text,
+    "usage always holds the number of cached prompt tokens": counts_cached_tokens,
+    "answers always have the role assistant": answers_as_assistant,
+    "models read text only; images and audio are refused by name": refuses_media,
+    "code of a checkpoint is never run": runs_no_code,
+    "write the revision after the name of the model: org/name@REVISION": takes_revisions,
+}
+"""A probe for each clause that says how Tokenloom behaves."""
+
+
+@pytest.mark.parametrize("clause", CLAUSES)
+async def test_a_clause_is_so(
+    clause: str, socket_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "a-token")
+    exists = names_what_exists(clause, "a-token")
+    if exists is not None:
+        assert exists
+        return
+    caplog.set_level(logging.INFO)
+    async with FakeMesh(socket_dir).gateway() as mesh:
+        assert await PROBES[clause](mesh, caplog)
+
+
+def test_every_probe_has_its_clause() -> None:
+    assert set(PROBES) <= set(CLAUSES)
+
+
+def test_what_does_not_exist_is_found() -> None:
+    missing = (
+        "send no_such_field in the request",
+        "see docs/no-page.md",
+        "call EngineAdmin.Fly",
+        "use --api-key, and POST /fly",
+    )
+    assert [names_what_exists(clause, "") for clause in missing] == [False] * len(missing)

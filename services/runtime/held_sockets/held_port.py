@@ -47,6 +47,8 @@ class HeldPort:
             maximum_concurrent_rpcs=calls,
         )
         self._grpc.add_generic_rpc_handlers((edge,))
+        # Random, because any process of the machine may connect to an abstract socket that it can name, past the port's
+        # checks.
         self._name = f"tokenloom-{secrets.token_hex(16)}"
         self._accepting: asyncio.AbstractServer | None = None
         self._relays: set[_End] = set()
@@ -65,6 +67,7 @@ class HeldPort:
             self._grpc.add_secure_port(inner, self._credentials)
         await self._grpc.start()
         loop = asyncio.get_running_loop()
+        # After the server behind it has started: the connections that wait are accepted at once.
         self._accepting = await loop.create_server(self._relay, sock=self._held)
 
     def leave(self) -> None:
@@ -151,6 +154,8 @@ class _Outer(_End):
         other = _End(self._relays)
         self.other, other.other = other, self
         await asyncio.get_running_loop().create_unix_connection(lambda: other, sock=self._inner)
+        # The client may have gone while the inner connection was made; its end would never be closed by a lost client
+        # again.
         if self._transport is None:
             other.abort()
             return

@@ -21,9 +21,11 @@ def adopt(descriptor: int, address: Address, *, field: str) -> socket.socket:
             raise InvalidArgument(f"{field}: descriptor {descriptor} is not a socket", field)
     except (OSError, OverflowError):
         raise InvalidArgument(f"{field}: descriptor {descriptor} is not open", field) from None
+    # A child that inherited the socket would keep the port open after both the supervisor and this process have ended.
     fcntl.fcntl(descriptor, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
     held = socket.socket(fileno=descriptor)
     if held.type != socket.SOCK_STREAM or not held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        # Detached, not closed: a wrong number may name a descriptor that another part of this process uses.
         held.detach()
         raise InvalidArgument(f"{field}: descriptor {descriptor} is not a listening stream socket", field)
     if _place_of(held) != (address.path or address.port):

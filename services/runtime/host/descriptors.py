@@ -54,5 +54,6 @@ def for_clients(wanted: int, num_edges: int = 1) -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return wanted
+    # Connections of clients cost descriptors, and a gateway that has none left can neither reach its peers nor refuse.
     available = limit - max(MIN_RESERVED, int(limit * RESERVED_SHARE))
     return max(1, min(wanted, available // num_edges))

@@ -50,6 +50,7 @@ class Health:
         self._probes = grpc.aio.server(
             options=[*SERVER_OPTIONS, *PROBES.options()], maximum_concurrent_rpcs=PROBES.calls
         )
+        # Not behind the edge, whose checks of certificates a kubelet cannot pass; the port has nothing else to offer.
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self._probes)
         address = bind(self._probes, listen, None, insecure=True, field="health_listen")
         await self._probes.start()
@@ -75,6 +76,8 @@ class Health:
     async def _publish(self) -> None:
         is_ready = self._is_ready and self._is_healthy
         self.serving = is_ready and self._is_answering
+        # Readiness ignores the other parts: requests wait at a gateway while no engine serves. A Service of Kubernetes
+        # without a ready pod would refuse them instead.
         await self._servicer.set(READINESS, _status(is_ready))
         await asyncio.gather(*(self._servicer.set(name, _status(self.serving)) for name in self._names))
 

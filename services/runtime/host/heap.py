@@ -37,8 +37,12 @@ class Heap:
 
     def freeze(self) -> None:
         """Exclude what exists now from all later passes, because most of it stays; and end Python's own full passes."""
+        # Collected first: what is garbage now would be frozen with the rest, and would stay for the life of the
+        # process.
         gc.collect()
         gc.freeze()
+        # Python makes a full pass when old objects have grown by a quarter. In a gateway with 2,600 requests of 130
+        # objects each, such a pass took up to 0.13 s of CPU, in which no stream got a token.
         gc.set_threshold(_YOUNG, _MIDDLE, _NEVER)
         self._blocks_at_start = self._blocks_after_pass = self._used_blocks()
 
@@ -55,6 +59,8 @@ class Heap:
         if blocks - self._blocks_after_pass > MAX_GROWTH_BLOCKS:
             log.info("collecting garbage, because memory has grown by %d blocks", blocks - self._blocks_after_pass)
             self._collect()
+        # The number of live blocks stands for the time of a pass, which grows with it: few blocks mean that no burst is
+        # on.
         elif blocks - self._blocks_at_start <= CHEAP_BLOCKS and self._is_pass_useful():
             self._collect()
 

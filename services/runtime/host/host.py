@@ -70,6 +70,7 @@ class Host:
         )
         self.channels = self.network.channels()
         self.failure = Failure()
+        # The gateway's clients show API keys and have no certificate of the mesh, so its edge checks no callers.
         checks_callers = settings.certificate is not None and not settings.is_public
         # A public service's requests have spans of their own, which know more.
         tracer, outside = self.tracer, None
@@ -135,6 +136,8 @@ class Host:
     async def prepare(self) -> None:
         """Do all of :meth:`open` except to listen for gRPC: health is served if it has a port of its own."""
         settings = self.settings
+        # Before anything listens: with certificates every port speaks TLS, /metrics included where other machines reach
+        # it.
         if (files := settings.certificate) is not None:
             await wait_for_files(files)
             self.tls = MeshTLS(files)
@@ -187,11 +190,16 @@ class Host:
 
     async def ready(self) -> None:
         """Set SERVING under the names of all servicers that were added, and describe them by reflection."""
+        # From here on an unknown service is UNIMPLEMENTED. Before, it may only not have been added yet, and a caller
+        # that got UNIMPLEMENTED would take this process for one of an older release.
         self._edge.is_ready = True
         names = list(self._edge.services)
         reflected = reflection.aio.ReflectionServicer([*names, reflection.SERVICE_NAME])
         self.add_servicer(reflection_pb2_grpc.add_ServerReflectionServicer_to_server, reflected)
+        # Before SERVING is published: connections that waited in the held socket are older than any that a probe lets
+        # in.
         await self.serve_waiting()
+        # A task may have failed during the start. SERVING would bring requests to a process that is about to end.
         await self.health.set_serving(not self.failure.happened, names)
 
     async def close(self, grace: float) -> None:
@@ -200,6 +208,7 @@ class Host:
         await self.health.close()
         await self._tasks.close()
         if self._metrics_server is not None:
+            # Metrics close after the calls have ended, so that a last scrape can still see what the drain did.
             await asyncio.to_thread(self._metrics_server.close)
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)

@@ -26,6 +26,8 @@ from .servicer_edge import Edge
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # on by default: a second server would silently share the port
+    # The server asks its clients as well: otherwise it would keep the calls, and the requests, of one that vanished
+    # without closing its connection.
     *KEEPALIVE_OPTIONS,
     # Without it our clients' pings end in GOAWAY too_many_pings, which kills every call.
     ("grpc.http2.min_ping_interval_without_data_ms", 300),
@@ -51,6 +53,8 @@ class Listener:
             "grpc.max_receive_message_length": settings.max_message_bytes,
         }
         self._options = list(options.items())
+        # The supervisor holds the port with a socket of its own. The kernel gives connections to the second socket of
+        # the group, this server's, and back to the supervisor's while there is none.
         if settings.held_listener is not None:
             options["grpc.so_reuseport"] = 1
         self._grpc = grpc.aio.server(options=list(options.items()), maximum_concurrent_rpcs=self._calls)
@@ -101,6 +105,8 @@ class Listener:
         """
         if self._held is not None:
             self._held.leave()
+        # GOAWAY cancels the calls that are on their way to the server. Clients that call again after each answer lost
+        # 28 of 10,284 calls in six restarts; with the answers held back until GOAWAY was sent they lost none of 10,864.
         self._edge.ends.hold()
         await asyncio.sleep(HOLD_SECONDS)
         self._leaving = asyncio.gather(
@@ -135,6 +141,8 @@ class Listener:
 
     async def _serve_locally(self, tls: MeshTLS | None) -> LocalServer | None:
         """Serve local streams, unless peers need certificates or are clients from outside the mesh."""
+        # Unix permissions decide who reaches a local stream, no certificate does; so a mesh with certificates uses gRPC
+        # only.
         path = sockets.path_beside(self._settings.listen)
         if path is None or tls is not None or self._settings.is_public:
             return None

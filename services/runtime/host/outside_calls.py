@@ -38,6 +38,8 @@ class OutsideCalls:
 
     def __init__(self, max_calls: int) -> None:
         """``max_calls``: that the server may have open."""
+        # Watch needs no key and never ends by itself. A quarter of the calls keeps any client from filling the server
+        # with it.
         self._watches = AdmissionLimit(max(max_calls // _WATCH_SHARE, 1))
 
     def guard(self, method: str, behaviour: Any) -> Any:

@@ -20,6 +20,8 @@ class StateFile:
         self._fields |= fields
         if self._path is None:
             return
+        # Replaced as a whole: the supervisor and `tokenloom ps` read the file at any moment and must not see half of
+        # it.
         draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             draft.write_text(json.dumps(self._fields))
@@ -33,5 +35,7 @@ class StateFile:
             return
         self._path = None
         with contextlib.suppress(OSError, ValueError):
+            # With `--drain finish` the successor of a gateway starts while this process still drains, and writes the
+            # same file.
             if json.loads(path.read_text()).get("pid") == self._fields.get("pid"):
                 path.unlink(missing_ok=True)

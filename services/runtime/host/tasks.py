@@ -22,6 +22,7 @@ class Tasks:
     def spawn(self, coro: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
         """Start a task; an exception other than cancellation goes to ``on_failure``."""
         task = asyncio.get_running_loop().create_task(coro, name=name)
+        # asyncio itself keeps weak references only: a task that nothing else holds could be collected while it waits.
         self._tasks[task] = None
         task.add_done_callback(self._done)
         return task

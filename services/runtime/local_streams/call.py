@@ -62,6 +62,8 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
             self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED, f"a message of {len(payload)} bytes exceeds the limit")
         elif not self.connection.is_writable:
             await self.connection.writable()
+        # The end may come while the writer waits for room in the socket. Raising the status here, as gRPC does, keeps
+        # the caller from taking the message for one that was sent.
         if self.connection.is_finished:  # the call ended while it waited
             self._raise_error()
         self.connection.send(Kind.MESSAGE, payload)
@@ -91,6 +93,7 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
 
     def cancel(self) -> bool:
         """End the call; the server cancels its handler. Return whether the call was live."""
+        # The status is set before the messages are dropped: the reader that this wakes must find why the call ended.
         was_live = self._status is None
         self._end(_CANCELLED)
         if was_live:
@@ -143,6 +146,8 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
         self._fail(status_of(error), error.message)
 
     def on_lost(self) -> None:
+        # Both are UNAVAILABLE, but with different texts: silence.was_silent() reads them, because an engine's silence,
+        # unlike its death, is never held against the request that ran there.
         self._end(_SILENT if self.connection.was_silent else _LOST)
 
     def _fail(self, code: grpc.StatusCode, details: str) -> None:

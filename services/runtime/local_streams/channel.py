@@ -19,6 +19,8 @@ from .peer_process import is_stopped
 log = logging.getLogger(__name__)
 
 
+# grpc.aio wakes a polling thread for each event and, through a socket pair, the event loop. Without that, a message and
+# its answer every 20 ms take 368 instead of 1,034 µs, and 677 instead of 1,600 µs of CPU in both processes.
 class LocalChannel(grpc.aio.Channel):
     """Behaves as the gRPC channel that it wraps, and closes that channel with itself."""
 
@@ -38,6 +40,8 @@ class LocalChannel(grpc.aio.Channel):
 
         def begin(*args: Any, **kwargs: Any) -> "grpc.aio.StreamStreamCall[Any, Any]":
             """Begin a call. One with arguments that a local stream does not carry (a deadline, metadata) uses gRPC."""
+            # Local frames have no place for deadlines and metadata. Traced calls carry metadata, so they show gRPC's
+            # times.
             call = None if args or kwargs else self.open_call(method, request_serializer, response_deserializer)
             return call or through_grpc(*args, **kwargs)
 
@@ -61,6 +65,8 @@ class LocalChannel(grpc.aio.Channel):
     def open_call(self, method: str, serialize: Any, deserialize: Any) -> LocalCall[Any, Any] | None:
         """Begin a call; return None when the peer serves no local streams now, or its process is stopped: the system
         accepts the connection for it, but gRPC notices at once that nothing answers."""
+        # Looked up for every call, not once for the channel: a peer of an older release, or one that is restarting, may
+        # have no such socket now and have one for the next call.
         if self._is_closed or (connected := sockets.connect(self._path)) is None:
             return None
         if is_stopped(connected):
@@ -84,6 +90,7 @@ class LocalChannel(grpc.aio.Channel):
         self._is_closed = True
         for call in list(self._calls):
             call.cancel()
+        # Before gRPC's channel: a task that still attaches a socket would otherwise outlive the channel that owns it.
         await self._tasks.close()
         await self._grpc.close(grace)
 

@@ -152,11 +152,15 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        # The call may have been cancelled between connect() and this callback; a transport that nothing closes would
+        # leak.
         if not self._is_open:
             self._transport.abort()
             return
         self.resume_writing()
         self._ticker = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
+        # The ticker starts first, so that a peer that accepts a connection and never answers is found like any silent
+        # one.
         self._receiver.on_connected()
 
     def data_received(self, data: bytes) -> None:
@@ -174,6 +178,8 @@ class Connection(asyncio.Protocol):
                 raise self._decoder.error
         except TokenloomError as error:
             self._is_broken = True
+            # Only this connection ends: one connection is one call, so broken bytes cannot shift the frames of other
+            # calls.
             self._receiver.on_broken(error)
         if self._messages and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -211,12 +217,16 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _tick(self) -> None:
+        # While reading is paused the peer's beats stay in the kernel, so its silence is this side's doing and does not
+        # count.
         self._silent_ticks = self._silent_ticks + 1 if self._is_reading else 0
         if self._silent_ticks >= SILENT_TICKS and self._is_peer_dead():
             self.was_silent = True
             self.abort()
             return
         self._ticker = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
+        # A beat is sent only in a tick without another frame, so that a busy stream pays nothing for it. It is not
+        # queued behind a full buffer either: beats for a peer that does not read would only pile up.
         if not self._has_sent and self.is_writable:
             self.send(Kind.BEAT)
         self._has_sent = False
@@ -224,4 +234,6 @@ class Connection(asyncio.Protocol):
     def _is_peer_dead(self) -> bool:
         """Return whether a peer that has been silent for :data:`SILENT_TICKS` is dead rather than busy."""
         assert self._transport is not None
+        # A beat shows that the event loop runs, not that the process lives: a gateway whose loop was busy for 2 s once
+        # lost all streams. So the system is asked about the process, and a peer that runs but is busy gets 10 s.
         return self._silent_ticks >= HUNG_TICKS or self._is_peer_stopped(self._transport)

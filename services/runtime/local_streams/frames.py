@@ -83,6 +83,8 @@ class FrameDecoder:
 
     def feed(self, data: bytes) -> list[tuple[Kind, bytes]]:
         """Return the frames that ``data`` completes."""
+        # Most reads hold whole frames only. They are parsed in place, and only a frame that was cut is copied into
+        # _rest.
         view: bytes | bytearray = data
         if self._rest:
             self._rest += data
@@ -91,6 +93,7 @@ class FrameDecoder:
         start, end = 0, len(view)
         while end - start >= HEADER.size:
             size, number = HEADER.unpack_from(view, start)
+            # The length is checked before the payload has arrived: otherwise a peer could make this side hold 4 GB.
             if (kind := _KINDS.get(number)) is None or size > self._max_payload_bytes:
                 self.error = self._refuse(size, number)
                 break

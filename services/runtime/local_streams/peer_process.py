@@ -17,6 +17,8 @@ def is_stopped(connected: socket.socket) -> bool:
         credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         process, _, _ = _CREDENTIALS.unpack(credentials)
         with open(f"/proc/{process}/stat", "rb") as stat:
+            # The second column is the command's name in parentheses and may itself hold spaces and parentheses, so the
+            # state is the first word behind the last one.
             return stat.read().rpartition(b")")[2].split()[0] in _STOPPED
     except (OSError, IndexError):
         return False

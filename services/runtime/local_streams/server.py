@@ -53,12 +53,15 @@ class LocalServer:
         if self._server is None:
             return
         self._is_closing = True
+        # Compared by inode: a successor may have replaced the socket at this path already, and must keep it.
         unix_socket.remove(self._path, self._identity)
         self._server.close()
         await asyncio.sleep(0)  # the event loop makes the connections of sockets that it has accepted
         if handlers := [call.handler for call in self._calls if call.handler is not None]:
             await asyncio.wait(handlers, timeout=grace)
         for call in self._calls:
+            # The callers close their connections once they have read the status. Closing here at once could lose it: a
+            # caller that writes at that moment finds the connection broken and reads no more.
             call.end(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
         await self._tasks.close()
         await self._wait_gone()
@@ -181,6 +184,8 @@ class ServerCall:
         context = LocalContext(self.connection, handler.response_serializer or bytes, self._max_message_bytes)
         self.connection.takes_messages = True
         self.handler = self._tasks.spawn(behaviour(self.connection, context), name=f"local stream {method}")
+        # The status follows from the task's end, not from the handler's last line: it is also sent when the handler was
+        # cancelled or has raised past its edge.
         self.handler.add_done_callback(self._on_done)
 
     def _on_done(self, handler: "asyncio.Task[None]") -> None:

@@ -28,6 +28,8 @@ def connect(path: str) -> socket.socket | None:
     """Return a connected socket without waiting; None when no process listens there."""
     connected = socket.socket(socket.AF_UNIX)
     try:
+        # A unix socket connects at once or not at all, so no wait is needed. A full backlog counts as no listener, and
+        # the call goes through gRPC instead of blocking the event loop.
         connected.setblocking(False)
         connected.connect(path)
     except OSError:  # also BlockingIOError: the queue of connections is full

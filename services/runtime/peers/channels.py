@@ -49,6 +49,7 @@ def open_channel(
 
     ``service``: what is there, if that matters for the options.
     """
+    # The authority of an HTTP/2 request is a host's name, which the path of a unix socket is not.
     options = [*_options(service), *keepalive, ("grpc.default_authority", "localhost")]
     return grpc.aio.insecure_channel(address, options=options)
 
@@ -82,6 +83,8 @@ class Channels:
         if (tls := self._tls) is None:
             channel, path = open_channel(address, self._asking(), service), sockets.path_beside(address)
             return LocalChannel(channel, path, MAX_MESSAGE_BYTES) if path is not None else channel
+        # Certificates name services and not hosts, because pods move. gRPC is made to compare that name instead of the
+        # address.
         options = [*_options(service), ("grpc.ssl_target_name_override", dns_name(service))]
 
         def connect() -> grpc.aio.Channel:

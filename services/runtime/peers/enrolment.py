@@ -43,6 +43,8 @@ class Enrolment:
                         moved()
             except grpc.aio.AioRpcError as error:
                 log.debug("enrolment: %s", error.code().name)
+                # During a rolling update the coordinator may be of the release before; all members are then used, as in
+                # that release.
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     wait = _OLD_COORDINATOR_SECONDS
             except Exception:  # of a position that cannot be: the last one stays

@@ -92,6 +92,7 @@ def fingerprint_difference(
     parts without weights leave it empty. Between engines it has a meaning: see :func:`engine_difference`."""
     for field in fields:
         a, b = getattr(ours, field), getattr(theirs, field)
+        # Empty means "does not know" here, so that a mesh of fake workers, which have no weights, still connects.
         if a and b and a != b:
             return f"{field} is {_show(b)}, expected {_show(a)}"
     return None
@@ -151,6 +152,7 @@ class Credit:
 
         To be called at every heartbeat. ``wanted``: whether frames wait now.
         """
+        # A grant in the meantime counts even if it was used up at once: a slow reader is not a hung one.
         owes = wanted and self._left <= 0 and not self._has_granted
         self._has_granted = False
         return self._patience.is_over(owes=owes)

@@ -34,11 +34,14 @@ class Keepalive:
 
     def options(self, num_links: int) -> list[tuple[str, int]]:
         """Return gRPC's options for one more channel. ``num_links``: channels that are open."""
+        # A process with a thousand links that pinged each every second would spend a part of its core on pings alone.
         interval = min(max(1.0, num_links / LINKS_PER_SECOND), LONGEST_SECONDS)
         return _options(interval, min(_LATE_TURNS * self._late_seconds, LONGEST_SECONDS))
 
     def was_late(self, seconds: float) -> None:
         """Note by how much a turn came later than it was due. To be called every :data:`_LOOK_SECONDS`."""
+        # Without the memory, a channel that opens in a short quiet moment would again be as impatient as the one that
+        # broke.
         fading = self._late_seconds * 0.5 ** (_LOOK_SECONDS / _HALF_LIFE_SECONDS)
         self._late_seconds = max(seconds if seconds > _LOOK_SECONDS else 0.0, fading if fading > 0.01 else 0.0)
 
@@ -56,7 +59,9 @@ def _options(interval: float, extra: float) -> list[tuple[str, int]]:
     return [
         ("grpc.keepalive_time_ms", round(1000 * interval)),
         ("grpc.keepalive_timeout_ms", round(1000 * (1.0 + extra))),
+        # An idle channel must find its dead peer before the next request does, not with it.
         ("grpc.keepalive_permit_without_calls", 1),
+        # By default gRPC stops to ping after two pings without data, and idle links would no longer be watched.
         ("grpc.http2.max_pings_without_data", 0),
         # Keepalive alone does not notice a stopped process; this does, within 2.6 s.
         ("grpc.http2.ping_timeout_ms", round(1000 * (_ANSWER_SECONDS + extra))),

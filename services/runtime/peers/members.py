@@ -84,6 +84,8 @@ class Members:
 
     async def _look_up(self, name: Address) -> None:
         try:
+            # A name that does not resolve now keeps its last addresses: DNS that is away must not take the mesh down
+            # with it.
             hosts = await self._resolve(name.host, name.port)
         except OSError as error:  # the known addresses stay
             log.debug("%s cannot be resolved: %s", name, error)
@@ -101,6 +103,8 @@ class Members:
     def _choose(self) -> None:
         known, before = self._known(), self._chosen
         self._chosen = known
+        # Sorted before the callbacks, so that connections are made in the same order in each process and each simulated
+        # run.
         if self._size is not None and self._position is not None and self._widened is None:
             self._chosen = frozenset(subset.choose(known, self._position, self._size))
         for address in sorted(self._chosen - before):

@@ -20,6 +20,8 @@ class Patience:
         """Return whether the peer has owed something in every look for that long. To be called at least every
         half second."""
         now = self._clock()
+        # A process that was itself starved for 10 s has not read what its peers sent meanwhile. Counting that time as
+        # their silence once ended every stream of a busy gateway.
         turn = min(now - self._looked_at, _LONGEST_TURN_SECONDS)
         self._looked_at = now
         self._owed_seconds = self._owed_seconds + turn if owes else 0.0

@@ -90,6 +90,8 @@ class RetryDebt:
         """Note that an attempt has failed. ``made_progress``: after output of the request."""
         if made_progress:
             self._num_failures = 0
+        # A lost part frees all of its requests at once, so moving them multiplies nothing. A full part always costs,
+        # because otherwise each request of an overloaded mesh would ask every part in turn.
         self._owes = cause is Cause.FULL or (cause is Cause.SILENT and self._num_failures > 0)
         self._num_failures += 1
 

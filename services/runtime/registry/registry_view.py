@@ -149,6 +149,8 @@ class RegistryView:
                 return False
             entry.identity.CopyFrom(self._entries[name].identity)
         name = entry.identity.engine_id
+        # A number stands for one stay of an engine. Loads under the old number must not reach the engine that came
+        # back.
         if (before := self._entries.get(name)) is not None and before.number != entry.number:
             self._remove(name)
         self._entries[name] = entry
@@ -164,8 +166,11 @@ class RegistryView:
     def _keep_loads(self, loads: EngineLoads) -> None:
         if not loads.number:
             return
+        # Up to 1,750 rows a second arrive, and an output processor reads them only while the coordinator is away. So
+        # they are kept in the columns in which they came, and are not written into entries yet.
         self._pending.update((number, (loads, row)) for row, number in enumerate(loads.number))
         self._num_pending += 1
+        # An engine that reports seldom keeps an old message, with the columns of a thousand others, alive.
         if self._num_pending >= _MAX_PENDING:
             self.update_loads()
 

@@ -33,6 +33,8 @@ async def watch_registry(
     """
     request = WatchRequest(changes=True, without_loads=without_loads)
     while True:
+        # A new view for each stream: the first message of a stream is whole, and a change of the old stream must not be
+        # applied to it. The old view stays in use until that message has come.
         call, view, reason = stub.Watch(request), RegistryView(), "the stream ended"
         try:
             while isinstance(message := await call.read(), Snapshot):

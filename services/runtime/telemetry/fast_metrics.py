@@ -38,6 +38,8 @@ class Counter:
 
     def inc(self, amount: int = 1) -> None:
         """Add ``amount``, which is not negative."""
+        # prometheus_client takes a lock for each sum and bucket: 752 ns for this instead of 148. All its metrics that
+        # change with each token took up to 12 % of a token's cost in the gateway.
         self.value += amount
 
     def describe(self) -> Iterable[CounterMetricFamily]:
@@ -74,6 +76,8 @@ class LabelledCounter:
     def collect(self) -> Iterable[CounterMetricFamily]:
         """Return the counts now."""
         [family] = self.describe()
+        # Copied in one step of the interpreter: the scraping thread would otherwise see the dictionary grow under its
+        # loop.
         for value, count in self._counts.copy().items():
             family.add_metric([value], count)
         return [family]
@@ -105,6 +109,7 @@ class Histogram:
 
     def observe(self, value: float) -> None:
         """Count a value in the first bucket whose bound is not below it."""
+        # prometheus_client walks the buckets instead: 1,414 ns instead of 183 (an empty call takes 90).
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 

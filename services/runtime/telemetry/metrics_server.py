@@ -89,6 +89,8 @@ class MetricsServer:
     def _accept(self, accepted: socket.socket) -> None:
         if len(self._open) >= MAX_CONNECTIONS:
             oldest = next(iter(self._open))
+            # Removed at once, not when the task has ended: several connections may arrive before the cancelled task
+            # runs.
             del self._open[oldest]
             oldest.cancel()
         task = self._loop.create_task(self._answer(accepted), name="scrape")

@@ -56,6 +56,7 @@ class Tracer:
             "service.instance.id": instance_id,
             "service.version": version("tokenloom"),
         }
+        # Over gRPC, because every part has loaded gRPC already; OTLP over HTTP would bring a second client library.
         exporter = OTLPSpanExporter(endpoint=endpoint, insecure=endpoint.startswith("http://"), timeout=_EXPORT_SECONDS)
         self._provider = TracerProvider(
             resource=Resource.create(names), sampler=ParentBased(ALWAYS_ON), shutdown_on_exit=False

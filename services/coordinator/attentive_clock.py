@@ -20,6 +20,7 @@ class AttentiveClock:
 
     def __call__(self) -> float:
         """Return the time, in seconds since no particular moment."""
+        # A batch of 150 picks once kept the loop from reading reports for so long that every engine counted as dead.
         return self._base + min(self._read() - self._ticked_at, LONGEST_SECONDS)
 
     def tick(self) -> None:

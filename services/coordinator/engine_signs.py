@@ -37,6 +37,7 @@ class EngineSigns:
         reasons = {sort: _without_partner(record, sorts) for sort, record in sorts.items()}
         if missing_role(role for _, role in sorts) is None:
             self._fall_backs.end("missing_role")
+        # The common case ends here: a thousand engines have a few fingerprints, and looking at each would delay picks.
         if not any(reasons.values()) and not any(each.kind == "no_pair" for each in self._fall_backs.active):
             return []
         changed = []

@@ -34,6 +34,8 @@ class EngineStream:
         try:
             self._commands.put_nowait(command)
         except asyncio.QueueFull:
+            # The queue is bounded instead of awaited: one engine that does not read must not hold up what others are
+            # sent.
             raise ResourceExhausted("The engine does not read its commands; retry.") from None
 
     def pace(self, interval: float) -> None:

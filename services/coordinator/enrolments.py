@@ -22,6 +22,7 @@ class Enrolments:
     def enrolled(self, service: str, name: str) -> Iterator[None]:
         """Count a process while the body runs."""
         calls = self._calls.setdefault(service, Counter())
+        # The new stream of a process that reconnects may open before the old one has ended; the count bridges the two.
         calls[name] += 1
         self._announce(service)
         try:

@@ -52,6 +52,7 @@ class Groups:
                 raise InvalidArgument(
                     f"rank {identity.data_parallel_rank} {here}, is taken", "identity.data_parallel_rank"
                 )
+            # Ranks with different options would call different collective operations, and all of them would hang.
             if other.parallel_config_hash != identity.parallel_config_hash:
                 raise InvalidArgument(
                     f"the configuration of rank {identity.data_parallel_rank} differs from that {here} as rank "

@@ -100,6 +100,8 @@ class ModelClaims:
         if not is_complete:  # those that waited aside come last
             entitled = [each for each in entitled if not each[1].waited_aside] or entitled
         candidates = [weights for weights, _ in entitled] or list(pools)
+        # The holder keeps the name while it can: with the newest or the most engines instead, a rolling update would
+        # let answers alternate between two models.
         return before if before in candidates else candidates[0]
 
     def _note(self, name: str, reason: str) -> None:

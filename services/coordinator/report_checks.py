@@ -51,6 +51,7 @@ def check_report(report: EngineReport) -> None:
         raise InvalidArgument("role is missing or unknown", "role")
     if report.state not in _STATES:
         raise InvalidArgument("state is missing or unknown", "state")
+    # One comparison for all fields, since 5,000 reports arrive in a second; the field is only named for the error.
     if max(_counts_of(report)) > MAX_REQUESTS:
         name = next(name for name in _COUNTS if getattr(report, name) > MAX_REQUESTS)
         raise InvalidArgument(f"{name} must be at most {MAX_REQUESTS}, not {getattr(report, name)}", name)

@@ -72,6 +72,8 @@ def report_interval(num_engines: int, before: float = _STEPS[0]) -> float:
 
 def _allowed(num_engines: int, before: float) -> Iterator[float]:
     for step in _STEPS:
+        # A report costs about 100 µs in gRPC for Python, whatever it holds: at one every 30 ms a thousand engines sent
+        # 33,000 a second.
         most = step * MAX_REPORTS_PER_SECOND * (_RETURN_SHARE if step < before else 1.0)
         if num_engines <= most:
             yield step

@@ -46,8 +46,11 @@ class CoordinatorService:
             return
         if host.health_address:
             host.publish_addresses()
+            # SERVING although it does not listen: as NOT_SERVING, a standby would stop every rollout of Kubernetes, and
+            # a standby that listened and refused would need addresses of its own at each client.
             await host.health.set_serving(True)
         await take_over(lease, host.channels, settings.coordinator or settings.listen, self._predecessor)
+        # Its failure ends the process. A coordinator that may have lost the lease must not answer one more pick.
         host.spawn(lease.keep(), name="lease")
 
     async def start(self, host: Host) -> None:
@@ -80,6 +83,8 @@ class CoordinatorService:
 
     async def stop(self) -> None:
         if self.servicer is not None:
+            # Before the lease is released: engines whose streams end now would otherwise leave the registry, and the
+            # last snapshot, by which output processors go on placing, would be empty.
             self.servicer.close()
         if self._lease is not None:
             await self._lease.release()

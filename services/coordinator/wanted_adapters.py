@@ -51,6 +51,7 @@ class WantedAdapters:
             raise InvalidArgument("adapter.name or adapter.digest is empty", "adapter")
         if unloaded:
             self._wanted.pop(adapter.name, None)
+            # Removed first, so that the name moves to the end of the order: the oldest ones are forgotten.
             self._unloaded.pop(adapter.name, None)
             self._unloaded[adapter.name] = None
             while len(self._unloaded) > MAX_UNLOADED:
@@ -94,6 +95,8 @@ class WantedAdapters:
         able = [record for record in pool if record.can_load_adapters]
         if able and now >= self._asked_at.get(digest, now):
             self._asked_at[digest] = now + LOAD_SECONDS
+            # One engine is asked and not all: adapters that only a few requests use would push others out of every
+            # engine's slots.
             best = min(able, key=lambda record: record.score)
             self.asked.append((best.identity.engine_id, AdapterChanges(load=[adapter])))
         return Unavailable(f"No engine has the LoRA adapter {adapter.name!r} now; retry.")

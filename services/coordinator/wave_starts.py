@@ -40,6 +40,7 @@ class WaveStarts:
 
     def due(self) -> list[tuple[str, int]]:
         """Return who must begin which wave, and note that they were asked."""
+        # The latest one: a rank that reports an older wave has not yet seen that the others went on.
         wave = max((state.started for state in self.ranks.values() if state.started is not None), default=None)
         if wave is None:
             return []

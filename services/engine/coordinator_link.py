@@ -153,6 +153,8 @@ class CoordinatorLink:
     async def _write_reports(self, call: _Call) -> NoReturn:
         while True:
             try:
+                # An idle engine reports once a second too: its silence is how the coordinator notices that its event
+                # loop hangs.
                 async with asyncio.timeout(MAX_REPORT_SECONDS - self._interval):
                     await self._load.changed.wait()
             except TimeoutError:
@@ -166,6 +168,8 @@ class CoordinatorLink:
         """Let changes within the interval make one report."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._interval):
+                # A drain or a change of role is not delayed by the interval, which is up to one second in a large mesh:
+                # until it is known, requests are still placed here.
                 await self._urgent.wait()
 
     def _report_now(self) -> None:
@@ -194,6 +198,7 @@ class CoordinatorLink:
 
     def _report(self) -> coordinator_pb2.EngineReport:
         """Return a consistent report: a pick and the request that it placed are in the same one."""
+        # Cleared before the counts are read, not after: a change in between would otherwise never be reported.
         self._load.changed.clear()
         self._urgent.clear()
         load, group = self._load.snapshot(), self._load.group

@@ -43,6 +43,8 @@ class HealthCheck:
                 log.error("the engine is not healthy and gets no requests: %s", error)
             else:
                 log.info("the engine is healthy again")
+            # Only new requests stay away: those that run may still end, and ending them would lose work for a passing
+            # fault.
             self._load.set_failing(bool(error))
             await self._health.set_healthy(not error)
 

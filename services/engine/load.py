@@ -117,6 +117,8 @@ class LoadTracker:
 
         Raises ``TryElsewhere`` or ``ResourceExhausted``.
         """
+        # Recorded before the checks: a pick whose request is refused has arrived too, and must not count for two
+        # seconds more.
         if add.HasField("pick"):
             self._picks.append(add.pick)
             self.changed.set()
@@ -145,6 +147,8 @@ class LoadTracker:
         self.step = max(self.step, outputs.step)
         if outputs.group is not None:
             self.set_group(outputs.group)
+        # The core's statistics are of the end of its step. What the front has sent since then is not in them, and a
+        # burst would look like an empty queue until the next step.
         while self._num_covered < outputs.num_requests_added:
             self._num_covered += 1
             if self._uncovered:  # a request whose sender was cancelled may have reached the core without being counted
@@ -170,6 +174,7 @@ class LoadTracker:
     def snapshot(self) -> Load:
         """Return the present counts."""
         stats = self.stats
+        # The core's number is older than the front's: requests that the front has ended are still in it.
         running = min(stats.num_running, self.num_live)
         return Load(
             waiting=self.num_live - running,

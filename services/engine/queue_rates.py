@@ -74,7 +74,9 @@ class QueueRates:
             self.seats = self._max_num_seqs
             return
         is_kv_full = stats.kv_usage >= _FULL_KV_USAGE
+        # With a full KV cache the batch cannot grow, so what runs now is what can run, whatever --max-num-seqs says.
         self.seats = max(stats.num_running, 1) if is_kv_full else self._max_num_seqs
+        # The interval began with an empty queue, so it measures in part how clients send.
         if not last.num_waiting:
             return
         num_begun = stats.num_prefilled_requests - last.num_prefilled_requests

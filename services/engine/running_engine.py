@@ -71,6 +71,8 @@ class RunningEngine:
         engine is paused, because nothing would end by itself then.
         """
         reason = "The engine is draining; retry the request."
+        # New requests are refused and the state is published before anything is ended: what ends now is placed again at
+        # once, and must not come back here.
         self._leave(reason, coordinator_pb2.ENGINE_STATE_DRAINING)
         is_paused = self.pause.leave()
         if is_paused or self.drain_mode == "migrate":
@@ -120,10 +122,13 @@ class RunningEngine:
         try:
             await self.core.run()
         except EngineDeadError as error:
+            # A rank that was removed ends its core on purpose. Failing here would make its supervisor start it again.
             if self.group is not None and self.group.is_removed:
                 log.info("the engine was removed from its data-parallel group; it waits to be stopped")
                 await asyncio.Event().wait()
-            # A request that was only computed together with others is not blamed, nor is one for a rank that was lost.
+            # A request that crashes engines must not be sent to all of them, so two deaths with no company end it. One
+            # that was only computed together with others is not blamed, and in a group with waves the fault may lie
+            # with a request of another rank.
             is_alone = self.core.num_requests == 1 and not self.core.ready.has_waves
             await self.end_streams(EngineDied(CORE_DIED) if is_alone else TryElsewhere(CORE_DIED))
             raise Unavailable(str(error)) from None

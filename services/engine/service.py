@@ -73,7 +73,10 @@ async def _start(
     path = await asyncio.to_thread(model_path.resolve, settings.engine.worker.model, weights=needs_weights)
     name = settings.served_model_name or model_path.served_name(path, settings.engine.worker.model)
     load = LoadTracker(settings.engine.scheduler.max_num_seqs, settings.max_waiting, host.clock.seconds)
+    # The core is a command of its own, not a fork: a fork with a live gRPC runtime hangs, and multiprocessing would
+    # need a __main__ guard in the scripts of users.
     client = client or process_client(settings, str(path))
+    # The stack undoes in reverse: streams end first, then the KV port, and the core last, since both still talk to it.
     undo.push_async_callback(client.close)
     core = await start_core(settings, client, load, host, name)
     fingerprint = await asyncio.to_thread(make_fingerprint, path, name, core.ready, settings)

@@ -55,6 +55,8 @@ class StepRates:
         if not last.num_running or num_steps <= 0:  # the engine was idle, or answered outside a step
             return
         num_prompt_tokens = stats.num_computed_tokens - last.num_computed_tokens - num_steps * last.num_running
+        # A rate over all steps would mix in those that mostly decode, and make an engine with long outputs look slow at
+        # prompts.
         if num_prompt_tokens >= num_steps * max(_LEAST_PROMPT_TOKENS, last.num_running):
             self._prefill_seconds = self._prefill_seconds * kept + seconds
             self._prefill_tokens = self._prefill_tokens * kept + num_prompt_tokens

@@ -103,6 +103,8 @@ class CacheFollowers:
                         cache.forget()
                     log.debug("cache of %s: %s %s", identity.engine_id, error.code().name, error.details())
                 except _OfNoUse as reason:
+                    # It is not asked again: an engine that hashes otherwise does so for life, and its next incarnation
+                    # joins anew.
                     self._fall_backs.begin("unfollowed_cache", str(reason), identity.engine_id)
                     return
                 except Exception:  # of messages that cannot be: one faulty engine must not end the coordinator
@@ -121,6 +123,7 @@ class CacheFollowers:
                 if is_first and (reason := cache.objection(response)):
                     raise _OfNoUse(reason)
                 is_first = False
+                # A first response may hold all blocks of a cache. Applied in one go, it would keep picks waiting.
                 for _ in cache.take(response):
                     await asyncio.sleep(0)
         finally:

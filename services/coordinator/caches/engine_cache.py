@@ -42,6 +42,8 @@ class EngineCache:
         """Apply a response. Yields after each slice of work; until the last one the response does not count as taken,
         and may be applied again."""
         changes = response.prefix_changes
+        # After a gap an evicted block could stay in the index for ever. To know too little costs one computation of a
+        # prompt; to know what is not there sends prompts to the wrong engine again and again.
         if self.wanted not in (None, changes.first_sequence):
             self.forget()
         if changes.all_cleared:

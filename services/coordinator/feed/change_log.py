@@ -56,6 +56,8 @@ class ChangeLog:
         """Return what a watcher at ``revision`` lacks: changes, or everything if it has nothing or lacks too much."""
         if revision == self.revision:
             return ()
+        # The kept changes must begin at exactly the watcher's revision: applied to another one, absolute values would
+        # still leave out the engines that changed between the two.
         changes = [published for base, published in self._kept if revision is not None and base >= revision]
         if changes and self._kept[-len(changes)][0] == revision:
             return changes
@@ -68,4 +70,6 @@ class ChangeLog:
             if not waiter.done():  # otherwise its watcher is gone
                 waiter.set_result(None)
         if len(woken) == _WOKEN_TOGETHER:
+            # With all of 200 watchers woken at once, turns of the loop were late by 0.19 s in 5 s of 10,000 picks a
+            # second; spread over turns it was 0.04 to 0.06 s.
             asyncio.get_running_loop().call_soon(self._wake, waiting)

@@ -21,6 +21,8 @@ class FileLease:
     async def acquire(self) -> None:
         """Return when the lock is held. Raises ``InvalidArgument`` if the file cannot be opened."""
         try:
+            # The file is never removed: a process that had opened it before would lock a file that no other one can
+            # see.
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise InvalidArgument(f"lease: cannot open {self._path}: {error.strerror}", "lease") from None

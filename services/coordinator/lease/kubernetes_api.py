@@ -65,6 +65,7 @@ class LeaseApi:
         self._connection.close()
 
     async def _request(self, method: str, path: str, body: Object | None = None) -> Object:
+        # The standard library's client in a thread: two calls a second are no reason for an asynchronous HTTP library.
         return await asyncio.to_thread(self._in_turn, method, path, body)
 
     def _in_turn(self, method: str, path: str, body: Object | None) -> Object:

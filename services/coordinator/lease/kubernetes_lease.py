@@ -71,6 +71,8 @@ class KubernetesLease:
         try:
             while self._is_held:
                 await asyncio.sleep(max(self._seen_at + RENEW_SECONDS - loop.time(), RETRY_SECONDS))
+                # Checked after each sleep: a holder that was stopped with SIGSTOP comes back here, long after another
+                # pod has followed it.
                 deadline = self._seen_at + GIVE_UP_SECONDS
                 if loop.time() >= deadline:  # nothing answered in time, or this process was stopped
                     raise TimeoutError
@@ -90,6 +92,7 @@ class KubernetesLease:
     async def _give_up(self) -> None:
         assert self._lease is not None
         self._is_held = False
+        # As client-go does it: an empty holder means free at once, and the API server accepts no duration of zero.
         self._lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1}
         try:
             await self._api.replace(self._lease)
@@ -106,6 +109,8 @@ class KubernetesLease:
                 raise
             self._hold(await self._api.create(self._object({})), now)
             return True
+        # The clock of the holder may differ by minutes, so its renewTime says nothing here: the lease is counted from
+        # the moment at which this pod saw the object change.
         if self._lease is None or _version(found) != _version(self._lease):
             self._seen_at = now
         self._lease = found

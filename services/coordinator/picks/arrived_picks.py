@@ -24,6 +24,8 @@ class ArrivedPicks:
 
     def trim(self, num_waiting: int) -> None:
         """Drop the picks that wait no more."""
+        # The queue is taken in order, so the oldest have begun. A rate of the whole queue would not do instead: most of
+        # its tokens may turn out to be cached.
         while len(self._tokens) > num_waiting:
             self._total -= self._tokens.popleft()
 

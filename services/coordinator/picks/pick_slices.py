@@ -48,6 +48,8 @@ class PickSlices:
                 num_done += 1
                 if self._clock() >= ends_at:
                     break
+            # Parts that are joined make a message. Copying the engine into it and serializing it again took 28.6 µs a
+            # pick instead of 26.7, and with 256 hashes 100 instead of 93.
             yield b"".join(parts)
             if num_done == len(requests):
                 return
@@ -88,6 +90,8 @@ class PickSlices:
             try:
                 await waiter
             except asyncio.CancelledError:
+                # Its turn was given before the cancellation came, and must be passed on, or no stream would ever pick
+                # again.
                 if not waiter.cancelled():  # it was this stream's turn
                     self._end_turn()
                 raise

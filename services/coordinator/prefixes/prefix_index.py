@@ -128,8 +128,11 @@ class PrefixIndex:
         num_blocks = min(len(path.words), self._stretches.limit(row))
         if not num_blocks:
             return
+        # Two generations instead of a list in the order of use: 65,536 blocks of a thousand engines took 8.7 GiB as
+        # ordered dictionaries, and searching them 11 to 41 ms a pick.
         if self._is_full(num_blocks - path.num_known):
             self._rotate()
+            # The path names positions in the generation that has just become the old one, so it is looked up again.
             path = self._find(path.words)
         num_known, log = path.num_known, self._young.log
         newest = self._stretches.newest(row)
@@ -265,6 +268,8 @@ class PrefixIndex:
     def _rotate(self) -> None:
         """Forget the old generation and begin a young one, of the size that the engines' caches need."""
         self._swept.append(self._old.groups)
+        # A block takes 15 bytes, or 26 with the table of single blocks that evictions need; so with evictions the same
+        # memory holds 4 to 8 million blocks instead of 7 to 14.
         block_bytes = SEARCHABLE_BLOCK_BYTES if self._is_searchable else BLOCK_BYTES
         max_blocks = max(min(self._stretches.num_blocks, int(self._max_log_bytes / block_bytes)), _MIN_ENTRIES)
         self._old, self._young = self._young, _Generation(max_blocks, is_searchable=self._is_searchable)

@@ -72,6 +72,7 @@ class Stretches:
         """Forget the oldest stretches of an engine until its cache can hold the rest."""
         blocks, limit = self._blocks[row], self._limits[row]
         total = sum(blocks.values())
+        # The newest stretch always stays, though it may exceed the limit: the pick that was just made is in it.
         while total > limit and len(blocks) > 1:
             oldest = next(iter(blocks))
             total -= blocks.pop(oldest)
@@ -79,6 +80,8 @@ class Stretches:
 
     def recycle(self) -> None:
         """Note that nothing refers any more to what was forgotten before the last call."""
+        # A number is given out again only two generations after it was forgotten: until then blocks of the old
+        # generation may still name it, and would seem to belong to its new engine.
         self._free += self._forgotten[0]
         self._forgotten = self._forgotten[1], []
         self.num_new = 0

@@ -57,6 +57,8 @@ class Loras:
 
     async def apply(self, changes: coordinator_pb2.AdapterChanges) -> None:
         """Do what the coordinator asks for, as far as possible. The next report names the result."""
+        # Unloading comes first: an adapter that was replaced is in both lists, and its name is taken until the old one
+        # is gone.
         for name in changes.unload:
             await self._attempt(self.unload(name), f"unload {name}")
         for each in changes.load:

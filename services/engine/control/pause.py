@@ -91,6 +91,7 @@ class Pause:
 
     def _note_end(self, latest: int) -> None:
         """Note that the core was resumed by a call that was sent after the pause number ``latest``."""
+        # A pause may begin while the core answers. Noting the end would then show a paused engine as serving.
         if latest == self._num_begun:
             self._set(engine_pb2.PAUSE_MODE_UNSPECIFIED)
 

@@ -36,6 +36,7 @@ class Sleep:
             raise InvalidArgument(f"level must be 0, 1 or 2, not {level}", "level")
         await self._engine.pause.begin(mode, clear_cache=level > 0)
         if level and mode == engine_pb2.PAUSE_MODE_WAIT:
+            # Another engine may be copying leased blocks; released memory would be read by it.
             await self._engine.leases_ended()
         self._engine.pause.note_begin(mode)  # the engine may have been resumed meanwhile
         freed = msgspec.convert(await self._engine.core.call("sleep", level, MODES[mode].value), FreedMemory)

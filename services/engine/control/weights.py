@@ -31,6 +31,7 @@ class Weights:
             wanted = "path must be the absolute path of a checkpoint directory or a GGUF file on this host"
             raise InvalidArgument(wanted, "path")
         task = self._engine.host.spawn(self._try(directory), name="engine-weights")
+        # An operator's client that goes away must not leave the core with new weights under the old fingerprint.
         if (error := await asyncio.shield(task)) is not None:
             raise error
 

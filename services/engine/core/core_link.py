@@ -78,6 +78,7 @@ class CoreLink:
         while True:
             outputs = await self.client.get_output()
             self._distribute(outputs)
+            # Asking the core for the next output before the frames were written delayed each token by up to 0.1 ms.
             await asyncio.sleep(0)  # lets the streams write their frames first
             self.metrics.observe_step(outputs)
             if outputs.kv_events and self.kv_events is not None:
@@ -153,6 +154,7 @@ class CoreLink:
         for attempt in attempts:
             if self._live.pop(attempt.key, None) is not None:
                 self._ended(attempt, self.clock())
+                # Ending an attempt happens in callbacks and in `finally` blocks, where nothing may be awaited.
                 self._aborts.append(attempt.key)
         if self._aborts:
             self._aborts_waiting.set()

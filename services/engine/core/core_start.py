@@ -56,6 +56,8 @@ async def start_core(
     _show_token_costs(host, metrics, client)
     if (lora := settings.engine.lora).enable:
         LoraMetrics(host.metrics, metrics.labels, lora.max_loras, lambda: load.loras)
+    # With layers of different windows one block of tokens takes a block of each group; the mesh counts blocks of
+    # tokens.
     load.started(ready.num_kv_blocks // ready.num_kv_groups)
     load.set_loras(ready.loras)
     metrics.observe_ready(ready, enable_prefix_caching=settings.engine.cache.enable_prefix_caching)

@@ -66,5 +66,7 @@ def _marks(checkpoint: Path, found: ReasoningFormat) -> ReasoningMarks | None:
     except NotFound:
         return None
     marks = marks_of(found, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+    # A tokenizer without the mark encodes it into unknown tokens, which any unknown text would match. So the ids are
+    # decoded again and compared.
     written = [tokenizer.decode(list(mark), skip_special_tokens=False).strip() for mark in (marks.start, marks.end)]
     return marks if written == [found.start, found.end] else None

@@ -21,6 +21,7 @@ def make_worker(config: EngineConfig) -> Worker:
 
 def make_own_worker(config: EngineConfig) -> Worker:
     """Return the worker of a process that starts for it; :func:`make_worker` also serves programs of users."""
+    # `import torch` takes 1.86 to 2.13 s of CPU in this way instead of 2.17 to 2.33 s.
     with uncollected_imports():
         make = _import_maker(config)
     return make(config)

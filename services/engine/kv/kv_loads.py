@@ -164,11 +164,15 @@ class KVLoads:
                 lost = await self._hold(attempt.key, load, reading, is_complete=is_complete)
             finally:
                 del self._loads[attempt.key]
+        # Containers of one host may not share memory although their host names are equal, so a path is judged by what
+        # it did.
         if load.verify is not None and load.verify.failure == "transport":
             self._paths.note_failure(owner, reading.target.transport)
         if lost:
             verdict = Verdict(valid=False, reason=lost)
         else:
+            # The blocks count only after this answer: the owner compares their generations, so blocks that it had to
+            # take back and reuse during the copy are computed here instead of giving wrong tokens.
             verdict = await _release(reading)
             if verdict.valid and load.verify is not None and load.verify.copied:
                 self._fall_backs.end("kv_recomputed")

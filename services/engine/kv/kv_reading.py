@@ -71,6 +71,7 @@ class Reading:
             num_tokens=num_tokens,
             checksums=list(answer.checksums),
         )
+        # A third of the lease: two renewals in a row may be lost before it ends.
         renew_seconds = max(_LEAST_RENEW_SECONDS, min(RENEW_SECONDS, answer.ttl.ToNanoseconds() / 3e9))
         return cls(stub, request.engine_epoch, target, renew_seconds)
 
@@ -116,6 +117,7 @@ async def _call(call: Callable[[], Awaitable[T]], tries: int = 2) -> T:
     try:
         return await call()
     except grpc.aio.AioRpcError as error:
+        # gRPC's own retries are off in the mesh, and a lease must not be lost to a single broken connection.
         if tries > 1 and error.code() is grpc.StatusCode.UNAVAILABLE:
             return await _call(call, tries - 1)
         raise read_failure(error) from None

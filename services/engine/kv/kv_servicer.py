@@ -108,6 +108,7 @@ def _check_acquire(request: kv_transfer_pb2.AcquireRequest) -> None:
         raise InvalidArgument(
             f"kv_layout and transports must have at most {_MAX_NAME_CHARS} characters each", "kv_layout"
         )
+    # Only the reader's scheduler knows, at the moment of admission, which blocks its prefix cache has.
     if request.skip_tokens:
         raise Unimplemented("skip_tokens must be 0; readers choose the blocks that they copy", field="skip_tokens")
 

@@ -87,6 +87,7 @@ class Attempts:
         """Validate an Add and make it live. Raises what is wrong with it; the caller then calls :meth:`refuse`."""
         if add.hold_kv and self._kv_owner is None:
             raise errors.InvalidArgument("hold_kv is set, but this engine serves no KV to other engines", "hold_kv")
+        # Not the request's id: a retry, or another sample of the request, may run here at the same time.
         key = f"{self._stream_id}.{add.slot}"
         request = to_core_request(add, key, self._limits, self._random)
         num_accepted = len(request.accepted_token_ids)
@@ -169,6 +170,8 @@ class Attempts:
     def stop_at(self, slot: int, num_tokens: int) -> Attempt | None:
         """End an attempt in which the peer found a stop string, with at most ``num_tokens`` tokens. An end that has not
         been sent yet becomes a stop too."""
+        # The front ends the attempt by itself, since a stop string needs nothing from the scheduler; the core is only
+        # asked to free the blocks. Tokens of steps in flight are then dropped by the front.
         self._builder.cut(slot, num_tokens)
         attempt = self.live.get(slot)
         if attempt is None:

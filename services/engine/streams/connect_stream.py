@@ -134,6 +134,7 @@ class ConnectStream:
             self._changed.set()
         for count, add in enumerate(message.add, 1):
             await self._add(add)
+            # A message may hold hundreds of requests. In one turn their checks would delay the frames of all that run.
             if not count % ADDS_PER_TURN:
                 await asyncio.sleep(0)
         for accept in message.accept:
@@ -163,6 +164,7 @@ class ConnectStream:
             self._written_at = self._loop.time()  # the time without a frame counts from here
         if add.HasField("timeout"):
             seconds = add.timeout.ToNanoseconds() / 1e9
+            # Deadlines are kept here, so that the core needs no clock: a step is short compared with any deadline.
             attempt.deadline = self._loop.call_later(seconds, self._expire, add.slot)
         self._core.open(attempt, self._attempts)
         if add.HasField("kv_source") and self._kv is not None:
@@ -212,9 +214,12 @@ class ConnectStream:
         if not builder.has_data:
             return None
         is_due = self._pace.is_due(urgent=self._half_closed or self._closing is not None)
+        # Credit is taken last: taken for a frame that is not sent, it would be lost, and the stream would starve.
         if not (is_due or builder.is_urgent) or not self._credit.take():
             return None
         if not is_due:
+            # First tokens and ends do not wait for the interval, but take only their own rows along. When they took all
+            # rows, nearly every step of 64 streams made a frame: 77.7 µs of CPU a token instead of 67.2.
             return builder.take_urgent(self._load.step)
         self._pace.sent(len(self._attempts.live))
         return builder.take(self._load.step)

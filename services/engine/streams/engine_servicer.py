@@ -96,5 +96,7 @@ async def _receive_hello(
         raise FailedPrecondition(f"hello: none arrived within {HELLO_SECONDS:g} s") from None
     if not first.HasField("hello"):
         raise FailedPrecondition("hello: the first message of a stream must carry one")
+    # Checked before any request: at the address of a pod another engine, or a later incarnation of this one, may
+    # answer.
     check_hello(first.hello, peer_id=ours.peer_id, epoch=ours.epoch, fingerprint=ours.fingerprint)
     return first

@@ -78,6 +78,7 @@ class FrameBuilder:
                 self.is_urgent = True
             return
         assert token_index == row.token_index + len(row.token_ids), f"slot {slot}: gap before token {token_index}"
+        # Appending to the row is what makes a frame of two steps cost about as much as a frame of one.
         row.token_ids.extend(token_ids)
         if logprobs is not None:
             assert row.logprobs is not None, f"slot {slot}: only some of its tokens have log probabilities"
@@ -118,6 +119,8 @@ class FrameBuilder:
             if not row.token_ids:
                 del self._rows[slot]
         if (finished := self._finished.get(slot)) is not None:
+            # The core had ended the request by itself, after tokens that the client does not get: its reason does not
+            # count.
             finished.reason = types_pb2.FINISH_REASON_STOP
             finished.num_output_tokens = min(num_tokens, finished.num_output_tokens)
             for field in ("stop_token_id", "error", "kv"):
@@ -136,6 +139,7 @@ class FrameBuilder:
         if not (self._finished or self._grants or self._prompts or self._num_with_logprobs) and (
             _ROW_BYTES * len(self._rows) + _TOKEN_BYTES * self._num_tokens <= room
         ):
+            # A frame of nothing but tokens is nearly every step's case, and needs no sizes to be computed.
             return self._take_tokens(step)
         frame = self._take_mixed(step, room)
         self.is_urgent = self.has_data  # what did not fit must not wait for the next interval
@@ -150,6 +154,8 @@ class FrameBuilder:
         are all that is left, because they did not fit before, the frame is theirs.
         """
         urgent = {*self._begun, *self._finished, *self._prompts}
+        # Only between two frames. If a frame is due anyway everything goes in it: one more frame for each step cost 9 %
+        # more CPU at steps of 20 ms, and first tokens came no earlier.
         waiting = {slot: row for slot, row in self._rows.items() if slot not in urgent}
         if len(waiting) == len(self._rows) and not (self._finished or self._grants or self._prompts):
             return self.take(step)

@@ -145,6 +145,7 @@ class EngineLink:
         if self.error is not None:
             raise self.error
         if not self._attempts:
+            # Without requests an engine owes no frame, so what passed before this one says nothing.
             self._silent_ticks = self._still_ticks = 0
         self._last_slot += 1
         request.slot = attempt.slot = self._last_slot
@@ -183,6 +184,8 @@ class EngineLink:
         async with self._channels.open(self.identity.address, "engine") as channel:
             self._call = EngineStub(channel).Connect()
             try:
+                # The hello names the engine and its incarnation: at the address of a pod that moved, another engine may
+                # answer.
                 await self._greet(self._call)
                 helpers.spawn(self._write(self._call), name="engine-link-write")
                 helpers.spawn(self._watch(), name="engine-link-watch")
@@ -243,12 +246,15 @@ class EngineLink:
 
     def _receive(self, frame: EngineFrame) -> None:
         self._silent_ticks = 0
+        # The number of the step shows that the core works, and a frame only that its front does: heartbeats go on while
+        # the core hangs. A paused engine takes no steps on purpose.
         if frame.step != self._step or frame.paused:
             self._step = frame.step
             self._still_ticks = 0
         for grant in frame.kv_granted:
             if (attempt := self._attempts.get(grant.slot)) is not None:
                 attempt.owner.on_kv_granted(attempt, grant.kv)
+        # Tokens before ends: an end compares the number of tokens that have arrived with the engine's.
         self._deal(frame)
         for part in frame.pooled:
             if (attempt := self._attempts.get(part.slot)) is not None:
@@ -288,6 +294,8 @@ class EngineLink:
     def _grant(self) -> None:
         """Grant the credit that was used, a quarter at a time. Heartbeats use none but count too, which is harmless."""
         self._ungranted += 1
+        # Each grant is a message of its own. A quarter keeps them few, and leaves the engine 48 frames while one is on
+        # its way.
         if self._ungranted >= INITIAL_CREDIT // 4:
             self._outgoing.credit += self._ungranted
             self._ungranted = 0
@@ -304,8 +312,12 @@ class EngineLink:
         attempts, self._attempts = self._attempts, {}
         fell_silent = was_silent(cause)
         self.may_compute = fell_silent or isinstance(cause, _StepHangs)
+        # A request that kills engines is alone on each of them. Silence is left out: a frozen host or a cut link is not
+        # the request's doing, and blaming it would end a harmless request after two such links.
         is_alone = len({attempt.request_id for attempt in attempts.values()}) == 1 and not fell_silent
         for attempt in attempts.values():
+            # After the link was marked as dead: the owner places the request again at once, and must not find this link
+            # open.
             attempt.owner.on_lost(attempt, is_alone=is_alone)
         if self._call is not None:
             self._call.cancel()  # dropping a call does not end it

@@ -60,6 +60,7 @@ class EngineLinks:
         """Return an open link. Raises ``Unavailable`` when the engine does not answer or is not the one expected."""
         key = EngineKey(identity.engine_id, identity.epoch)
         link = self._links.get(key)
+        # A dead link may still be in the table, because its task ends a turn later than the link.
         if link is None or link.error is not None:
             link = EngineLink(identity, self._make_hello(identity), self._channels, hang_seconds=self._hang_seconds)
             self._links[key] = link

@@ -71,6 +71,8 @@ class PickStream:
         The message is provoked here, unless one is due."""
         if self.is_open:
             self.is_open, self.is_away = False, True
+            # All picks fail together and later ones do not ask: otherwise each request waits its own second. With the
+            # coordinator stopped for 10 s, one request of some 250 takes 1.02 s now.
             self._fall_backs.begin("last_snapshot", "it left a pick unanswered")
             for future, _ in self._waiting:
                 _fail_unless_done(future)
@@ -106,6 +108,9 @@ class PickStream:
             self._wake.clear()
             if not self._num_unanswered:
                 batch = [self._unsent.popleft() for _ in range(min(len(self._unsent), _MAX_BATCH))]
+                # One message at a time: gRPC for Python takes some 200 µs for a message and its answer, as much as
+                # several picks. A unary call for each pick cost 1.4 ms of the time to the first token, the stream costs
+                # 0.65.
                 self._num_unanswered = len(batch)
                 await call.write(PickBatch(pick=batch))
 

@@ -122,6 +122,8 @@ class KeptRequests(Generic[R]):
     def lose(self, request: R, peer: Peer) -> bool:
         """Keep a request whose gateway was lost. Returns False if it cannot be resumed or need not be."""
         is_known = self._by_id.get(request.request_id) is request
+        # A gateway with another stream here is alive: it has ended this one itself, and still has what its requests
+        # need.
         if not is_known or not request.can_repeat or peer in self._connected or not self._seconds:
             return False
         request.detach()

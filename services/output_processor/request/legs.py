@@ -77,6 +77,8 @@ class Legs:
         self._on_settled = on_settled
         if (verdict := self._retries.verdict()) is not None:
             self.fail(verdict)
+        # With a single engine every pick chooses it, and the message to the coordinator and back costs 0.6 ms of the
+        # time to the first token: 49 instead of 53 µs of CPU a token at 64 streams and steps of 4 ms.
         elif asked is None and (attempt := self._placer.at_once(self._submit)) is not None:
             self._begin_at_once(attempt)
         else:
@@ -159,6 +161,8 @@ class Legs:
         assert prefill is not None
         self._output.timeline.decode_engine = attempt.link.identity.engine_id
         is_same = attempt.link.key == prefill.link.key
+        # The decode leg would wait on the engine for the prefill leg that still runs there, and hold a second seat
+        # meanwhile.
         if is_same and not self._handed_over:
             self._next = attempt
             return
@@ -204,6 +208,7 @@ class Legs:
 
     def on_kv_granted(self, attempt: Attempt, kv: KVSource) -> None:
         """Place the decode leg, which reads while the rest of the prompt is computed."""
+        # A grant of an attempt that was replaced may still arrive, and names a lease of an engine that is lost.
         if self._kv is None and attempt is self._prefill:
             self._kv = kv
             self._place(_DECODE)
@@ -271,6 +276,8 @@ class Legs:
             self.fail(verdict)
             return
         self._output.retry()
+        # Nothing of it reached the client, so the lease still holds all that the next decode leg needs. With tokens
+        # sent, the lease covers only the prompt and the sample begins anew.
         if attempt is self._decode and not attempt.has_output:
             self._decode = None
             self._place(_DECODE)
@@ -279,6 +286,8 @@ class Legs:
         self._drop_kv()
         self._kv = None
         self._handed_over = False
+        # As a new request whose prompt ends with the tokens so far, so no path exists that only failures take, and a
+        # long output does not disturb the decodes of the next engine.
         self._place(_PREFILL)
 
     def _hand_over(self, attempt: Attempt, finished: Finished) -> None:
@@ -291,6 +300,8 @@ class Legs:
         output.prefilled(finished)
         self._handed_over = True
         self._kv = finished.kv if finished.HasField("kv") else None
+        # The decode leg was placed while the prompt was still computed, so that it could copy blocks meanwhile; only
+        # the first token was missing. For prompts of one step there is nothing to overlap, and it is placed now.
         if self._decode is not None:
             self._decode.link.accept(self._decode, output.token_ids[attempt.num_accepted :])
         elif self._next is not None:

@@ -70,6 +70,8 @@ class Requests:
             self._check(submit)
         except errors.TryElsewhere:  # the request is about to be refused
             return None
+        # Asked before the request is checked: checking and making it takes as long as the coordinator's answer. If it
+        # is then refused, the pick counts for two seconds at an engine that never gets it.
         return self._placer.ask(submit)
 
     def make_pooled(

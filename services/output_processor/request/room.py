@@ -29,6 +29,8 @@ def prompt_bytes(submit: Submit) -> int:
     size = _TOKEN_BYTES * len(prompt.token_ids)
     if prompt.embeds:
         size += sum(len(span.rows) for span in prompt.embeds)
+    # Counting requests alone was not enough: 4,096 prompts of 32,000 tokens, far below --max-requests, fill the 512 MiB
+    # of an output processor's container.
     return size * (1 + num_samples(submit))
 
 

@@ -133,6 +133,7 @@ class SampleGroup:
         begin = SamplePosition()
         for output in self._outputs:
             output.check(of_sample.get(output.sample_index, begin))
+        # The old stream gives the request up before the new one gets it: both may be streams of the same gateway.
         try:
             self.on_taken(self.slot)
             self.slot, self._on_end, self.on_taken = slot, on_end, on_taken
@@ -172,6 +173,8 @@ class SampleGroup:
         """Run the other samples on the engine of the first one."""
         waiting, self._waiting = self._waiting, []
         for sample in waiting:
+            # The others are not placed: on this engine the prompt is in the prefix cache, and one lease serves all of
+            # them.
             sample.begin_on(self._placer.share(attempt))
 
     def _sample_ended(self, sample: Legs, finished: RequestFinished) -> None:
@@ -219,5 +222,6 @@ def sample_params(submit: Submit, index: int) -> SamplingParams:
     params = SamplingParams()
     params.CopyFrom(submit.sampling_params)
     params.seed = sample_seed(params.seed, index)
+    # The prompt is the same for all samples, so its log probabilities are computed and sent once.
     params.ClearField("prompt_logprobs")
     return params

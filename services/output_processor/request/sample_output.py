@@ -101,12 +101,15 @@ class SampleOutput:
         """
         if self.stop_match is not None:
             return None
+        # An error and not a guess: wrong text is worse than a request that its client repeats.
         if token_index != len(self.token_ids):
             raise errors.Internal("the engine skipped or repeated tokens")
         self._last_token_ns = now = self.clock()
         if not self._first_token_ns:
             self._first_token_ns = now
         text, match = self._detokenize(token_ids)
+        # After a loss the text is counted in bytes and not characters: the piece that the client had last may have
+        # ended where a character of several tokens was still incomplete.
         if self._bytes_to_skip:
             text = self._unsent(text)
         self._detokenize_ns += self.clock() - now
@@ -141,6 +144,8 @@ class SampleOutput:
 
     def finish(self, finished: Finished) -> RequestFinished:
         """End because the engine has finished, and send the text that was held back for a stop string."""
+        # The first engine that ended a prefill counts: after a loss the next one finds the prompt in caches, and its
+        # figures would hide what the client has waited for.
         self._prefill = self._prefill or finished
         self.timeline.queued_ns = self._prefill.queued_ns
         self.timeline.prefill_ns = self._prefill.prefill_ns

@@ -66,6 +66,8 @@ class Session:
             check_hello(first.hello, peer_id=ours.peer_id, epoch=ours.epoch, fingerprint=ours.fingerprint)
             self._credit.grant(first.hello.initial_credit)
             peer = first.hello.peer_id, first.hello.epoch
+            # Before anything of the new stream is read: the gateway submits again what this incarnation of it has lost,
+            # and the kept copies would run beside that.
             kept.connect(peer)
             self._has_left = self._leaving
             await write(ProcessFrame(hello=ours, leaving=self._leaving))
@@ -75,6 +77,7 @@ class Session:
                 await write(frame)
         finally:
             if peer is not None:
+                # Before the loop below, which keeps a request only if its gateway has no other stream here.
                 kept.disconnect(peer)
             for group in list(self._live.values()):
                 if peer is None or not isinstance(group, SampleGroup) or not kept.lose(group, peer):
@@ -111,6 +114,7 @@ class Session:
         for resume in message.resume:
             self._resume(resume)
         for slot in message.cancel_slots:
+            # A slot that has ended is no error: its end and the gateway's cancellation may have crossed on the way.
             if (group := self._live.get(slot)) is not None:
                 group.cancel()
         for each in message.withdraw:
@@ -132,6 +136,8 @@ class Session:
     def _submit(self, submit: Submit, asked: Asked | None) -> None:
         group: SampleGroup | PooledRequest
         try:
+            # A client that repeats its call with the same idempotency key joins the request that still runs. It is not
+            # begun a second time, and costs no budget of retries.
             if submit.take_over and (known := self._requests.kept.find(submit)) is not None:
                 self._attach(known, submit.slot)
                 return

@@ -33,9 +33,13 @@ class Outbox:
     def add(self, key: Key, text: str, token_index: int, token_ids: Sequence[int]) -> None:
         """Add new text and tokens of a sample; they follow what was added before."""
         rows = self._rows
+        # The writer is woken for the first row only: what an engine's frame brings after it is in the same frame of
+        # ours.
         if not rows:
             self._on_news()
         elif (row := rows.get(key)) is not None:
+            # Rows of one output merge while the gateway grants no credit, so the memory is bounded by the outputs
+            # themselves.
             text, token_index, token_ids = row[0] + text, row[1], [*row[2], *token_ids]
         rows[key] = (text, token_index, token_ids)
 
@@ -90,6 +94,7 @@ class Outbox:
             frame.pooled.append(self._pooled.popleft())
         if left := {part.slot for part in self._pooled}:
             ends = list(frame.finished)
+            # An end must not overtake the rest of its result: the gateway drops a slot at its end.
             self._finished = [end for end in ends if end.slot in left]
             del frame.finished[:]
             frame.finished.extend(end for end in ends if end.slot not in left)

@@ -102,6 +102,8 @@ class Detokenizer:
         if self._stop is None:
             texts.append(text)
             return None
+        # Text within min_tokens may still be the beginning of a stop string that a later token completes, so it is
+        # passed over and not forgotten.
         if self.num_tokens <= self._min_tokens:
             texts.append(self._stop.pass_over(text))
             return None

@@ -139,6 +139,8 @@ class WindowStream:
         joins = not self._spaces and self._is_special(token_id) and self._ids and self._is_special(self._ids[-1])
         self._ids.append(token_id)
         text = self._decode()
+        # A character that is still incomplete decodes to U+FFFD, and so does broken output. After 32 tokens it is taken
+        # for the second, or text would be held back to the end.
         if text.endswith("\ufffd") and len(self._ids) < _LONGEST_WINDOW:
             return ""
         added = self._added(text)

@@ -91,6 +91,8 @@ async def connect(
     host.spawn(tokenizers.run(), name="tokenizer probes")
     host.spawn(view.run(), name="coordinator watch")
     host.spawn(_enroll(spec, settings, host, (tokenizer_members, output_members)), name="enrolment")
+    # The gateway reads no checkpoint: the model's default sampling parameters, its parsers and its fingerprint come
+    # with the tokenizer's information.
     info = await tokenizers.wait_known()
     backlog = Backlog(settings.max_queue_seconds, host.random, always_queued=settings.always_queued)
     view.follow_capacity(info.fingerprint, backlog.observe)

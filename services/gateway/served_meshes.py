@@ -78,6 +78,8 @@ class ServedMeshes:
             raise errors.InvalidArgument(f"model is required: this gateway serves {self._listed()}", "model")
         if not isinstance(name, str):
             raise errors.InvalidArgument("model must be a string", "model")
+        # A model is found among whole meshes. A coordinator that knew several models would check the model in each of
+        # its answers, and the failure of one model could reach another.
         if (mesh := self._by_name.get(name)) is not None:
             return mesh
         having = [mesh for mesh in self if mesh.models.has(name)]

@@ -96,6 +96,7 @@ class GatewayService:
         host.publish(http=self.http_address, model=meshes.names[0])
         await _wait_whole(meshes)
         if self._batches is not None:
+            # After the mesh is whole: lines that were refused because a part is missing would only be tried again.
             self._batches.start(InternalCalls(app, budget))
         host.spawn(meshes.publish(host.health), name="health of the meshes")
         scheme = "http" if settings.public_tls_cert is None else "https"
@@ -105,11 +106,14 @@ class GatewayService:
         """Report that the gateway leaves, send clients elsewhere, and answer what they have asked until then."""
         assert self._started is not None
         meshes, http, host = self._started
+        # Readiness turns false before anything is refused: load balancers learn late that a gateway leaves.
         meshes.begin_drain()
         if self._batches is not None:  # first: the next gateway waits for the directory
             await self._batches.close()
         try:
             async with asyncio.TaskGroup() as group:
+                # HTTP and gRPC drain side by side: each ends when its own clients have gone, and one waits for up to
+                # the drain timeout.
                 group.create_task(self._send_away(host, meshes))
                 group.create_task(http.drain(meshes.end_of_present()))
             await meshes.drain()

@@ -50,6 +50,8 @@ class MeshAdapters:
             try:
                 digest = _agreed(checked(answers))
                 pinned = old is not None and old.pinned
+                # Recorded once all engines have it, and not before: the coordinator brings engines that join later to
+                # what is recorded, and gateways let requests name it.
                 await self._record(types_pb2.Adapter(name=name, digest=digest, path=path, pinned=pinned))
             except BaseException:  # a client that left included: all engines shall have the same
                 await self._restore(name, old)
@@ -64,6 +66,8 @@ class MeshAdapters:
         """
         async with self._turn:
             was_known = name in self._mesh.view.adapters
+            # Recorded first, the other way round than loading: no gateway lets a request name it any more, so it does
+            # no harm that an engine which fails keeps it.
             await self._record(types_pb2.Adapter(name=name), unloaded=True)
             answers = await self._ask(lambda stub: stub.UnloadLora(pb.UnloadLoraRequest(name=name)))
             had = {engine: each for engine, each in answers.items() if not isinstance(each, errors.NotFound)}

@@ -110,11 +110,13 @@ class BatchTask:
         try:
             if batch.outcome is None:
                 await self._decide()
+            # Before the end is written: a client that reads "completed" finds the files.
             await self._persist(self._store_results)
             if self._cancelled.is_set() and batch.outcome in ("completed", "expired"):  # behind the last result
                 await self._change("cancelling", outcome="cancelled")
             assert batch.outcome is not None
             await self._change(batch.outcome)
+            # Only now: until the end is on disk, the next gateway may need the input again.
             self._context.files.end_use(batch.input_file_id, batch.id)
             self._room.release()
             log.info("%s: %s, %d answers and %d errors", batch.id, batch.status, batch.completed, batch.failed)

@@ -96,6 +96,8 @@ class Disk:
         except OSError as error:
             raise FailedPrecondition(f"--batch-dir: {self.directory} cannot be used: {error.strerror}") from None
         try:
+            # The kernel releases the lock when the process ends, however it ends; a file with a process id would block
+            # the next gateway after a crash.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(lock)
@@ -133,6 +135,8 @@ def write_atomically(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+    # The new name is in the directory, which is a file of its own: without this a power failure may bring the old one
+    # back.
     sync_directory(path.parent)
 
 

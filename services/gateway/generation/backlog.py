@@ -71,6 +71,8 @@ class Backlog:
     def observe(self, capacity: Capacity) -> None:
         """Take the capacity and the load of a new snapshot."""
         self._capacity = capacity
+        # Own requests are counted exactly and at once. Read from the snapshot, which is up to 0.2 s old, a burst would
+        # be admitted as a whole before the first of it shows there.
         self._other_live = max(capacity.live - self.live, 0)
         self._other_tokens = max(capacity.waiting_tokens - self.pending_tokens, 0)
 
@@ -88,6 +90,7 @@ class Backlog:
             unmeasured = max(capacity.seats, UNMEASURED_WAITING) / self._max_seconds
             starts = unmeasured if is_unknown else capacity.starts_per_second
             for_seat = num_before / starts if starts else 0.0
+        # The longer, not the sum: prompts before a request are computed while it waits for a seat.
         return max(for_compute, for_seat)
 
     def check(self, claim: Claim) -> None:
@@ -102,6 +105,7 @@ class Backlog:
         allowed = min(self._allowed_seconds(claim.priority), claim.timeout)
         if wait <= allowed:
             return
+        # Spread, so that clients that were refused in one burst do not come back in one.
         retry_after = max(wait, 1.0) * self._draw.uniform(0.5, 1.5)
         raise ResourceExhausted(
             f"The model is at capacity: the request would wait about {wait:.3g} s for its first token, and it may wait "

@@ -74,6 +74,9 @@ class BeamRun:
         for number, search in enumerate(self._searches):
             for beam in search.live:
                 submit = self._request(number, beam)
+                # Each beam is a request of one token, greedy, for its log probabilities; the prefix cache shares the
+                # blocks. Beams inside the engine would need copies on write and a scheduler that knows groups; vLLM
+                # removed both.
                 self._cancels.append(self._pool.submit(submit, collector, len(self._cancels)))
         rows = iter(await self._rows(collector))
         for search in self._searches:

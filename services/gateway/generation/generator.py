@@ -106,6 +106,8 @@ class Generator:
         tracing = nullcontext() if self._tracer is None else traced(self._tracer, job, trace_headers, model)
         with ExitStack() as held, tracing as trace:
             tenure = self._admit(job, claim, timeout)
+            # Before anything is awaited: a call that is cancelled while its prompt is encoded must give its place back,
+            # too.
             held.callback(tenure.end)
             try:
                 async with asyncio.timeout(timeout) as limit:
@@ -127,6 +129,8 @@ class Generator:
                         await asyncio.sleep(0)  # send it now: the answer is prepared while it is on its way
                         yield generation
                     except _CONNECTION_ENDED:
+                        # A call that ran out of time is cancelled as well, but its client has had its answer: only a
+                        # lost connection counts.
                         is_kept = outlives_call and not limit.expired() and self._resumable.abandon(generation, held)
                         raise
                     finally:

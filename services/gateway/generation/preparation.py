@@ -166,6 +166,7 @@ def _resolve(
     if job.priority:
         validation.check_priority(job.priority, limits)
     if not sampling.HasField("seed"):
+        # Drawn here and not by an engine: another engine that continues the request must draw the same tokens.
         sampling.seed = random.getrandbits(64)
     if not job.ignore_eos:
         for token_id in info.eos_token_ids:

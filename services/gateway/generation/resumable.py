@@ -156,6 +156,9 @@ class ResumableRequests:
         try:
             async with asyncio.timeout(self._seconds):
                 while not request.done:
+                    # Over HTTP a lost connection and a cancelled call look alike. So a request that its client can
+                    # resume goes on for 15 s without one: a Wi-Fi change or a restarted proxy takes seconds, and 60 s
+                    # would let each impatient client cost four times as much.
                     await request.take()
             outcome = "ended"
         except TimeoutError:

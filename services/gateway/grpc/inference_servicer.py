@@ -104,6 +104,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 session = InputSession(call_tenant())
                 await _echo_id(request, context)
             with share.take_message(request.ByteSize()):
+                # Each turn is a request of its own, and the prefix cache gives it the tokens of the turns before it:
+                # scheduler and engines know nothing of sessions.
                 job = replace(session.read_turn(request, mesh.plans, context.time_remaining()), adapter=adapter)
                 await self._answer(mesh, request, job, None, context, session)
 

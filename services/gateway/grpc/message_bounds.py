@@ -60,6 +60,7 @@ def check_fields(data: bytes, descriptor: Descriptor) -> None:
     Returns early for a message that cannot be decoded.
     """
     count = 0
+    # A list and not recursion: the depth of nesting is the sender's choice.
     ranges = [(_nested(descriptor), 0, len(data))]  # bounded by the count
     try:
         while ranges:

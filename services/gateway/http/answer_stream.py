@@ -131,6 +131,8 @@ class AnswerStream:
 
     def _begin_now(self, delta: Delta) -> bool:
         """Begin the response with its first output, if the answers that begin in this turn leave time for it."""
+        # A step may begin hundreds of answers. Those beyond this turn's share are begun by their own tasks, in later
+        # turns.
         if not self._exchange.can_begin or not self._turns.take():
             return False
         self._generation.count(delta)

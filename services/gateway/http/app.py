@@ -87,6 +87,8 @@ class App:
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "lifespan and websockets are off"
         exchange = Exchange(scope, send)
+        # A context variable, so that the generation can fill in the record without each layer between passing it on;
+        # uvicorn runs every request in a task of its own.
         CURRENT_RECORD.set(exchange.record)
         if (form := self._error_forms.get(exchange.path)) is not None:
             exchange.error_form = form

@@ -40,6 +40,8 @@ class BrowserGuard:
         origin = headers.get(b"origin")
         if origin is None or self._any_origin or origin in self._origins:
             return
+        # A page whose name was made to resolve to the gateway's address has an Origin that equals its Host, so the Host
+        # has to be one of ours as well.
         if origin.partition(b"://")[2] != host:
             advice = _ADVICE.format(option="--cors-origins")
             raise errors.PermissionDenied(f"Pages of this Origin may not call this gateway; {advice}.")

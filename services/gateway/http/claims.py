@@ -21,6 +21,7 @@ def read_claim(exchange: Exchange, body: bytes | bytearray, job: Job, options: O
     last_id, key = exchange.headers.get(b"last-event-id"), exchange.headers.get(b"idempotency-key")
     if last_id is None and key is None:
         return options, NEW
+    # The path belongs to the body: the same JSON at another endpoint is another request.
     digest = fingerprint(exchange.path, body)
     claim = NEW if key is None else claim_key(job.tenant.name, key.decode("latin-1"), digest, KEY_FIELD)
     if last_id is None:

@@ -73,6 +73,8 @@ class ClientFlow(FlowControl):
         self._timer = None
         if not self._holders or self._transport.is_closing():
             return
+        # While reading is paused the event loop does not see the end of a connection, and the request of a client that
+        # has left would run on.
         if has_left(self._transport):
             self._transport.abort()
         else:

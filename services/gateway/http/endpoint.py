@@ -95,10 +95,13 @@ class Endpoint:
             job, options = await self.parser.read(received.data, partial(self._job, exchange.tenant))
             if not self.api.is_resumable and b"last-event-id" in exchange.headers:
                 raise errors.InvalidArgument("streams of this API cannot be resumed", "Last-Event-ID")
+            # A line of a batch. It may begin only while a quarter of the seats stay free, because under the policy fcfs
+            # a request that runs keeps its seat.
             if exchange.internal_tenant is not None:
                 job = replace(job, is_sheddable=True)
             if (rank := exchange.headers.get(RANK_HEADER)) is not None:
                 job = replace(job, data_parallel_rank=read_rank(rank))
+            # Within the block: the fingerprint is made of the bytes of the body, which are dropped at its end.
             options, claim = read_claim(exchange, received.data, job, options)
             return job, options, claim
 

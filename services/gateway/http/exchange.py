@@ -127,6 +127,8 @@ class DirectWriter:
         cycle = self.cycle
         cycle.response_started = cycle.chunked_encoding = True
         cycle.waiting_for_100_continue = False
+        # Head and first event in one write, past ASGI. Through plain ASGI a streamed token costs 51.4 µs of the gateway
+        # instead of 37.0, at 64 streams and steps of 20 ms.
         pieces = [b"HTTP/1.1 200 OK\r\n"]
         pieces += (b"%b: %b\r\n" % pair for pair in (*cycle.default_headers, *headers))
         if not cycle.keep_alive:
@@ -195,6 +197,8 @@ class Exchange:
         """
         headers = self.headers
         kind = headers.get(b"content-type", b"")
+        # A page of another site may send text/plain without asking first, but no JSON; so this check also keeps such
+        # pages away from a gateway without keys.
         if kind != JSON and kind.partition(b";")[0].strip().lower() != JSON:
             raise UnsupportedMediaType("the body must be JSON; set the header Content-Type: application/json")
         if b"content-encoding" in headers and headers[b"content-encoding"].strip().lower() != b"identity":
@@ -238,6 +242,7 @@ class Exchange:
         self.started = True
         self.status = status
         all_headers = [*headers, *self.extra_headers, (b"x-request-id", self.request_id)]
+        # The rest of a body that was refused would be parsed as the next request.
         is_last = self.body.is_incomplete or self.direct.is_last()
         if is_last:
             all_headers.append((b"connection", b"close"))
@@ -281,6 +286,8 @@ class Exchange:
 
 def _headers(error: errors.TokenloomError) -> Headers:
     if error.is_final:
+        # OpenAI's clients repeat every status from 500 on, and 408, 409 and 429, unless this header says no. A request
+        # that has killed two engines would otherwise be sent again and kill two more.
         yield b"x-should-retry", b"false"
     elif error.retry_after is not None:
         yield b"retry-after", str(math.ceil(error.retry_after)).encode()

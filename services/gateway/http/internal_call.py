@@ -70,6 +70,9 @@ class InternalCalls:
             "extensions": {
                 DIRECT_WRITER: _NoConnection(),
                 REQUEST_BODY: _WholeBody(body, self._budget),
+                # The tenant stands in the scope and not in a header, so that no client can name one. The checks,
+                # limits, logs and answers of a line are those of any request, and no second road to the engines repeats
+                # them.
                 INTERNAL_TENANT: tenant,
             },
         }

@@ -61,6 +61,8 @@ class BodyParser:
         """
         if len(data) <= OFF_LOOP_BYTES:
             return read(decode_object(data))
+        # The decoder holds the interpreter's lock: 8 MB of `{},` took 0.2 to 0.34 s and 400 MB in one piece, thread or
+        # not.
         return await self.run(lambda: read(self._decode(data)))
 
     async def run(self, call: Callable[[], T]) -> T:

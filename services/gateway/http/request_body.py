@@ -96,6 +96,7 @@ class RequestBody:
         if not self._make_room(size):
             return
         self.data += piece
+        # Before the key is checked, a client can reserve only what it has sent: at most this, and one read.
         if self._limit is None and size > UNREAD_BYTES:
             self._flow.hold(self)
         if self._is_streamed:
@@ -126,6 +127,8 @@ class RequestBody:
         if len(self.data) > limit:
             self._refuse(too_large(limit))
         elif length is not None and self._refusal is None:
+            # The announced length is reserved at once: otherwise several bodies would each fill a part of the budget,
+            # and all of them would be refused in the middle.
             self._make_room(length)
         if self._cycle.more_body and self._refusal is None:
             await self._complete()

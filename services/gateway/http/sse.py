@@ -36,6 +36,7 @@ class EventWriter:
 
         ``member``: what stands before the text in the choice; ``close``: what stands after it there.
         """
+        # A NUL never occurs in JSON text, so it marks the place of the text in an event that is otherwise encoded once.
         head, tail = choice(index, b"%b\0%b" % (member, close)).split(b"\0")
         return self._head + head, b"%b]%b}\n\n" % (tail, self._null_usage)
 

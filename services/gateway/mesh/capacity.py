@@ -52,5 +52,7 @@ def _of_roles(engines: Sequence[EngineEntry], *roles: EngineRole) -> Sequence[En
 def _total(engines: Iterable[EngineEntry], rate_of: Callable[[EngineEntry], float]) -> float:
     """Return the sum of a rate. An engine whose rate is not known counts as the mean of the others."""
     rates = list(map(rate_of, engines))
+    # An engine that just joined has measured nothing. As zero it would make the mesh look slower the more engines it
+    # gets.
     known = [rate for rate in rates if rate > 0]
     return sum(known) * len(rates) / len(known) if known else 0.0

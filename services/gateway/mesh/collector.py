@@ -100,6 +100,7 @@ class Collector:
                 delta.logprobs = _extended(delta.logprobs, logprobs)
             return
         delta = Delta(index, token_index, text, token_ids, None, logprobs)
+        # What is pending comes first: written past it, newer text would overtake older text of the same output.
         if ends or self._pending or self._outlet is None or not self._pour(delta, self._outlet):
             self._pending[index] = delta
             self._wake()

@@ -198,6 +198,9 @@ class MeshView:
             sizes = {entry.identity.fingerprint.block_size for entry in serving}
             self.block_size = sizes.pop() if len(sizes) == 1 else 0
             self._limits = types_pb2.ModelLimits(
+                # The limits are those of the engines, after fitting to their memory, and not of a file: two sources of
+                # one limit would disagree as soon as an operator sets --max-model-len. Placement may choose any engine,
+                # so the smallest counts.
                 max_model_len=min(limit.max_model_len for limit in limits),
                 vocab_size=min(limit.vocab_size for limit in limits),
                 max_logprobs=min(map(max_logprobs, limits)),

@@ -60,6 +60,7 @@ class OutputLink:
         greeted = False
         try:
             stream.leaving = await self._greet(call)
+            # After the hello only: until then an output processor of another model may be at this address.
             greeted, self.stream = True, stream
             if self.changed_at > -math.inf:
                 self.changed_at = asyncio.get_running_loop().time()
@@ -78,6 +79,8 @@ class OutputLink:
             self.stream = None
             if greeted:
                 self.changed_at = asyncio.get_running_loop().time()
+            # Detached before they are placed again: a late frame of the old stream must not reach a collector that
+            # already gets the output from the new one.
             self._owner.on_lost(stream, stream.end())
         self._backoff = MIN_BACKOFF if greeted else min(self._backoff * 2, MAX_BACKOFF)
         await asyncio.sleep(self._backoff)

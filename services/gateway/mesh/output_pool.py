@@ -122,6 +122,8 @@ class OutputPool:
         is_sought = submit.take_over and (
             self._connect_all() or any(now - link.changed_at < UNSETTLED_SECONDS for link in self._links)
         )
+        # A call with an idempotency key goes where every gateway would place it. Where that output processor was away
+        # when the request began, the next gateway began it a second time, and the answer came 7 s late.
         until = now + SEARCH_SECONDS if is_sought else 0.0
         submission = Submission(submit, collector, index, self._kept, self._budget, now=now, sought_until=until)
         if is_sought:
@@ -215,6 +217,8 @@ class OutputPool:
         if not able:
             return None
         if submission.takes_over:
+            # The same for every gateway, so that a repeated call meets its request without a table that gateways would
+            # share.
             link = min(able, key=lambda link: rank(submission.request_id, link.mark))
         else:
             mark = mark_in(submission.request_id)

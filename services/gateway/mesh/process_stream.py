@@ -81,6 +81,8 @@ class ProcessStream:
             self._message_after(ends_only=True).resume.append(submission.resume(slot))
             return slot
         submit = submission.again(slot, now=asyncio.get_running_loop().time()) if again else submission.first(slot)
+        # Messages are cut by bytes and not by requests: two large prompts of embeddings in one message exceeded gRPC's
+        # limit, which ended the stream of all requests.
         num_bytes = submission.num_bytes + 4 * sum(len(journal.token_ids) for journal in submit.journals)
         self._message_after(num_bytes).submit.append(submit)
         return slot
@@ -116,6 +118,8 @@ class ProcessStream:
         """Hand out frames, until the stream fails. Answers that begin are written before others get their tokens."""
         while True:
             for _ in self.deal(await next_frame(call)):
+                # The heads of new answers are written before a whole frame is dealt: 0.3 instead of 1.2 ms pass from
+                # the arrival of the frame to the head, and the client does not have 63 other events to read first.
                 await asyncio.sleep(0)
 
     async def watch(self, is_needed: Callable[[], bool] = lambda: True) -> None:

@@ -36,6 +36,7 @@ def mark_in(request_id: str) -> str:
 def id_of_key(tenant: str, key: str) -> str:
     """Return the id of the request that a tenant's idempotency key stands for."""
     digits = (_RANDOM_DIGITS + MARK_DIGITS) // 2
+    # The tenant is part of the id: two tenants with the same key must not meet in one request.
     return hashlib.blake2b(key.encode(), key=hashlib.sha256(tenant.encode()).digest(), digest_size=digits).hexdigest()
 
 

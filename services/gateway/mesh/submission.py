@@ -91,6 +91,8 @@ class Submission:
         self.withdraw: Callable[[], None] | None = None
         self._submit: pb.Submit | None = submit
         self._resume = _resume(submit) if sought_until else None
+        # A prompt of embeddings takes 16 KB a token at a hidden size of 4,096, so what is kept for a loss has a budget.
+        # Without room the request runs, and ends with a retryable error if its output processor is lost.
         self._kept = kept.take(self.num_bytes)
         self._started = now
         self._losses_alone = 0
@@ -123,6 +125,7 @@ class Submission:
         """Return what to send to another output processor, or to the first one after a wait."""
         assert self._submit is not None
         submit = pb.Submit()
+        # A copy: the message that was sent before may still wait to be serialized.
         submit.CopyFrom(self._submit)
         submit.slot = slot
         if submit.HasField("timeout"):
@@ -131,6 +134,8 @@ class Submission:
         submit.engine_deaths = self.engine_deaths
         submit.num_prompt_logprobs = self.num_prompt_logprobs
         for sample_index in range(self._num_samples):
+            # The journal is what the client has, 4 bytes a token. The next output processor replays it through its
+            # detokenizer and stop strings, and sends only what is new, at whichever frame the stream broke.
             journal = self.collector.journal(self.first_index + sample_index, sample_index)
             if journal.token_ids or journal.emitted_text_bytes or journal.finished:
                 submit.journals.append(journal)

@@ -73,6 +73,8 @@ class EventIds:
         self._num_tokens[index] = delta.token_index + len(delta.token_ids)
         self._num_chars[index] += len(delta.text)
 
+    # Ids are sent on request only: tools such as `vllm bench serve` parse everything between two empty lines as data,
+    # and fail at an `id:` line.
     def line(self, index: int, state: str = "") -> bytes:
         """Return the line of an event of one output. ``state``: what has ended with it."""
         self._entries[index] = b"%d-%d%b" % (self._num_tokens[index], self._num_chars[index], state.encode())

@@ -34,6 +34,8 @@ class Position(NamedTuple):
     ranks: Sequence[int | None]
 
 
+# An answer of 25,600 tokens with 20 alternatives, 47 MB, took 2.7 s of the event loop, in which other streams timed
+# out. Position by position it takes 0.67 s, and 11 ms at most in a turn.
 def positions(
     parts: Iterable[output_processor_pb2.SlotTextLogprobs], token_ids: Sequence[int], first: int, num_best: int
 ) -> Iterator[Position]:

@@ -52,6 +52,8 @@ class CacheSalts:
         )
         return cls(secrets.token_bytes(32))
 
+    # With one cache for all keys, cached_tokens and the time to the first token reveal to one client which prompts
+    # another one has sent, block by block.
     def of(self, cache: str) -> bytes:
         """Return the salt of a cache's blocks, :data:`SALT_BYTES` bytes."""
         return hmac.digest(self._secret, _CONTEXT + cache.encode(), hashlib.sha256)[:SALT_BYTES]

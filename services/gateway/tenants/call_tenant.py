@@ -31,6 +31,8 @@ def call_key() -> str:
     return "" if tenant is None else tenant.key
 
 
+# The key is checked in a hook of gRPC that has no access to the handler. Each call has a task of its own, so a context
+# variable passes the tenant on, and reading it outside of an admitted call fails.
 def call_tenant() -> Tenant:
     """Return the tenant of the call that runs this code. Raises ``LookupError`` outside an admitted call."""
     return _TENANT.get()

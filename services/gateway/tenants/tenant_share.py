@@ -78,6 +78,8 @@ class TenantShare:
             raise InvalidArgument(message, "n")
         if limit is not None and not self._outputs.can_take(wanted):
             raise self._limited("live_outputs", f"{self.live_outputs} outputs of this tenant are in work", limit)
+        # Divided by what is free, and not by the number of tenants: first come, first served let 1,200 idle sessions of
+        # one key refuse all others, and fixed parts for many keys would leave most of the gateway unused.
         if (places := room.take_for(self.live_outputs, wanted)) is None:
             self.refused[MAX_LIVE_REQUESTS] += 1
             raise ResourceExhausted("too many requests are running; retry later")
@@ -87,6 +89,8 @@ class TenantShare:
         """Count a request whose output follows a grammar, until it has its first token or has ended before; requests
         with the same grammar count once."""
         limit = self.limits.pending_grammars
+        # Grammars are counted, not requests: compiling takes a compiler's time once, and many requests of one schema
+        # are common.
         if limit is not None and grammar not in self._grammars and len(self._grammars) >= limit:
             state = f"{len(self._grammars)} structured outputs of this tenant wait for their first token"
             raise self._limited("pending_grammars", state, limit)

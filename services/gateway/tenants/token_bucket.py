@@ -41,6 +41,7 @@ class TokenBucket:
         unless :meth:`spend` has subtracted it for good."""
         if num_tokens > self.level:
             return None
+        # Reserved at admission: charged at the end, a tenant could begin any number of long outputs at once.
         self._level -= num_tokens
         return Reservation(self._take_back, num_tokens)
 

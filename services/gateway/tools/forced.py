@@ -15,6 +15,8 @@ from .tool_request import Tool, ToolChoice, ToolRequest
 def constraint_of(request: ToolRequest) -> types_pb2.StructuredOutputs | None:
     """Return the constraint on the output, if any. Raises ``InvalidArgument`` for schemas beyond the limits."""
     if request.named is not None:
+        # As in vLLM, a call that is required or named is decoded as JSON whatever the model's own format is, so that it
+        # works with any model.
         constraint = json_schema_constraint(request.named.parameters, "tools")
     elif request.choice is ToolChoice.REQUIRED:
         constraint = json_schema_constraint(_list_schema(request.tools, parallel=request.parallel), "tools")

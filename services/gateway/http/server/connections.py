@@ -63,6 +63,8 @@ class Connections:
         ``peer``: the client's address; empty for a unix socket.
         """
         group = self._of_peer.get(peer) if peer else None
+        # Silent connections displace each other and not streams. Connections cost descriptors, and a gateway without
+        # any left cannot reach its peers either.
         if group is not None and len(group) >= self._per_peer and not self._close_idle(group):
             self._report(f"{peer} has {self._per_peer} connections (--max-connections-per-peer)")
             return False
@@ -104,6 +106,8 @@ class Connections:
                 self.remove(connection)
                 connection.close_idle()
                 return True
+            # Looked at last from now on, so that at most 32 looks a connection find the idle ones among thousands of
+            # busy ones.
             group.move_to_end(connection)
         return False
 

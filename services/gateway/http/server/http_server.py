@@ -89,6 +89,8 @@ class HttpServer:
         after a moment. An inherited socket accepts nothing more: its connections wait for the next process. Another
         one accepts until ``live`` has ended, because clients would be refused otherwise.
         """
+        # Connections end before the listener does: load balancers learn late that a gateway stops, and kept-alive
+        # clients not at all, so each connection says `Connection: close` with its next answer.
         self._drain.set()
         if self._is_held:
             self._server.close_listeners()
@@ -110,6 +112,8 @@ class HttpServer:
         state = self._server.server_state
         if tasks := list(state.tasks):
             for task in tasks:
+                # The message of the cancellation tells the application that the server ends the request, and not its
+                # client.
                 task.cancel(STOPPED)
             await asyncio.wait(tasks, timeout=FAREWELL_SECONDS)
         for connection in list(state.connections):
@@ -185,6 +189,8 @@ class _Server(uvicorn.Server):
 
     async def main_loop(self) -> None:
         """Return after :meth:`end`."""
+        # uvicorn looks ten times a second whether it must exit, and sleeps a tenth of a second when it does. Waiting
+        # for an event, a gateway of a test stops in 26 instead of 226 ms, and an idle one wakes once a second.
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_DATE_SECONDS):

@@ -78,6 +78,8 @@ class TlsFront(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         peer = transport.get_extra_info("peername")
+        # uvicorn would count a connection only after its handshake and wait 60 s for it, so clients that never begin
+        # one could take every descriptor.
         if not self._connections.admit(self, str(peer[0]) if isinstance(peer, tuple) else ""):
             self._connections.on_refused(NO_RESPONSE, CONNECTION_LIMIT)
             cast(asyncio.Transport, transport).abort()

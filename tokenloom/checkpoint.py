@@ -72,6 +72,8 @@ class CheckpointInfo:
         declared = _eos(path / "config.json", config)
         return cls(
             path=path,
+            # As in transformers, generation_config.json decides alone if it names any. If it lacks its chat's end
+            # token, a request adds it with stop_token_ids.
             eos_token_ids=chosen or tuple(sorted({*declared, *_eos_of_tokenizer(path, tokens)})),
             default_sampling_params=_sampling_defaults(path, generation),
             chat_template=_chat_template(path, tokenizer),
@@ -216,6 +218,8 @@ def _add_tokens(tokenizer: "Tokenizer", path: Path) -> None:
     tokenizer.add_tokens(list(changed.values()))
     for token_id, token in changed.items():
         found = tokenizer.token_to_id(token.content)
+        # The library numbers new tokens itself. With another id than the file says, the embedding of another row would
+        # be read.
         if is_new[token.content] and found != token_id:
             raise InvalidArgument(
                 f"model {path.name!r}: {file}: token {token.content!r} must have id {found}, the next one after "

@@ -71,11 +71,15 @@ class ChatTemplate:
         """
         context: dict[str, Any] = {"documents": None, **(template_kwargs or {}), **self.special_tokens}
         if not self._knows_developers:
+            # Codex CLI and newer OpenAI clients send their instructions with this role. Templates leave out the turns
+            # of roles that they do not know, so the model would never see them.
             messages = list(map(_without_developer, messages))
         context.update(messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt)
         parts: list[str] = []
         length = 0
         try:
+            # Rendered piece by piece: a template in a loop is stopped at the limit, instead of after it has built the
+            # whole text.
             for part in self._template.generate(context):
                 length += len(part)
                 if length > max_chars:
@@ -128,6 +132,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    # Jinja's generator of filler text makes megabytes from one short expression.
     del environment.globals["lipsum"]
     return environment
 

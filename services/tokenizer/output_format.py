@@ -20,6 +20,8 @@ def tool_call_parser(template: str) -> str:
     if "tool_calls" not in template or any(mark in template for mark in _OTHER_TOOL_FORMATS):
         return ""
     found = [name for mark, name in _TOOL_CALL_MARKS if mark in template]
+    # The template shows how past calls are written, so no operator has to name the parser. With two formats, or none, a
+    # guess would turn text into calls, and the operator chooses.
     return found[0] if len(found) == 1 else ""
 
 

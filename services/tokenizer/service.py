@@ -73,6 +73,7 @@ def _load(settings: TokenizerSettings) -> tuple[CheckpointInfo, Tokenizer, GetTo
         eos_token_ids=info.eos_token_ids,
         has_chat_template=bool(info.chat_template),
         default_sampling_params=info.default_sampling_params,
+        # With it a gateway refuses a text that cannot fit the context before it is encoded.
         max_token_bytes=max((len(token.encode()) for token in vocabulary), default=0),
         tool_call_parser=output_format.tool_call_parser(info.chat_template),
         reasoning_parser=format_of_template(info.chat_template),

@@ -87,6 +87,7 @@ class AnswerCourse:
         position = self._positions.get(index)
         if position is None:
             position = self._positions[index] = inference_pb2.OutputPosition(index=index)
+        # The client holds the position: only it knows which part arrived last, and gateways then share no state.
         position.num_tokens = response.token_index + len(response.token_ids)
         position.text_length = response.text_length
         position.finished = response.finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED
@@ -128,6 +129,8 @@ class AnswerCourse:
             error = self._choose_road(error, is_leaving=is_leaving)
         elif not was_cut and not is_taken:
             self._restart()  # the request of this key has ended
+        # The first attempt after a cut connection costs nothing, because the request still runs. When a gateway dies
+        # with a thousand streams of one client, a budget of ten retries would lose nearly all of them.
         if is_leaving and not failures and self._retries.are_allowed and self.seconds_left > 0:
             return 0.0
         wait = self._retries.wait(error, failures, self.seconds_left, reached_mesh=not was_cut)

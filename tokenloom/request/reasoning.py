@@ -168,6 +168,8 @@ class Reasoning:
 def _first_phase(marks: ReasoningMarks, prompt: Sequence[int]) -> _Phase:
     prompt = list(prompt)
     after_start, after_end = _after_last(prompt, marks.start), _after_last(prompt, marks.end)
+    # The prompt decides, and nothing reports that a reasoning has begun: a request may be preempted, handed over or
+    # repeated on another engine at any token.
     if after_start > after_end:
         return _Phase.INSIDE
     # A template removes earlier reasoning, or it may have kept that of an earlier turn, far from the end.

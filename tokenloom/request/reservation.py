@@ -68,6 +68,7 @@ class Reservation:
         assert other is not self, "it holds that already"
         assert other._give_back == self._give_back, "of another limit"
         self._amount += other._amount
+        # Emptied here, in the same step: between two awaits the amount would be counted twice, or not at all.
         other._amount = 0
 
     def __copy__(self) -> NoReturn:

@@ -67,6 +67,8 @@ def _read(source: str, field: str) -> Any:
         raise _too_deep(field)
     if not isinstance(tag, dict) or tag.get("type", "structural_tag") != "structural_tag":
         raise InvalidArgument(f'{field}: a structural_tag must be an object of type "structural_tag"', field)
+    # The older form is turned into the newer one, so that both backends have one meaning to compile: llguidance knows
+    # only the older form, in a way of its own, and vLLM's backend for it refuses the newer one.
     if ("format" in tag) == ("structures" in tag):
         raise InvalidArgument(f"{field}: a structural_tag must have either format, or structures and triggers", field)
     return tag["format"] if "format" in tag else _triggered_tags(tag, field)

@@ -257,6 +257,7 @@ def _check_routed_experts(params: Params, limits: Limits, field: str) -> None:
 def _check_token_ids(token_ids: Collection[int], limits: Limits, field: str, most: int | None = None) -> None:
     if most is not None and len(token_ids) > most:
         raise InvalidArgument(f"{field} may hold at most {most} ids, not {len(token_ids)}", field)
+    # max and min in C instead of a loop: a prompt may have as many ids as the context has tokens.
     largest = max(token_ids)
     if largest >= limits.vocab_size:
         raise InvalidArgument(f"{field} holds token id {largest}; ids go from 0 to {limits.vocab_size - 1}", field)

@@ -41,6 +41,8 @@ def divide(
     by_name: dict[str, list[int]] = {}
     for cpu in cpus:
         by_name.setdefault(siblings_of(cpu), []).append(cpu)
+    # Whole cores with all of their hardware threads: neighbouring numbers may be the two threads of one core, and
+    # engines bound to them would share it.
     cores = list(by_name.values())
     if len(cores) < engines:
         return [Share((), 1)] * engines

@@ -32,6 +32,8 @@ def can_fork() -> bool:
         return False
     try:
         os.close(os.pidfd_open(os.getpid()))
+        # A fork copies only the calling thread: a lock that another thread holds would stay locked in the child for
+        # ever.
         return len(os.listdir("/proc/self/task")) == 1
     except OSError:  # an old kernel, or a sandbox without /proc
         return False
@@ -105,6 +107,8 @@ def _run(
         die_with_parent(supervisor)
         _take_streams(output)
         _close_all_but(spec.descriptors)
+        # In the child, and not on a command line: secrets of a part then stand in no /proc/PID/environ, which shows
+        # what the supervisor was started with.
         os.environ.clear()
         os.environ.update(environment)
         show_command_line(spec.command)

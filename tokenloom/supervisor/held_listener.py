@@ -53,6 +53,8 @@ def hold_grpc(host: str, port: int) -> socket.socket:
     _bind(held, host, bound, port)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # now: `bind` has refused the port of another server
     held.listen(BACKLOG)
+    # A relay in front of gRPC would keep the port open as well, but every token would pay for it. Here the kernel
+    # decides once for each connection, and nothing is added to one that is made while the gateway runs.
     instruction = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN_CONSTANT, 0, 0, _SECOND_SOCKET), 8)
     program = struct.pack("HP", 1, ctypes.addressof(instruction))
     held.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, program)

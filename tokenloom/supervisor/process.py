@@ -35,6 +35,8 @@ class Process:
     @classmethod
     async def start(cls, spec: PartSpec, output: LineCopier) -> "Process":
         """Start the part's command; its output goes to `output`."""
+        # The launcher has the kernel kill the part with the supervisor and then executes the command; isolated and
+        # without site packages it takes the least time to start.
         launcher = (sys.executable, "-I", "-S", _LAUNCH, str(os.getpid()))
         descriptor = output.open(spec.name)
         try:

@@ -258,13 +258,19 @@ class Tenure:
         """Give the place back to the call that had it before, if its request still runs; otherwise close it. A call
         that has not got the place any more does nothing."""
         self._has_ended = True
-        before, self._before = self._before, None
-        while before is not None and before._has_ended:
-            before = before._before
+        # It stays known: a call that has taken the place over from this one gives it back past this one.
+        before = self._before = self._living_before()
         if before is not None:
             before._hold.absorb(self._hold)
         else:
             self._hold.release()
+
+    def _living_before(self) -> "Tenure | None":
+        """Return the latest of the calls before this one whose request still runs."""
+        before = self._before
+        while before is not None and before._has_ended:
+            before = before._before
+        return before
 
 
 def _close(place: Place, _: int) -> None:

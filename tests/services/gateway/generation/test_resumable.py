@@ -406,6 +406,20 @@ async def test_a_repeat_with_another_body_frees_no_place_of_the_request_that_run
         assert (await http.post(PATH, json=changed)).status_code == 200
 
 
+async def test_a_place_is_given_back_past_a_call_that_has_ended(held: Held) -> None:
+    first = held.abandoned()
+    second = held.abandoned(tenure=held.admit())
+    third = held.admit()
+    await settle()
+    second.fail(errors.RequestLost("lost"))
+    await settle()
+    third.end()
+    assert held.num_places == 1, "the first request still runs"
+    first.finish()
+    await settle()
+    assert held.num_places == 0
+
+
 async def test_a_repeat_that_fails_gives_the_place_back(limited: FakeMesh) -> None:
     request, _ = await hang_up(limited, {"Idempotency-Key": "k"})
     async with limited.http() as http:

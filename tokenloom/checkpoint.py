@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .byte_level_tokenizer import VOCABULARY_FILES, has_byte_level_files, make_byte_level_tokenizer
-from .file_digest import cached_digest, digest_of
+from .file_digest import Stamp, cached_digest, digest_of, stamps_of
 from .gguf.description import (
     gguf_tokenizer_fingerprint,
     load_gguf_description,
@@ -147,11 +147,19 @@ def dummy_fingerprint(path: Path) -> bytes:
 def weights_fingerprint(path: Path, cache_dir: Path | None = None) -> bytes:
     """Return the SHA-256 of config.json and all weight files, or of the GGUF file.
 
-    It is cached under ``cache_dir`` (default ``~/.cache/tokenloom``) by path, size and time, because reading a large
+    It is cached under ``cache_dir`` (default ``~/.cache/tokenloom``) by the files' stamps, because reading a large
     model is slow.
     """
-    files = [path] if is_gguf(path) else [path / "config.json", *weight_paths(path)]
-    return cached_digest(files, (cache_dir or Path.home() / ".cache" / "tokenloom") / "weights")
+    return cached_digest(_weight_files(path), (cache_dir or Path.home() / ".cache" / "tokenloom") / "weights")
+
+
+def weights_stamps(path: Path) -> list[Stamp]:
+    """Return the stamps of the files of :func:`weights_fingerprint`: while they stay, so do the weights."""
+    return stamps_of(_weight_files(path))
+
+
+def _weight_files(path: Path) -> list[Path]:
+    return [path] if is_gguf(path) else [path / "config.json", *weight_paths(path)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

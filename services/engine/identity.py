@@ -8,6 +8,7 @@ from tokenloom import checkpoint
 from tokenloom.engine_core.config import WorkerConfig
 from tokenloom.engine_core.wire.core_pooling_params import ModelPooling
 from tokenloom.engine_core.wire.handshake import CoreReady
+from tokenloom.file_digest import Stamp
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
@@ -98,6 +99,17 @@ def make_fingerprint(path: Path, name: str, ready: CoreReady, settings: EngineSe
         kv_layout=ready.kv_layout,
         numerics=ready.numerics,
     )
+
+
+def weights_stamps(path: Path, config: WorkerConfig) -> list[Stamp]:
+    """Return the stamps of the files that the core loads; none without such files, or if one cannot be read: then the
+    core says what is wrong."""
+    if config.worker != "model" or config.load_format != "auto":
+        return []
+    try:
+        return checkpoint.weights_stamps(path)
+    except OSError:
+        return []
 
 
 def _weights_fingerprint(path: Path, config: WorkerConfig) -> bytes:

@@ -10,7 +10,7 @@ import grpc.aio
 
 from tokenloom import model_path
 from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
-from tokenloom.request.errors import TryElsewhere
+from tokenloom.request.errors import FailedPrecondition, TryElsewhere
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import engine_pb2_grpc
 
@@ -25,7 +25,7 @@ from .core.core_link import CoreLink
 from .core.core_start import process_client, start_core
 from .core.core_watch import CoreWatch
 from .engine_settings import EngineSettings
-from .identity import Identity, make_fingerprint
+from .identity import Identity, make_fingerprint, weights_stamps
 from .kv.kv_front import KVFront
 from .load import LoadTracker
 from .running_engine import STOPPED, RunningEngine
@@ -78,8 +78,11 @@ async def _start(
     client = client or process_client(settings, str(path))
     # The stack undoes in reverse: streams end first, then the KV port, and the core last, since both still talk to it.
     undo.push_async_callback(client.close)
+    stamps = await asyncio.to_thread(weights_stamps, path, settings.engine.worker)
     core = await start_core(settings, client, load, host, name)
     fingerprint = await asyncio.to_thread(make_fingerprint, path, name, core.ready, settings)
+    if await asyncio.to_thread(weights_stamps, path, settings.engine.worker) != stamps:  # which did the core load?
+        raise FailedPrecondition(f"the files of {path} changed while they were loaded; start the engine again")
     to_coordinator = host.channels.open(settings.coordinator, "coordinator") if settings.coordinator else None
     if to_coordinator is not None:
         host.spawn(_hold(to_coordinator), name="engine-coordinator-channel")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.engine_core.processes import has_ended
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings, running_engine
-from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
+from tokenloom.engine_core.worker import ModelInfo
+from tokenloom.model_path import DEMO_MODEL
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.runtime.peers.channels import open_channel
@@ -150,6 +153,24 @@ async def test_what_keeps_it_from_starting_is_one_clear_line(flags: list[str], r
     assert process.returncode == 2, "the supervisor need not try again"
     (line,) = stderr.decode().splitlines()
     assert reason in line
+
+
+async def test_an_engine_whose_checkpoint_changes_while_it_starts_does_not_serve(
+    socket_dir: Path, tmp_path: Path
+) -> None:
+    """It would serve the one checkpoint's weights under the other one's fingerprint."""
+    checkpoint = shutil.copytree(DEMO_MODEL, tmp_path / "checkpoint")
+    weights = checkpoint / "model.safetensors"
+
+    class Overtaken(HashWorker):
+        def load_model(self) -> ModelInfo:
+            weights.write_bytes(b"other weights")
+            return super().load_model()
+
+    settings = make_settings(socket_dir, worker="model", model=str(checkpoint))
+    with pytest.raises(errors.FailedPrecondition, match="changed while they were loaded"):
+        async with running_engine(settings, Overtaken):
+            pass
 
 
 async def test_metrics_have_the_names_that_dashboards_read(socket_dir: Path) -> None:

@@ -1,0 +1,126 @@
+"""Sentences of the pages with numbers of the code, filled from the code."""
+
+import re
+
+from tokenloom.engine_core.eplb_config import EplbConfig
+from tokenloom.engine_core.scheduling import draft_history
+from tokenloom.engine_core.speculative_config import SpeculativeConfig
+from tokenloom.model_path import DEMO_MODEL
+from tokenloom.request import output_constraints, sampling_params, validation
+from tokenloom.request.adapters import adapter_name
+from tokenloom.services.coordinator.lease import kubernetes_lease
+from tokenloom.services.gateway.adapters import adapter_usage
+from tokenloom.services.gateway.batches import batch_run, batch_store
+from tokenloom.services.gateway.generation import admission, charge
+from tokenloom.services.gateway.grpc import chat_prompt, message_bounds
+from tokenloom.services.gateway.http import json_body, pieces, request_body
+from tokenloom.services.gateway.http.server import uvicorn_protocol
+from tokenloom.services.gateway.page import traffic
+from tokenloom.services.gateway.pooling import pooler, pooling_job
+from tokenloom.services.gateway.request_log import recent_requests
+from tokenloom.services.gateway.responses import response_store
+from tokenloom.services.gateway.tenants import tenant_limits
+from tokenloom.services.gateway.tools import tool_request
+from tokenloom.supervisor import held_listener, ports, predecessors
+
+from .markdown_page import ROOT
+from .stated_defaults import defaults_of_the_code
+
+_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_THINGS = "tests|flags|metrics|alerts|architectures|routes|checkpoints|libraries|RPCs|options|modules"
+COUNTED = re.compile(rf"(?:\b\d[\d,]*|\b(?:{'|'.join(_WORDS[2:])})) (?:{_THINGS})\b")
+"""Counts of what changes with the code, such as "200 flags"."""
+
+_EPLB = EplbConfig()
+_SPECULATION = SpeculativeConfig("ngram")
+_ALERTS = (ROOT / "observability" / "prometheus" / "alerts.yml").read_text()
+_CERTIFICATE_ALERTS = len(re.findall(r"alert: TokenloomCertificate", _ALERTS))
+_DEMO_BYTES = sum(path.stat().st_size for path in DEMO_MODEL.iterdir() if path.is_file())
+
+
+def _kib(number: int) -> str:
+    return f"{number >> 10:,} KiB"
+
+
+def _default(flag: str) -> str:
+    (default,) = defaults_of_the_code()[flag]
+    return default
+
+
+SENTENCES = {
+    "README.md": [f"The demo model ships with the repository ({_DEMO_BYTES / 1e6:.1f} MB)"],
+    "docs/operate/security.md": [
+        f"{_WORDS[_CERTIFICATE_ALERTS]} alerts warn",
+        f"A body above {_kib(json_body.OFF_LOOP_BYTES)} is counted before any of it is built: it may hold "
+        f"{json_body.MAX_CONTAINERS:,} objects and arrays, {json_body.MAX_STRINGS:,} strings and "
+        f"{json_body.MAX_NUMBERS:,} values",
+        f"A gRPC message above {_kib(message_bounds.LARGE_BYTES)} may have {message_bounds.MAX_FIELDS:,} fields, and a "
+        f"chat over gRPC {chat_prompt.MAX_MESSAGES:,} messages",
+        f"{validation.MAX_STOP_STRINGS} stop strings, {sampling_params.MAX_LOGIT_BIASES:,} tokens in `logit_bias`, "
+        f"{tool_request.MAX_TOOLS} tools, {admission.MAX_PROMPTS:,} prompts",
+        f"written in pieces of {_kib(pieces.PIECE_BYTES)}",
+        f"may each have {_kib(uvicorn_protocol.MAX_HEAD_BYTES)} and {uvicorn_protocol.MAX_FIELDS} fields and take "
+        f"{uvicorn_protocol.HEAD_SECONDS:.0f} s; a body may take {request_body.BODY_SECONDS:.0f} s",
+        f"| `--tenant-sessions` | {tenant_limits.SHARED_SESSIONS} | open streams of `GenerateSession`, idle ones too; "
+        f"a gateway has {tenant_limits.MAX_SESSIONS:,} |",
+        f"| `--tenant-pending-grammars` | {tenant_limits.SHARED_GRAMMARS} |",
+        f"| `--tenant-token-burst` | the tokens of {tenant_limits.BURST_SECONDS} s |",
+    ],
+    "docs/operate/kubernetes.md": [
+        f"when it has not renewed the Lease for {kubernetes_lease.GIVE_UP_SECONDS} s",
+        f"no active coordinator after {kubernetes_lease.GIVE_UP_SECONDS} s",
+    ],
+    "docs/operate/scaling.md": [
+        f"| `window_size` | {_EPLB.window_size} |",
+        f"| `step_interval` | {_EPLB.step_interval} |",
+        f"| `num_redundant_experts` | {_EPLB.num_redundant_experts} |",
+        f"| `log_balancedness` | {str(_EPLB.log_balancedness).lower()} |",
+        f"| `move_bytes` | {_EPLB.move_bytes >> 20} MiB |",
+    ],
+    "docs/operate/operations.md": [
+        f"connections wait in the backlog ({held_listener.BACKLOG:,} for each port",
+        f"at most {_WORDS[predecessors.MAX_PREDECESSORS]} processes of one gateway drain at the same time",
+        f"shows the last {recent_requests.MAX_RECENT} under `GET /requests`",
+    ],
+    "docs/operate/on-call.md": [f"the last {recent_requests.MAX_RECENT} requests of a gateway"],
+    "docs/reference/features.md": [
+        f"a request head or trailers take longer than {uvicorn_protocol.HEAD_SECONDS:.0f} s, or a body longer than "
+        f"{request_body.BODY_SECONDS:.0f} s",
+        f"heads and trailers above {_kib(uvicorn_protocol.MAX_HEAD_BYTES)} or {uvicorn_protocol.MAX_FIELDS} fields",
+        f"n: at most {sampling_params.MAX_SAMPLES} per prompt and {validation.MAX_OUTPUTS:,} outputs per request",
+        f"constraints above {output_constraints.MAX_SOURCE_BYTES >> 10} KB, {output_constraints.MAX_DEPTH} levels, or "
+        f"{output_constraints.MAX_ENUM:,} enum values or choices",
+        f"Of a body above {_kib(json_body.OFF_LOOP_BYTES)}, one unknown field is named",
+    ],
+    "docs/use/adapters.md": [
+        f"A name has 1 to {adapter_name.MAX_NAME} letters",
+        f"At most {adapter_usage.MAX_ADAPTERS:,} adapters have series of their own",
+    ],
+    "docs/use/batches.md": [
+        f"at least every {batch_run.LONGEST_WAIT:.0f} s",
+        f"A tenant may have {batch_store.MAX_OPEN} batches that have not ended. Of batches that have ended the latest "
+        f"{batch_store.MAX_KEPT:,} are listed",
+    ],
+    "docs/use/clients.md": [
+        f"The gRPC port is by default {ports.GRPC_OFFSET:,} above",
+        f"At most {response_store.MAX_RUNNING} responses run in the background",
+        f"within {charge.KEPT_SECONDS:.0f} s of the end",
+    ],
+    "docs/use/embeddings.md": [
+        f"a call has at most {pooling_job.MAX_INPUTS:,} inputs",
+        f"A call keeps at most {pooler.MOST_AT_ONCE} of its prompts in work",
+    ],
+    "docs/use/page.md": [f"The gateway keeps {traffic.NUM_INTERVALS} intervals of {traffic.INTERVAL_SECONDS:.0f} s"],
+    "docs/start/concepts.md": [
+        f"keys and values of {_default('--block-size')} tokens",
+        f"*lease* ({float(_default('--kv-lease-seconds')):.0f} s unless renewed)",
+    ],
+    "docs/use/two-machines.md": [f"Prompts of fewer than {_default('--pd-threshold')} uncached tokens"],
+    "docs/use/speculation.md": [
+        f"| `num_speculative_tokens` | 1 to 32, by default {_SPECULATION.num_speculative_tokens} |",
+        f"| by default {_SPECULATION.prompt_lookup_min} and {_SPECULATION.prompt_lookup_max} |",
+        f"A request whose last {draft_history.WINDOW} drafts were right in fewer than one of four gets no further ones "
+        f"for {draft_history.PROBE_TOKENS} tokens",
+    ],
+}
+"""By page: sentences, or parts of them, that stand there. A number that changes in the code changes the sentence."""

@@ -73,6 +73,8 @@ class BlockPool:
         self.num_free -= count
         block_ids = []
         for _ in range(count):
+            # Blank blocks go first because a cached one may still save a prefill. They form a stack: the block that was
+            # freed last is the one whose memory is most likely resident and in a cache.
             block_id = self._blank.pop() if self._blank else self._evict_oldest()
             self.ref_counts[block_id] = 1
             self.generations[block_id] += 1
@@ -93,6 +95,8 @@ class BlockPool:
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Give up one reference to each block of a sequence; its last block will be evicted first."""
+        # From the tail, so that the end of a prompt is evicted before its beginning. A hit needs an unbroken chain from
+        # the first block: a tail whose head is gone could never be found again.
         for block_id in reversed(block_ids):
             self.ref_counts[block_id] -= 1
             assert self.ref_counts[block_id] >= 0, f"block {block_id} is released twice"
@@ -109,6 +113,8 @@ class BlockPool:
 
         Returns False, and changes nothing, if another block already has this content.
         """
+        # Equal blocks exist twice where none could be shared: a prompt's last token is always computed, and equal
+        # requests may draw equal tokens. The first block keeps the name; the other is blank once its request ends.
         if block_hash in self._by_hash:
             return False
         self._by_hash[block_hash] = block_id
@@ -120,6 +126,8 @@ class BlockPool:
         """Let these held blocks not be found any more, because their content is wrong."""
         for block_id in block_ids:
             block_hash = self._hashes[block_id]
+            # A sharer that fills its next block registers all blocks before it anew, as if they had been evicted. A
+            # block with NaN came back into the cache that way, hence the set of wrong blocks.
             if block_hash is not None:
                 del self._by_hash[block_hash]
                 self._hashes[block_id] = None
@@ -146,6 +154,8 @@ class BlockPool:
         for block_id in self._by_hash.values():
             self._hashes[block_id] = None
         self._by_hash.clear()
+        # Held blocks are not marked wrong: after a lost step or new weights their owners lose them or compute them
+        # again.
         self._blank.extend(reversed(self._cached))
         self._cached.clear()
         for listener in self.listeners:

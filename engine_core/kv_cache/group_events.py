@@ -22,6 +22,8 @@ class FirstGroupEvents:
         self.forgot(block_hash)
 
     def forgot(self, block_hash: bytes) -> None:
+        # The last byte is the group. Subscribers know one hash for each block of tokens, so eight groups would report
+        # each block eight times.
         if block_hash[-1] == 0:
             self._events.forgot(block_hash[:-1])
 

@@ -68,6 +68,7 @@ class GroupedKVCacheManager:
         index = num_hits // self.num_groups
         if index >= request.num_cacheable_tokens // self.block_size or not self.enable_prefix_caching:
             return False
+        # One look before the whole search: this runs in every step in which the head of the queue does not fit.
         is_longer = self.pool.find(group_key(self._hash(request, index), 0)) is not None
         return is_longer and len(self.find_cached_blocks(request)) > num_hits
 
@@ -86,12 +87,16 @@ class GroupedKVCacheManager:
             return False
         table = hits or request.block_ids
         num_held = len(table) // self.num_groups
+        # A request that loaded its KV has computed tokens and a table but no hits; one that is new has hits and no
+        # computed tokens yet. Both begin where their held blocks end.
         position = request.num_computed_tokens or num_held * self.block_size
         total = max(self._blocks_for(num_tokens), num_held)
         is_leased = request.remote is not None and bool(request.remote.lease_id)
         num_new = (total - num_held) * (self.num_groups - len(self._windowed))
         for (_, window), peak, lent in zip(self._windowed, self._need.peaks, self._need.lent, strict=True):
             first = first_seen_block(window, position, self.block_size)
+            # A window gives blocks back as its chunks go on, so only its peak has to fit, not the whole prompt. A lease
+            # adds the last window, which is chosen before the chunks reach it.
             most = min(total - first, peak + (lent if is_leased else 0))
             num_new += max(0, most - (num_held - first))
         return num_new + self.pool.count_free(hits) + num_spare <= self.pool.num_free
@@ -121,11 +126,15 @@ class GroupedKVCacheManager:
         """Allocate the blocks that an admitted request loads after its hits; those that it will not see are left out,
         and given up if it hit them. Blocks that another engine does not send are shared if the pool has them."""
         end = request.num_computed_tokens + num_external_tokens
+        # The last token is computed here even if its KV is loaded, because its logits are needed. Its window decides
+        # what stays.
         position = min(end, request.num_tokens - 1)
         self._give_up_unseen(request, position)
         begin, first = len(request.block_ids) // self.num_groups, self._first_seen(position)
         is_from_tier = request.remote is not None and request.remote.target is None
         if is_from_tier:
+            # The tier writes only what the pool lacks. Another engine sends each block that it named, and a copy that
+            # fails halfway leaves a torn block: other requests must not share it.
             request.block_ids += self._share_or_allocate(request, first, begin, self._blocks_for(end))
         else:
             request.block_ids += self._allocate_from(first, begin, self._blocks_for(end))
@@ -142,11 +151,15 @@ class GroupedKVCacheManager:
         """Make room for a request's next tokens. Returns the blocks added, or None if too few are free."""
         if num_new_tokens == 1 and 0 < request.num_computed_tokens % self.block_size < self.block_size - 1:
             return []  # within a block: nothing to add, nothing filled
+        # Before allocating, so that a request at the edge of a full pool gets its next block from its own window
+        # instead of preempting another request.
         self._give_up_unseen(request, request.num_computed_tokens)
         end = request.num_computed_tokens + num_new_tokens
         num_missing = self._blocks_for(end) * self.num_groups - len(request.block_ids)
         new_block_ids: list[int] = []
         if num_missing > 0:
+            # A reader was given these ids when the prefill began; new ones here would make it read blocks that nothing
+            # fills.
             reserved = request.reserved_block_ids[:num_missing]
             reserved += [NULL_BLOCK] * (num_missing - len(reserved))
             num_new = reserved.count(NULL_BLOCK)
@@ -194,6 +207,7 @@ class GroupedKVCacheManager:
     def _give_up_unseen(self, request: Request, position: int) -> None:
         """Release the blocks that no token from ``position`` on sees."""
         table, released = request.block_ids, list[int]()
+        # Only entries since the last call: a scan of the whole table each step would make a step grow with the context.
         first, begin = self._first_seen(position), request.first_kept_blocks or [0] * self.num_groups
         for group, _ in self._windowed:
             entries = slice(begin[group] * self.num_groups + group, first[group] * self.num_groups, self.num_groups)

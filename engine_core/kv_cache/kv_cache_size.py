@@ -18,6 +18,8 @@ def size_kv_cache(config: EngineConfig, model: ModelInfo, available_memory: Call
     _check_settings(config, model)
     wanted = config.max_model_len or model.max_model_len
     num_blocks = _num_blocks(config, model, wanted, available_memory)
+    # A rank without requests computes a dummy token so that its experts answer the other ranks. Block 0 takes that
+    # token's KV; any other block may belong to a request.
     has_null_block = has_waves(config, model) and not model.kv_groups  # groups have one anyway
     capacity = _capacity(config, model, num_blocks - has_null_block) * config.cache.block_size
     if capacity < (config.max_model_len or 2):
@@ -57,6 +59,8 @@ def _num_blocks(config: EngineConfig, model: ModelInfo, max_model_len: int, avai
         return cache.memory_bytes // block_bytes
     # More blocks than this could never be in use.
     num_blocks = -(-max_model_len // cache.block_size)
+    # Without this bound a tiny model on a large host would take half of its memory for blocks that max_num_seqs full
+    # contexts cannot fill.
     num_useful = config.scheduler.max_num_seqs * num_blocks
     if has_waves(config, model) and not model.kv_groups:
         num_useful += 1

@@ -60,6 +60,8 @@ class KVEventLog:
         ``hashes``: of the prompt's blocks, at least up to this one. ``token_ids``: of this block.
         """
         last, parent = self.events[-1] if self.events else None, hashes[index - 1] if index else None
+        # A prompt of n blocks becomes one event instead of n: subscribers pay for each event, and the coordinator
+        # follows many engines.
         if isinstance(last, BlockStored) and last.block_hashes[-1] == parent:
             last.block_hashes.append(hashes[index])
             last.token_ids += token_ids
@@ -82,6 +84,7 @@ class KVEventLog:
 
     def forgot_all(self) -> None:
         """Record that no block can be hit. This replaces all earlier events."""
+        # Events before it describe blocks that a subscriber is about to drop in any case.
         self.events = [AllBlocksCleared()]
 
     def take(self) -> list[KVCacheEvent]:

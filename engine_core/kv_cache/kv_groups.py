@@ -14,6 +14,8 @@ from ..config import EngineConfig
 
 NULL_BLOCK = 0
 """The block that stands in a table of a grouped pool for content that is not kept. No request ever writes to it."""
+# Five windows of 1,024 to one full layer, as in Gemma 3, already need only 27 % of one table's KV at 8,192 tokens
+# (tests/engine_core/kv_cache/test_grouped_kv_cache_manager.py).
 MAX_GROUPS = 8
 """More groups would waste less memory on unequal numbers of layers, but each step plans attention for each group."""
 _FULL_WEIGHT = 8
@@ -57,6 +59,8 @@ def partition_layers(
         return []
     size = _group_size(counts)
     groups = []
+    # Full attention comes first because KV events and placement by prefix follow group 0, which keeps every block that
+    # a hit needs.
     for window in sorted(counts, key=lambda window: (window is not None, -(window or 0))):
         layers = [layer for layer in members if kinds[layer] == window]
         groups += [KVGroup(window, layers[first : first + size]) for first in range(0, len(layers), size)]
@@ -70,6 +74,8 @@ def _group_size(counts: Counter[int | None]) -> int:
         return sum(-(-count // size) for count in counts.values())
 
     def cost(size: int) -> int:
+        # A group that is not full wastes its missing layers: those of full attention waste a whole context, those of a
+        # window only the window.
         weights = {window: _FULL_WEIGHT if window is None else 1 for window in counts}
         memory = sum(-(-count // size) * size * weights[window] for window, count in counts.items())
         return memory * (_GROUP_WORTH + groups(size))

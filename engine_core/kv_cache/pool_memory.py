@@ -41,6 +41,8 @@ class PoolMemory:
                 os.close(fd)  # the mapping stays
         buffer = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # the kernel has no huge pages
+            # Decode attention walks the pool block by block; with pages of 4 KiB it waits for the translation of
+            # addresses as well.
             buffer.madvise(mmap.MADV_HUGEPAGE)
         return cls(buffer, None, is_shared=False)
 
@@ -76,6 +78,8 @@ class PoolMemory:
 
     def discard(self) -> None:
         """Release the pages to the system: all bytes are zero, in every mapping, until they are written again."""
+        # MADV_DONTNEED on a memfd only drops this mapping's page tables: the pages stay in the file and count as used
+        # memory. MADV_REMOVE punches a hole, which a seal against writing would forbid.
         self._buffer.madvise(mmap.MADV_REMOVE if self._is_shared else mmap.MADV_DONTNEED)
 
     def close(self) -> None:

@@ -56,6 +56,8 @@ class _Search:
         """Shorten the prefix until no window asks for less; a shorter one may begin outside another window's blocks."""
         length = self._full_length(limit)
         while length:
+            # A prefix that one window shortens may end inside a gap of another, so all of them are asked until none
+            # shortens it. Each round takes at least one block off, which bounds the loop.
             shortest = min(self._window_length(window, length) for window in self._members)
             if shortest == length:
                 break
@@ -75,6 +77,8 @@ class _Search:
         if window is None:
             return length
         index = length - 1
+        # From the end: only the last window of the prefix has to be there, and a gap moves the end, and with it the
+        # window.
         while index >= first_seen_block(window, length * self._block_size, self._block_size):
             if not self._has(index, window):
                 length = index

@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from .request import Request
 
+# A batch is not emptied for each new adapter, which would cost tokens/s, and none waits for ever: after so many passes
+# other adapters pause until a slot is free. Requests for the base model go on.
 MAX_PASSES = 64
 """How many requests may pass over a request that waits for a slot."""
 
@@ -46,6 +48,8 @@ class AdapterSlots:
         owed = next((head for head in heads if self._is_owed(head)), None)
         self._passed = []
         for head in heads:
+            # An unloaded adapter counts as fitting: its request has to reach the caller to be ended, or it would block
+            # its queue.
             if not head.adapter or head.adapter not in loaded or self._fits(head, owed):
                 return head
             self._passed.append(head)

@@ -4,6 +4,8 @@ from ..wire.draft_counts import DraftCounts
 
 WINDOW = 32
 """Drafts of a request that decide whether it gets further ones."""
+# At one right draft of four a step yields a third more tokens; below that, rows that are thrown away cost more. Bits
+# and not times decide, so a run can be repeated.
 MIN_RIGHT = WINDOW // 4
 PROBE_TOKENS = 64
 """Output tokens after which a request whose drafts were wrong gets some again."""
@@ -30,6 +32,7 @@ class DraftHistory:
     def add(self, num_drafts: int, num_right: int, num_tokens: int) -> None:
         """Count the drafts of a step, the first ``num_right`` of which were right; ``num_tokens``: after the step."""
         self.counts.count(num_drafts, num_right)
+        # The first wrong draft is judged, those behind it are not: they continued a text that was never drawn.
         num_judged = min(num_drafts, num_right + 1)
         bits = ((1 << num_right) - 1) << (num_judged - num_right)
         self._right = (self._right << num_judged | bits) & ((1 << WINDOW) - 1)

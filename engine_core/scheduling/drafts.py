@@ -54,6 +54,7 @@ class Drafts:
         how many the worker may propose after it."""
         if self.costs is not None:
             self.costs.began()
+        # Proposals hold for one step: they follow the last token that the worker knew, and any other step moves it.
         proposed, self._proposed = self._proposed, {}
         if proposed:
             room = min(budget, self._rows_left(scheduled.total_num_scheduled_tokens))
@@ -77,6 +78,8 @@ class Drafts:
             if drafts is None or (request := self._requests.get(request_id)) is None:
                 continue
             num_right = max(0, len(token_ids) - 1)
+            # The blocks that rejected drafts took stay with the request: the next tokens need them, and giving them
+            # back would move the table under the worker.
             request.num_computed_tokens -= len(drafts) - num_right
             stats.count(len(drafts), num_right)
             for position in range(num_right):
@@ -108,6 +111,7 @@ class Drafts:
         cached = scheduled.scheduled_cached_reqs
         # Running requests would lose their blocks if drafts took the last free ones.
         pool = self._kv.pool
+        # One block for each running request stays free, so that no draft leads to a preemption in the next step.
         spare_blocks = pool.num_free // pool.num_groups - num_running
         for index, request_id in enumerate(cached.req_ids):
             drafts = proposed.get(request_id)
@@ -139,6 +143,8 @@ class Drafts:
         places = {request_id: place for place, request_id in enumerate(cached.req_ids)}
         for request_id, count in scheduled.num_drafts_wanted.items():
             num_scheduled = scheduled.num_scheduled_tokens.get(request_id)
+            # More stays free than beside drafts to verify: a proposal may still be dropped, and the blocks that the
+            # next step needs for its own tokens come first.
             if num_scheduled is None or pool.num_free // pool.num_groups <= 2 * num_running:
                 continue
             new_block_ids = self._extend(self._requests[request_id], num_scheduled, count)
@@ -153,6 +159,8 @@ class Drafts:
     def _extend(self, request: Request, num_scheduled: int, count: int) -> list[int] | None:
         """Allocate blocks for ``count`` tokens after the step's own. Returns those added; None if too few are free."""
         # The manager takes back what no token from the first new one on sees; the step's own tokens see more.
+        # Asked with the position after the step, the manager once gave up blocks of a window that the step itself still
+        # read, and another request could write to them in the same step.
         request.num_computed_tokens -= num_scheduled
         new_block_ids = self._kv.allocate(request, num_scheduled + count)
         request.num_computed_tokens += num_scheduled

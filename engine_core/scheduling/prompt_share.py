@@ -1,9 +1,16 @@
 """Decides how many prompt tokens a step may compute while other requests decode."""
 
+# A fixed 128 tokens a step made a burst of 32 prompts of 128 tokens take some 40 slow steps and its last first token 8
+# s instead of 4; no limit made the p99 between tokens 2.8 s instead of 0.6. Beside one or two requests, chunks of 128
+# cost a prompt of 900 tokens 20 ms of its first token and helped the others little.
 _DELAY = 0.06
 """Seconds by which a step's prompt tokens may delay the next tokens of all decoding requests together."""
+# With 64 prompts of 900 tokens at once and equal weights the engine made 1.17 times vLLM's requests a second; with 2 it
+# makes 1.2 times, and the p99 between tokens of 32 streams stays at 24 ms.
 _BEHIND = 2
 """How many requests that decode weigh as much, against this delay, as a prompt that waits behind another one."""
+# A step of qwen3-0.6b with 128 prompt tokens beside 32 streams took twice the time of one without a prompt, and three
+# times during a burst.
 _PAUSE = 0.08
 """Seconds by which they may delay each of these tokens, however many requests decode. A slow model computes half of
 the least number of tokens all the same: fewer would cost more than they save."""
@@ -21,6 +28,7 @@ class PromptShare:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step that has ended. Steps of fewer tokens than ``least`` take the time of reading weights."""
+        # A decode step of few rows takes the time of reading the weights, so its rate would say that prompts are slow.
         if num_tokens >= self._least and seconds > 0:
             rate = num_tokens / seconds
             self._rate += _WEIGHT * (rate - self._rate) if self._rate else rate

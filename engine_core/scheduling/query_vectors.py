@@ -43,6 +43,8 @@ class QueryVectors:
         vectors, output.pooled = output.pooled, None
         assert vectors is not None
         if part.num_documents:
+            # Refused, never evicting another query: two callers that each need more than is left would evict each other
+            # for ever.
             output.error = self._keep(part, vectors)
             output.error_kind = ErrorKind.ENGINE_FULL
             output.pooled = np.empty(0, dtype=np.float32)

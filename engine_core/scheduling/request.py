@@ -90,6 +90,8 @@ class RemoteKVState:
         self.wait_ns = 0
 
 
+# Slots instead of a dict: an engine holds thousands of these, and their attributes are read several times in every
+# step.
 class Request:
     """Holds the state of one request. Each step the scheduler lets ``num_computed_tokens`` catch up with
     ``num_tokens``; there are no separate prefill and decode phases."""
@@ -168,6 +170,8 @@ class Request:
         self.remote: RemoteKVState | None = None
         if message.lease_id or message.remote_kv is not None or message.awaits_tokens:
             self.remote = RemoteKVState(message.lease_id, message.remote_kv, awaits_tokens=message.awaits_tokens)
+        # The prefill leg draws one token: its logits exist with the last block, and the client has it before the KV has
+        # moved.
         if message.lease_id and self.num_tokens + 1 < self.max_num_tokens:
             self.max_num_tokens = self.num_tokens + 1  # the engine that takes up the lease draws the rest
             self.limit_status = RequestStatus.FINISHED_PREFILLED

@@ -233,6 +233,7 @@ class Scheduler:
             for request in self._planner.take_lost():
                 self.ended.end_at_limit(request, _NO_ADAPTER, ErrorKind.NO_ADAPTER)
         self._is_stalled = not (plan.num_scheduled_tokens or plan.preempted_req_ids or self._in_flight)
+        # An empty plan never reaches the worker, so what the worker has to forget waits for the next step that does.
         if not plan.num_scheduled_tokens:
             self._preempted_req_ids += plan.preempted_req_ids  # the worker learns of them with the next step
             return plan.output()
@@ -242,8 +243,11 @@ class Scheduler:
         if self._adapters is not None:
             scheduled.lora_slots = self._adapters.take_slots()
         if self.drafts is not None:
+            # After all other planning: drafts take only what the step leaves over, so no request waits or is preempted
+            # for them.
             self.drafts.add_to(scheduled, self.running, plan.budget)
         if self._in_flight is not None:
+            # Last of all, because it counts placeholders by the computed tokens that the lines above have just moved.
             self._in_flight.begin(scheduled, self.running)
         return scheduled
 
@@ -265,6 +269,7 @@ class Scheduler:
         """Process the transfers that ended: requests that waited for them continue, lent blocks become free again."""
         assert self._remote is not None
         self._wake()
+        # Each one goes to the head of its queue; from the last to the first they end up in the order of their arrival.
         for request in reversed(self._remote.update(output)):
             if error := self._remote.failure_of(request):
                 self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error)
@@ -282,6 +287,8 @@ class Scheduler:
             self._in_flight.abandon(self.requests.values())
         if self._adapters is not None:
             self._adapters.resend_slots()
+        # Names that the worker may have forgotten already are harmless to it; one that it keeps would hold a row for
+        # ever.
         self.ended.req_ids += finished_req_ids
         self.ended.req_ids += [r.request_id for r in self.requests.values() if r.is_known_to_worker]
         for request in reversed(self.running):

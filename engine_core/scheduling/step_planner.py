@@ -173,12 +173,16 @@ class StepPlanner:
             self._adapters.begin_step(self.running)
         taken_back, deferred = None, frozenset[str]()
         if self._tenants.are_several and pause_state is PauseState.UNPAUSED:
+            # Before the running requests are planned, or the victim would have a row in this step and be preempted in
+            # it.
             taken_back = self._take_back_seat()
             deferred = self._rows_to_defer()
         others = frozenset[str]() if self._num_stages == 1 else self._rows_of_other_steps()
         plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else self._token_budget())
         self._plan_running(plan, deferred | others)
+        # A step that had to preempt admits no one: a newcomer would take the blocks that the victim has just given up.
         has_room = not plan.preempted_req_ids
+        # After has_room is read: a seat that was taken back is meant for a waiting request of this very step.
         if taken_back is not None:
             plan.preempted_req_ids.append(taken_back)
         num_running = len(self.running)
@@ -232,6 +236,8 @@ class StepPlanner:
         """Return the ids of running requests that this step leaves out for another tenant's first token: at most every
         second step leaves any out."""
         had_deferred, self._has_deferred = self._has_deferred, False
+        # At most every second step: a tenant whose rows are costly keeps at least half of its speed while others
+        # arrive.
         if had_deferred or not self._waiting:
             return frozenset()
         seats = self._count_seats()
@@ -243,6 +249,8 @@ class StepPlanner:
     def _rows_of_other_steps(self) -> frozenset[str]:
         """Return the ids of running requests that this step leaves to those which other stages compute meanwhile: each
         request whose next token is still in flight, and of the others all but one stage's share."""
+        # With pipeline stages the first stage would otherwise wait for tokens that the last one has not drawn yet. Two
+        # requests are enough to keep two stages busy.
         in_flight = [request for request in self.running if request.num_output_placeholders]
         free = [request for request in self.running if not request.num_output_placeholders]
         share = -(-len(self.running) // self._num_stages)
@@ -266,6 +274,7 @@ class StepPlanner:
         num_decoding = len(self.running) - num_prompts
         if not num_decoding:
             return self._max_tokens
+        # Prompts without a seat cannot be brought forward by a larger step, so they do not count.
         num_waiting = min(len(self._waiting), self._max_num_seqs - len(self.running))
         share = self.prompt_share.num_tokens(num_decoding, num_prompts + num_waiting)
         return min(self._max_tokens, num_decoding + max(num_prompts, share))
@@ -312,6 +321,9 @@ class StepPlanner:
         """
         request = self.running[index]
         while True:
+            # Leases go before running requests: a reader that loses one computes the prompt itself, but a victim's
+            # tokens are computed again while its client waits. A request that only waits for room leaves a lease alone
+            # for 5 s of its 30.
             if self._remote is None or not self._remote.revoke_oldest():
                 position = index_to_preempt(self.running, index) if self._tenants.are_several else -1
                 victim = self.running.pop(position)

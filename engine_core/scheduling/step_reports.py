@@ -88,6 +88,7 @@ def _describe_step(
     """Return the step as plain data. Without ``tokens`` it holds nothing of a prompt or an output."""
     cached = scheduled.scheduled_cached_reqs
     return {
+        # The message of an error may quote a prompt, so it is left out together with the tokens.
         "error": f"{type(error).__name__}: {error}" if tokens else type(error).__name__,
         "num_scheduled_tokens": scheduled.num_scheduled_tokens,
         "new": [new.req_id for new in scheduled.scheduled_new_reqs],

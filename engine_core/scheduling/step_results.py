@@ -52,8 +52,11 @@ class StepResults:
         assert len(result.req_ids) == len(scheduled.num_scheduled_tokens), "the worker left requests out"
         self._recorder.stepped(scheduled.total_num_scheduled_tokens)
         if self._in_flight is not None:
+            # First of all: what follows must not see tokens of requests that ended, or were replaced under the same id,
+            # meanwhile.
             result = self._in_flight.end(scheduled, result, self._requests)
         if self._drafts is not None:
+            # Before tokens are appended: it compares with the number of tokens that the step began with.
             self._drafts.verify(scheduled, result)
         prompt_logprobs = self._collect_prompt_logprobs(scheduled, result) if result.prompt_logprobs else {}
         routed = self._routed_requests(result) if result.routed_experts else []
@@ -63,6 +66,7 @@ class StepResults:
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
             if not token_ids or (request := self._requests.get(request_id)) is None:
                 continue  # its prompt is incomplete, or it was aborted while the step executed
+            # The short way serves nearly every row of a decode step; finding out that it cannot costs six comparisons.
             output = _go_on(request, token_ids) or self._accept_tokens(request, token_ids)
             if has_details:
                 if (logprobs := result.logprobs.get(request_id)) is not None:
@@ -151,6 +155,8 @@ class StepResults:
                 mark_finished(output, request, status)
                 break
         if count > 1 and self._drafts is not None:
+            # Only now is the hash of a block known that a draft filled: a wrong draft would have given the block a
+            # wrong name.
             self._drafts.accepted(request)
         if request.status is RequestStatus.PREEMPTED:  # while the step was in flight
             self._waiting.num_tokens += len(output.new_token_ids)

@@ -6,6 +6,8 @@ NEW_SIZE_SECONDS = 10.0
 """The first step of a size may take this long, because code and memory for it may have to be prepared."""
 FIRST_SECONDS = 60.0
 """The first step of all may take this long."""
+# No fixed limit works: a hung core was noticed after 60 s without a step, and shorter ones would end engines whose long
+# prefills or first steps take longer. The two notes of a step cost 1.6 µs.
 MULTIPLE = 10.0
 """A step is hung when it takes this many times as long as steps of its size usually take."""
 _WEIGHT = 1 / 8

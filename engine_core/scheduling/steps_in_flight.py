@@ -30,6 +30,8 @@ class StepsInFlight:
 
     def request_ended(self, request_id: str) -> None:
         """Drop all tokens that the steps in flight draw for a request, even if a new request gets the same id."""
+        # By step and not by id alone: a client may reuse an id while a step with the old request of that name still
+        # runs.
         for scheduled, unwanted in self._steps:
             if request_id in scheduled.num_scheduled_tokens:
                 unwanted.add(request_id)

@@ -134,8 +134,11 @@ class Admission:
                 self.lost.append(request)
                 continue
             # A request with a placeholder comes back with a token that was drawn before it was preempted.
+            # The token in flight may end the request, and its row cannot be built anew before the token is known.
             if request.num_output_placeholders or (others_run and self._is_still_blocked(request)):
                 return None
+            # Here and not in a step: under overload the oldest requests are the latest ones, and prefilling them would
+            # make those behind them late as well.
             if request.deadline_ns and request.deadline_ns <= self._clock():
                 self._queue.remove(request)
                 self.expired.append(request)
@@ -160,6 +163,8 @@ class Admission:
                     return request
                 assert self._remote is not None
                 self._remote.load(request, num_external)
+            # While others run, their end frees blocks. With nothing running, only leases and loaded prefixes can, and
+            # waiting for them would be waiting for ever.
             elif others_run or not self._make_room():
                 self._blocked = _Blocked(request, self._kv.pool.num_free, len(hits))
                 return None
@@ -194,6 +199,8 @@ class Admission:
 
     def _is_still_blocked(self, request: Request) -> bool:
         """Return whether nothing has improved since the head of the queue did not fit."""
+        # A full pool is the normal state under load: without this, each step would hash and search the head's prompt
+        # again.
         blocked = self._blocked
         return (
             blocked is not None
@@ -224,6 +231,8 @@ class Admission:
             return False
         holder = next((request for request in reversed(list(self._queue)) if request.block_ids), None)
         if holder is None:
+            # The oldest lease ends after a sixth of its time: its reader may be about to copy, and two engines that
+            # wait for each other's leases must not wait for ever.
             self._remote.connector.want_room()
             return False
         self._kv.free(holder)  # what it loaded can be hit until the blocks are needed

@@ -32,6 +32,8 @@ class _InMemory:
     rank: int
 
 
+# The core owns the slots, and a step names all adapters in them by digest: scheduler and worker agree also after a
+# failed step or with a new worker, and a name may mean other files after a replacement.
 class Adapters:
     """Loads and forgets adapters. Belongs to the thread that steps the core."""
 

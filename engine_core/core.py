@@ -39,6 +39,8 @@ from .wire.messages import (
 from .wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .worker import ModelInfo
 
+# A worker that hangs, or whose device failed, was noticed only when a request was lost. The front asks every 10 s and
+# waits for 60, as long as the coordinator waits for a step.
 _HEALTH_SECONDS = 30.0
 """How long workers may take to answer a health check; they answer after the steps that have begun."""
 
@@ -65,6 +67,8 @@ class EngineCore:
         self._connector = kv.connector if kv is not None else None
         model = executor.load_model()
         self.adapters = Adapters(config.lora, WorkerAdapters(executor)) if config.lora.enable else None
+        # An encoder's prompt cannot be cut into chunks and its blocks hold no bytes, so the sizes below follow other
+        # rules.
         if model.pooling.is_encoder:
             config = encoder_config(config, model.max_model_len)
         kv_cache = size_kv_cache(config, model, executor.determine_available_memory)
@@ -189,6 +193,7 @@ class EngineCore:
         except BaseException as error:  # interrupts from the keyboard included: the offline API continues after them
             self._recover(error, scheduled, outputs)
             raise
+        # After the step's own results, which name requests that the transfers below may end or let continue.
         if self._connector is not None and (news := take_news(self._connector, scheduled)) is not None:
             self.scheduler.update_from_connector(news)
         if self.scheduler.ended.outputs:
@@ -229,6 +234,8 @@ class EngineCore:
         masks, requests = None, self.scheduler.requests
         if self._grammars is not None and self._grammars.live:
             if self._grammars.awaits_tokens(scheduled, requests):
+                # The forward pass need not wait for the token in flight, only the drawing does: constrained requests
+                # overlap too.
                 self._unsampled = scheduled, transfers
             else:
                 masks = self._grammars.start_step(scheduled, requests)
@@ -286,9 +293,13 @@ class EngineCore:
     def _update(
         self, step: StepInFlight, result: ModelRunnerOutput, take_aborts: Callable[[], Iterable[str]]
     ) -> list[EngineCoreOutput]:
+        # First, so that the time of a step does not hold what the core does with its results.
         self.scheduler.note_step_time(step.scheduled, self._pulse.ended())
         if step.transfers is not None:
+            # As soon as the step has ended: a reader on another engine waits for these tokens.
             step.transfers.step_ended()
+        # Before the results are applied: no token of an aborted request leaves, and its blocks are free for the next
+        # step.
         self._abort(take_aborts())
         self.num_steps += 1
         self._expert_loads = result.expert_loads

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from .data_parallel.messages import Outcome, Verdict, Vote, Want, Welcome
 
+# As in vLLM. A vote stops all ranks for a round trip; between two votes an idle rank computes up to 31 dummy batches.
 STEPS_BETWEEN_VOTES = 32
 
 
@@ -86,6 +87,7 @@ class Waves:
         """Begin a wave that another rank has begun (START_DP_WAVE). A stale start, of a wave that this rank has begun
         too or that has ended, is ignored."""
         has_begun = self.state in (WaveState.VOTING, WaveState.RUNNING)
+        # Reports say which wave has begun and not that one has: a lost, late or doubled start costs a delay or nothing.
         if wave > self.wave or (wave == self.wave and not has_begun):
             self.call()
 
@@ -119,6 +121,8 @@ class Waves:
             self.state = WaveState.RUNNING
         else:
             self.wave, self.step, self.state = self.wave + 1, 0, WaveState.RESTING
+            # A paused rank cannot compute, and the others would hang in a step that waits for it: they rest until it
+            # calls.
             self._is_held = outcome.verdict is Verdict.HELD
             self._rested()
 

@@ -10,6 +10,8 @@ from ..wire.frames import FrameReader, head
 from ..wire.pieces import NO_MEMORY, RETRY_SECONDS, Pieces
 from ..wire.serialization import Frame
 
+# A front that falls behind stops reading; then the socket's buffer fills and the core waits, instead of this process
+# growing.
 _MAX_MESSAGES = 64
 """While so many messages wait for their receiver, the socket is not read, so that its sender waits."""
 
@@ -91,6 +93,8 @@ class AsyncSocket:
             except BlockingIOError:
                 await self._wait_for_room()
             except ConnectionError:
+                # The end of the connection says nothing about its cause; the thread that waits for the process brings
+                # the status.
                 self._room = asyncio.get_running_loop().create_future()
                 await self._room  # until :meth:`fail`
             except OSError as error:

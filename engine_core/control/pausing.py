@@ -77,6 +77,8 @@ class Pausing:
 
     def end_frozen(self) -> None:
         """End all requests with ``FinishReason.ABORT`` if the engine is paused, before it shuts down."""
+        # Whoever paused the engine did not want it to compute, so a drain does not resume it: output processors
+        # continue the requests on another engine.
         if self.is_paused:
             self._scheduler.abort_all()
 

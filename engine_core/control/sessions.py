@@ -95,8 +95,11 @@ class Sessions:
             del self.live[session.request_id]
             return
         session.num_turns += 1
+        # NUL keeps a turn's name apart from every key that a client chooses.
         session.turn_id = f"{session.request_id}\0{session.num_turns}"
         self._by_turn[session.turn_id] = session
+        # vLLM keeps one request and its blocks between turns, with a seat in the batch and memory that nothing can
+        # preempt. Here an idle session is a list of tokens, and the prefix cache finds its blocks.
         prompt = session.tokens + message.prompt_token_ids
         session.tokens = prompt + message.accepted_token_ids
         session.has_output = bool(message.accepted_token_ids)

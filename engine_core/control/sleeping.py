@@ -123,6 +123,8 @@ class Sleeping:
                 raise ValueError(f"tag {tag!r} is unknown; use {' or '.join(TAGS)}")
         if self._level is None:
             return False
+        # In vLLM this allocates memory that reload_weights fills later. Here reload_weights does both, so vLLM's order
+        # of calls works when this one does nothing.
         if self._level == 2 and set(wanted) == {"weights"}:
             return False
         if self._has_mixed_weights and "weights" in wanted:
@@ -156,6 +158,8 @@ class Sleeping:
                 raise ValueError("requests are running; pause the engine, or wait until it is idle")
             if not self._release_blocks():
                 raise ValueError("KV from other engines is being loaded; retry")
+        # A worker that refused a checkpoint after others had loaded it left a tensor-parallel engine answering from a
+        # mixture.
         self._executor.collective_rpc("check_weights", path)
         try:
             self._executor.collective_rpc("reload_weights", path)

@@ -13,6 +13,7 @@ from pathlib import Path
 from .frames import Frames
 from .messages import Challenge, GroupHello, Proof, Refused, ToHub, ToRank
 
+# A core holds none of the mesh's certificates, and others may reach the hub's port.
 _LEAST_BYTES = 16
 
 
@@ -67,5 +68,7 @@ def challenge_rank(frames: Frames[ToHub], secret: bytes, hello: GroupHello) -> b
 
 def _proof(secret: bytes, side: bytes, hello: GroupHello, nonce: bytes) -> bytes:
     parts = (side, hello.group_id.encode(), str(hello.rank).encode(), hello.nonce, nonce)
+    # With lengths, so that no two lists of parts join to the same bytes. The side is a part: a proof of the hub cannot
+    # be sent back to it as a rank's.
     message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
     return hmac.digest(secret, message, hashlib.sha256)

@@ -15,6 +15,8 @@ from .rounds import Letters, Rounds
 
 log = logging.getLogger(__name__)
 
+# vLLM's ranks agree by an all-reduce, which blocks the thread that steps until all have called it, and would need torch
+# in a core. With a hub a waiting rank still answers pauses and health checks, and a lost rank shows at once.
 _SEND_SECONDS = 5
 """How long a rank may take to read: its link has a thread that does nothing else."""
 _RETRY_SECONDS = 0.1
@@ -75,6 +77,8 @@ class GroupHub:
         rank = -1
         try:
             seconds = _SEND_SECONDS.to_bytes(8, "little") + bytes(8)
+            # A rank that stopped reading would block the thread of another rank, which holds the lock, and with it the
+            # group.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
             notice_loss(connection)
             frames.limit(_SEND_SECONDS)  # or connections that say nothing would each keep a thread
@@ -144,6 +148,8 @@ class GroupHub:
     def _leave(self, rank: int, frames: Frames[ToHub], error: OSError) -> None:
         with self._lock:
             if self._ranks.get(rank) is not frames:
+                # The end of a rank that was removed once arrived after its successor had joined, and took the successor
+                # out.
                 return  # it was removed from the group, and its successor goes on
             del self._ranks[rank]
             if self._rounds.leave(rank) and not self._is_closed:

@@ -48,6 +48,8 @@ class Rounds:
             raise ValueError(f"rank {rank} votes and is no member of the group")
         if other := next((each for each in self._votes.values() if _step_of(each) != _step_of(vote)), None):
             raise ValueError(f"ranks vote on different steps: {other} and {vote} of rank {rank}")
+        # The ranks may belong to meshes whose coordinators do not know each other: the hub's call begins a wave without
+        # any of them, and a coordinator's start that comes later is stale.
         is_call = vote.step == 0 and not self._votes
         self._votes[rank] = vote
         if self._votes.keys() != self.members:
@@ -63,6 +65,8 @@ class Rounds:
     def _agreed_size(self, votes: dict[int, Vote]) -> int:
         """Return how many ranks the group has from now on: as all members want, if newcomers are there and those that
         leave have no requests."""
+        # Ranks learn of another size at different times, and a new one may be lost while it joins: the size changes
+        # only in a round in which all name the same.
         targets = {vote.target for vote in votes.values()}
         target = targets.pop()
         if targets or any(votes[rank].want is Want.RUN for rank in range(target, self.size)):

@@ -42,6 +42,8 @@ class WaveLoop:
         num_before = self._core.num_begun
         outputs = step() if self._core.has_work() else None
         if self.waves.is_running:
+            # Exactly one forward pass a turn: one fewer would leave the other ranks waiting in their exchange of rows,
+            # one more would let this one wait.
             if self._core.num_begun == num_before:
                 compute_dummy()
             self.waves.stepped()

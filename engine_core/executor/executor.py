@@ -14,6 +14,7 @@ from ..wire.scheduler_output import GrammarOutput, SchedulerOutput
 from ..wire.serialization import call_with_raw, to_raw
 from ..worker import ModelInfo, Worker
 
+# Names arrive from clients, so what may be called is listed: getattr alone would offer every method of the worker.
 CLIENT_METHODS: Final = frozenset({"profile", "resident_bytes"})
 """Methods of workers that clients may call. None of them changes what the core relies on."""
 WORKER_METHODS: Final = CLIENT_METHODS | {

@@ -19,6 +19,7 @@ class LateOutputs:
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, Future[ModelRunnerOutput]]] = deque()
         self._thread: ThreadPoolExecutor | None = None  # most workers have no late outputs
+        # A descriptor and not a condition: the worker waits for this and for its ZMQ socket in one poll.
         self._reading, self._writing = socket.socketpair()
         self._reading.setblocking(False)
         self._writing.setblocking(False)
@@ -44,6 +45,7 @@ class LateOutputs:
         """Yield the calls whose outputs or errors are there, in order."""
         with contextlib.suppress(BlockingIOError):
             self._reading.recv(1 << 10)
+        # In order, although a later output may be there: the core takes results in the order of its steps.
         while self._waiting and self._waiting[0][1].done():
             yield self._waiting.popleft()
 

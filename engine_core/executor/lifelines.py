@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from ..errors import ExecutorFailedError
 
 _CONNECT_SECONDS = 10.0
+# Ray takes tens of seconds to call a silent node dead, and until then every request of the engine waits. A network that
+# is silent for two seconds ends the engine instead.
 _PROBE_SECONDS = 1
 """Without an answer for so long, the kernel asks, and asks again after as long."""
 _SILENCE_MS = 1900
@@ -76,5 +78,6 @@ def _connect(address: tuple[str, int]) -> socket.socket:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
+    # It replaces the number of probes (TCP_KEEPCNT), which in whole seconds could not bound the time as closely.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
     return connection

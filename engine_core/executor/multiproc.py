@@ -132,6 +132,8 @@ class MultiprocExecutor:
         self._end_workers()
         try:
             self._start()
+            # The same calls in the same order as at start, because ranks exchange tensors in them and would wait for
+            # each other.
             self.load_model()
             if self._is_profiled:
                 self.determine_available_memory()
@@ -261,6 +263,7 @@ class MultiprocExecutor:
                 if reply.call_id not in self._late:
                     self._replies[worker.rank][reply.call_id] = reply
                 elif self._late[reply.call_id] > 1:
+                    # An answer that comes after its health check gave up must not be taken for that of a later call.
                     self._late[reply.call_id] -= 1
                 else:
                     del self._late[reply.call_id]

@@ -46,6 +46,8 @@ class RankPools:
             fd: The descriptor that the workers inherit.
         """
         self._world_size = world_size
+        # One memory for all ranks, so that the core moves blocks with one set of transports. In vLLM each worker has
+        # its own, and a reader connects to every rank. The price: no huge pages on most kernels.
         self.fd = create_memfd()
         self._memory: PoolMemory | None = None
         self._part_bytes = 0
@@ -53,6 +55,7 @@ class RankPools:
     def allocate(self, nbytes: int) -> int:
         """Give each rank ``nbytes``. Returns the size of a part, in whole pages: that of rank r begins at r times it.
         Called once."""
+        # A part begins on a page, because mmap takes no other offset.
         self._part_bytes = whole_pages(nbytes)
         self._memory = PoolMemory.of_memfd(self.fd, self._part_bytes * self._world_size)
         return self._part_bytes
@@ -84,4 +87,5 @@ class RankPools:
 
 def merged_layout(layouts: Sequence[str]) -> str:
     """Return the layout of a pool whose parts have these layouts, in order of their ranks."""
+    # Engines exchange blocks by the name of the layout, so those with other numbers of ranks refuse each other.
     return "+".join(layouts)

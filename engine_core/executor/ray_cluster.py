@@ -39,6 +39,8 @@ def reserve(ray: Any, count: int, gpus: int, *, on_this_machine: bool) -> Any:
     """
     bundle: dict[str, float] = {"CPU": 1, "GPU": gpus}
     if on_this_machine:
+        # Ray has no rule "on this node" for placement groups, but each node owns a resource of its name, of which a
+        # thousandth is enough.
         bundle[f"node:{ray.util.get_node_ip_address()}"] = _SHARE_OF_NODE
     group = ray.util.placement_group([bundle] * count)
     if group.wait(_PLACEMENT_SECONDS):

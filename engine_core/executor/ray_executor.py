@@ -88,6 +88,7 @@ class RayExecutor:
         self._group = reserve(self._ray, config.parallel.world_size, gpus, on_this_machine=self._pools is not None)
         self.actors = [self._make_actor(place, gpus) for place in range(config.parallel.world_size)]
         places: list[RayPlace] = self._ray.get([actor.place.remote() for actor in self.actors])
+        # Before the workers start: loading takes minutes, in which a lost machine should end the start.
         self._lifelines = Lifelines([place.lifeline for place in places], self._lose)
         self.nodes = [place.node for place in places]
         on_node = Counter(self.nodes)

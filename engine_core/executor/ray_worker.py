@@ -54,6 +54,7 @@ class RayWorker:
         util: Any = ray.util  # without types
         host = util.get_node_ip_address()
         self._lifeline = open_lifeline(host)
+        # torch's store wants a port before it exists. Another process may take it in between; then the start fails.
         with socket.socket() as probe:
             probe.bind((host, 0))
             port = probe.getsockname()[1]

@@ -24,6 +24,8 @@ def take_oldest(steps: deque[StepInFlight]) -> tuple[StepInFlight, ModelRunnerOu
     """
     oldest = steps[0]
     try:
+        # Removed only afterwards: a step that was taken out first was lost when Ctrl-C arrived while its result was
+        # awaited, and each later result was applied to the wrong step.
         result = oldest.pending.result()
     except Exception:
         steps.popleft()

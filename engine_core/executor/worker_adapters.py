@@ -28,6 +28,8 @@ class WorkerAdapters:
             if error.is_refused:
                 raise ValueError(f"{path}: the workers do not read the same files: {error}") from error
             raise
+        # Each worker reads the files itself: a file that is replaced between two reads would give the ranks two
+        # adapters.
         if any(info != infos[0] for info in infos):
             self._drop_new(infos)
             raise ValueError(f"{path}: the files changed while they were read; retry")

@@ -58,6 +58,8 @@ class WorkerProcess:
         memory = self._arrays.fd if self._arrays is not None else None
         return subprocess.Popen(
             [*command, "--address", self._address],
+            # In the session of its core: when that ends, the kernel continues stopped processes of such an orphaned
+            # group (SIGHUP, SIGCONT). In a session of its own, a stopped worker kept its memory until SIGCONT came.
             stdin=subprocess.PIPE,
             # In a process group of its own it gets no Ctrl-C of a terminal.
             process_group=0,

@@ -56,6 +56,7 @@ class WorkerWatch:
     def _wait(self, worker: WorkerProcess, generation: int) -> None:
         status = worker.wait()
         with self._lock:
+            # Replacing workers ends the healthy ones too; their ends are no news.
             if generation != self._generation:
                 return
             self.failure = f"worker {worker.rank} ended with status {status}"

@@ -113,6 +113,8 @@ class GroupedKVCacheManager:
     def reserve(self, request: Request) -> list[int]:
         """Choose the blocks of an admitted request that another engine will read. Returns its table of these blocks:
         all of the groups of full attention, and the last window of the others."""
+        # A reader learns the blocks when the prefill begins, while a window's last blocks would be allocated at its
+        # end. Those in between come and go with the chunks: keeping all would take the memory that groups save.
         total, first_lent = self._blocks_for(request.num_tokens), self._first_seen(request.num_tokens - 1)
         begin = (len(request.block_ids) + len(request.reserved_block_ids)) // self.num_groups
         request.reserved_block_ids += self._allocate_from(first_lent, begin, total)

@@ -12,6 +12,8 @@ import msgspec
 
 from ..config import EngineConfig
 
+# As in vLLM. Tables in messages and kernels need an entry for what is not kept; nothing reads it, and if anything did,
+# it would find finite numbers, because no step writes there.
 NULL_BLOCK = 0
 """The block that stands in a table of a grouped pool for content that is not kept. No request ever writes to it."""
 # Five windows of 1,024 to one full layer, as in Gemma 3, already need only 27 % of one table's KV at 8,192 tokens

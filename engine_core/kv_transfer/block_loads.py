@@ -119,6 +119,7 @@ class Loads:
 
     def start(self, order: LoadOrder) -> None:
         """Begin a load. Messages of the front that arrived for this request before still count."""
+        # Progress and verdicts come over the front's socket, orders from the thread that steps: either may be first.
         load = self._loads[order.request_id] = _Load(order, self._clock() + self._timeout)
         tokens_ready, failure = self._early.pop(order.request_id, (0, ""))
         if failure:
@@ -184,6 +185,7 @@ class Loads:
         if tokens_ready >= order.target.num_tokens:
             num_ready = len(order.block_ids)
         else:
+            # Whole blocks only: the owner still writes into the block of the last ready token.
             num_ready = bisect_left(order.positions, tokens_ready // order.block_size * order.num_groups)
         load.num_ready = max(load.num_ready, num_ready)
         if load.state is _State.COPYING:
@@ -192,10 +194,13 @@ class Loads:
     def _advance(self, load: _Load) -> None:
         """Copy the blocks that are ready; ask for the verdict when all are copied."""
         order = load.order
+        # Counted from the last progress: a long prompt of a slow owner may take longer than any one limit.
         load.deadline = self._clock() + self._timeout
         if load.copying is not None:
             return
         if load.num_copied == len(order.block_ids):
+            # A copy races with the owner, which may have lost the lease and reused the blocks meanwhile. Only its
+            # verdict after the copy says that every byte belonged to this prompt.
             load.state = _State.VERIFYING
             self._verify(load, copied=True)
         elif load.num_ready > load.num_copied:
@@ -209,6 +214,7 @@ class Loads:
             return
         load.state = _State.FAILED
         load.failure = failure
+        # Before the load ends: the owner gets its blocks back although a copy may hang here for a while.
         self._verify(load, copied=False)
         if load.copying is None:
             self._end(load, failure)
@@ -230,6 +236,7 @@ class Loads:
     def _note_early(self, request_id: str, tokens_ready: int, failure: str) -> None:
         earlier, why = self._early.pop(request_id, (0, ""))
         self._early[request_id] = (max(earlier, tokens_ready), why or failure)
+        # A request that the front mentions and then aborts never starts a load, so nothing else would remove its entry.
         if len(self._early) > _MAX_EARLY:
             self._early.popitem(last=False)
 

@@ -41,6 +41,7 @@ def make_core_kv(
     if transports:
         service = make_service(kv, transports, failpoints)
         connectors.append(PullConnector(service, config.cache.block_size, failpoints))
+    # After the pull: a file answers for prompts in general, while a lease was taken for this very request.
     if kv.offload_path:
         connectors.append(OffloadConnector(config.cache, Path(kv.offload_path), kv.offload_bytes))
     if not connectors:

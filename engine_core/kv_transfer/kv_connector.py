@@ -156,6 +156,8 @@ class StepTransfers:
     def start_loads(self) -> None:
         """Start the loads when no step before this one runs any more. Does nothing when called again."""
         if self._metadata is not None and not self._are_loads_started:
+            # Blocks that were freed under a step in flight are safe from the next step, which runs after it, and not
+            # from a copy, which runs beside it.
             self._are_loads_started = True
             self._connector.start_load_kv(self._metadata)
 

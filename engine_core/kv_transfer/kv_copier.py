@@ -48,6 +48,8 @@ class KVCopier:
     def checksums(self, block_ids: Sequence[int], done: Callable[[list[int]], None]) -> None:
         """Compute checksums of blocks of this pool; the computing thread calls ``done`` with them.
         Does nothing after :meth:`close`."""
+        # On a copying thread: a checksum of a long prompt takes longer than other readers want to wait for the KV
+        # thread.
         self._submit(lambda: done(self._pool.checksums(block_ids)))
 
     def interrupt(self, target: KVTarget) -> None:
@@ -87,6 +89,8 @@ class KVCopier:
             self._reader(task.target).read(task.source_ids, task.block_ids, self._pool)
         except Exception as error:
             self._forget(task.target)
+            # Another layout, prompt or lease stays wrong however often it is asked for; only a connection may be
+            # mended.
             if not isinstance(error, KVTransferError) or error.reason != "transport" or not task.is_wanted:
                 raise
             # Retry once over a new connection: the old one may have been closed while it was idle.
@@ -102,6 +106,8 @@ class KVCopier:
                 return reader
         if (transport := self._transports.get(target.transport)) is None:
             raise KVTransferError("transport", f"this engine has no transport {target.transport!r}")
+        # Not under the lock: connecting takes half a second with nixl, and interrupt() needs the lock to end a copy
+        # that hangs.
         reader = transport.open(target.endpoint, self._pool.layout)
         with self._lock:
             kept = self._readers.setdefault(key, reader)  # another thread may have opened one in the meantime

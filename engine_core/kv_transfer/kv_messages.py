@@ -85,6 +85,8 @@ class KVVerdict(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 KVCall = KVAcquire | KVProgress | KVRenew | KVRelease | KVRemoteProgress | KVVerdict
 
+# A reader that has to compute a prompt anew names why: the reasons are counted, and an operator sees whether leases end
+# early, layouts differ or a network fails.
 KV_FAILURES = (
     "lease_expired", "lease_revoked", "generation_changed", "checksum", "transport", "owner_lost", "layout", "digest",
     "not_found", "timeout",

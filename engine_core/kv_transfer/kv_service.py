@@ -130,6 +130,8 @@ class KVService:
                     self._loads.verdict(call)
             case KVProgress():
                 self._following.append(call)
+            # This thread answers renewals of every other lease: half a second of nixl's start would let some of them
+            # end.
             case KVAcquire() if (name := self._unmade_transport(call)) is not None:
                 self._make_endpoint(name, call)
             case KVRelease() if self._config.checksum:
@@ -146,6 +148,8 @@ class KVService:
                 break
             command()
         times = [seconds for seconds in (self.leases.expire(), self._loads.expire()) if seconds is not None]
+        # After expire(): a reader that follows a lease which has just ended gets the reason now, not at its next
+        # timeout.
         self._following = [call for call in self._following if not self._answer_progress(call)]
         if self.leases.any_freed():
             self.on_news()
@@ -181,6 +185,7 @@ class KVService:
 
     def _acquire(self, call: KVAcquire) -> KVAnswer:
         assert self._pool is not None, "register comes first"
+        # The name of a layout holds dtype, heads and groups: bytes of another one would be read as plausible KV.
         if call.kv_layout != self._pool.layout or self._failpoints.fires("wrong_layout"):
             raise KVTransferError(
                 "layout", f"the owner's KV layout is {self._pool.layout}, the reader's is {call.kv_layout}"
@@ -192,6 +197,7 @@ class KVService:
         lease, ttl = self.leases.acquire(call.lease_id, call.prompt_digest)
         if self._failpoints.fires("lease_expires"):
             self.leases.end_early(lease.acquisition_id)
+        # Before the reader has the answer: it may connect at once, and nixl's owner has to make progress for that.
         self._endpoints.attend(lease.acquisition_id, name)
         target = KVTarget(
             acquisition_id=lease.acquisition_id,

@@ -51,6 +51,8 @@ class KVThread:
             timeout: float | None = 0.0
             while not self._stopping:
                 try:
+                    # Rounded up: rounded down, the last millisecond before a lease ends would be a busy loop of polls
+                    # with timeout 0.
                     poller.poll(None if timeout is None else math.ceil(timeout * 1000))
                     timeout = self._turn()
                 except zmq.ContextTerminated:
@@ -58,9 +60,11 @@ class KVThread:
 
     def _turn(self) -> float | None:
         with contextlib.suppress(BlockingIOError):
+            # Before the work: a wake-up that arrives during it stays in the pipe and leads to another turn.
             os.read(self._wake_read, 4096)
         while self._socket.poll(0):
             self._service.receive(self._calls.decode(self._socket.recv_multipart()))
+        # After all calls are read, so that answers see what the thread that steps has queued by now.
         timeout = self._service.run()
         for event in self._service.take_events():
             self._socket.send_multipart(encode(event))

@@ -171,6 +171,8 @@ def region_planes(buffer: Buffer, regions: Sequence[KVRegion], num_blocks: int) 
     """Return the arrays of :attr:`KVPool.planes` over a buffer. Raises ``TypeError`` or ``ValueError``."""
     groups: list[list[KVRegion]] = []
     for region in regions:
+        # Layers of a pool lie at equal distances, so that one strided array covers all of them: copying a block is one
+        # call of numpy instead of one for each layer's keys and values.
         if groups and _continues(groups[-1], region):
             groups[-1].append(region)
         else:
@@ -213,6 +215,7 @@ def _runs(source_ids: IntArray, target_ids: IntArray) -> Iterator[tuple[int, int
     """Yield (first source block, first target block, number of blocks) for each run."""
     if not len(source_ids):
         return
+    # Both pools give out blocks in ascending order while they are fresh, so a prompt is often a single run.
     breaks = np.flatnonzero((np.diff(source_ids) != 1) | (np.diff(target_ids) != 1)) + 1
     begins = np.concatenate(([0], breaks))
     counts = np.diff(np.concatenate((begins, [len(source_ids)])))

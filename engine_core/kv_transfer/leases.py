@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from .kv_transport import KVTransferError
 
+# A crowded prefill engine should not discard blocks that readers are about to copy, and two engines whose requests wait
+# for each other's leases must not wait for ever.
 PATIENCE_SHARE = 1 / 6
 """Share of a lease's time in which requests that could use its blocks have to wait (5 of 30 seconds)."""
 ANSWER_SECONDS = 60.0
@@ -28,6 +30,7 @@ def random_id() -> bytes:
 def prompt_digest(token_ids: Sequence[int], salt: bytes) -> bytes:
     """Return SHA-256 over the salt's length (u32), the salt, and the ids (little-endian u32). Owner and reader compare
     it, so a lease can never be read for another prompt or by another tenant."""
+    # The length of the salt comes first, or a byte could move between salt and tokens without changing the digest.
     packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
     return hashlib.sha256(struct.pack("<I", len(salt)) + salt + packed).digest()
 
@@ -161,9 +164,13 @@ class LeaseTable:
             lease = self._find(self._leases, lease_id)
             if lease.digest != digest:
                 raise KVTransferError("digest", "the lease is for another prompt")
+            # A reader that asks again has lost its first answer, or its output processor has. The former acquisition
+            # must not renew or release the lease under the new one.
             self._forget_reader(lease)
             lease.acquisition_id = self._new_id()
             self._by_acquisition[lease.acquisition_id] = lease
+            # A copy, because the thread that steps publishes tokens in the lease while the KV thread makes an answer of
+            # it.
             copy = Lease(
                 lease.lease_id, lease.request_id, list(lease.block_ids), list(lease.generations), lease.num_tokens,
                 lease.digest, lease.tokens_ready, lease.acquisition_id,
@@ -190,10 +197,14 @@ class LeaseTable:
         """End the lease after the copy. Raises also if a block changed or was not ready during the copy. Idempotent for
         an acquisition that was released."""
         with self._lock:
+            # The answer to a Release may be lost on its way, and its repetition must not tell the reader that its KV is
+            # useless.
             if (ended := self._ended.get(acquisition_id)) is not None and not ended[0]:
                 return
             lease = self._find(self._by_acquisition, acquisition_id)
             now = [self.generations[block_id] for block_id in lease.block_ids]
+            # Three views have to agree: what the reader was given, what the lease granted, and what the pool holds now.
+            # The ready tokens catch a reader that copied ahead of the prefill.
             valid = list(generations) == lease.generations == now and lease.tokens_ready == lease.num_tokens
             self._end(lease, "" if valid else "generation_changed", freed=True)
             if not valid:
@@ -205,6 +216,8 @@ class LeaseTable:
             now = self._clock()
             for lease in [lease for lease in self._kept.values() if lease.expires_at <= now]:
                 self._end(lease, "lease_expired", freed=True)
+            # One lease at a time: its blocks may already be enough, and each lease taken back costs another engine a
+            # prefill.
             if self._kept and self._is_room_wanted and self._safe_until() <= now:
                 self._end(next(iter(self._kept.values())), "lease_revoked", freed=True)
             if not self._kept:

@@ -35,6 +35,7 @@ class MultiConnector:
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         for index, connector in enumerate(self._connectors):
             num_tokens, beside = connector.get_num_new_matched_tokens(request, num_computed_tokens)
+            # Later connectors are not asked: they might offer less than the one whose answer is still on its way.
             if num_tokens is None:
                 return None, False
             if num_tokens:

@@ -73,6 +73,8 @@ class OffloadConnector:
         if self._index.find(block_hash) is not None:
             self._index.touch(block_hash)
         elif self._blocks.registered_in[block_id] > self._last_ended:
+            # With overlapping steps a block can be filled, hit, freed and evicted before the step that fills it has
+            # run: what lies there now is another prompt's KV.
             return
         elif self._tier is not None and self._tier.has_room(len(self._evictions) + 1):
             self._evictions.append(OffloadEviction(block_id, block_hash, self._index.add(block_hash)))
@@ -159,6 +161,7 @@ class OffloadConnector:
         assert self._tier is not None
         views = self._pool.views
         for job in metadata.evictions:
+            # Copied here and not by the tier's thread: the step that is about to run overwrites the block.
             data = b"".join(view[job.block_id].data for view in views)
             self._tier.save(TierSave(job.slot, job.block_hash, data))
 
@@ -215,6 +218,7 @@ class OffloadConnector:
     def _match_groups(self, request: Request, pool: BlockPool, first_block: int) -> tuple[int, bool]:
         """Note what a request of a grouped model would load after its first blocks; it may share more of the pool's.
         A request whose load has failed computes instead, because nothing of that load was kept."""
+        # Else the same slots would be found, and fail, in every step.
         if request.remote is not None and request.remote.failure:
             return 0, False
         limit = (request.num_tokens - 1) // self._block_size

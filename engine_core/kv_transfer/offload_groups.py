@@ -44,6 +44,8 @@ def find_tier_hits(
         slot = find_slot(key)
         return None if slot is None else -1 - slot  # negative, so that it is no block of the pool
 
+    # Blocks that a window left are evicted first, so the pool often has a prefix for full attention and the file has it
+    # for the windows: only both together make a hit.
     table = find_prefix(hash_of, find, pool.windows, limit, block_size)
     begin = first_block * pool.num_groups
     positions = [position for position, found in enumerate(table[begin:], begin) if found < 0]

@@ -20,6 +20,7 @@ from tokenloom.fall_backs import OF_PROCESS
 
 from .kv_transport import KVPool
 
+# A disk slower than the evictions would otherwise fill the host's memory with copies of blocks.
 MAX_PENDING_BYTES = 64 << 20
 """Limit of saves that wait for the file; further ones are dropped, because a save must not slow the engine down."""
 _JOIN_SECONDS = 30.0
@@ -136,6 +137,7 @@ class OffloadTier:
                 self._save(job)
 
     def _save(self, job: TierSave) -> None:
+        # First: a write that fails halfway must leave a slot that no load takes for its old content.
         self._contents.pop(job.slot, None)
         try:
             _write(self._file.fileno(), job.data, job.slot * self._slot_bytes)
@@ -156,6 +158,8 @@ class OffloadTier:
 
     def _load_block(self, slot: int, block_hash: bytes, block_id: int) -> str:
         written_hash, crc = self._contents.get(slot, (b"", 0))
+        # The slot was given to other content after this load was planned. The job order makes that rare and not
+        # impossible.
         if written_hash != block_hash:
             return "not_found"
         # Read directly into the block: a mapping of the file would stall the reader page by page.
@@ -167,6 +171,7 @@ class OffloadTier:
             return "transport"
         if count != self._slot_bytes:
             return "transport"
+        # Wrong KV would show only as wrong text, so what comes back from the disk is compared with what was written.
         return "" if self._pool.checksums([block_id]) == [crc] else "checksum"
 
 

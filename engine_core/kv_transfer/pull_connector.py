@@ -61,6 +61,8 @@ class PullConnector:
             self._order_load(request, remote.target, block_ids, num_external_tokens)
         elif remote.lease_id and request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             salt = content_salt(request.cache_salt, request.prompt_embeds)
+            # At the start of the prefill and not at its end: the reader acquires the lease while the prompt is still
+            # computed.
             digest = prompt_digest(request.all_token_ids, salt)
             blocks = block_ids[: -(-request.num_tokens // self._block_size) * self._num_groups]
             lease = self._leases.grant(remote.lease_id, request.request_id, blocks, request.num_tokens, digest)
@@ -71,6 +73,8 @@ class PullConnector:
             return None
         scheduled = scheduler_output.num_scheduled_tokens
         ready = [
+            # The lease object and not the request's id: a preempted request may have another lease when this step's
+            # result arrives.
             (lease, request.num_computed_tokens)
             for request_id, (request, lease) in self._prefills.items()
             if request_id in scheduled
@@ -128,6 +132,7 @@ class PullConnector:
     def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
         assert isinstance(metadata, PullMetadata)
         if metadata.ready and self._pool is not None:
+            # Writes of a GPU's step are queued, not done: another process would read what was there before.
             self._pool.settle()
         for lease, tokens_ready in metadata.ready:
             self._leases.publish(lease, tokens_ready)
@@ -165,6 +170,8 @@ class PullConnector:
 
     def _order_load(self, request: Request, target: KVTarget, block_ids: list[int], num_tokens: int) -> None:
         assert request.remote is not None
+        # This core decides what is missing, not the Acquire call before it: only the scheduler knows its prefix cache
+        # at the moment of admission.
         first = (target.num_tokens - num_tokens) // self._block_size * self._num_groups
         positions: Sequence[int] = range(first, len(target.block_ids))
         if self._num_groups > 1:

@@ -81,6 +81,8 @@ class RemoteKV:
         table = self._kv.reserve(request) if is_leased else request.block_ids
         self.connector.update_state_after_alloc(request, table, 0)
         is_first = request.first_scheduled_ns is None
+        # A prompt of one step is complete before a reader could begin, so its decode leg is placed after the prefill,
+        # when the load of the engines is known better.
         if not (is_leased and is_first and num_new_tokens < request.num_tokens - request.num_computed_tokens):
             return []
         index, num_tokens = request.num_output_tokens, request.num_tokens
@@ -151,6 +153,7 @@ class RemoteKV:
 
     def _end_load(self, request: Request, output: KVConnectorOutput) -> bool:
         """Return whether the request need not wait any more."""
+        # The transport may have written to the blocks until now, so they could not be freed when the request ended.
         if request.is_finished:
             self._kv.free(request)
             return False
@@ -172,6 +175,8 @@ class RemoteKV:
         num_tokens = request.num_computed_tokens + remote.num_external_tokens
         for index, block_id in enumerate(request.block_ids):
             if block_id in invalid_block_ids:
+                # Blocks behind the first bad one may be good, and are of no use: attention needs every token before
+                # them.
                 return min(num_tokens, index // self._kv.pool.num_groups * self._kv.block_size)
         return num_tokens
 

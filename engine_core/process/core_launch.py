@@ -37,6 +37,8 @@ class CoreProcess:
     def __init__(self, command: Sequence[str]) -> None:
         """``command`` starts a core; ``--handshake ADDRESS`` is appended to it. It is a command and not a fork: a fork
         of a process with a live gRPC runtime hangs."""
+        # Not multiprocessing, which pickles its arguments and imports __main__ again: the offline LLM runs in a script
+        # without a guard around its calls.
         self._command = list(command)
         # Only this user can connect: its mode is 0700. When both processes are killed, a later start removes it.
         self._directory = RendezvousDir("core")

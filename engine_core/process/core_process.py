@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 
 _GROUP_LOST: Final = (RequestType.GROUP, None)
+# A step that exchanges rows of experts with a machine that vanished never returns, and no exception can reach it.
 _MOST_BLOCKED_SECONDS = 2.0
 """How long the loop may take to notice that its group is lost."""
 
@@ -122,6 +123,7 @@ class EngineCoreProc:
                     self._send(self._group.turn(self._step, self._compute_dummy))
                     self._settle_group(self._group)
         except BaseException:
+            # The client has to learn of an interrupt as well, or it waits for outputs of a core that is gone.
             self._output.send_dead()
             raise
         finally:
@@ -129,6 +131,8 @@ class EngineCoreProc:
 
     def _step(self) -> EngineCoreOutputs | None:
         try:
+            # A lost worker: requests go back to the queue with their tokens: with the hash worker streams continue 0.2
+            # to 0.4 s after the kill.
             return self._calls.step(self._input.take_aborts)
         except WorkerLostError as error:
             self._replace_workers(error)
@@ -143,6 +147,7 @@ class EngineCoreProc:
 
     def _replace_workers(self, lost: WorkerLostError) -> None:
         self._replacement.replace(lost)
+        # All losses so far are answered by the replacement, also those whose message is still in the queue.
         self._num_replaced = self._num_losses
 
     def _process_inputs(self) -> bool:
@@ -242,6 +247,8 @@ def run_engine_core(
             except Exception as error:
                 handshake.send_multipart(encode(_failed(error)))
                 return 1
+            # Once the model is loaded: a full collection of the core then takes 4 to 8 ms instead of 25 to 34, which is
+            # a step.
             _freeze_heap()
             arrays = ArenaReader(init.arrays) if init.arrays is not None else None
             proc = EngineCoreProc(core, socket.socket(fileno=init.connection_fd), arrays)
@@ -249,7 +256,9 @@ def run_engine_core(
             if link is not None:
                 proc.join_group(link, init.config.parallel)
             kv_thread = _start_kv_thread(context, init, kv)
+            # Only now: until here SIGTERM ends the process at once, since nothing is served yet.
             guard.on_terminate = proc.request_shutdown
+            # Last, when every thread runs: the client sends requests as soon as it has this.
             handshake.send_multipart(encode(core.ready))
         return _run(proc, core, kv_thread)
     finally:
@@ -281,6 +290,7 @@ def _start_kv_thread(context: zmq.Context[zmq.Socket[bytes]], init: CoreInit, kv
 
 def _freeze_heap() -> None:
     """Exclude the objects of start-up from later garbage collections, because they are never freed."""
+    # Before freezing, or the garbage of start-up would stay for ever.
     gc.collect()
     gc.freeze()
 

@@ -43,6 +43,8 @@ class ProcessGuard:
         os.set_blocking(self._wake_write, False)
         signal.set_wakeup_fd(self._wake_write)
         signal.signal(signal.SIGTERM, lambda *_: None)
+        # Python prints a thread's exception and goes on: a core without its input thread would look alive and answer
+        # nothing.
         threading.excepthook = _exit_on_thread_failure
         threading.Thread(target=self._watch_terminate, name="core-signals", daemon=True).start()
         threading.Thread(target=self._watch_parent, name="core-parent", daemon=True).start()

@@ -9,6 +9,8 @@ from ..errors import ExecutorFailedError
 
 log = logging.getLogger(__name__)
 
+# A request whose computation kills workers is retried once here. After that the core ends, and the output processor
+# blames a request that was alone.
 AGAIN_SECONDS = 30.0
 """A worker that ends so soon after a replacement ends the core: what it computes may be the cause."""
 _ATTEMPTS = 2

@@ -17,6 +17,8 @@ the least number of tokens all the same: fewer would cost more than they save.""
 _WEIGHT = 1 / 8
 
 
+# Against 128 tokens for each prompt that waits (tiny-fp32, two cores, 192 prompts in 32 streams): p99 between tokens 25
+# ms instead of 67, median time to the first token 48 ms instead of 206, 0.91 of the tokens/s.
 class PromptShare:
     """Learns how fast prompts are computed, so that a fast model computes a prompt beside few others in few chunks, and
     the chunks of a slow one stay short."""

@@ -184,6 +184,8 @@ class Request:
         self.skip_reading_prefix_cache = params.skip_reading_prefix_cache or self.prompt_logprobs is not None
 
         # None: the request does not ask for them.
+        # vLLM keeps experts by KV slot, which is wrong for blocks of another engine or of the offload tier. No prefix
+        # cache holds them here, so tokens whose experts are asked for are computed.
         self.routed_rows = RoutedRows(params.routed_experts_prompt_start) if params.return_routed_experts else None
 
         # Maintained by the KV cache manager.

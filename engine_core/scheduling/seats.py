@@ -52,6 +52,8 @@ def seat_to_take_back(running: list[Request], seats: Counter[str], head: Request
     # after 7.6 s, with it after 21 ms (steps of 10 ms). With a difference of one, an odd seat would go to and fro.
     if most < seats[head.tenant] + 2:
         return None
+    # The newest one has the least to lose. Blocks and tokens of a step are not shared out: a tenant with few large
+    # requests has more than its part of those.
     newest = next((request for request in reversed(running) if request.tenant == tenant), None)
     if newest is None or newest.priority < head.priority:
         return None
@@ -72,6 +74,8 @@ def rows_to_defer(running: Iterable[Request], seats: Counter[str], head: Request
         if request.sampling_params.logprobs and request.num_missing_tokens <= 1:
             by_tenant[request.tenant].append(request.request_id)
     tenant = max(by_tenant, key=lambda tenant: len(by_tenant[tenant]), default=head.tenant)
+    # Rows without log probabilities are never left out: where the weights bound a step, that costs as much and gains
+    # nothing.
     if seats[tenant] <= seats[head.tenant] or len(by_tenant[tenant]) < COSTLY_ROWS:
         return frozenset()
     return frozenset(by_tenant[tenant])

@@ -187,6 +187,8 @@ class StepPlanner:
             plan.preempted_req_ids.append(taken_back)
         num_running = len(self.running)
         if has_room:
+            # Unlike in vLLM, preempted requests resume in a pause that waits: its answer comes when no request that had
+            # begun is left, and these had begun.
             self._plan_waiting(plan, only_begun=pause_state is not PauseState.UNPAUSED)
         if deferred and len(self.running) <= num_running:  # no request began, so there is no reason to leave any out
             left_out = others.union(plan.num_scheduled_tokens)

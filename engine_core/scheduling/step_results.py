@@ -13,10 +13,13 @@ from .request_queues import WaitingRequests
 from .stats_recorder import StatsRecorder
 from .steps_in_flight import StepsInFlight
 
+# vLLM draws token 0, or noise, when masks leave no token: a token that the request had forbidden.
 _NO_CHOICE = (
     "allowed_token_ids: none of them may come next, after what bad_words, logit_bias, min_tokens and "
     "structured_outputs forbid"
 )
+# Finite embeddings of 1e20 or damaged weights make NaN, and vLLM answers token 0. Here the request fails alone, and its
+# blocks are not cached: a retry that hit them would fail as well.
 _NO_FINITE_LOGIT = (
     "the model computed no finite logit for this request, so no token can be chosen; "
     "check prompt_embeds for extreme values, and the weights"

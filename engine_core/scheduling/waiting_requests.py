@@ -163,9 +163,9 @@ class Admission:
                     return request
                 assert self._remote is not None
                 self._remote.load(request, num_external)
-            # While others run, their end frees blocks. With nothing running, only leases and loaded prefixes can, and
-            # waiting for them would be waiting for ever.
             elif others_run or not self._make_room():
+                # While others run, their end frees blocks. With nothing running, only leases and loaded prefixes can,
+                # and waiting for them would be waiting for ever.
                 self._blocked = _Blocked(request, self._kv.pool.num_free, len(hits))
                 return None
         return None

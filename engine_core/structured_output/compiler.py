@@ -19,6 +19,7 @@ NUM_COMPILERS = 2
 """More than one, so that a constraint that takes its full time does not delay all others."""
 MAX_COMPILED = 64
 """Limits the cached constraints, refused ones included. Each takes up to 64 MiB, usually a thousandth of that."""
+# A process starts in 0.23 s; a regular expression or a schema of three fields compiles in 1 to 4 ms.
 RESTART_SECONDS = 0.25
 """What it takes to start the process again. An unwanted compile that has run for longer is ended; a younger one may end
 sooner than a new process starts, and nearly all constraints take a hundredth of this."""
@@ -90,6 +91,7 @@ class GrammarCompiler:
         with self._lock:
             self._end_unwanted()
             known = self._known.get(constraint)
+            # A killed compiler or a busy machine says nothing about the schema; kept, it was refused with 400 for ever.
             if known is None or (known.future.done() and isinstance(known.future.exception(), CompilerUnavailable)):
                 known = Compile(constraint)
             if not known.future.done():
@@ -121,6 +123,8 @@ class GrammarCompiler:
         with self._lock:
             self._closed = True
             processes = [*self._idle, *self._busy]
+        # Twice: threads wait in their processes' pipes, so the first call only stops new work, and the kills end the
+        # waiting.
         self._pool.shutdown(wait=False, cancel_futures=True)
         for process in processes:
             process.kill()
@@ -200,6 +204,8 @@ class GrammarCompiler:
             failure = _for_clients(error)
         with self._lock:
             self._running.remove(running)
+            # Also for a compile that was ended unwanted: a tenant that sends and cancels pays for the time all the
+            # same.
             self._queue.ended(compile_, self._clock() - running.began)
         if running.is_dropped:
             running.process.kill()  # the signal may not have reached it yet
@@ -207,6 +213,8 @@ class GrammarCompiler:
         try:
             if failure is not None:
                 raise failure
+            # Outside of the process: llguidance's grammars cannot move between processes, so a constraint that is known
+            # to be short is compiled here once more.
             compile_.future.set_result(self.backend.load(prepared))
         except BaseException as error:
             compile_.future.set_exception(_for_clients(error))

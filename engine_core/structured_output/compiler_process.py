@@ -24,6 +24,8 @@ from ..process.process_guard import wake_with_parent
 from ..wire.core_sampling_params import StructuredOutput
 from .grammar_backend import GrammarError, StructuredOutputBackend
 
+# Two seconds of wall time on a busy machine once refused good schemas. `multipleOf` of large numbers takes seconds and
+# hundreds of MB in llguidance, which its own limits do not bound, hence a process that can be killed.
 COMPILE_SECONDS = 2.0
 """The processor time that a constraint may take. It is the constraint's own, however busy the machine is."""
 _WAIT_SECONDS = 30.0
@@ -199,8 +201,10 @@ def main() -> None:
     except GrammarError as error:
         _write(stdout, Reply(refused=str(error)))
         return
+    # Relative to what is loaded: the tokenizer's tables differ by model, and a constraint gets the same room with each.
     limit = _data_bytes() + backend.COMPILE_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    # A library that aborts for want of memory would write a core file for each such constraint.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _write(stdout, Reply())
     while True:
@@ -221,6 +225,7 @@ def main() -> None:
 
 def _limit(processor_seconds: float, seconds: float) -> None:
     """End the process after this much time, by the default actions of the signals; 0: never."""
+    # The default actions of these signals end the process inside of native code, where no handler of Python would run.
     signal.setitimer(signal.ITIMER_PROF, processor_seconds)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 

@@ -23,6 +23,8 @@ def close_objects(source: str) -> str:
     if any(map(_combines, parts)):
         return source
     for part in parts:
+        # pydantic and most tools leave additionalProperties out. llguidance alone then allows any property, and a small
+        # model fills an open object until its tokens end.
         if _names_all(part):
             part["additionalProperties"] = False
     return json.dumps(schema)

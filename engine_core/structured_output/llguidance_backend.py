@@ -14,6 +14,8 @@ from .grammar_backend import Bitmask, GrammarError
 from .json_schema import close_objects
 from .structural_tag_lark import quoted, structural_tag_grammar
 
+# Twenty characters of indentation are five levels of four. Without a bound, a small model that is caught in blanks
+# writes blanks until max_tokens.
 _WHITESPACE = r"( |\r?\n[ \t]{0,20})?"
 """Allowed between two JSON tokens: a space, or a new line and its indentation, to prevent loops of blanks."""
 _MAX_ERROR_CHARS = 300
@@ -51,6 +53,7 @@ class LLGuidanceBackend:
         """Return llguidance's form of the grammar, after building it once and computing a bitmask."""
         grammar = self._grammar(constraint)
         matcher = self._build(grammar)
+        # The library compiles lazily: only the first mask shows a grammar that would be too expensive in a step.
         matcher.compute_bitmask()
         if matcher.is_error():
             raise _error(matcher)
@@ -145,6 +148,8 @@ def _embedded_json(schema: Any) -> str:
 
 def _json_grammar(schema: str, whitespace: str) -> str:
     try:
+        # A schema with parts that the library does not know is refused and not partly ignored: an output that may break
+        # its schema is worse than none.
         return llguidance.LLMatcher.grammar_from_json_schema(
             close_objects(schema), defaults={"whitespace_pattern": whitespace}
         )

@@ -169,6 +169,7 @@ class StructuredOutputManager:
                 num_seen = request.num_prompt_tokens + constraint.num_seen
                 if constraint.may_bind(request.num_tokens - num_seen + len(drafts)):
                     rows.append(_Row(request_id, constraint, request.all_token_ids[num_seen:], drafts))
+        # Masks are computed while the model runs: the step takes as long as the longer of both.
         return GrammarStep(self._masks.submit(_fill, rows, self._num_words)) if rows else None
 
     def awaits_tokens(self, scheduled: SchedulerOutput, requests: Mapping[str, Request]) -> bool:

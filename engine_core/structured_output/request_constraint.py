@@ -42,6 +42,8 @@ class RequestConstraint:
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Follow output tokens, replayed or new. Raises ``GrammarError`` for one that the grammar does not allow."""
+        # Nothing but prompt and tokens decides the state, so a preempted, resumed or migrated request needs no case of
+        # its own: it is followed from its first token.
         answer = token_ids if self._reasoning is None else self._reasoning.feed(token_ids)
         self.num_seen += len(token_ids)
         if self._grammar is not None and answer:
@@ -66,11 +68,14 @@ class RequestConstraint:
         is_bound = self.fill(rows[0])
         if not drafts:
             return int(is_bound)
+        # All bits set: a position that nothing binds draws any token.
         rows[int(is_bound) : 1 + len(drafts)] = -1
         forced, num_seen, reasoning = self.forced, self.num_seen, self._reasoning
         self._reasoning = None if reasoning is None else reasoning.copy()
         num_rows, followed = 1, list[int]()
         try:
+            # A mask is needed after each draft, before it is known which drafts are right. The end of a text and forced
+            # tokens are decided for the first token of a step only, as without drafts, so rows stop there.
             for draft in drafts:
                 if not self._follow(draft, followed):
                     break

@@ -59,6 +59,8 @@ class RequestGrammar:
         Raises ``GrammarEnd`` if the request ends here, ``GrammarError`` if no token can follow.
         """
         self._grammar.fill_bitmask(row)
+        # The backend marks the end with its own end tokens. A request may have others, none at all (ignore_eos), or may
+        # not end yet (min_tokens), so the bits are taken out and put back by the request's own rules.
         may_end = bool((row & self._eos).any())
         may_stop = num_output_tokens >= self._min_tokens
         row &= ~self._eos
@@ -73,6 +75,7 @@ class RequestGrammar:
         """Allow only the stop tokens. Raises if the text may not end here, or has no stop token to end with."""
         if not may_end:
             raise GrammarError("no token of the model can follow")
+        # vLLM goes on without a grammar here; the text would no longer obey it.
         if not may_stop or not self._stop.any():
             raise GrammarEnd
         row |= self._stop

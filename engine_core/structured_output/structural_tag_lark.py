@@ -12,6 +12,8 @@ from typing import Any
 from .grammar_backend import GrammarError
 
 _ANY = r"(.|\n)*"
+# llguidance's own form knows triggers and tags only. Both backends agree on the texts of the tests (python -m
+# tests.engine_core.structured_output.check_xgrammar); what cannot be written is refused by name.
 _KEYS: Mapping[str, frozenset[str]] = {
     "const_string": frozenset({"value"}),
     "json_schema": frozenset({"json_schema"}),

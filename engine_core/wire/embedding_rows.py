@@ -35,6 +35,8 @@ def block_salt(salt: bytes, spans: Sequence[EmbedsSpan], start: int, end: int) -
     rows = []
     for span in spans[max(first, 0) : bisect.bisect_left(spans, end, key=_POSITION)]:
         if len(inside := span.rows[max(start - span.position, 0) : end - span.position]):
+            # Only rows inside of the block: salting all blocks with all rows kept even the tokens before the first
+            # embedding from being shared.
             rows.append((max(span.position - start, 0), inside))
     return _digest(salt, rows) if rows else salt
 

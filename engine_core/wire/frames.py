@@ -17,8 +17,11 @@ from .array_arena import Loan
 from .pieces import IOV_MAX, NO_MEMORY, RETRY_SECONDS, Pieces
 from .serialization import Frame, encode
 
+# ZMQ moved each message through a thread in either process: one message every 20 ms arrived after 0.32 ms at the core
+# and 0.37 ms at the front, and over this socket after 0.13 to 0.15 ms.
 READ_BYTES = 64 << 10
 """Limit of what is read at once: more than most messages have."""
+# A damaged length would otherwise be waited for, or allocated, for ever.
 MAX_FRAMES = 1 << 20
 """Limit of the frames of a message: its sender refuses more, and its receiver takes more for a broken stream."""
 MAX_BYTES = 1 << 34
@@ -40,6 +43,8 @@ def head(frames: Sequence[Frame]) -> bytes:
     return struct.pack(f"<I{count}Q", count, *sizes)
 
 
+# Over ZMQ a token cost the mesh 52.9 µs of CPU instead of 47.5 (bench mesh, steps of 4 ms, batch 64). First tokens in a
+# message of their own, ahead of the rest of their step, came no earlier and were given up.
 class FrameSender:
     """Sends messages from one thread, over a blocking socket."""
 
@@ -53,6 +58,7 @@ class FrameSender:
         more than a message may hold."""
         frames = [*leading, *encode(message, loan, self._body)]
         self.send_frames(frames)
+        # One step with thousands of prompts would keep its megabytes for the life of the process.
         if len(self._body) > _MAX_IDLE_BYTES:
             self._body = bytearray()
 
@@ -128,6 +134,7 @@ class FrameReader:
             del self._rest[:start]
         elif start < len(data):
             self._rest += data[start:]
+        # A large message grew in one buffer and was copied out of it: 8 MiB took 16 ms.
         if extents and end - start > READ_BYTES:
             self._begin_large([(begin - start, stop - start) for begin, stop in extents])
         return messages

@@ -16,6 +16,7 @@ class FreeSpace:
 
     def take(self, nbytes: int) -> int | None:
         """Allocate ``nbytes`` (more than 0) in one piece and return its start; None if no piece is large enough."""
+        # At most 256 regions are lent, so a search of the holes is cheaper than a structure that sorts them by size.
         for index, (start, end) in enumerate(self._holes):
             if end - start >= nbytes:
                 self._holes[index : index + 1] = [(start + nbytes, end)] if end - start > nbytes else []

@@ -6,6 +6,8 @@ from typing import Final
 
 Buffer = bytes | bytearray | memoryview
 
+# A request with 1,100 spans of embeddings, or a step with 1,100 pooled results, ended an engine before messages were
+# cut.
 IOV_MAX: Final = 1024
 """Linux's limit on the buffers of one ``sendmsg`` or ``recvmsg_into``; with more of them the call fails (EMSGSIZE)."""
 

@@ -97,6 +97,8 @@ class Decoder(Generic[T]):
             raise msgspec.DecodeError(str(error)) from None
         finally:
             self._frames = ()
+        # A frame that nothing names is a sender with another version of the message, or an attack on memory: both are
+        # refused.
         if self._unused:
             raise msgspec.DecodeError(f"the message does not refer to {len(self._unused)} of its frames")
         return message
@@ -111,6 +113,7 @@ class Decoder(Generic[T]):
         if len(frame) != math.prod(shape) * _DTYPES[dtype].itemsize:
             raise ValueError(f"{len(frame)} bytes do not fit an array of dtype {dtype} and shape {shape}")
         array: Array = np.frombuffer(frame, _DTYPES[dtype]).reshape(shape)
+        # Several requests may read one frame, and a region of shared memory belongs to its sender.
         array.flags.writeable = False
         return array
 

@@ -157,6 +157,7 @@ class ModelRunner:
     def _execute(self, step: SchedulerOutput) -> None:
         if self._drawn is not None:
             self._drawn.settle(step)
+        # Before the batch changes: a row that ends or moves in this step may still be owed a token of an earlier one.
         if self._expected:
             self._expected.settle()
         self._batch.update(step)
@@ -171,8 +172,12 @@ class ModelRunner:
                 self._routes.begin(keep_choices=bool(self._batch.routed))
             hidden, logits = self._compute(inputs)
             routed = self._routed_experts(inputs) if self._routes is not None else {}
+            # On every rank after the same forward passes: expert moves are planned by this count, and no message says
+            # when.
             self._ranks.forward_passed()
             prompt_logprobs = self._prompt_logprobs(inputs, hidden)
+            # Only for drafts: held until sampling, the states of a prompt of 2,048 tokens would add to the peak of
+            # every step.
             kept = hidden if self._speculation is not None else None
             pooled = self._pool(inputs, hidden) if self._batch.pooled else {}
             draws = self._recorded.draws if self._recorded is not None else None
@@ -226,6 +231,7 @@ class ModelRunner:
         """Return the logits [S, vocab] of the rows that draw a token, on the device."""
         if not len(inputs.sampled) or not self._draws:
             return torch.empty(0, 0)
+        # Selecting all rows would copy them: without drafts most steps end here.
         if len(inputs.sampled) == len(hidden):  # every request decodes, without drafts
             return self._model.compute_logits(hidden)
         last_rows: IntArray = inputs.cu_query_lens[1:][inputs.sampled] - 1
@@ -278,6 +284,8 @@ class ModelRunner:
         if not len(inputs.sampled):
             output.sampled_token_ids = [[] for _ in inputs.req_ids]
             ended = self._recorded.event() if self._recorded is not None else None
+            # A chunk of a prompt draws nothing, so nothing else waits for the device, and a transfer could fill blocks
+            # that the step still writes.
             if ended is not None and self._speculation is None:
                 return EndingStep(output, ended)
         elif inputs.drafts:

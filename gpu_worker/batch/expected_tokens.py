@@ -59,6 +59,8 @@ class ExpectedTokens:
 
     def settle(self) -> None:
         """Take the tokens that have arrived, and wait for those of all steps but the latest."""
+        # The latest step's tokens may stay on the device, where the next step takes them: waiting for them here is what
+        # left the device idle between steps.
         while self._steps and (len(self._steps) > 1 or self._steps[0][1].has_arrived()):
             self._take_oldest()
 

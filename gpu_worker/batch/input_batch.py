@@ -159,6 +159,7 @@ class InputBatch:
             return
         row_of, table = self._row_of, self.block_table
         members = self._members
+        # One assignment for all rows: two calls for each decoding request had been a measurable part of a step.
         if members is not None and members.req_ids == cached.req_ids:
             self._num_computed[members.rows] = cached.num_computed_tokens
         else:
@@ -184,6 +185,8 @@ class InputBatch:
         assert req_id not in self._row_of, f"request {req_id} already has a row"
         row = self._row_of[req_id] = self._free_rows.pop()
         self._members = None
+        # A row may go to another request while a token for its former one is still on its way; the count tells them
+        # apart.
         self._num_owners[row] += 1
         if self._changes is not None:
             self._changes.add_row(row)
@@ -314,6 +317,8 @@ class InputBatch:
         They are those that begin a block in this step or got part of one from elsewhere; the caller zeroes the tails.
         """
         num_blocks = -(-step.seq_lens // self.block_table.block_size)
+        # What an earlier owner left may be NaN, and 0 * NaN is NaN in attention that masks by weights of 0. Zeroing
+        # only these tails cost 8 decodes nothing (109 µs), zeroing in each gather 17 to 37 µs.
         is_foreign = num_blocks > self._num_owned_blocks[step.rows]
         self._num_owned_blocks[step.rows] = num_blocks
         return np.flatnonzero(is_foreign)

@@ -75,6 +75,8 @@ class DeviceSteps:
         nothing = {name: np.zeros(0, dtype=np.int32) for name in ("rows", "lengths", "token_ids")}
         starts, work = np.zeros(1, dtype=np.int32), np.zeros((0, 2), dtype=np.int32)
         for size in self._graphs.sizes:
+            # Over padding, which has no slot and no entry in the kernel's list: capturing needs no block, and no
+            # request can be hurt.
             self._prepare(self._buffers.send({**nothing, "starts": starts, "work": work}), size.step)
             self._graphs.record(size, model, kv_caches)
 
@@ -131,6 +133,7 @@ class DeviceSteps:
         }
         if logit_rows is not None:
             arrays["logit rows"] = logit_rows
+        # One copy: block tables, slots, ids and parameters went in up to six, some of them blocking.
         sent = self._buffers.send(arrays)
         self._rows.apply(sent)
         return sent

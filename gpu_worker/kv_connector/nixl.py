@@ -67,6 +67,7 @@ class NixlTransport:
         """Raises ``ImportError`` if nixl is not installed or cannot be loaded."""
         from nixl._api import nixl_agent, nixl_agent_config  # an optional extra, slow to load
 
+        # With the thread an idle engine pair used 0.7 to 2 cores, without it 0.03.
         config = nixl_agent_config(enable_prog_thread=False, backends=_BACKENDS)
         self._make_agent: Callable[[], Any] = functools.partial(nixl_agent, f"tokenloom-{secrets.token_hex(8)}", config)
         self._agent: Any = None

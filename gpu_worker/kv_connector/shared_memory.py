@@ -147,6 +147,8 @@ class _MappedBlocks:
         memory = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
         self._planes = region_planes(memory, offer.regions, offer.num_blocks)
         self._connection = connection
+        # Without the open socket a reader kept the pools of replaced engines mapped, up to 64 of them, for as long as
+        # it lived.
         weakref.finalize(self, hang_up, connection)  # with the last reference to the reader at the latest
 
     def watch(self, reader: SharedMemoryReader) -> None:

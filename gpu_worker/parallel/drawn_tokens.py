@@ -46,6 +46,8 @@ class DrawnTokens:
 
     def settle(self, step: SchedulerOutput) -> None:
         """Take the tokens that ``step`` needs, and those drawn before them."""
+        # In order, although only a later step may be touched: the tokens travel over one connection, one step after the
+        # other.
         while self._expected and any(self._touches(step, each) for each in self._expected):
             oldest = self._expected.popleft()
             tokens = self._peers.receive(oldest.rows.shape, torch.int64, self._output_rank)

@@ -61,12 +61,16 @@ class ExpertExchange:
             count: Places of experts in the layer, on all ranks.
             run: Computes rows of the expert at one of this rank's places.
         """
+        # Ranks start in any order, so profile and warm-up must not wait for each other: they compute the own experts'
+        # rows only.
         if self._backend is None:
             return self._compute_alone(rows, grouped, count, run)
         sent = torch.zeros(count, dtype=torch.int64)
         sent[grouped.experts] = torch.tensor(grouped.counts, dtype=torch.int64)
         widths = [len(self.experts(rank, count)) for rank in range(self.size)]
         own = self.experts(self.rank, count)
+        # Counts first: all-to-all needs the sizes of what arrives. Sending rows to experts moves them twice; gathering
+        # all tokens on every rank would move each of them to all.
         received = self._exchange(sent, widths, [len(own)] * self.size).view(self.size, len(own))
         from_here = [int(part.sum()) for part in sent.split_with_sizes(widths)]
         to_here = received.sum(1).tolist()

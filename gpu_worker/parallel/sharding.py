@@ -124,6 +124,8 @@ class Place:
         return self.is_alone and self.data_size == 1
 
     @property
+    # One rank draws: all could compute the same tokens only if their processors rounded alike. The whole output layer
+    # on it bounds what tensor parallelism gains with a large vocabulary.
     def output_rank(self) -> int:
         """Return the rank in the engine that computes logits and draws tokens: the first one of the last stage."""
         return self.tensor_size * (self.num_stages - 1)

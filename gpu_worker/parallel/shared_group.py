@@ -42,6 +42,8 @@ class SharedGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.dtype not in _DTYPES or not x.is_contiguous():
             return self.inner.all_reduce(x)
+        # A sum of 1 x 1024 floats over two ranks takes 76 µs this way and 442 over gloo's sockets, one of 512 x 1024
+        # 1.5 ms instead of 3.6 (two loaded cores; python -m tokenloom.bench.engine.all_reduce).
         self._sum(self._address, x.data_ptr(), x.numel(), self.rank, self.size, x.dtype == torch.bfloat16)
         return x
 

@@ -16,6 +16,8 @@ from ..kernels.threads import keep_apart, set_kernel_threads, share_cores
 
 _LOOK = 0.2
 """Seconds between looks at the counters: a look reads a file for each thread."""
+# Beside two busy loops on two cores, one of OpenMP's two threads nearly always waits. The gap down to _QUIET and its
+# five looks keep a machine at the edge from changing its threads each second.
 _SHARED = 0.25
 """Threads that wait for a processor, on average, from which on the cores are shared."""
 _QUIET = 0.1
@@ -87,6 +89,7 @@ class CoreWatch:
         """Look at the counters if it is time to, and place the threads for the step."""
         if self._clock() >= self._next:
             self._look()
+        # On a machine that others share, keeping off the caller's core would crowd the threads onto what is left.
         if not self._is_shared:
             self._threads.spread()
 
@@ -105,6 +108,7 @@ class CoreWatch:
             self._threads.use(*chosen)
 
     def _judge(self, waiting: float) -> None:
+        # Down slowly, because other programs come in bursts.
         self._waiting = max(waiting, self._waiting * _FORGOTTEN)
         self._quiet_looks = self._quiet_looks + 1 if waiting < _QUIET else 0
         if waiting >= _SHARED:

@@ -103,6 +103,8 @@ def kv_share(free: int, total: int, usable: int, activations: int, num_engines: 
     The device has ``total`` bytes, of which ``free`` are free and engines may use ``usable``. ``num_engines`` engines
     use it, and this one has allocated ``own`` bytes, which are its weights.
     """
+    # Two bounds: an equal part less the own weights, and what is left now, because an engine that started earlier may
+    # have filled more than its part.
     part = usable // num_engines - own
     left = usable - (total - free)
     return max(0, min(part, left) - activations)

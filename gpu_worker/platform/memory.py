@@ -23,8 +23,10 @@ def peak_of(call: Callable[[], None]) -> int:
     """
     before, files = status_bytes("VmRSS"), status_bytes("RssFile")
     with contextlib.suppress(OSError):
+        # 5 resets the peak (VmHWM) of this process, which Linux otherwise only lets grow.
         Path("/proc/self/clear_refs").write_text("5")
     call()
+    # Mapped weights that the call touched for the first time count as resident, yet the system can drop them.
     read = max(0, status_bytes("RssFile") - files)
     return max(0, status_bytes("VmHWM") - before - read)
 
@@ -44,6 +46,8 @@ def forget_mapped(addresses: Iterable[int]) -> None:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     for begin, end, is_written in _mappings_at(list(addresses)):
+        # A page-out took 0.2 s for 1.2 GB and emptied the page cache of a third of the file, so that the next engine
+        # read it from the disk. qwen3-0.6b loads in 0.48 s this way instead of 0.77.
         advice = _MADV_PAGEOUT if is_written else mmap.MADV_DONTNEED
         libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice)
 

@@ -9,6 +9,9 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 
+# The system zeroes a huge page in 0.2 ms, and takes 7 to 25 ms where the host of a virtual machine has to find the
+# memory; a step that begins blocks in all layers waited for eight of them. With pages ahead 32 streams of tiny-fp32 had
+# a p99 between tokens of 51 to 65 ms instead of 88 to 105.
 AHEAD_BYTES = 64 << 20
 """How much of the pool is ready behind the highest block of any request."""
 _PIECE = 2 << 20
@@ -24,6 +27,7 @@ def populate(memory: PoolMemory, start: int, end: int) -> bool:
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     first = ctypes.addressof(ctypes.c_char.from_buffer(memory.buffer, start))
     skipped = first % mmap.PAGESIZE
+    # Not all pages at the start, as vLLM has them: the default pool is as large as half of the free memory.
     return bool(madvise(ctypes.c_void_p(first - skipped), ctypes.c_size_t(end - start + skipped), _POPULATE_WRITE) == 0)
 
 
@@ -76,6 +80,7 @@ class PoolPages:
         if self._ready < self._pool.num_blocks and self._is_possible:
             new_blocks = _new_blocks(step)
             used = 1 + max(map(max, new_blocks)) if new_blocks else 0
+            # Half of the room before it runs out, so that the thread has time: a step must not catch up with it.
             if used > self._ready - self._ahead // 2 and (self._thread is None or not self._thread.is_alive()):
                 self._extend(used)
 

@@ -41,6 +41,7 @@ class Buffers:
                 if (buffer := self._find(address)) is not None:
                     buffer.first = number if buffer.first < 0 else buffer.first
                     buffer.last = number
+        # Results live past the last call: they are read until the next step begins.
         for result in results:
             if (buffer := self._find(result.data_ptr())) is not None:
                 buffer.first, buffer.last = max(buffer.first, 0), len(calls)
@@ -72,6 +73,8 @@ def _place(buffers: list[Buffer]) -> int:
     """Choose the offsets: each at the lowest place that no other one has at the same time. Returns the size of all."""
     placed: list[Buffer] = []
     size = 0
+    # A decoder's step needs few results at a time, so its memory stays in a cache where one buffer for each call would
+    # not.
     for buffer in sorted(buffers, key=lambda each: each.first):
         placed = [other for other in placed if other.last >= buffer.first]
         buffer.offset = 0

@@ -86,6 +86,7 @@ def describe(function: Any, arguments: tuple[Any, ...]) -> Call:
         args = _copy(target)
         return Call(address, "P", [addressof(args)], args)
     types = function.argtypes or ()
+    # A kernel with a result is one that Python looks at: a replay would go on whatever it says.
     if len(types) != len(arguments) or function.restype is not None:
         raise UnrecordableError(f"{function.__name__} has no declared signature")
     letters = "".join(_LETTERS.get(kind, "?") for kind in types)

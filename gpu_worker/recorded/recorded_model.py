@@ -27,6 +27,8 @@ from .rehearsal import Rehearsal
 
 log = logging.getLogger(__name__)
 
+# A step of one request of the demo model takes 277 µs from a recording and 729 operation by operation (bfloat16, one
+# thread); for 32 requests it is 4,297 against 4,985, and beyond that calls are lost in the arithmetic.
 MOST_TOKENS = 64
 """Larger steps are computed as ever: there the operations take much longer than their calls."""
 _MOST_RECORDINGS = 64
@@ -113,6 +115,7 @@ class RecordedModel:
         num_tokens = len(inputs.token_ids)
         if num_tokens > self._plan.most_tokens or inputs.embeds or not (every_row or _all_draw(inputs)):
             return None
+        # The number of threads is a part: attention cuts its work by it, and a recorded plan holds the cut.
         size = (num_tokens, kernel_threads(), adapted)
         step = self._steps.get(size)
         if step is None and (size in self._failed or len(self._failed) >= _MOST_FAILURES):
@@ -164,10 +167,13 @@ class RecordedModel:
         buffers = Buffers(recorder.tensors, calls, results)
         if not all(map(buffers.holds, results)):
             raise UnrecordableError("a result is no tensor of the step")
+        # Recordings hold addresses, so all of them end when the memory moves. It doubles, which bounds how often.
         if self._memory.reserve(buffers.nbytes):
             self._steps.clear()
         made = Recording(calls, buffers, self._memory.bytes, results)
         plan = self._plan.bind(made.structs)
+        # A recording counts only if it computes the same bits once more: that finds operations with a state, and arrays
+        # that were read at an address which a later step does not fill.
         self._try(made, plan, calls, recorder.exchanged, buffers, results)
         return _Step(made, plan, made.results[0], made.results[1] if is_whole else None)
 

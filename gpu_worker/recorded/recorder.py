@@ -44,6 +44,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return threading.get_ident() == self._thread and not self._is_exchanging
 
     @classmethod
+    # PyTorch wraps dispatch modes in a function that imports torch._dynamo: the first decode step took more than a
+    # second.
     def _should_skip_dynamo(cls) -> bool:
         return False  # otherwise the first operation imports PyTorch's compiler, which takes seconds
 
@@ -117,6 +119,8 @@ def current_recorder() -> Recorder | None:
     return _hearing if _hearing is not None and _hearing.hears_exchanges else None
 
 
+# A hook that was a closure of its recording was freed while another engine's call still ran, and that call's end
+# crashed the process.
 def _hook(result: object, function: Any, arguments: tuple[Any, ...]) -> object:
     """Report a call of a kernel. This object lives as long as the process: ctypes holds no reference to a hook while a
     call runs, and the call of another thread may end after its hook was taken away."""

@@ -40,6 +40,8 @@ class Rehearsal:
 
     def _replace(self, each: Exchanged) -> list[Call]:
         calls = []
+        # As strict as the trial of a lone rank: what this rank would have given to the others has to be the same bits
+        # too.
         if each.before is not None:
             self._expected.append(each.before)
             self._given.append(np.zeros(len(each.before), dtype=np.uint8))

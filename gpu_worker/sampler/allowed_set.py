@@ -69,6 +69,8 @@ def allowed_set(
     weights: npt.NDArray[np.float64] = np.subtract(logits, logits.max(), dtype=np.float64)
     with np.errstate(over="ignore"):  # as in `all_weights`, without the calls that several rows need
         np.exp(np.divide(weights, params.temperature, out=weights), out=weights)
+    # After top-k, though min-p is named first: it compares each weight with the largest one, which no other filter
+    # removes, so its place changes nothing, and here it sees k tokens instead of the vocabulary.
     if params.min_p > 0.0:
         token_ids, weights = _select(token_ids, weights, np.flatnonzero(weights >= params.min_p))
     if params.top_p < 1.0:

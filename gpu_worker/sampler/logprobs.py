@@ -86,6 +86,8 @@ def _lower_bounds(rows: Logits, count: int) -> Logits:
 
 def _ranks(rows: Logits, values: Logits, token_ids: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
     """Return the tokens' ranks in that order, [n]; 1 is the best. ``values``: the tokens' logits, [n, 1]."""
+    # A rank is a place in one order. vLLM counts all equal logits, so that the two best tokens both rank second if they
+    # are equal.
     num_better: npt.NDArray[np.intp] = np.count_nonzero(rows > values, axis=1)
     row_of, equal = np.divmod(np.flatnonzero(rows == values), rows.shape[1])
     num_equal_before = np.bincount(row_of[equal < token_ids[row_of]], minlength=len(rows))

@@ -49,5 +49,7 @@ def uniform(
     counter[0], counter[1] = output_indices & _LOW, output_indices >> _WORD
     counter[2] = purpose
     words = philox(counter, np.stack([seeds & _LOW, seeds >> _WORD]))
+    # 53 bits, all that a float64 below 1 can hold: with fewer, tokens of a probability below the step would never be
+    # drawn.
     bits: npt.NDArray[np.uint64] = (words[1] << _WORD | words[0]) >> np.uint64(11)
     return np.multiply(bits, 2.0**-53, dtype=np.float64)

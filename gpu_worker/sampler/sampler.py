@@ -39,9 +39,12 @@ class Sampler:
         best = logits.argmax(axis=1)  # of a row that contains NaN: the first one
         token_ids: list[int] = best.tolist()
         largest = logits.take(best + _row_starts(*logits.shape))
+        # One product for the batch, 2 µs a step: looking at each row was half of what a greedy step had gained.
         is_all_finite = math.isfinite(largest.dot(largest))  # cheaper than a look at each
         if not is_all_finite:
             for row in np.flatnonzero(~np.isfinite(largest)).tolist():
+                # vLLM answers token 0 for such a row. Where some logits are finite the best of them is a token like any
+                # other.
                 if not np.isfinite(logits[row]).any():
                     token_ids[row] = NO_TOKEN
         random = [row for row, wanted in enumerate(params) if wanted.temperature != 0.0]

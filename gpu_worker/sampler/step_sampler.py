@@ -72,6 +72,7 @@ class StepSampler:
         """Give the output the tokens [S], which the batch has already."""
         output.sampled_token_ids = by_request(tokens.tolist(), inputs.sampled, len(inputs.req_ids))
         if self._publish is not None:
+            # The array is the kernel's and holds until its next call, while sending may still go on.
             self._publish(tokens.copy())
 
     def _complete(
@@ -113,6 +114,8 @@ class StepSampler:
         indices = self.batch.output_indices(rows)
         asked = self._asked(inputs, inputs.sampled, indices, grammar)
         drawn = self.device_sampler.start_with(logits, draws.columns, indices, asked)
+        # Bad words of several tokens depend on the output so far, and other ranks need the tokens: both are on the
+        # host.
         if drawn.left_out or self._publish is not None or processors.follow_output(rows):
             expected.settle_all()  # the host may look at tokens of earlier steps
             found = self._finish(drawn, inputs, inputs.sampled, logits, grammar, output)

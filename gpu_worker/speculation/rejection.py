@@ -89,6 +89,7 @@ def accept_or_redraw(
     """
     decides, draws = numbers
     share = 1.0 if drafted_from is None else drafted_from[draft]
+    # As a product: the quotient p / q would divide by a probability that may be zero.
     if decides * share < target[draft]:
         return draft
     rest = target.copy() if drafted_from is None else np.maximum(target - drafted_from, 0.0)

@@ -60,6 +60,9 @@ class Verifier:
         output.sampled_token_ids = [[] for _ in inputs.req_ids]
         if self._sampler.measures:
             self._sampler.measure(inputs, _select(logits, _first_rows(inputs)), output)
+        # Strict by default: rejection sampling uses other random numbers than decoding, so tokens would depend on the
+        # load and change after a preemption. With the drafter drawing by the same number it gains at most 2 % of a
+        # step's tokens (105 questions of the demo model).
         is_stateless = self._rejection is None and self._sampler.only_draws(grammar)
         if not (is_stateless and self._draw_at_once(inputs, logits, output)):
             self._draw_in_passes(inputs, logits, _first_rows(inputs), grammar, output)

@@ -39,6 +39,7 @@ class AmxRegisters {
     asm volatile("" : : "r"(&config) : "memory");  // GCC takes the instruction for one that reads 8 bytes
     _tile_loadconfig(&config);
   }
+  // Eight KiB of state: a thread that keeps them makes each switch of threads save and load them.
   ~AmxRegisters() { _tile_release(); }
   AmxRegisters(const AmxRegisters&) = delete;
   AmxRegisters& operator=(const AmxRegisters&) = delete;

@@ -70,6 +70,8 @@ class Call {
     for (int r = 0; r < a.num_requests; ++r)
       if (is_decode(r)) positions += decode_range(r);
     // So that the longest request keeps no thread busy alone: at least four pieces a thread.
+    // By the number of threads that kernels get at most, which stays the same while fewer of them compute: the cut
+    // decides the order of sums.
     const int64_t wanted = 4 * a.num_threads;
     takes_all_heads = can_take_all_heads() && positions >= wanted * SHORTEST_PIECE;
     const int64_t fair = positions * (takes_all_heads ? 1 : a.num_kv_heads) / wanted;
@@ -106,6 +108,8 @@ class Call {
       for (int head = 0; head < a.num_kv_heads; ++head) {
         const int n = std::min(tokens, count - first), end = before + first + n;
         const int begin = first_seen(before + first) / RUN * RUN;
+        // A tile of rows is taken for eight times as dear as a decode over as many positions; threads begin with the
+        // dearest pieces, so that the last ones are short.
         pieces.push_back({r, -1, first, n, begin, end, head, 1, -1, (int64_t)8 * (end - begin)});
       }
   }

@@ -23,6 +23,9 @@ class HeadsDecode {
   }
 
   void run(int begin, const Target<BF16>* targets) {
+    // A loop that only reads gets 18 GB/s head by head, because the blocks of one head are 4 KiB each and 32 KiB apart,
+    // and 28 to 31 GB/s in this order. Kernels without bfloat16 instructions lose 7 to 15 % by it: they compute as long
+    // as they read.
     for (int start = begin; start < end; start += SPAN) {
       const int count = std::min(SPAN, end - start);
       read(a.key, start, count, a.value, start, [&](int h, int c, const BF16* keys, const NextRun& next) {
@@ -55,6 +58,8 @@ class HeadsDecode {
         behind = kv_row<BF16>(a, cache, table, head, start + c + RUN);
       else if (first < end)
         behind = kv_row<BF16>(a, then, table, head, first);
+      // Asking for every second line reads 25 instead of 18 GB/s: the processor fetches the others itself and runs
+      // further ahead than the some 24 lines that a thread may wait for.
       const bool every_line = !lies_in_order(start + c);
       for (int h = 0; h <= last; ++h, rows += stride) work(h, c, rows, {h < last ? rows + stride : behind, every_line});
     }

@@ -85,6 +85,8 @@ class Int8Decode {
       prefetch(next.scales, RUN * sizeof(float));
       numbers[c / RUN] = rows.numbers;
       ahead[c / RUN] = next.numbers;
+      // Scales go to the weights, one for each position, and not to the values: a vector of weights takes one
+      // multiplication where the elements would take one each.
       for (int t = 0; t < RUN; t += LANES)
         for (int g = 0; g < G; ++g) store(&scores[g][c + t], load(&scores[g][c + t]) * load(rows.scales + t));
     }

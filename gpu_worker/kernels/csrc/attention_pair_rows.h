@@ -63,6 +63,8 @@ struct PairRows {
   }
 
   // Behind the end nothing is seen, though rows of requests that share a prefix have their own positions there.
+  // A prefix of an odd number of blocks was padded to whole tiles, and rows that have positions of their own beyond it
+  // took the padding for seen: errors of 0.06, and 1.3 with sinks, instead of 0.008.
   bool all_seen(int i, int start, int end, int count) const {
     if (start + count > end) return false;
     for (int r = 0; r < LANES; ++r) {

@@ -29,8 +29,13 @@ constexpr bool USABLE = true;
 constexpr int BLOCK = PANEL * DEPTH;                     // numbers of a panel for the inputs of a tile
 constexpr int TILE_ROWS = 16, TILE = TILE_ROWS * DEPTH;  // rows and numbers of a tile
 constexpr int PAIR = 2 * TILE_ROWS;                      // rows that are computed at once
+// oneDNN fetches nothing of what comes next: a prompt of 64 tokens had 61 % of the unit's rate, one of 128 tokens 80 %.
+// Here 64 rows make 1,227 GFLOP/s instead of 924 (qwen3-0.6b's layers, two cores).
 constexpr int CHUNK = 32;          // blocks that are added before the sums go back to memory, and fetched ahead
+// One MiB of tiles, half of the second-level cache of the processors that have the unit, beside the blocks of the
+// matrix that are fetched into it.
 constexpr int STRETCH = 1 << 19;   // numbers of the rows that are computed together
+// Without streaming, each line of a result is read before it is written: a third of the time of 2,048 rows went there.
 constexpr int LARGE = 1 << 19;     // numbers of a result that no cache keeps
 constexpr int AHEAD = 4;           // blocks that up to 16 rows fetch before their use
 constexpr int LINE = 64, NUMBERS = LINE / sizeof(BF16);  // bytes of a cache's line, and the numbers in it
@@ -169,6 +174,7 @@ void multiply_panels(const Product& p, const BF16* tiles, int64_t first, int64_t
   if ((int64_t)scratch.size() * PAIR < num_rows) scratch.resize((num_rows + PAIR - 1) / PAIR);
   const AmxRegisters registers({16, 16, 16, 16, 16, 16, 16, 16});
   for (int64_t panel = begin; panel < end; ++panel) multiply_panel(p, tiles, first, num_rows, panel, scratch.data());
+  // Streaming stores are not ordered with others: the thread that waits for this piece could read old numbers.
   if (streams(p)) _mm_sfence();
 }
 
@@ -189,6 +195,8 @@ void run(const Product& p, int threads) {
   if (!p.num_rows) return;  // a register cannot have no rows
   static thread_local std::vector<Line> scratch;
   const int64_t panels = (p.outputs + PANEL - 1) / PANEL;
+  // Few rows are not copied into tiles: with one tile of rows there is nothing to reuse, and two panels share it
+  // instead.
   if (p.num_rows <= TILE_ROWS)
     return for_ranges(panels, 2, threads, [&](int64_t begin, int64_t end) { multiply_16(p, begin, end); });
   const int64_t stretch = std::max<int64_t>(PAIR, STRETCH / p.inputs / PAIR * PAIR);

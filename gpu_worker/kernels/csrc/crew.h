@@ -38,12 +38,16 @@ inline void join(int thread) {
 
 // Lets the threads use `cpus`. Those that have ended, or that another process has since a fork, are passed over.
 inline void let_use(const cpu_set_t& cpus) {
+  // tgkill with signal 0 asks whether the number is still a thread of this process: the system gives numbers away
+  // again.
   for (std::atomic<pid_t>& each : crew.threads)
     if (const pid_t thread = each.load(); thread && !syscall(SYS_tgkill, getpid(), thread, 0))
       sched_setaffinity(thread, sizeof cpus, &cpus);
 }
 
 // For the caller of kernels, at any time. Two system calls if it has been moved since the last time, otherwise none.
+// A prompt of 64 tokens took 18 ms after a rest of 0.1 s and 6 ms a step later (tiny model, two cores). OMP_PROC_BIND
+// would help too, and would bind every thread that the program starts later.
 inline void keep_off_caller() {
   const int cpu = sched_getcpu();
   if (cpu < 0 || (cpu == crew.caller_cpu.load() && !crew.has_new.load())) return;

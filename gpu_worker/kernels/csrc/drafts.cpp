@@ -46,6 +46,8 @@ namespace {
 
 // Matrices lie in panels of PANEL outputs, in a panel input after input; zeros fill the last panel. In bfloat16 a word
 // holds two outputs that are LANES apart, so that a shift and a mask make floats of them.
+// A step of the demo model's draft, 0.2 million weights, spent its time on 20 calls from Python: one stream got 0.86 to
+// 1.03 times the tokens of one without drafts. In one call it got 1.33 times with 4 drafts and 1.62 with 6.
 constexpr int PANEL = 64;
 
 inline int64_t whole(int64_t n) { return (n + PANEL - 1) / PANEL * PANEL; }
@@ -174,6 +176,8 @@ class Decoder {
   // The model's state before position `p` becomes the second half of what a head joins.
   void take_state(int64_t r, int64_t p) {
     const T* state = p == a.starts[r] ? (const T*)a.before[r] : (const T*)a.states[r] + (p - 1 - a.starts[r]) * a.hidden;
+    // Zeros stand for a state that was not computed here (a prefix hit or a transfer): the head then drafts worse, and
+    // its KV stays a function of the tokens alone.
     if (state)
       widen(state, &joined[a.hidden]);
     else
@@ -195,6 +199,8 @@ class Decoder {
       const int64_t best = choose(confidence);
       if (best < 0) return n;
       to[n] = best;
+      // Written so that a NaN ends the drafts too. The last draft stays: it was computed, and a wrong one costs a row,
+      // not a token.
       if (!(confidence >= a.least_confidence)) return n + 1;
     }
     return count;

@@ -48,6 +48,8 @@ constexpr int64_t STRETCH = 1024;    // numbers that are searched again for the 
 constexpr int64_t FEW = 128 * 1024;  // numbers that one thread compares in the time that sharing them takes
 constexpr int CHAINS = 4;            // registers, because a comparison takes 4 cycles
 constexpr int64_t GROUP = 64;        // numbers that have one sum; at most so many have one maximum
+// A nucleus needs an order only where it ends: by the bits of their exponents weights fall into 4,097 buckets, and one
+// bucket is sorted instead of thousands of tokens.
 constexpr int FRACTION = 6;                             // bits behind the point that tell buckets apart
 constexpr int64_t BUCKETS = (int64_t(64) << FRACTION) + 1;  // of weights from 2^-64 to 1
 
@@ -132,6 +134,8 @@ struct Allowed {
 
   // Lets the k largest of n logits be left, with 0 < k < n; of equal ones the first.
   void keep_largest(const float* x, int64_t n, int64_t k) {
+    // A bound from the maxima of groups passes over nearly all of the vocabulary, before the exact k-th number is
+    // searched among the rest.
     const float least = bound(x, n, k);
     ids.clear();
     int64_t i = 0;

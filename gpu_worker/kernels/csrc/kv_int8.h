@@ -13,6 +13,7 @@ inline int64_t int8_offset(int64_t block, int64_t num_kv_heads, int64_t head, in
   return (block * num_kv_heads + head) * block_size * (size + (int64_t)sizeof(float));
 }
 
+// By the additions' own rounding, which is that of PyTorch's round: both write the same bits.
 inline Vec round_to_even(Vec x) { return (x + 12582912.f) - 12582912.f; }  // 1.5 * 2^23; for |x| < 2^22
 
 // Stores the first `count` of a row's `size` elements: scale = largest / 127, number = element / scale. A row with an
@@ -28,6 +29,9 @@ inline void store_int8_row(const T* row, int64_t count, int8_t* cache, int64_t s
     most = maximum(x < 0.f ? -x : x, most);
     poison += x * 0.f;
   }
+  // For each head of each token: a scale for a block of 16 tokens takes fewer bytes (50 % of bfloat16's instead of 53 %
+  // for heads of 64), but a later token may be larger. Rounding its neighbours again would make KV depend on chunks and
+  // preemptions.
   const float scale = largest(most) / 127.f;
   ((float*)(block + block_size * size))[offset] = scale + sum(poison);
   const Vec divisor = splat(scale > 0.f ? scale : 1.f);

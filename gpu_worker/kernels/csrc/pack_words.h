@@ -31,6 +31,8 @@ inline void pack_words(const uint32_t* weight, uint32_t* matrix, int64_t outputs
       for (int64_t lane = 0; lane < panel; lane += LANES) {
         Vec square[LANES];
         load_square(weight, outputs, words, number * panel + lane, k, square);
+        // In registers: reading one output's words and writing each to its own line would touch a new line of the
+        // matrix for every 4 bytes.
         transpose(square);
         uint32_t* to = matrix + (number * words + k) * panel + lane;
         for (int64_t i = 0; i < std::min<int64_t>(LANES, words - k); ++i)

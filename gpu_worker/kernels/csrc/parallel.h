@@ -18,6 +18,8 @@ namespace {
 // With `is_near`, a thread begins with the same pieces in each call: it may have read their memory before.
 template <class F>
 void share_pieces(int64_t pieces, int threads, bool is_near, F& work) {
+  // How the work is cut must not depend on this number, which changes while the engine runs: attention's sums follow
+  // the cut.
   threads = std::min<int64_t>({threads, pieces, tokenloom_pool::settings.most_threads.load(std::memory_order_relaxed)});
   if (threads <= 1) {
     for (int64_t piece = 0; piece < pieces; ++piece) work(piece);
@@ -42,6 +44,7 @@ void for_pieces(int64_t pieces, int threads, F&& work) {
   share_pieces(pieces, threads, false, work);
 }
 
+// Eight: a thread that loses its processor holds back an eighth of its share.
 constexpr int64_t PIECES_PER_THREAD = 8;  // of a stretch that for_ranges cuts: the last piece is what others wait for
 
 // Calls work(begin, end) for ranges that together are [0, count): several for each thread, each a multiple of `grain`

@@ -10,6 +10,8 @@
 
 namespace {
 
+// Sixteen outputs fill one register of AVX-512 and two of AVX2, so both read one layout. Groups of 32 inputs with a
+// float16 scale take 4.5 or 8.5 bits a weight, as GGUF's do.
 constexpr int PANEL = 16, GROUP = 32, FOURS = GROUP / 4, LINE = PANEL * 4;  // outputs; inputs; bytes of a four
 
 // One panel of `values`, [outputs, inputs], less `least`.
@@ -78,6 +80,8 @@ float best_scale(const T* x, int64_t group, const float* extremes, int64_t count
     const float xl = sum(product), ll = sum(square), gain = xl * (xl / ll);
     if (gain > gained) gained = gain, scale = xl / ll;
   }
+  // Rounded already here, so that the levels fit the scale that is stored. Beyond float16's normal numbers the exact
+  // scale stays.
   const float half = _cvtsh_ss(_cvtss_sh(scale, _MM_FROUND_TO_NEAREST_INT));
   return std::fabs(half) >= 6.103515625e-5f && std::fabs(half) <= 65504.f ? half : scale;
 }

@@ -131,6 +131,8 @@ inline void add_rows(const PanelGroup& group, const uint8_t* unpacked, const Row
 #pragma GCC unroll 2
     for (int v = 0; v < VECS; ++v) {
       dots[r][v][0] = zero_sums();
+      // The sums start with the correction for levels that are stored unsigned, so that no instruction adds it later.
+      // With AVX2, 16 bits hold the sum of a whole group of 4-bit products.
       dots[r][v][N - 1] = first_sums(x.starts[r]);
     }
 #pragma GCC unroll 8
@@ -141,6 +143,7 @@ inline void add_rows(const PanelGroup& group, const uint8_t* unpacked, const Row
 #pragma GCC unroll 2
       for (int n = 0; n < N; ++n) {
         u[v][n] = UNPACKED ? load_bytes(unpacked + unpacked_place(n, four, v)) : unpack<BITS>(group.bytes, n, four, v);
+        // An empty assembly statement, without which GCC reorders the additions and spills the sums.
         keep_here(u[v][n]);
       }
 #pragma GCC unroll 16
@@ -178,6 +181,8 @@ inline void for_groups(const Matrix& matrix, int64_t b, F each) {
 
 // So few rows that a group is unpacked on the way to their sums, and the sums of all groups stay in registers.
 template <int BITS>
+// Storing the sums between groups made a lone row take 26 instead of 19 µs (1,024 by 1,024 numbers of 4 bits, in the
+// second-level cache).
 constexpr int FEW = AT_ONCE<BITS> < 4 ? AT_ONCE<BITS> : 4;
 
 // One panel for few rows.
@@ -210,6 +215,8 @@ void multiply_many(const Matrix& matrix, const Rounded& x, int64_t b, float (*su
   memset(sums, 0, x.rows * sizeof *sums);
   RowsGroup rows = x.from(0);
   for_groups<BITS, OFFSETS>(matrix, b, [&](const PanelGroup& group) {
+    // Once for all rows of a stretch, which then go by fours: 128 rows of 1,024 by 1,024 numbers take 1.32 ms, one by
+    // one 1.73.
     alignas(64) uint8_t unpacked[PARTS<BITS> * FOURS * LINE];
     unpack_group<BITS>(group.bytes, unpacked);
     add_unpacked<BITS, OFFSETS, AT_ONCE<BITS>>(x.rows, group, unpacked, rows, sums);

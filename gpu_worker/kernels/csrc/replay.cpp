@@ -62,6 +62,8 @@ constexpr Entry entry() {
   return {Signature<A...>::letters, Signature<A...>::call};
 }
 
+// Templates convert the words, so that a call parses no types. A kernel with another signature ends a recording until
+// its line is added here.
 constexpr Entry SIGNATURES[] = {
     entry<P>(),                                               // attend, rotate_and_write
     entry<I, P, P, P, P, L, L, F, F, I>(),                    // add_norm

@@ -31,6 +31,9 @@ from .kv_reading import Reading, Verdict
 
 log = logging.getLogger(__name__)
 
+RECOVERED_SECONDS = 60.0
+"""After so long without a failure, blocks that are read show that nothing is computed again any more."""
+
 
 @dataclass(frozen=True)
 class ReaderConfig:
@@ -80,6 +83,7 @@ class KVLoads:
         self._link = link
         self._registry = registry
         self._fall_backs = fall_backs
+        self._failed_at = 0.0
         self._channels = KVChannels(registry, channels)
         self._paths = KVPaths(config.transports, config.host)
         self._loads: dict[str, _Load] = {}  # by the attempt's key
@@ -142,8 +146,7 @@ class KVLoads:
         if attempt.request is None:
             return  # the attempt has ended
         log.debug("request %s: KV could not be acquired (%s)", attempt.request_id, failure)
-        if not self._config.must_load:
-            self._fall_backs.begin("kv_recomputed", str(failure))
+        self._note_failure(str(failure))
         self._core.metrics.kv.observe_recompute(failure.reason)
         if self._config.must_load:
             self._core.fail(attempt, Unavailable("the prompt's KV could not be transferred; retry the request"))
@@ -174,13 +177,26 @@ class KVLoads:
             # The blocks count only after this answer: the owner compares their generations, so blocks that it had to
             # take back and reuse during the copy are computed here instead of giving wrong tokens.
             verdict = await _release(reading)
-            if verdict.valid and load.verify is not None and load.verify.copied:
-                self._fall_backs.end("kv_recomputed")
-            if load.verify is None or not load.verify.copied:
-                return  # the core does not wait for a verdict
+            if load.verify is None or not load.verify.copied:  # the core does not wait for a verdict
+                self._note_failure(load.verify.failure if load.verify is not None else "")
+                return
+        if verdict.valid:
+            self._note_success()
+        else:
+            self._note_failure(verdict.reason)
         await self._link.send(
             KVVerdict(attempt.key, verdict.valid, reason=verdict.reason, checksums=list(verdict.checksums))
         )
+
+    def _note_failure(self, reason: str) -> None:
+        """Note that a prompt is computed here. ``reason``: empty if it is not, because the request has ended."""
+        if reason and not self._config.must_load:
+            self._failed_at = asyncio.get_running_loop().time()
+            self._fall_backs.begin("kv_recomputed", reason)
+
+    def _note_success(self) -> None:
+        if asyncio.get_running_loop().time() - self._failed_at > RECOVERED_SECONDS:
+            self._fall_backs.end("kv_recomputed")
 
     async def _hand_over(self, attempt: Attempt, request: EngineCoreRequest) -> None:
         assert attempt.request is request

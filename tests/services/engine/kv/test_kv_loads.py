@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tests.loop_clock import pass_time
+from tests.loop_clock import pass_time, settle
 from tests.services.engine.kv.kv_fakes import (
     LEASE,
     FakeCore,
@@ -31,7 +31,7 @@ from tokenloom.engine_core.kv_transfer.kv_messages import (
 )
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.engine_core.wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, FinishReason
-from tokenloom.services.engine.kv import kv_reading
+from tokenloom.services.engine.kv import kv_loads, kv_reading
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import engine_pb2
 from tokenloom.v1.engine_pb2 import AddRequest, KVSource
@@ -148,6 +148,29 @@ async def test_blocks_that_changed_are_told_with_their_reason(pair: Pair) -> Non
     pair.reader.say(KVVerify(request.request_id, copied=True))
     verdict = await pair.reader.noted(KVVerdict)
     assert (verdict.valid, verdict.reason) == (False, "generation_changed")
+    assert pair.reader_host.fall_backs.own() == [("kv_recomputed", "generation_changed")]
+
+
+async def test_recomputing_is_shown_until_no_read_has_failed_for_a_while(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def load(slot: int, *, copied: bool) -> list[tuple[str, str]]:
+        await pair.peer.send(pair.add(slot))
+        request = await pair.reader.noted(EngineCoreRequest)
+        pair.reader.say(KVVerify(request.request_id, copied=copied, failure="" if copied else "checksum"))
+        await pair.owner.noted(KVRelease)
+        if copied:
+            assert (await pair.reader.noted(KVVerdict)).valid
+        await settle()
+        return pair.reader_host.fall_backs.own()
+
+    shown = [("kv_recomputed", "checksum")]
+    assert await load(1, copied=True) == []
+    assert await load(2, copied=False) == shown
+    assert await load(3, copied=True) == shown, "every other request may fail"
+    monkeypatch.setattr(kv_loads, "RECOVERED_SECONDS", 0.0)
+    assert await load(4, copied=True) == []
+    assert pair.reader_host.fall_backs.counts["kv_recomputed"] == 1
 
 
 async def test_a_copy_that_was_given_up_still_ends_the_lease(pair: Pair) -> None:

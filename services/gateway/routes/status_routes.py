@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry
 
-from tokenloom.fall_backs import FallBack
+from tokenloom.fall_backs import KINDS, FallBack
 from tokenloom.services.runtime.telemetry.metrics_page import metrics_page
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
@@ -126,7 +126,8 @@ def model_object(
 def health_object(
     parts: Mapping[str, PartState], missing: Sequence[str], fall_backs: Sequence[FallBack]
 ) -> dict[str, object]:
-    """Describe the state of a mesh. ``missing``: the parts without which it does not answer."""
+    """Describe the state of a mesh, without what only operators may know, because everybody may ask for it: subjects
+    and details of fall-backs name addresses and files. ``missing``: the parts without which it does not answer."""
     degraded = [name for name, part in parts.items() if part.state != "ok" and name not in missing]
     body: dict[str, object] = {"status": "unavailable" if missing else "degraded" if degraded or fall_backs else "ok"}
     if missing:
@@ -134,7 +135,8 @@ def health_object(
     if degraded:
         body["degraded"] = degraded
     if fall_backs:
-        body["fall_backs"] = [each._asdict() for each in fall_backs]
+        kinds = sorted({each.kind for each in fall_backs})
+        body["fall_backs"] = [{"kind": kind, "meaning": KINDS.get(kind, "")} for kind in kinds]
     body["parts"] = {
         name: {"state": part.state, "serving": part.num_serving, "known": part.num_known}
         for name, part in parts.items()

@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.loop_clock import pass_time
 from tests.services.gateway.fakes import LIMITS, MODEL, SOON, FakeMesh
+from tokenloom.fall_backs import KINDS
 from tokenloom.services.gateway.mesh.mesh_view import LOST_SECONDS
 from tokenloom.services.runtime.host.health import LIVENESS, READINESS
 from tokenloom.services.runtime.peers.channels import open_channel
@@ -50,7 +51,7 @@ async def test_fall_backs_of_engines_degrade_the_mesh_and_are_named(mesh: FakeMe
     mesh.coordinator.report.fall_backs.add(kind="no_pair", detail="its KV layout is x")
     await mesh.coordinator.set_state(coordinator_pb2.ENGINE_STATE_SERVING)
     health = await until_status(http, "degraded")
-    assert health["fall_backs"] == [{"kind": "no_pair", "subject": "engine-0", "detail": "its KV layout is x"}]
+    assert health["fall_backs"] == [{"kind": "no_pair", "meaning": KINDS["no_pair"]}]
     assert "degraded" not in health
     (engine,) = (await http.get("/server_info")).json()["engines"]
     assert (engine["state"], engine["fall_backs"]) == ("serving", {"no_pair": "its KV layout is x"})
@@ -71,6 +72,7 @@ async def test_a_gateway_shows_its_own_fall_backs(mesh: FakeMesh, http: httpx.As
     await mesh.coordinator.set_away(True)
     health = await until_status(http, "degraded")
     assert [each["kind"] for each in health["fall_backs"]] == ["old_view"]
+    assert "unix:" not in str(health), "everybody may ask"
     page = (await http.get("/metrics")).text
     assert 'tokenloom_fall_backs_total{kind="old_view"} 1.0' in page
     assert 'tokenloom_fall_back_active{kind="old_view",subject="unix:' in page

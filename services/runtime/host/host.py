@@ -81,6 +81,8 @@ class Host:
         self._metrics_server: metrics_server.MetricsServer | None = None
         self._tasks = Tasks(self.failed)
         self._state = StateFile(settings.state_file)
+        self._loop: asyncio.AbstractEventLoop | None = None  # while the state file has the addresses
+        self._is_publishing = False
         self.fall_backs = FallBacks(self.publish_fall_backs, beside=OF_PROCESS)
         process_metrics.observe_fall_backs(self.metrics, self.fall_backs)
 
@@ -121,12 +123,18 @@ class Host:
             log.warning("%s", error.message)
 
     def publish_fall_backs(self) -> None:
-        """Write the fall-backs to the state file, once it has the addresses: without them it says nothing."""
-        if self.address or self.health_address:
-            try:
-                self.publish(fall_backs=[each._asdict() for each in self.fall_backs.active])
-            except Unavailable as error:  # on a full disk: who begins a fall-back must not fail for its sign
-                log.warning("fall-backs are not shown by `tokenloom ps`: %s", error.message)
+        """Write the fall-backs to the state file soon, from any thread: those of a thousand engines, which begin at
+        once, are written once."""
+        if (loop := self._loop) is not None and not self._is_publishing:
+            self._is_publishing = True
+            loop.call_soon_threadsafe(self._write_fall_backs)
+
+    def _write_fall_backs(self) -> None:
+        self._is_publishing = False
+        try:
+            self.publish(fall_backs=[each._asdict() for each in self.fall_backs.active])
+        except Unavailable as error:  # on a full disk: the service goes on without the sign
+            log.warning("fall-backs are not shown by `tokenloom ps`: %s", error.message)
 
     async def open(self) -> None:
         """Bind, and serve health checks with NOT_SERVING."""
@@ -164,7 +172,7 @@ class Host:
 
     def publish_addresses(self) -> None:
         """Write what is known of this process to the state file: its name, process and addresses."""
-        settings = self.settings
+        settings, self._loop = self.settings, asyncio.get_running_loop()
         self.publish(
             service=settings.service,
             instance_id=settings.instance_id,
@@ -212,4 +220,5 @@ class Host:
             await asyncio.to_thread(self._metrics_server.close)
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
+        self._loop = None
         self._state.remove()

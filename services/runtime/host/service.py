@@ -133,12 +133,7 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
     _set_at_first_signal(stopping)
     try:
         async with _lifecycle(service, Host(settings), stopping) as host:
-            loop = asyncio.get_running_loop()
-
-            def changed() -> None:
-                loop.call_soon_threadsafe(host.publish_fall_backs)
-
-            OF_PROCESS.on_change = changed
+            OF_PROCESS.on_change = host.publish_fall_backs
             heap = Heap()
             heap.freeze()
             host.spawn(heap.run(), name="heap")

@@ -173,6 +173,20 @@ async def test_the_state_file_is_there_while_it_runs(settings: ServiceSettings) 
     assert not settings.state_file.exists()
 
 
+async def test_many_fall_backs_are_written_once(settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings.state_file is not None
+    writes: list[int] = []
+    async with running(Example(), settings) as host:
+        publish = host.publish
+        monkeypatch.setattr(host, "publish", lambda **fields: (writes.append(len(fields)), publish(**fields)))
+        for number in range(1000):
+            host.fall_backs.begin("no_pair", "as after a wrong flag", f"engine-{number}")
+        await asyncio.to_thread(host.fall_backs.begin, "old_view", "in another thread")
+        await asyncio.sleep(0)
+        assert len(json.loads(settings.state_file.read_text())["fall_backs"]) == 1001
+    assert len(writes) <= 2
+
+
 async def test_a_fall_back_that_the_state_file_cannot_show_fails_nobody(
     settings: ServiceSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,6 +197,7 @@ async def test_a_fall_back_that_the_state_file_cannot_show_fails_nobody(
     async with running(Example(), settings) as host:
         shutil.rmtree(folder)
         host.fall_backs.begin("old_view", "as on a full disk")
+        await asyncio.sleep(0)
         assert "cannot write" in caplog.text
         folder.mkdir()
         host.publish(role="both")

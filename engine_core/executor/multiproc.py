@@ -141,7 +141,9 @@ class MultiprocExecutor:
                 self.initialize_kv_cache(self._kv_cache)
             if self._weights:
                 self.collective_rpc("reload_weights", self._weights)
-        except (ValueError, OSError, zmq.ZMQError) as error:  # the system refuses processes and sockets, too
+        except ExecutorFailedError:
+            raise
+        except Exception as error:  # the system refuses processes, sockets and threads, too
             raise ExecutorFailedError(f"a worker cannot be replaced: {error}") from error
 
     def load_model(self) -> ModelInfo:

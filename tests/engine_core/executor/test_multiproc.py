@@ -351,8 +351,11 @@ def test_a_core_replaces_a_killed_worker_and_ends_when_the_next_one_is_killed_to
     client.close()
 
 
+@pytest.mark.parametrize(
+    "error", [BlockingIOError(11, "Resource temporarily unavailable"), RuntimeError("can't start new thread")]
+)
 def test_a_process_that_the_system_refuses_is_a_worker_that_cannot_be_replaced(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """Then it is tried again: see :mod:`tokenloom.engine_core.process.worker_replacement`."""
     executor = MultiprocExecutor(make_config(), WORKER_COMMAND, world_size=2)
@@ -361,13 +364,13 @@ def test_a_process_that_the_system_refuses_is_a_worker_that_cannot_be_replaced(
 
     def refuse_the_second(*args: Any, **fields: Any) -> Any:
         if started:
-            raise BlockingIOError(11, "Resource temporarily unavailable")
+            raise error
         started.append(start(*args, **fields))
         return started[0]
 
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", refuse_the_second)
-        with pytest.raises(ExecutorFailedError, match=r"cannot be replaced: .*Resource temporarily unavailable"):
+        with pytest.raises(ExecutorFailedError, match=f"cannot be replaced: .*{error.args[-1]}"):
             core.replace_workers()
     core.replace_workers()
     assert started[0].poll() is not None, "the one that had started has ended"

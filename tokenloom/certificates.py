@@ -152,6 +152,8 @@ def _issue(authority: Pair, part: str, lifetime: datetime.timedelta) -> Pair:
     builder = _builder(subject, authority.cert.subject, key.public_key(), lifetime)
     both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
+    # The name of a service and of no host: pods move, and a certificate that names an address would have to be made
+    # anew.
     builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     builder = builder.add_extension(_usage(signs_certificates=False), critical=True)

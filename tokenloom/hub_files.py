@@ -61,6 +61,8 @@ def _snapshot(model: str, patterns: tuple[str, ...], cache: HubCache) -> Path:
                 revision=model.partition("@")[2] or None,
                 allow_patterns=[*_DESCRIPTION, *patterns],
                 cache_dir=cache.directory,
+                # In containers one job downloads and the parts only wait for its files: otherwise each of them would
+                # fetch the same weights, and need a token and a way out of the cluster.
                 local_files_only=cache.cached_only,
             )
         )

@@ -34,6 +34,7 @@ class Identity:
         self.limits = types_pb2.ModelLimits(
             max_model_len=ready.max_model_len,
             vocab_size=ready.vocab_size,
+            # Reported to all gateways: a gateway must not promise what an engine refuses.
             max_logprobs=ready.vocab_size if settings.max_logprobs == -1 else settings.max_logprobs,
             priorities=settings.engine.scheduler.policy == "priority",
             experts_per_token=ready.experts_per_token,

@@ -74,6 +74,7 @@ class MeshHealth:
             "gateway": PartState(int(not self.draining), 1),
             "tokenizer": PartState(self._tokenizers.num_alive, self._tokenizers.num_known),
             "output_processor": PartState(self._outputs.num_connected, self._outputs.num_known),
+            # /health was 503 without a coordinator before, although requests were answered by its last snapshot.
             "coordinator": PartState(int(self._mesh.connected), 1, is_needed=False),
             "engine": PartState(*engines),
         }

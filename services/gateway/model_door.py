@@ -57,6 +57,8 @@ class ModelDoor:
     def _by_model(self, path: str) -> Handler:
         async def handle(exchange: Exchange) -> None:
             body = await exchange.read_body(self._max_body_bytes)
+            # Scanned for the name before it is decoded: only the routes of that model know which fields are valid. With
+            # one mesh there is no scan.
             found = await _model_of(body.data)
             mesh = self._meshes.first if found is None else self._meshes.pick(found.name)
             await self._of(mesh)[path]["POST"](exchange)

@@ -36,6 +36,8 @@ class LazyCommands(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._built:
             place, panel = self._places[name]
+            # Imported when it is used. `tokenloom --help` imported every command and took 1.2 s of CPU; with the texts
+            # read from the source it takes 0.1.
             with uncollected_imports():
                 imported = import_module(_module(place))
             self._built[name] = _built(getattr(imported, _member(place)), name, panel)

@@ -133,6 +133,8 @@ class OfflineBeamSearch:
                 for prompt, search in searches
                 if search.live
             ]
+            # All prompts advance together: the requests of one step share a batch, where one search after the other
+            # would fill a fraction of it.
             self._run([request for _, step in steps for request in step])
             for search, step in steps:
                 search.advance([_candidates(request) for request in step])

@@ -56,6 +56,8 @@ def prefill_engines(engines: Sequence[EngineLoad], growth: float, goals: Goals) 
     arriving = max(sum(each.prompt_tokens_per_second for each in engines) + growth, 0.0)
     waiting = sum(each.waiting_tokens for each in engines)
     late = max(waiting - rate * len(engines) * goals.ttft_seconds / 2, 0.0)
+    # With 120 s instead of 30 for the backlog, 72.0 instead of 83.7 % of the requests after a simulated step of the
+    # load kept to the goals.
     return max(arriving / goals.busy, arriving + late / DRAIN_SECONDS) / rate
 
 

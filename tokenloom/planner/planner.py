@@ -122,6 +122,9 @@ class Planner:
         for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
             missing = _engines(needs[role]) - counts[role]
             spare = counts[other] - max(_engines(self._flip_peaks[other].get(now) / _FILLED), self._limits.least)
+            # Engines of the other role come first: an engine that starts takes minutes, and one that changes its role
+            # is there already. Two autoscalers that look at one gauge each do not see that the other role has engines
+            # to spare.
             if (num_flips := min(missing, spare)) > 0:
                 idlest = sorted(
                     (each for each in engines if each.role == other),

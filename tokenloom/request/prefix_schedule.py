@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 def scheduled(hashes: Sequence[T]) -> list[T]:
     """Return the hashes of the blocks that are named. ``hashes``: of all blocks of a prompt, from the first on."""
+    # Tokenizers and the coordinator share the schedule, so hashes need no positions. With 256 neighbouring blocks they
+    # would end at 4,096 tokens, and long prompts with a common beginning would look alike.
     return [hashes[blocks - 1] for blocks in LEADING_BLOCKS[1:] if blocks <= len(hashes)]
 
 

@@ -82,6 +82,7 @@ def check_enabled(limits: types_pb2.ModelLimits) -> None:
 
 def _read_header(data: bytes) -> tuple[str, tuple[int, ...], bytes]:
     """(dtype, shape, content) of the file's only tensor."""
+    # A file of torch.save is a pickle, which runs code when it is read.
     if data[:2] == b"PK":
         raise InvalidArgument(f"{FIELD} must be a safetensors file; torch.save files are not accepted", FIELD)
     header_bytes = struct.unpack("<Q", data[:8])[0] if len(data) >= 8 else 0

@@ -111,6 +111,8 @@ def from_rpc(error: grpc.aio.AioRpcError | grpc.Call) -> TokenloomError:
             retry_after = _seconds(retry.retry_delay)
         elif _unpacks(detail, quota) and quota.violations:
             limit = quota.violations[0].subject
+    # The text of another sender may hold addresses and paths of the mesh, which clients must not see; so only its code
+    # is kept.
     if ours and status is not None:
         ours_again = _make(error.code().value[0], reason, status.message, field, retry_after)
         if isinstance(ours_again, RateLimitExceeded):

@@ -71,6 +71,8 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
             if not 0 <= interval <= MAX_PREFIX_SECONDS:
                 raise InvalidArgument(f"prefix_interval must be 0 to {MAX_PREFIX_SECONDS:g} seconds", "prefix_interval")
             specimen = specimen_hash(prints.block_size, prints.block_hash_seed)
+            # The coordinator gets changes and not events: of an interval in which a block was stored and evicted it
+            # gets nothing, otherwise 8 bytes for each block that prompts name.
             batches = feed.follow_prefixes(sequence, interval, specimen)
         else:
             batches = feed.follow(sequence)

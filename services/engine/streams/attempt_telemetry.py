@@ -35,6 +35,8 @@ def trace_attempt(tracer: Tracer, attempt: Attempt, headers: Headers, ended: flo
         "tokenloom.finish_reason": attempt.finish_reason.name.lower(),
         "tokenloom.leg": _leg(attempt),
     }
+    # Made at the end, from times that the core reports in any case: the core knows nothing of traces, and a token costs
+    # nothing more. A request that dies with its engine leaves no span of that engine.
     span = tracer.start("engine", headers, started_ns=arrival, attributes=attributes)
     if span is None:
         return

@@ -106,6 +106,7 @@ class BatchStore:
         """
         times = batch.times if status == batch.status else {**batch.times, status: int(now)}
         fields |= {"status": status, "times": times}
+        # A copy is written first and shown afterwards: a client must not see a state that a crash would take back.
         await self.save(msgspec.structs.replace(batch, **fields))
         for name, value in fields.items():
             setattr(batch, name, value)

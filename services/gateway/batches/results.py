@@ -74,6 +74,7 @@ class Results:
         if self._writer is None or self._writer.done():
             self._writer = asyncio.create_task(self._write(), name="results of a batch")
         try:
+            # Several results share the write, so the cancellation of one line must not cancel it for the others.
             await asyncio.shield(pending.written)
         except Exception:
             self.done[number] = 0
@@ -116,6 +117,8 @@ class Results:
             for descriptor, end in zip(self._files, ends, strict=True):
                 os.ftruncate(descriptor, end)
             raise
+        # Not after each write: a sync takes milliseconds, and the disk is shared by all batches. What a failed machine
+        # loses is answered again.
         if self._clock() - self._synced_at >= SYNC_SECONDS:
             self._sync()
 
@@ -130,6 +133,8 @@ class Results:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             self._files.append(descriptor)
             with open(descriptor, "rb", closefd=False) as file:
+                # The id of a result holds the number of its line, so both files together say what is done: no position
+                # is kept that could disagree with them.
                 for number, has_expired in results_in(file):
                     self.has_expired |= has_expired
                     if number < len(self.done):

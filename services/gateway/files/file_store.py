@@ -136,6 +136,8 @@ class FileStore:
         A repeat after a crash returns what the first call has stored; None: that was deleted meanwhile. Raises
         ``OSError``. ``room``: holds the file's place and bytes, which the stored file takes over.
         """
+        # The caller chooses the id, so a batch that repeats this step after a crash finds the file that its first run
+        # has stored.
         if (known := self._files.get(file_id)) is not None:
             return known
         created = int(self._now())

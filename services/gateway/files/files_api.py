@@ -111,6 +111,8 @@ class FilesApi:
         limit = self.store.limits.file_bytes + FORM_BYTES
         async with self._opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
             upload = Upload(boundary, descriptor)
+            # Written as it arrives: an upload may be larger than the budget of all bodies, of which it holds only one
+            # piece.
             async for piece in exchange.body.stream(limit, length):
                 await self.disk.run(lambda piece=piece: upload.write(piece))  # type: ignore[misc]
                 self.store.grow(room, exchange.tenant.name, upload.size)

@@ -24,5 +24,7 @@ FOREIGN_APIS: Sequence[ForeignApi] = (
 
 def ignored_names() -> frozenset[str]:
     """Return the fields of bodies that some API ignores; not the members of such fields."""
+    # One list serves the gateway, the documentation and the tests, so that a row that is not true fails a test, and
+    # clients learn from each response which of their fields had no effect.
     ignored = (row for api in FOREIGN_APIS for row in api.fields if row.outcome is Outcome.IGNORED)
     return frozenset(row.name for row in ignored if row.name == row.field)

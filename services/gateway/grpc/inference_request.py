@@ -91,6 +91,8 @@ def _optional(request: Message, name: str) -> Any:
     return getattr(request, name) if request.HasField(name) else None
 
 
+# vLLM keeps one request and its blocks between turns, in a state that holds a place in the batch and memory that cannot
+# be preempted. Here an idle session holds only its tokens, and the prefix cache finds its blocks again.
 class InputSession:
     """Streaming input (``resumable`` requests in vLLM V1): keeps the tokens of a session's turns.
 

@@ -68,7 +68,7 @@ class DirectWriter:
     """Does what uvicorn's ``send`` would do, for one request, without a task or a message.
 
     A streamed token that goes through ASGI costs a wake-up of the request's task, a coroutine and a message; here it
-    costs one call (docs/understand/decisions.md has the figures).
+    costs one call.
 
     Attributes:
         cycle: uvicorn's state of the request, a private part; its ``disconnected`` says whether the client has left.

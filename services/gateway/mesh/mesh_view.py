@@ -142,6 +142,8 @@ class MeshView:
         if self.connected:
             self._fall_backs.begin("old_view", reason, self.address)
         self.connected = False
+        # The rates stay, because engines are as fast as before; the load of minutes ago would refuse requests for no
+        # reason.
         self._publish_capacity(self._capacity.without_load())
 
     def _take(self, view: RegistryView) -> None:

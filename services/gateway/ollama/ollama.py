@@ -35,6 +35,8 @@ class OllamaApi:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
         reader = self.chats.reader
         fields = reader.read(body, OllamaRequest)
+        # Read as a chat, so that limits, tools and reasoning are those of every other API. Ollama's endpoints that
+        # manage models have no counterpart in a mesh.
         job, options = self.chats.read(chat_body(fields, is_chat=self.is_chat), tenant)
         unread = (f"options.{name}" for name in fields.options or () if name not in OPTIONS)
         return job, replace(options, ignored=(*reader.ignored(body, OllamaRequest), *unread))

@@ -72,6 +72,8 @@ class Traffic:
         """Add what happened since the last call."""
         before, self._before = self._before, self._totals()
         self._ended_at = time.time()
+        # The counters are compared every 5 s instead of observed: nothing is added per token, and the last ten minutes
+        # need no open page.
         self._intervals.append(self._compare(before, self._before))
 
     def columns(self) -> dict[str, object]:

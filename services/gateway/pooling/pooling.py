@@ -106,6 +106,8 @@ class Pooling:
                 pairs = {query: left for query in queries if (left := self._unscored(query))}
                 if not pairs:
                     break
+                # A new id in each round: the engine follows from the id, so the query goes to another one than the
+                # engine that lost it.
                 ids = {query: self._draw_id() for query in pairs}
                 parts = {query: (ids[query], len(documents)) for query, documents in pairs.items()}
                 await self._send(parts, pool, most_at_once, seconds_left, parts)
@@ -132,6 +134,8 @@ class Pooling:
     ) -> None:
         """Send prompts and wait for their ends. ``interactions``: the id of the query of each, and its documents."""
         for number, index in enumerate(indices):
+            # A call may have 2,048 inputs. Sent at once, they would fill the limits of the gateway, the output
+            # processors and the engines' queues for every other client.
             await self._outputs.wait(most_at_once - 1)
             submit = self._submit(index, seconds_left())
             if interactions is not None:

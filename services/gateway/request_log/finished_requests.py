@@ -35,6 +35,8 @@ class FinishedRequests:
             began: When it arrived, by :attr:`clock`.
             status, reason: Of its end, as in :class:`FinishedRequest`.
         """
+        # Made once, where the request ends, refusals of the protocol included: those were counted twice while a body
+        # was read, and refused handshakes not at all. The record has no field for a prompt or a key.
         finished = FinishedRequest(
             request_id=request_id,
             finished_at=time.time(),

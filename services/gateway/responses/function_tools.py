@@ -52,6 +52,8 @@ def _functions(fields: ResponsesRequest) -> Iterator[tuple[str, Mapping[str, Any
     for index, tool in enumerate(fields.tools or ()):
         where = f"tools[{index}]"
         if tool.get("type") != "namespace":
+            # Agents offer web search with every request, whether or not the server has it, and refusing it would refuse
+            # agents. Anthropic's API refuses such tools: its agents offer them only when they need one.
             if not is_left_out(tool):
                 yield where, tool, ""
             continue

@@ -104,6 +104,8 @@ class AdminRoutes:
             for mesh in self.meshes
             for engine in alive(mesh.view)
         }
+        # Asked under the operator's certificate. The gateway's own does not open EngineAdmin, or a gateway without
+        # admin keys could pause engines.
         return checked(await self.calls.ask(engines, send))
 
 

@@ -34,6 +34,8 @@ def strict_constraint(request: ToolRequest, marks: CallMarks) -> types_pb2.Struc
     The text is free until a call begins. The call then names one of the tools, and its arguments follow the schema of
     that tool if it is strict. Raises ``InvalidArgument`` for schemas beyond the limits.
     """
+    # The whole output cannot be a schema, because the model decides whether to call. Without a strict tool nothing is
+    # compiled.
     if request.choice is not ToolChoice.AUTO or not has_strict(request.tools):
         return None
     calls: dict[str, Any] = {

@@ -79,6 +79,8 @@ class PooledRequest:
 
     def on_pooled(self, attempt: Attempt, part: Pooled) -> None:
         attempt.has_output = True
+        # Passed on without being kept, so the memory here does not depend on the size of results. A request that
+        # another engine begins anew costs one prompt, and its first part has offset 0.
         part.slot = self.slot
         self._outbox.add_pooled(part)
 

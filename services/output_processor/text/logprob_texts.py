@@ -14,6 +14,8 @@ def with_texts(vocabulary: Vocabulary, token_ids: Sequence[int], logprobs: Logpr
 
     ``token_ids``: [n] the tokens that were sampled.
     """
+    # Bytes and not text: a token may end inside a character. vLLM then gives the bytes of its replacement character;
+    # here `bytes` in an answer are the token's own.
     text = vocabulary.token_bytes
     return SlotTextLogprobs(
         logprobs=logprobs, sampled_text=map(text, token_ids), token_text=map(text, logprobs.token_id)

@@ -90,6 +90,8 @@ class Edge(grpc.GenericRpcHandler):
         self.services.append(service)
         for name, handler in handlers.items():
             method = f"/{service}/{name}"
+            # Guarded once, when it is added. An interceptor of gRPC ran for every call and wrapped it four deep: a
+            # unary call passed 6 Python calls, now 2.
             self._handlers[method] = self._guard(method, handler)
 
     def add_generic_rpc_handlers(self, _: object) -> None:

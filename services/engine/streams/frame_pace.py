@@ -38,6 +38,9 @@ class FramePace:
         """Return whether a frame may be sent now; an ``urgent`` one always may. If not, ``wake`` will be called."""
         if urgent or not self._interval:
             return True
+        # A frame of two steps costs the services about as much as a frame of one, and on shared cores the model waits
+        # for them: the tiny model's streams got 1.2 times as many tokens a second. Holding outputs back in the core as
+        # well saved at most 2 % of the CPU more, less than runs differ.
         wait = self._next_at - self._loop.time()
         if wait < _GRAIN_SECONDS:
             return True

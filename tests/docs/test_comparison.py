@@ -1,0 +1,136 @@
+"""Each sentence of the comparison about Tokenloom has a probe."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.main import get_command
+
+from tokenloom.cli.main import app
+from tokenloom.engine_core.config import EngineConfig, KVConfig, LoraConfig, ParallelConfig, SpeculativeConfig
+from tokenloom.gpu_worker.kernels import triton
+from tokenloom.gpu_worker.parallel.local_config import check_options
+from tokenloom.gpu_worker.platform.device_check import check_device
+from tokenloom.reference.service_pages import SERVICES
+from tokenloom.services.gateway.foreign_fields import FOREIGN_APIS
+from tokenloom.services.gateway.foreign_fields.foreign_field import Outcome
+from tokenloom.services.runtime.peers.callers import CALLERS
+from tokenloom.v1 import coordinator_pb2, engine_pb2, kv_transfer_pb2, output_processor_pb2, tokenizer_pb2
+
+from .markdown_page import DOCS, ROOT
+
+PAGE = (DOCS / "understand" / "comparison.md").read_text()
+FEATURES = (DOCS / "reference" / "features.md").read_text()
+INSIDE = (coordinator_pb2, engine_pb2, kv_transfer_pb2, output_processor_pb2, tokenizer_pb2)
+
+
+def claims() -> Iterator[str]:
+    """Yield the sentences that name Tokenloom, and the cells of its column."""
+    sections = re.split(r"^## ", PAGE, flags=re.MULTILINE)
+    prose = re.sub(r"^- \*\*.*?\*\* ", "\n\n", sections[1], flags=re.MULTILINE)
+    for paragraph in prose.split("\n\n"):
+        for sentence in re.split(r"(?<=\.) ", " ".join(paragraph.split())):
+            if sentence.startswith("Tokenloom"):
+                yield sentence
+    for row in sections[2].splitlines():
+        if row.startswith("|") and not row.startswith(("|--", "| |")):
+            yield row.split("|")[-2].strip()
+
+
+def parallel_on_cpus() -> bool:
+    return all(
+        re.search(rf"\| {name}.*\| works", FEATURES)
+        for name in ("tensor parallel", "pipeline parallel", "context parallel", "expert parallel", "data parallel")
+    )
+
+
+def gpus_are_to_come() -> bool:
+    kernels = list(Path(*triton.__path__).glob("*.py"))
+    rows = ("Triton kernels of a GPU", "CUDA graphs of decode steps")
+    return len(kernels) > 5 and all(re.search(rf"\| {row}.*\| later", FEATURES) for row in rows)
+
+
+def text_alone() -> bool:
+    images = [row for api in FOREIGN_APIS for row in api.fields if "image" in row.name]
+    return bool(images) and all(row.outcome is Outcome.REFUSED for row in images)
+
+
+def refuses_with_workers() -> bool:
+    two = ParallelConfig(tensor_parallel_size=2)
+    drafts = EngineConfig(parallel=two, speculative=SpeculativeConfig("ngram"))
+    for config in (drafts, EngineConfig(parallel=two, lora=LoraConfig(enable=True))):
+        with pytest.raises(ValueError, match="use one worker"):
+            check_options(config)
+    return True
+
+
+def nixl_moves_host_memory() -> bool:
+    gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.raises(ValueError, match="nixl moves no KV on cuda"):
+        check_device(EngineConfig(kv=KVConfig(transports=("nixl",))), gpu)
+    return True
+
+
+def plans_and_has_manifests() -> bool:
+    options = {name for each in get_command(app).commands["plan"].params for name in each.opts}  # type: ignore[attr-defined]
+    manifests = "".join(path.read_text() for path in (ROOT / "k8s").rglob("*.yaml"))
+    return "--apply" in options and "kind: Deployment" in manifests and "CustomResourceDefinition" not in manifests
+
+
+def has_services(*names: str) -> bool:
+    return set(names) <= {service.service for service in SERVICES}
+
+
+def frames_and_credit() -> bool:
+    messages = engine_pb2.DESCRIPTOR.message_types_by_name
+    columns = [messages["EngineFrame"].fields_by_name[name] for name in ("slot", "num_tokens", "token_ids")]
+    return all(column.is_repeated for column in columns) and "credit" in messages["EngineInput"].fields_by_name
+
+
+def verifies_leases() -> bool:
+    methods = kv_transfer_pb2.DESCRIPTOR.services_by_name["KVTransfer"].methods_by_name
+    return {"Acquire", "Release"} <= set(methods) and KVConfig().policy == "recompute"
+
+
+def disaggregates_on_cpus() -> bool:
+    overlay = (ROOT / "k8s" / "overlays" / "disaggregated").rglob("*.yaml")
+    return "prefill" in "".join(path.read_text() for path in overlay)
+
+
+def checks_callers() -> bool:
+    services = [service for file in INSIDE for service in file.DESCRIPTOR.services_by_name.values()]
+    methods = [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]
+    return len(methods) > 20 and all(any(method.startswith(prefix) for prefix in CALLERS) for method in methods)
+
+
+PROBES: dict[str, Callable[[], bool]] = {
+    "Tokenloom has tensor, pipeline, context, expert and data parallelism too, and runs them on "
+    "CPUs.": parallel_on_cpus,
+    "Tokenloom's GPU path has Triton kernels and graphs of decode steps, but has not run on a GPU yet "
+    "([features.md](../reference/features.md)).": gpus_are_to_come,
+    "Tokenloom's models read text only.": text_alone,
+    "Tokenloom has speculative decoding and LoRA adapters, but refuses both with several "
+    "workers.": refuses_with_workers,
+    "Tokenloom's nixl transport moves host memory only.": nixl_moves_host_memory,
+    "Tokenloom has manifests, and a planner that changes the roles of engines (`tokenloom plan --apply`), but no "
+    "operator.": plans_and_has_manifests,
+    "five small services": lambda: len(SERVICES) == 5,
+    "tokenizer and output processor, separate services": lambda: has_services("tokenizer", "output_processor"),
+    "gRPC, frames of many requests in columns, credit against slow readers": frames_and_credit,
+    "built in; leases verified after the copy, otherwise recomputed": verifies_leases,
+    "the whole mesh, disaggregated too": disaggregates_on_cpus,
+    "mutual TLS between all parts, callers checked by certificate name": checks_callers,
+}
+
+
+def test_every_claim_has_a_probe() -> None:
+    assert sorted(claims()) == sorted(PROBES)
+
+
+@pytest.mark.parametrize("claim", PROBES)
+def test_the_claim_is_so(claim: str) -> None:
+    assert PROBES[claim]()

@@ -69,7 +69,7 @@ def refuses_with_workers() -> bool:
 
 
 def nixl_moves_host_memory() -> bool:
-    gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    gpu: Any = SimpleNamespace(device=torch.device("cuda"), pool_is_on_host=False)
     with pytest.raises(ValueError, match="nixl moves no KV on cuda"):
         check_device(EngineConfig(kv=KVConfig(transports=("nixl",))), gpu)
     return True

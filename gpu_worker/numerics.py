@@ -12,6 +12,8 @@ def numerics_of(config: ModelConfig, platform: Platform, backend: str, library: 
     """Return ``ModelInfo.numerics``. ``backend``: of attention; ``library``: whose modules compute, None: our own."""
     scheme = config.scheme.name if config.scheme else None
     kind, quantization = platform.device.type, config.quantization
+    # Processors with AMX round inputs by row, others by groups of 32: a request that moved between them would go on
+    # with other KV than it began with.
     rounding = input_rounding() if kind == "cpu" and (scheme or quantization) else None
     long_rope = "long-rope" if config.has_long_rope else None
     layers = (config.dtype_name, scheme, quantization, backend, rounding, long_rope)

@@ -51,6 +51,7 @@ def largest_step(scheduler: SchedulerConfig, max_model_len: int) -> list[int]:
     return lengths
 
 
+# The first requests paid for kernels, layouts and buffers when only one token was warmed up.
 def decode_batches(scheduler: SchedulerConfig, num_blocks: int) -> list[int]:
     """Return numbers of requests: the powers of two up to the most that may decode at once, and that number."""
     most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, num_blocks)

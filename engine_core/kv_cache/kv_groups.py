@@ -20,6 +20,8 @@ NULL_BLOCK = 0
 # (tests/engine_core/kv_cache/test_grouped_kv_cache_manager.py).
 MAX_GROUPS = 8
 """More groups would waste less memory on unequal numbers of layers, but each step plans attention for each group."""
+# In Gemma 3 five of six layers see 512 or 1,024 tokens: one block table for all kept six times the KV that attention
+# reads.
 _FULL_WEIGHT = 8
 """How many layers with a window need as much memory as one with full attention, in a context that is worth groups."""
 _GROUP_WORTH = 20

@@ -31,6 +31,8 @@ def allocate_kv_caches(
     Args:
         memory: Fresh memory of the host to lay them in; None: torch's own.
     """
+    # Rows are whole 16s of elements, because the C++ kernels read whole vectors: a head of 100 takes 112. All backends
+    # share the size, so that engines with different ones can exchange blocks.
     row_size = config.kv_row_bytes // config.kv_dtype.itemsize
     shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, row_size)
     if memory is None:

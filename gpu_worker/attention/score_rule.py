@@ -6,6 +6,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
+# One object and not arguments: softcap, sinks and windows each change the softmax, and the next feature changes this
+# class and the backends, but no call of attend.
 class ScoreRule:
     """Holds what one layer does to its attention scores. A model makes it once for each layer, when it loads."""
 

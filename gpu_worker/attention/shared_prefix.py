@@ -63,6 +63,8 @@ class SharedPrefixFinder:
         if not (query_lens == 1).all():
             self._found = None
             return self._search(query_lens, seq_lens, block_tables)
+        # A row's blocks only grow while it decodes, so the groups of the last step hold; every step once compared all
+        # tables block by block.
         if self._found is None or not _goes_on(*self._found[:2], seq_lens, block_tables):
             prefixes = self._search(query_lens, seq_lens, block_tables)
             self._found = (seq_lens, block_tables, prefixes)

@@ -209,6 +209,8 @@ class InputBatch:
         if request.prompt_embeds:
             self.prompt_embeds.add(row, request.prompt_embeds)
         if request.pooling is not None:
+            # Pooling must not slow generation down: such a request is scheduled like any prompt, and one token more
+            # than it has keeps each step from drawing for it.
             self.pooled.add(row, request.pooling, len(token_ids))
             self._num_tokens[row] += 1  # so no step computes all of its tokens, and it draws none
 

@@ -25,6 +25,8 @@ _HARMLESS_NAMES = """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())
 
 
+# With --model-impl auto, transformers' modules compute such a model if its class knows the entries. Entries that
+# neither knows stay refused: without one of its features a model answers nonsense and raises no error.
 class UnsupportedError(ValueError):
     """Raised for a valid entry that asks for a feature which the built-in code does not compute."""
 

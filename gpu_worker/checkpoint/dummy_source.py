@@ -49,6 +49,8 @@ class DummySource:
             return tensor
         if len(shape) == 1:
             return tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
+        # By name and not in order, so that all ranks and engines have the same weights whatever they load first, and KV
+        # can move between them.
         generator = torch.Generator(self._device).manual_seed(_SEED + zlib.crc32(name.encode()))
         return tensor.normal_(0.0, _STD, generator=generator)
 

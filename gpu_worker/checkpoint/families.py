@@ -50,6 +50,8 @@ _GEMMA2 = DecoderTraits(
 )
 _GEMMA3 = replace(_GEMMA2, qk_norm="head", rope_theta=1_000_000.0)
 
+# A family is built in where that takes at most 1 / 1.15 of the CPU that transformers' modules take for a decode step:
+# llama 1.36 times with one row and 1.17 with eight, gemma2 1.55 and 1.21 (8 layers of 768, bfloat16).
 DECODERS: dict[str, DecoderTraits] = {
     "llama": DecoderTraits(may_have_attention_bias=True, may_have_mlp_bias=True),
     "mistral": DecoderTraits(),

@@ -41,6 +41,8 @@ class PytorchFiles:
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     """Map the file. Only tensors and plain values pass ``weights_only``, so that no code of the file runs."""
     try:
+        # facebook/opt-125m and other early models have no other file on the hub. mmap needs the format of PyTorch 1.6
+        # and later; older files cannot be mapped and are refused.
         values: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a broken file raises errors of many kinds
         reason = str(error).partition("\n")[0]

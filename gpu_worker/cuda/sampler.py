@@ -122,6 +122,8 @@ class DeviceSampler:
         edits, wanted = moved[:num_edited], moved[num_edited:]
         own = logits.index_select(0, wanted[0]) if wanted else logits  # before they are changed
         if edits:
+            # On the device: a penalty, a mask or log probabilities of one request once brought the logits of all of
+            # them to the host and cost a wait.
             self._kernels.change(logits, edits, self._words(logits))
         drawn = self._kernels.draw(logits, columns)
         if wishes.edits is not None and (wishes.edits.slot_of >= 0).any():

@@ -19,6 +19,7 @@ from ..recorded.recorded_model import StepModel
 from .step_tensors import StepSize, StepTensors
 from .step_tools import Capture, Graph
 
+# Steps with prompts have graphs too: a short chunk next to decodes made the whole step many single launches.
 MOST_TOKENS = 512
 """Larger steps are computed operation by operation: the device takes longer than the calls."""
 _TOKEN_BUCKETS = (32, 64, 96, 128, 192, 256, 384, MOST_TOKENS)

@@ -46,6 +46,8 @@ class _Offered(NamedTuple):
     """Without its weights."""
 
 
+# A worker of its own: an encoder keeps no KV and draws no token, and most of the model worker is about both. The
+# scheduler needs no second path, since blocks without bytes cost nothing.
 class EncoderWorker:
     """Fulfils :class:`tokenloom.engine_core.worker.Worker`."""
 

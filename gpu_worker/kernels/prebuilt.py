@@ -40,6 +40,8 @@ def variants() -> Iterator[Variant]:
         yield "attention", {"HEAD_SIZE": head_size, "SOFTCAP": 1}
 
 
+# Compiling at the first start needs a compiler and 12 s of CPU, again in each new container. The name holds a digest of
+# sources and flags, so that a library of another version is never taken.
 def find_prebuilt(
     source: str, macros: Mapping[str, int], levels: Iterable[Level], folder: Path | None = None
 ) -> Path | None:

@@ -24,6 +24,7 @@ class Fp8Linear:
         """Raises ``ValueError`` unless inputs and outputs are multiples of 16."""
         if not can_round(weight):
             raise ValueError(f"a matrix of {list(weight.shape)} has no whole {_MULTIPLE}s of inputs and outputs")
+        # A scale for each output, because one for the tensor lets a single outlier cost all others their precision.
         self._weight, self._scales = round_weight(weight)
         self._bias = bias
         self._has_kernel = uses_triton(weight.device)
@@ -37,6 +38,8 @@ class Fp8Linear:
         return are_few(x)
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        # Rows of small steps keep their own precision, so tokens may differ between step sizes, as they do between
+        # cuBLAS's kernels.
         if self.takes(x):
             return self._few(x, "none", dtype)
         result = self._many(x)

@@ -27,6 +27,9 @@ def outruns_onednn(dtype: torch.dtype) -> bool:
 
 def _fastest(dtype: torch.dtype) -> Iterator[CDLL]:
     """Yield the kernels of this processor that are faster than oneDNN's, best first."""
+    # oneDNN packs into pages of 4 KiB and fetches nothing of what comes next: qwen3-0.6b's layers with AVX-512 BF16
+    # read 31.5 instead of 14.8 GB/s for 8 rows, and make 403 instead of 333 GFLOP/s for 32; for 512 rows it is 403
+    # against 423.
     for load in (load_floats,) if dtype == torch.float32 else (load_bfloat16_tiles, load_bfloat16_dots):
         with contextlib.suppress(KernelsUnavailable):
             yield load()

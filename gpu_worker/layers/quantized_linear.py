@@ -16,6 +16,8 @@ from ..kernels.threads import kernel_threads
 from .quantized_weight import QuantizedWeight
 from .weight_memory import weight_memory
 
+# By group and not by row: with one number of 300 among 512 of a normal distribution the error is below 0.4 of that of
+# rounding the whole row (tests/gpu_worker/layers/test_quantized_linear.py).
 GROUP = 32
 """Inputs that the kernel rounds together. Mirrors the constant in ``quantized.cpp``, as does the next."""
 _PANEL = 16

@@ -158,6 +158,9 @@ def with_context(rope: RopeConfig, max_model_len: int) -> RopeConfig:
     scaling = rope.scaling
     if not isinstance(scaling, LongRopeScaling):
         return rope
+    # transformers chooses by the longest sequence of a batch and computes a sequence anew when it passes the original
+    # context; in a paged cache, keys of both kinds would meet. vLLM chooses as here. The engine's numerics name the
+    # choice.
     return replace(rope, scaling=replace(scaling, is_long=max_model_len > scaling.original_max_position))
 
 

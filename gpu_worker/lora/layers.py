@@ -65,6 +65,8 @@ class LoraLinear:
         self._struct = LoraLayer(ctypes.addressof(self._parts), len(names), inputs, sum(outputs), is_bf16)
         self._at = ctypes.addressof(self._struct)
 
+    # The function that loads a layer wraps it, because it knows the names of the parts of a joined product. Sleep, new
+    # weights and every quantization then need no code for adapters, and without --enable-lora no layer is wrapped.
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         out = self._base(x, dtype)
         if (rows := self._current.rows) is not None:

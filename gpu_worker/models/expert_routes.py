@@ -90,6 +90,8 @@ class ExpertRoutes:
     def loads(self) -> tuple[Ints, npt.NDArray[np.float64]]:
         """Return the tokens that each expert computed, over all layers, [num_experts]; and for each layer the most that
         one expert computed, divided by the mean of all its experts, [num_layers], 0 if it computed none."""
+        # Summed over layers: a series for each expert of each layer would be thousands for one engine. The gauge by
+        # layer keeps what the sum hides.
         counts = self.counts()
         means = counts.mean(1)
         balance = np.divide(counts.max(1), means, out=np.zeros_like(means), where=means > 0)

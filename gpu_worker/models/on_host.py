@@ -23,6 +23,9 @@ class OnHost:
         self._moved = [(tensor, tensor.device) for tensor in tensors_of(model)]
         self.nbytes = sum(tensor.nbytes for tensor, _ in self._moved)
         for tensor, _ in self._moved:
+            # Copying is quicker than reading a large checkpoint again, at the price of as much host memory. On a CPU
+            # there is nothing to move: both levels of sleep drop the weights, and differ in which files may be loaded
+            # again.
             tensor.data = torch.empty_like(tensor, device="cpu").copy_(tensor)
 
     def restore(self) -> Model:

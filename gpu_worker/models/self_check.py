@@ -15,6 +15,8 @@ from ..attention.attention_backend import AttentionBackend, KVCache
 from ..checkpoint.model_config import ModelConfig
 from .model import Model
 
+# Two rows of 40 and 13 tokens, so that chunks, decodes and both together are met, and a block is left unfinished
+# between steps.
 _STEPS = ((16, 0), (7, 9), (0, 1), (1, 1), (13, 0), (1, 1), (1, 0), (1, 1))
 """Tokens of the two rows in each step: prompts in chunks and decoding, separately and together."""
 _TOLERANCE = {torch.float32: 1e-4}

@@ -21,6 +21,7 @@ class LogitsMeter:
     def is_due(self) -> bool:
         """Count a step. Returns whether it is to be measured; the first one is."""
         self._num_steps += 1
+        # Not each step: reading every logit costs as much as sampling.
         return self._num_steps % self._interval == 1 or self._interval == 1
 
     def measure(self, logits: torch.Tensor, params: Sequence[SamplingParams]) -> list[LogitsStats | None]:

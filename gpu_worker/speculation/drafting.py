@@ -37,6 +37,9 @@ GetModel = Callable[[], Model]
 _FIELD = "speculative_config.model"
 
 
+# The drafter's layers are further layers of the same blocks, so prefix hits and transfers need no rule of their own. A
+# token's draft KV lies in its own slot and depends on nothing later, because a block can be hit or sent as soon as it
+# is full.
 class Drafting:
     """Holds the draft model or the head of a worker, if the method has one."""
 

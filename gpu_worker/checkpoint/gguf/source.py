@@ -19,6 +19,8 @@ from .names import places
 _GATE = ".shared_expert_gate.weight"
 
 
+# Our own reader: for 150,000 tokens with as many merges the package gguf takes 8.7 s of CPU and 475 MB in each process
+# that needs the tokenizer, this 0.31 s.
 class GgufSource:
     """Fulfils :class:`..weights.WeightSource` with a file that stays mapped."""
 

@@ -5,6 +5,8 @@
 
 namespace {
 
+// Only the instruction is here; panel_products.h has what it shares with the float32 kernel, so that a fix of one is
+// one of both.
 struct Numbers {
   typedef BF16 Number;
   typedef uint32_t Word;

@@ -41,6 +41,8 @@ void round_group(const T* x, int32_t least, int64_t index, Rounded& to) {
     const VecInt size = magnitude(parts[i]);
     most = size > most ? size : most;
   }
+  // By group of 32 and not by row: models have inputs with a few very large numbers, which would cost all others of the
+  // row their precision.
   const float top = finite_magnitude(most), scale = top > 0 ? 127.f / top : 0.f;
   VecInt rounded[VECS];
 #pragma GCC unroll 4

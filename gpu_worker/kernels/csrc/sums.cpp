@@ -11,6 +11,8 @@
 
 namespace {
 
+// Two halves of so many bytes for each rank, used in turn, so that writing the next part waits for no reader of this
+// one.
 constexpr int64_t PART_BYTES = 1 << 18;  // of a tensor that a rank shows to the others at once
 constexpr int SPINS = 2000;              // about 0.1 ms; a rank that waits longer sleeps, because others need the core
 

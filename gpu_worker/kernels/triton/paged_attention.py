@@ -64,6 +64,8 @@ def attend(
         TILE: Keys that one turn of the loop reads.
     """
     entry, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # From the host's list: searching query_starts here, as vLLM's kernel does, would cost every program several loads
+    # that depend on each other. An entry without a request is padding, so a graph replays any step that fits.
     request = tl.load(work + 2 * entry)
     if request < 0:
         return

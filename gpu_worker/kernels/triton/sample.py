@@ -146,6 +146,8 @@ def find_reached(base, vocab, largest, temperature, lowest, wanted, total, BY_MA
     found = tl.zeros([1], tl.uint32)
     above = tl.zeros([1], tl.float32)
     shift = tl.full([1], 32, tl.uint32)
+    # Sixteen passes of two bits and no sort of [rows, vocabulary] in 64-bit integers. It is slow for a single row,
+    # which one multiprocessor reads alone.
     for _ in tl.range(0, 16):
         shift = (shift - 2).to(tl.uint32)
         one = found | (tl.full([1], 1, tl.uint32) << shift)

@@ -54,6 +54,7 @@ def _load_quietly(found: CausalClass, path: Path, dtype: torch.dtype, *, use_saf
                 config=found.config,
                 dtype=dtype,
                 attn_implementation="eager",
+                # The class is that of the installed library: code that comes with a checkpoint is never run.
                 trust_remote_code=False,
                 local_files_only=True,
                 use_safetensors=use_safetensors,

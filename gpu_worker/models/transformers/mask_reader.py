@@ -55,6 +55,7 @@ def window_of(mask: Tensor | None, max_model_len: int) -> int | None:
     if not isinstance(mask, FunctionMask):
         raise UnreadableMask
     last = min(max_model_len, _FARTHEST) - 1
+    # Three positions: a window sees equally many from each, a mask by chunks or documents does not.
     sizes = {query: _num_seen(mask.function, query) for query in (last, last * 2 // 3, last // 2)}
     window = max(sizes.values())
     if any(size != min(window, query + 1) for query, size in sizes.items()):

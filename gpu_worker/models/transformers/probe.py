@@ -34,6 +34,8 @@ class Recorder:
         if key.shape[2] != query.shape[2]:
             raise Refused(f"attends to {key.shape[2]} keys with {query.shape[2]} queries")
         try:
+            # Configurations do not say reliably which layers have a window: some classes pass one to attention, some
+            # only build a mask, and Phi-3.5-MoE was wrong without an error.
             window = window_of(mask, self._max_model_len)
         except UnreadableMask:
             raise Refused("changes its attention mask (as ALiBi, chunks or documents do)") from None
@@ -47,6 +49,8 @@ class Recorder:
     def _source_of(self, key: Tensor, window: int | None) -> int | None:
         """Return the first layer that passed this very tensor, if it has the same window."""
         for layer, earlier in enumerate(self._keys):
+            # Gemma 3n's last layers attend to keys of an earlier one. The same tensor object says so for any class, and
+            # the layer then writes nothing.
             if earlier is key and self.rules[layer].scores.sliding_window == window:
                 return layer
         return None

@@ -142,6 +142,8 @@ class ExpertBalancer:
         """Send more of a layer, or use what has arrived, unless a rank has other weights than it had before."""
         experts = self._experts()[self._number]
         transfer.settle()
+        # A rank may have loaded other weights since the move began. All have to agree before they use what arrived: a
+        # rank with another placement would send rows to a rank without their expert.
         if int(link.add(torch.tensor([int(self._is_stale)]))):
             self._transfer, self._is_stale = None, False
             self._to_plan.clear()
@@ -151,6 +153,8 @@ class ExpertBalancer:
         if not transfer.is_complete:
             transfer.post(experts)
             return
+        # All experts of a layer at once, and on every rank after the same step: no message says that a placement is
+        # valid from now on.
         self.stats.num_moved += experts.switch()
         self._layers[self._number].change(self._planned)
         self._transfer = None

@@ -50,6 +50,7 @@ class MoveList:
 
     def pieces(self, turn: int) -> Iterator[Piece]:
         """Yield what is sent in one step: of the bytes that a rank receives one after the other, the next ones."""
+        # A step must not wait for megabytes: it begins to send so many bytes, and the next step waits for them.
         begin, end = turn * self.step_bytes, (turn + 1) * self.step_bytes
         received: Counter[int] = Counter()
         for move in self.moves:

@@ -41,6 +41,8 @@ class LayerPlacement:
         experts, counts = torch.tensor(grouped.experts), torch.tensor(grouped.counts)
         turns = torch.arange(len(grouped.order)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
         of_row = experts.repeat_interleave(counts)
+        # In turn: tensor parallel workers see the same rows and have to choose alike without exchanging a number. A
+        # hash of the row would depend on its last bits, which may differ between processors.
         chosen = self._places[of_row, (turns + of_row + self._source) % self._num_copies[of_row]]
         by_place, order = chosen.sort(stable=True)
         places, sizes = torch.unique_consecutive(by_place, return_counts=True)

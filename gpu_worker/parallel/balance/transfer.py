@@ -121,6 +121,8 @@ class LayerTransfer:
             self._sent[move.source] = layer.shape.pack(layer.weights_of(move.source))
         if target == rank:
             if move.target not in self._received:
+                # Beside the expert in use, because packed weights cannot be replaced in parts; the next layer begins
+                # when this one has switched, which bounds the memory.
                 self._received[move.target] = torch.empty(layer.shape.nbytes, dtype=torch.uint8)
             if piece.end == layer.shape.nbytes:
                 self._arriving.append(move.target)

@@ -76,10 +76,11 @@ class Pausing:
         self.on_resume()
 
     def end_frozen(self) -> None:
-        """End all requests with ``FinishReason.ABORT`` if the engine is paused, before it shuts down."""
+        """End all requests with ``FinishReason.ABORT`` if the engine is paused, or has lost its weights, before it
+        shuts down."""
         # Whoever paused the engine did not want it to compute, so a drain does not resume it: output processors
         # continue the requests on another engine.
-        if self.is_paused:
+        if self._scheduler.pause_state is not PauseState.UNPAUSED:
             self._scheduler.abort_all()
 
     def _begin(self, mode: PauseMode) -> None:

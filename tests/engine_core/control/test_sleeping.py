@@ -8,6 +8,7 @@ from tests.engine_core.executor.ranks import Ranks, make_ranked_core
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_core, make_request, make_worker, tokens_of
 from tests.engine_core.invariants import check_scheduler
 from tests.engine_core.kv_transfer.kv_pair import Pair
+from tokenloom.engine_core.control.core_calls import CoreCalls
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.errors import ExecutorFailedError, RanksDifferError
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
@@ -251,6 +252,16 @@ def test_weights_that_only_some_ranks_replaced_are_lost(tmp_path: Path, rank: in
     core.sleeping.reload_weights(make_weights(tmp_path))
     core.sleeping.wake_up()
     assert works(core)
+
+
+def test_requests_of_an_engine_that_lost_its_weights_end_when_it_shuts_down(tmp_path: Path) -> None:
+    core, ranks = make_ranks()
+    ranks.failures[1, "reload_weights"] = ExecutorFailedError("no memory")
+    with pytest.raises(ExecutorFailedError, match="no weights now"):
+        core.sleeping.reload_weights(make_weights(tmp_path))
+    assert not works(core)
+    CoreCalls(core).refuse_new()
+    assert not core.has_requests()
 
 
 def test_an_interrupt_of_a_reload_loses_the_weights(tmp_path: Path) -> None:

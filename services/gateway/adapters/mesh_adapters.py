@@ -46,14 +46,14 @@ class MeshAdapters:
                 message = f"the LoRA adapter {name!r} is loaded already; set load_inplace to replace it"
                 raise errors.InvalidArgument(message, "lora_name")
             request = pb.LoadLoraRequest(name=name, path=path, in_place=in_place)
-            answers = await self._ask(lambda stub: stub.LoadLora(request))
             try:
+                answers = await self._ask(lambda stub: stub.LoadLora(request))
                 digest = _agreed(checked(answers))
                 pinned = old is not None and old.pinned
                 # Recorded once all engines have it, and not before: the coordinator brings engines that join later to
                 # what is recorded, and gateways let requests name it.
                 await self._record(types_pb2.Adapter(name=name, digest=digest, path=path, pinned=pinned))
-            except BaseException:  # a client that left included: all engines shall have the same
+            except BaseException:  # a gateway that stops included: all engines shall have the same
                 await self._restore(name, old)
                 raise
             return list(answers)
@@ -81,8 +81,8 @@ class MeshAdapters:
         async with self._turn:
             if (adapter := self._mesh.view.adapters.get(name)) is None:
                 raise errors.NotFound(f"no LoRA adapter {name[:128]!r} is loaded; GET /v1/models lists those that are")
-            answers = await self._pin(name, pinned)
             try:
+                answers = await self._pin(name, pinned)
                 checked(answers)
                 changed = types_pb2.Adapter()
                 changed.CopyFrom(adapter)

@@ -100,8 +100,11 @@ class App:
         except ClientDisconnected:
             log.debug("%s %s: the client left", exchange.method, exchange.path)
             self._end(exchange, exchange.status or _CLIENT_LEFT, "CANCELLED")
-        except asyncio.CancelledError as error:
-            if error.args != (STOPPED,):
+        except asyncio.CancelledError:
+            # Only the server that stops cancels a client's request. Its words may be lost on the way: `gather`, for
+            # one, raises an error of its own.
+            task = asyncio.current_task()
+            if exchange.internal_tenant is not None or task is None or not task.cancelling():
                 raise
             await self._report(exchange, errors.Unavailable(STOPPED))
         except Exception as error:

@@ -1,5 +1,6 @@
 """Engines that load LoRA adapters for operators, without a model."""
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,12 +18,14 @@ ADMIN = {"authorization": "Bearer admin"}
 
 
 class FakeEngine(engine_pb2_grpc.EngineAdminServicer):
-    """The digest of an adapter is that of its path, which ``files`` may replace."""
+    """The digest of an adapter is that of its path, which ``files`` may replace. It changes nothing before it may."""
 
     def __init__(self) -> None:
         self.loaded: dict[str, types_pb2.Adapter] = {}
         self.files: dict[str, bytes] = {}
         self.error: errors.TokenloomError | None = None
+        self.may_change = asyncio.Event()
+        self.may_change.set()
 
     async def LoadLora(self, request: pb.LoadLoraRequest, context: Any) -> pb.LoadLoraResponse:
         await self._fail(context)
@@ -49,6 +52,7 @@ class FakeEngine(engine_pb2_grpc.EngineAdminServicer):
         return pb.ListLorasResponse(adapters=states)
 
     async def _fail(self, context: Any) -> None:
+        await self.may_change.wait()
         if self.error is not None:
             await wire_errors.abort(context, self.error)
 

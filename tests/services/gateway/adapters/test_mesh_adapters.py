@@ -1,6 +1,8 @@
 """Operators load, unload and pin adapters: on all engines or on none."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import jsonschema
 import pytest
 
 from tests.services.gateway.adapters.fake_engines import ADMIN, KEYS, FakeEngine, with_engines
-from tests.services.gateway.fakes import MODEL, FakeMesh
+from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
 from tests.services.gateway.test_several_meshes import until
 from tokenloom.request import errors
 from tokenloom.request.adapters.adapter_name import MAX_NAME
@@ -110,6 +112,27 @@ async def test_a_pin_that_fails_is_undone(operated: Operated) -> None:
     operated.engines["e1"].error = errors.ResourceExhausted("all slots but one are pinned")
     await operated.post("pin", 503, lora_name="pirate")
     assert not any(engine.loaded["pirate"].pinned for engine in operated.engines.values())
+
+
+@pytest.mark.parametrize("body", [PIRATE, {"lora_name": "pirate"}])
+async def test_a_gateway_that_stops_undoes_what_not_all_engines_have(socket_dir: Path, body: dict[str, str]) -> None:
+    mesh, is_pin = FakeMesh(socket_dir), body is not PIRATE
+    async with with_engines(mesh, "e0", "e1") as engines, AsyncExitStack() as running:
+        await running.enter_async_context(mesh.gateway(**KEYS, drain_timeout=0))
+        async with mesh.http() as http:
+            await until(http, "ok")
+            if is_pin:
+                await http.post("/v1/load_lora_adapter", json=PIRATE, headers=ADMIN)
+            engines["e1"].may_change.clear()
+            path = f"/v1/{'pin' if is_pin else 'load'}_lora_adapter"
+            changing = asyncio.create_task(http.post(path, json=body, headers=ADMIN))
+            async with asyncio.timeout(SOON):
+                while not any(adapter.pinned >= is_pin for adapter in engines["e0"].loaded.values()):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await running.aclose()
+            assert (await changing).status_code == 503
+        assert [list(engine.loaded) for engine in engines.values()] == [["pirate"] * is_pin] * 2
+        assert not any(adapter.pinned for engine in engines.values() for adapter in engine.loaded.values())
 
 
 async def test_only_operators_change_adapters_and_only_with_good_names(operated: Operated) -> None:

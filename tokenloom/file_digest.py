@@ -36,6 +36,8 @@ def stamps_of(files: Iterable[Path]) -> list[Stamp]:
     """Return what changes with each change of a file: its path, size, times and inode. Tools that copy files keep the
     time of writing, and in some images it is the same for all files. Raises ``OSError``."""
     return [
+        # With path, size and time of writing only, two sets of weights had one fingerprint: that which was computed
+        # first and kept.
         (str(file), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
         for file in files
         if (stat := file.stat())

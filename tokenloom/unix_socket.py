@@ -49,6 +49,8 @@ def claimed(path: str) -> Iterator[None]:
     wait until the block ends: a socket that is bound and does not listen yet looks like one of a killed process.
     """
     with _locked(os.path.dirname(path) or "."):
+        # A gateway that was killed left its socket's file, and no later one could bind. Taking the path of any file
+        # there was no better: a process may still listen on it. So the socket itself is asked.
         failure = _knock(path)
         if failure in _SERVED:
             raise OSError(errno.EADDRINUSE, "a process listens there")

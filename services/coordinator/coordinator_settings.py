@@ -56,4 +56,7 @@ class CoordinatorSettings(ServiceSettings, frozen=True, kw_only=True):
     @property
     def grpc_limits(self) -> GrpcLimits:
         """The limits of the gRPC server. Engines report every second: silence shows there first, without pings."""
+        # With gRPC servers' usual bound here, 1,024, the last of a thousand engines never joined: each keeps two
+        # connections. On a machine that starves them, impatient pings cut off those that were about to join, again and
+        # again.
         return GrpcLimits(connections=MAX_CONNECTIONS, is_patient=True)

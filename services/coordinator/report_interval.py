@@ -49,6 +49,9 @@ class ReportPace:
         if num_engines <= _FEW_ENGINES:
             self._steps_longer = 0
         elif self._late > _BUSY_SECONDS:
+            # At the longest step too, by 0: this moves the time of the last change, so that the interval stays long for
+            # 20 s after the last lateness. Counted from the last step, it would get shorter while the loop is still
+            # late.
             self._change(1 if self.interval < _STEPS[-1] else 0, now, _LONGER_AFTER)
         elif self._late < _CALM_SECONDS:
             self._change(-1, now, _SHORTER_AFTER)

@@ -151,7 +151,9 @@ class LoadTracker:
         # burst would look like an empty queue until the next step.
         while self._num_covered < outputs.num_requests_added:
             self._num_covered += 1
-            if self._uncovered:  # a request whose sender was cancelled may have reached the core without being counted
+            # A request whose sender was cancelled in the middle of its message reaches the core uncounted. Each of them
+            # made one later request look covered for good, and the report said too few waiting tokens.
+            if self._uncovered:
                 self._uncovered.popleft()
         if (stats := outputs.scheduler_stats) is not None:
             old, self.stats = self.stats, stats

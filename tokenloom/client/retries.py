@@ -47,6 +47,8 @@ class Retries:
         if error.retry_after is None:
             return None
         with self._lock:
+            # Eight streams that lost one gateway together spent half of the budget on second attempts to connect, and
+            # the last three of them failed while the gateway restarted.
             if reached_mesh:
                 self._left = max(self._left - 1, 0.0)
             if failures >= self._max_retries or (reached_mesh and self._left < self._budget / 2):

@@ -88,6 +88,8 @@ class Controller:
 
 async def _connect(channel: grpc.aio.Channel) -> None:
     """Return when the channel is connected, or after :data:`_CONNECT_SECONDS`: the call that follows says why not."""
+    # A live mesh whose queue grew showed it: with one attempt of 0.1 s a coordinator that was merely busy looked
+    # absent.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_CONNECT_SECONDS):
             await channel.channel_ready()

@@ -30,6 +30,7 @@ def check_context(path: Path, max_model_len: int | None) -> None:
     length = config.get("max_position_embeddings")
     if not isinstance(length, int) or any(not _is_plain(rope) for rope in ropes):
         return
+    # The engine refuses it as well, but a whole mesh was started for that, and the refusal came after eleven seconds.
     if max_model_len > length:
         raise Refused(
             f"--max-model-len {max_model_len}: the model's context has {length} tokens (max_position_embeddings in "

@@ -29,6 +29,8 @@ def reserve(host: str, port: int) -> socket.socket:
     Servers that set ``SO_REUSEADDR`` can bind its port. The kernel gives it to no outgoing connection, and to no other
     server that asks for a free port.
     """
+    # Bound, never listening. A free port that was only chosen was bound seconds later by the gateway, and any outgoing
+    # connection in between could take it: the mesh did not come up.
     reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     _bind(reserved, host, host, port)
     return reserved

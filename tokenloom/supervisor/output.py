@@ -64,6 +64,8 @@ class LineCopier:
             self._last_line = time.monotonic()
             try:
                 self._write(name, text)
+            # A log that could not be written once ended the whole mesh. Lost lines are counted instead, and the log
+            # says how many.
             except (OSError, ValueError) as error:  # a full disk, a reader that went away; ValueError: closed
                 self._num_lost += 1
                 self._why_lost = getattr(error, "strerror", None) or str(error)

@@ -110,6 +110,8 @@ def _new_directory(parent: Path) -> tuple[Path, contextlib.ExitStack]:
             new = Path(tempfile.mkdtemp(prefix=f"{_NEW}mesh-", dir=parent))
             unwound.callback(shutil.rmtree, new, ignore_errors=True)
             held = unwound.enter_context(_locked(new))
+            # The directory gets the name that others look for only once it is locked. Of two supervisors that started
+            # together, one cleared the other's directory in the moment between its creation and its lock.
             path = new.rename(parent / new.name.removeprefix(_NEW))
         except OSError as error:
             raise StateDirError(
@@ -128,6 +130,8 @@ def _locked(new: Path) -> contextlib.ExitStack:
             fcntl.flock(directory, fcntl.LOCK_EX)
         lock = stack.enter_context(open(new / _LOCK, "w"))
         fcntl.flock(lock, fcntl.LOCK_EX)
+        # The time stands in the file because a file system's clock ticks coarsely: it gave two meshes the same time,
+        # and the newest one, to which commands go, was a matter of chance.
         lock.write(str(time.time_ns()))
         lock.flush()
         return stack.pop_all()

@@ -51,6 +51,8 @@ class Weights:
                 raise FailedPrecondition("requests are live; pause the engine first")
             ours = await self._engine.pause.begin(engine_pb2.PAUSE_MODE_WAIT)
         try:
+            # Read before the load and compared after it: files that changed in between were served under the old
+            # fingerprint, beside engines with the old weights.
             weights = await asyncio.to_thread(_fingerprint, directory)
             await self._engine.core.call("reload_weights", str(directory))
             await self._publish(directory, weights)

@@ -195,6 +195,8 @@ class KVLoads:
             self._fall_backs.begin("kv_recomputed", reason)
 
     def _note_success(self) -> None:
+        # While some reads fail and some do not, the sign would begin and end with each request, with a warning and a
+        # write of the state file each time.
         if asyncio.get_running_loop().time() - self._failed_at > RECOVERED_SECONDS:
             self._fall_backs.end("kv_recomputed")
 

@@ -85,6 +85,8 @@ class Reading:
                 answer = await _call(call.read, tries=1)
                 if not isinstance(answer, kv_transfer_pb2.ProgressResponse):
                     raise KVTransferError("owner_lost", "the owner ended Progress before the whole prompt was ready")
+                # Only growth is passed on, because each progress gives the load its full time again: an owner that is
+                # stuck and repeats itself would keep a request waiting for ever.
                 if answer.tokens_ready > tokens_ready:
                     tokens_ready = answer.tokens_ready
                     yield tokens_ready

@@ -88,7 +88,10 @@ class Results:
         """Write and sync what was added, and close the files. Raises ``OSError``; they are closed then, too."""
         try:
             if self._writer is not None:
-                await completed(self._writer)  # it writes to the files, which may be other ones' once they are closed
+                # A gateway that ends cancels its tasks twice, a second apart. The second cancellation once ended this
+                # wait, another thread closed the files under the writer, and results went to whatever had the
+                # descriptors' numbers by then.
+                await completed(self._writer)
         finally:
             await self._disk.run_anyway(self._close)
 

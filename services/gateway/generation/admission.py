@@ -252,6 +252,8 @@ class Tenure:
 
     def succeed(self) -> "Tenure":
         """Return the turn of a call that takes the place over."""
+        # Moved, not freed and taken again: a repeat under the same key freed the place of the request that ran on, even
+        # when the repeat was refused, and a tenant limited to two outputs ran twelve.
         return Tenure(self.place, self._hold.move(), self)
 
     def end(self) -> None:

@@ -86,6 +86,8 @@ class Backlog:
             for_compute = (self.pending_tokens + self._other_tokens) / capacity.prefill_tokens_per_second
         num_before = self.live + self._other_live + 1 - capacity.seats
         if num_before > 0:
+            # A mesh that has just started has no rates yet. Taking its seats for all that it can start in the allowed
+            # time, it refused its first small queue.
             is_unknown = not (capacity.starts_per_second or capacity.prefill_tokens_per_second)
             unmeasured = max(capacity.seats, UNMEASURED_WAITING) / self._max_seconds
             starts = unmeasured if is_unknown else capacity.starts_per_second

@@ -19,6 +19,8 @@ async def add_hashes(prompts: Iterable[TokenizedPrompt | types_pb2.Prompt], bloc
     Prompts with embeddings get none: hashes of token ids do not cover them. ``block_size``: tokens of a KV block; 0:
     the engines differ or are not known, and nothing is hashed.
     """
+    # Only the tokenizer hashed blocks once, so prompts of token ids and the next turns of a session were placed without
+    # regard to the engine that has their beginning in its cache.
     num_hashed = 0  # in this turn
     for prompt in prompts:
         if isinstance(prompt, types_pb2.Prompt) or not block_size or prompt.block_hash_prefixes:

@@ -52,6 +52,7 @@ class Charge:
         counted += [0] * (len(positions) - len(counted))
         num_new = 0
         for index, position in enumerate(positions):
+            # By position, and not by what each call was sent: three resumptions of an answer of 66 tokens cost 181.
             if position > counted[index]:
                 num_new += position - counted[index]
                 counted[index] = position
@@ -97,6 +98,8 @@ class Charges:
         if is_complete:
             self._complete.setdefault(key, self._clock() + KEPT_SECONDS)  # a repeat does not prolong it
             self._forget_old()
+        # Kept no longer than output processors keep the answer. While it stayed until 65,536 others displaced it, a
+        # tenant that used one key again and again paid for its first answer only.
         elif not charge.num_calls and key not in self._complete:
             del self._by_id[key]
 

@@ -148,6 +148,8 @@ class TokenizerClient:
     async def _ask(self, method: str, request: Message) -> Any:
         """Ask the next living replica in turn; if it is unavailable, ask another one, as the budget permits."""
         self._turn += 1
+        # A retry goes on from this call's own turn. Counted from the shared one, which calls in between had moved, it
+        # could reach the lost tokenizer again: one of 250 requests failed that way.
         turn = self._turn  # other calls take theirs while this one waits
         self._budget.add_request()
         debt = RetryDebt(self._budget)

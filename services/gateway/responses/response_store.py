@@ -85,6 +85,8 @@ class ResponseStore:
         of all tenants or of this one, or if their conversations take so many bytes."""
         size = len(encode_json(stored.turns))
         own = [running for running in self._running.values() if running.stored.tenant == stored.tenant]
+        # Divided among tenants: one of them took all places of responses in the background, and their conversations
+        # counted against no bound.
         if (place := self._places.take_for(len(own), 1)) is None:
             message = f"{self._places.taken} responses run in the background, {len(own)} of them yours; retry later"
             raise errors.ResourceExhausted(message)

@@ -184,6 +184,8 @@ class Session:
     def _take_slots(self, message: ProcessInput) -> None:
         """Check that the slots of a message are new. Requests that begin and that resume share the numbers, and the
         message does not say in which order the gateway gave them out."""
+        # Read in the order of the message's fields, all new requests came first: a resumed one with a lower number
+        # ended the whole stream, and the gateway sent the same message again on the next stream, without end.
         slots = [each.slot for each in message.submit]
         if message.resume:
             slots = sorted(slots + [each.slot for each in message.resume])

@@ -45,6 +45,8 @@ def for_peers(wanted: int) -> int:
     """Return how many connections of other parts a server may hold: ``wanted``, or fewer if the descriptors of this
     process do not suffice for all of them and its own."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Not the bound of clients, which leaves 128: with 128 open files it left the servers of the other parts one
+    # connection, and the gateway never got ready and wrote nothing.
     return wanted if limit == resource.RLIM_INFINITY else max(1, min(wanted, limit - MIN_OWN))
 
 

@@ -74,6 +74,8 @@ class EngineRecord:
     @property
     def state(self) -> EngineState:
         """What snapshots show: an engine that waits aside is not serving."""
+        # A paused engine takes no new picks, because they would wait for its resume; what was placed there before
+        # waits. Engines with other weights are shown the same way, as older output processors understand it.
         return _PAUSED if self.waits_aside and self.own_state == _SERVING else self.own_state
 
     @property

@@ -36,6 +36,8 @@ from enum import IntEnum
 class Code(IntEnum):
     """The statuses of gRPC that errors have, by their names and numbers there."""
 
+    # A copy of gRPC's numbers: the settings raise errors, and `serve --help` reads all settings. With gRPC and protobuf
+    # behind them it took 0.57 to 0.65 s of CPU, without 0.37 to 0.43 s.
     CANCELLED = 1
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4

@@ -61,6 +61,8 @@ class CoreWatch:
             self._beat = -1 if pulse is None else pulse.beat
             self._stuck_looks, self._waited_seconds = 0.0, None
             return ""
+        # On a busy machine a loop without end is found after up to five times the limit. Threads that only sleep wait
+        # for no processor, so that they are found as on an idle one.
         self._stuck_looks += self._share_that_counts()
         if self._stuck_looks * TICK_SECONDS > pulse.limit:
             return f"a step of the engine core takes longer than {pulse.limit:.1f} s"

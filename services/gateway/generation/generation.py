@@ -129,6 +129,8 @@ class Generation:
     @property
     def timeline(self) -> types_pb2.Timeline:
         """The times of the prompt that ended last, with the tokenizer's time."""
+        # One message for what several parts have measured: the output processor fills it in, and only the tokenizer's
+        # time is known here.
         timeline = types_pb2.Timeline(tokenize_ns=self._tokenize_ns)
         for finished in self.finished.values():
             timeline.MergeFrom(finished.timeline)

@@ -86,6 +86,9 @@ class App:
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "lifespan and websockets are off"
+        # Bare ASGI. With Starlette's router, request and streaming response a token costs the gateway as much for
+        # answers of 256 tokens, and 90 instead of 80 µs for those of 16; limits, disconnects and errors in a stream are
+        # ours in either case.
         exchange = Exchange(scope, send)
         # A context variable, so that the generation can fill in the record without each layer between passing it on;
         # uvicorn runs every request in a task of its own.

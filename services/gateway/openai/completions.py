@@ -39,6 +39,8 @@ class CompletionsApi:
             sampling.prompt_logprobs = sampling.logprobs
         job = make_job(
             fields,
+            # A body with both is refused and not taken for two prompts: parts of one prompt, ids and embeddings, come
+            # in one list.
             _prompts(fields.prompt) if fields.prompt_embeds is None else _embeds_prompts(fields),
             "prompt" if fields.prompt_embeds is None else FIELD,
             sampling,

@@ -12,6 +12,8 @@ from .strict_calls import CallMarks
 class ToolParser(Protocol):
     """Finds calls in one output as it grows. The calls do not depend on the pieces that the text arrives in."""
 
+    # One parser reads streams and whole answers, because two may differ, as vLLM's can; a property test splits texts
+    # everywhere and compares. Arguments go on as the model wrote them, not parsed and written again.
     def feed(self, text: str) -> list[ToolPart]:
         """Return what is certain after more text."""
 

@@ -51,6 +51,8 @@ def num_copies(num_members: int, num_owners: int, size: int) -> int:
 def indices(num_members: int, position: Position, size: int) -> list[int]:
     """Return which members of the ring are in the subset of the owner at ``position``, in the ring's order."""
     index, count = position.index, position.count
+    # All-to-all, a hundred output processors and a thousand engines have 100,000 streams, each with less than one of an
+    # engine's 64 answers in a frame. Simulated: 2,999 links with 21 rows a frame instead of 27,028 with 1.3.
     copies = num_copies(num_members, count, size)
     if copies == count:
         return list(range(num_members))

@@ -56,6 +56,8 @@ class PickStream:
     def pick(self, request: PickRequest) -> asyncio.Future[PickResponse]:
         """Return a future for the coordinator's answer or error. It fails with ``Unavailable`` if the stream ends or
         the coordinator does not answer for :data:`ANSWER_SECONDS`."""
+        # The coordinator decides alone, and each pick counts before the next. From counts that it publishes, as vLLM's
+        # front ends decide, two output processors could choose the same idle engine at once.
         assert self.is_open
         loop = asyncio.get_running_loop()
         future: asyncio.Future[PickResponse] = loop.create_future()

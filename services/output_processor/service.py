@@ -84,6 +84,7 @@ class OutputProcessorService:
             fall_backs=host.fall_backs,
         )
         self._closing.push_async_callback(placer.close)
+        self._closing.push_async_callback(_cancelled, host.spawn(placer.run(), name="coordinator"))
         kept = KeptRequests[SampleGroup](host.failed, settings.keep_lost_requests, settings.max_kept_bytes)
         self._closing.push_async_callback(kept.close)
         self._closing.push_async_callback(sessions.close)  # before the placer
@@ -98,7 +99,6 @@ class OutputProcessorService:
             clock=host.clock.nanoseconds,
         )
         self._draining.push_async_callback(_drain, sessions, requests, settings.drain)
-        host.spawn(placer.run(), name="coordinator")
         hello = make_hello(settings.instance_id, host.epoch, fingerprint=fingerprint)
         host.add_servicer(add_OutputProcessorServicer_to_server, _Servicer(hello, requests, sessions))
 
@@ -107,6 +107,11 @@ class OutputProcessorService:
 
     async def stop(self) -> None:
         await self._closing.aclose()
+
+
+async def _cancelled(task: "asyncio.Task[Any]") -> None:
+    task.cancel()
+    await asyncio.wait([task])
 
 
 class _Servicer(OutputProcessorServicer):

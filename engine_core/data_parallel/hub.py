@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 # in a core. With a hub a waiting rank still answers pauses and health checks, and a lost rank shows at once.
 _SEND_SECONDS = 5
 """How long a rank may take to read: its link has a thread that does nothing else."""
+_SEND_TIMEOUT = _SEND_SECONDS.to_bytes(8, "little") + bytes(8)
 _RETRY_SECONDS = 0.1
 
 
@@ -63,6 +64,10 @@ class GroupHub:
             connection = None
             try:
                 connection, _ = self._listener.accept()
+                # A rank that stopped reading would block the thread of another rank, which holds the lock, and with it
+                # the group.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+                notice_loss(connection)
                 # One thread for each rank, as long as the rank lives: a group has tens of ranks at most.
                 threading.Thread(target=self._serve, args=(connection,), name="group-rank", daemon=True).start()
             except (OSError, RuntimeError) as error:  # closed, or the system has no descriptor or thread to give now
@@ -76,11 +81,6 @@ class GroupHub:
         frames: Frames[ToHub] = Frames(connection, self._decoder)
         rank = -1
         try:
-            seconds = _SEND_SECONDS.to_bytes(8, "little") + bytes(8)
-            # A rank that stopped reading would block the thread of another rank, which holds the lock, and with it the
-            # group.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
-            notice_loss(connection)
             frames.limit(_SEND_SECONDS)  # or connections that say nothing would each keep a thread
             hello = frames.receive()
             if (refused := self._refusal(frames, hello)) is not None:

@@ -84,8 +84,9 @@ class HubScenario:
     uses_disk = False
 
     async def run(self, world: World) -> None:
-        listener: Any = SimpleNamespace(accept=_refuse, shutdown=lambda _: None, close=lambda: None)
+        listener: Any = SimpleNamespace(shutdown=lambda _: None, close=lambda: None)
         with (
+            patch.object(GroupHub, "_accept", lambda _: None),
             patch.object(module, "listen", lambda _: listener),
             patch.object(module, "meeting_place", lambda address: address),
             patch.object(module, "Frames", lambda connection, _: connection),
@@ -140,7 +141,3 @@ async def _round(members: Iterable[_Rank], wave: int, target: int) -> set[int]:
         rank.vote(Vote(wave, 0, Want.IDLE, target))
         await asyncio.sleep(0)
     return {(await rank.next(Outcome)).size for rank in members}
-
-
-def _refuse() -> Any:
-    raise OSError("closed")

@@ -416,13 +416,12 @@ async def test_a_service_goes_on_when_its_state_file_cannot_be_written_any_more(
     async with running(Example(), settings) as host:
         (folder / "state.json").unlink()
         folder.rmdir()
-        host.fall_backs.begin("old_view", "it went away", "coordinator")
         host.publish(leaving=True)
         assert f"cannot write {folder}" in caplog.text
         folder.mkdir()
-        host.fall_backs.end("old_view", "coordinator")
+        host.publish(role="decode")
         state = json.loads((folder / "state.json").read_text())
-        assert (state["leaving"], state["fall_backs"], state["address"]) == (True, [], host.address)
+        assert (state["leaving"], state["role"], state["address"]) == (True, "decode", host.address)
 
 
 async def test_a_state_file_that_cannot_be_written_is_one_line() -> None:

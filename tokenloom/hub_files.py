@@ -42,6 +42,7 @@ def download(model: str, *, weights: bool = True, cache: HubCache | None = None)
     path = _snapshot(model, (_SAFETENSORS,) if weights else (), cache or HubCache())
     if weights and not any(path.glob(_SAFETENSORS)):
         path = _snapshot(model, (_PICKLED,), cache or HubCache())
+        # A cache in which only the description of a model was fetched looks complete to the hub's library.
         if not weight_paths(path):
             raise NotFound(
                 f"model {model!r}: the hub's repository has no weights ({_SAFETENSORS} or {_PICKLED})", field="model"

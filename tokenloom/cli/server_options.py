@@ -47,6 +47,7 @@ def local_url() -> tuple[str, Path | None] | None:
         for part in mesh.parts:
             state = read_part_state(Path(part.state_file)) if part.service == "gateway" else None
             if state is not None and state.http is not None:
+                # By the mesh's own state file: a local mesh with a certificate was once asked in plain text.
                 secured = state.certificate is not None
                 return f"{'https' if secured else 'http'}://{state.http}", state.certificate
     return None

@@ -89,6 +89,7 @@ class OfflineLoop:
     def running(self, requests: Sequence[InFlight]) -> Iterator[None]:
         """Add requests; when the context ends, abort those that have not ended. Raises ``EnginePausedError``."""
         if requests:
+            # Asked first: while the engine slept or was paused, the loop stepped an engine that had no work, for ever.
             self._client.check_awake()
         try:
             for request in requests:
@@ -122,12 +123,16 @@ class OfflineLoop:
     def _step(self) -> list[InFlight]:
         ended: list[InFlight] = []
         for output in self._client.get_output().outputs:
+            # One step may hold the token whose text ends a request and, after it, the end of its grammar. The second
+            # one finds no request, which once raised a KeyError that ended all of them.
             if (live := self._live.get(output.request_id)) is None:
                 continue  # it ended earlier in this step, with its request or at a stop string
             request, sample = live
             try:
                 if request.accept(sample, output):
                     self._client.abort_requests([output.request_id])
+            # The core's refusal is the request's own: taken for a failed step, it emptied the engine of everybody's
+            # requests.
             except CoreRefusal as refusal:  # a fault of this request only
                 self._abort([request], refusal.error)
                 ended.append(request)

@@ -65,6 +65,9 @@ class TokenloomError(Exception):
     http_status: int = 500
     openai_type: str = "server_error"
     reason: str = "INTERNAL"
+    # OpenAI's SDKs repeat every status from 500 on, and 408, 409 and 429: a request that has killed two engines would
+    # come again and kill two more. INTERNAL and ABORTED are not final: a fault may pass, and an earlier call may only
+    # be late.
     is_final: bool = False
     """Whether the caller must not send the same request again: it would fail again, or do harm again. Such an error
     never has RetryInfo, and over HTTP the header ``x-should-retry: false``, which OpenAI's clients obey."""

@@ -32,6 +32,7 @@ def parse(line: str) -> Any:
     """Return the value of a line. Raises ``ValueError`` that says what is wrong with it."""
     if not line.isascii():
         try:
+            # Read with escapes and refused line by line: decoded strictly, one bad line would end the whole batch.
             line.encode()  # bytes that were no text were read as halves of surrogate pairs
         except UnicodeEncodeError:
             raise ValueError("is not UTF-8 text") from None
@@ -73,6 +74,8 @@ class LineWriter:
         try:
             if path == STANDARD or not stat.S_ISREG(os.fstat(self._stream.fileno()).st_mode):
                 return  # such as a pipe, which holds no lines
+            # Not emptied yet: old answers give way to the first new one, so that a run which fails at once, for a wrong
+            # server, has cost none of them.
             self._is_old = overwrite
             if not overwrite:
                 end, self.written = _whole_lines(path)

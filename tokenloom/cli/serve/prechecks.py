@@ -60,12 +60,16 @@ def check_host(options: MeshOptions, values: Mapping[str, Any]) -> None:
     check_open_files(sum(counts.values()))
     ports = _check_ports(options)
     _check_settings(parts_of(options, state_dir.root(), ports))
+    # The gateways' own ports count too: another part's address that named one of them passed the check, and the start
+    # failed.
     fixed = {options.port and pair.http for pair in ports} | {options.grpc_port != 0 and pair.grpc for pair in ports}
     check_addresses(options.flags, counts, [Address(host=options.host, port=port) for port in fixed if port])
 
 
 def warn_of_variables() -> None:
     """Say which variables of services this command does not read, though they are set."""
+    # Parts inherited from the user's shell the addresses and certificates that only the supervisor may decide, and did
+    # not start. It holds them back now, which must not happen silently.
     for name in sorted(WITHHELD.intersection(os.environ)):
         typer.echo(
             f"Warning: {name} is not read: `tokenloom serve` decides it for each part, or the part's table in --config",

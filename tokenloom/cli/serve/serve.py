@@ -20,6 +20,8 @@ from .serve_options import OFFERS
 def _check_place(context: typer.Context, model: str) -> str:
     """Return the model; refuse a word that may be one more name, as in ``serve --served-model-name A B``."""
     words = context.meta.get(WRITTEN, [])
+    # vLLM's users write more than one name behind the option. Here the second one became the model, and the hub was
+    # searched for it.
     after_names = any(words[at : at + 3 : 2] == ["--served-model-name", model] for at in range(len(words)))
     if after_names and model != DEMO_MODEL_NAME and not os.path.exists(expanded(model)):
         raise typer.BadParameter(

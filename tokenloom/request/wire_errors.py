@@ -173,5 +173,5 @@ def _duration(seconds: float) -> duration_pb2.Duration:
 
 
 def _seconds(duration: duration_pb2.Duration) -> float:
-    # A peer's wait of centuries did not fit into the message that passes it on.
+    # A peer may name a wait of centuries, which does not fit into the message that passes it on.
     return min(max(duration.ToNanoseconds() / 1e9, 0.0), _MAX_RETRY_SECONDS)

@@ -52,7 +52,8 @@ class Charge:
         counted += [0] * (len(positions) - len(counted))
         num_new = 0
         for index, position in enumerate(positions):
-            # By position, and not by what each call was sent: three resumptions of an answer of 66 tokens cost 181.
+            # By position, and not by what each call was sent: with three resumptions an answer of 66 tokens was charged
+            # as 181.
             if position > counted[index]:
                 num_new += position - counted[index]
                 counted[index] = position

@@ -25,7 +25,7 @@ response header `x-tokenloom-ignored`.
 | prefill and decode on two engines | two servers with `--kv-transfer-config`, and a proxy | `--prefill 1 --decode 1` |
 | chat on the command line | `vllm chat` | `tokenloom chat` |
 | a batch file | `vllm run-batch -i IN -o OUT --model MODEL` | `tokenloom run-batch -i IN -o OUT --model MODEL` |
-| measure a server | `vllm bench serve` | `tokenloom bench serve`, with the same options |
+| measure a server | `vllm bench serve` | `tokenloom bench serve` |
 | in Python | `from vllm import LLM, SamplingParams` | `from tokenloom import LLM, SamplingParams` |
 | health, metrics | `/health`, `/metrics` on the server's port | the same on the gateway's port |
 

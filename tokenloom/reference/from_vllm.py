@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from tokenloom.services.gateway.foreign_fields import FOREIGN_APIS
+from tokenloom.services.gateway.foreign_fields.foreign_field import Outcome
 from tokenloom.services.runtime.host.foreign_flags import foreign_flags
 
 from .vllm_names import MISSING_ARGUMENTS, OTHER_METRICS, SAME_ARGUMENTS, SAME_FLAGS, SAME_METRICS
@@ -66,9 +67,9 @@ An unknown flag that this table lacks is an error too, which names the nearest o
 
 _FIELDS = """## Request fields
 
-*works*: as in the other server. *refused*: status 400, with an error that names the field. *ignored*: the request
-succeeds, and the response header `x-tokenloom-ignored` names the field. A test sends each field to a gateway and
-compares the outcome with its row.
+Fields that work are described in [HTTP](../reference/http.md). *refused*: status 400, with an error that names the
+field. *ignored*: the request succeeds, and the response header `x-tokenloom-ignored` names the field. A test sends each
+field to a gateway and compares the outcome with this list.
 """
 
 _METRICS = """## Metrics
@@ -133,8 +134,12 @@ def _flags() -> Iterator[str]:
 
 def _fields() -> Iterator[str]:
     for api in FOREIGN_APIS:
-        yield f"\n### {api.name}\n\n`POST {api.path}`\n\n| field | outcome | |\n|---|---|---|\n"
-        for row in api.fields:
+        work = [row.name for row in api.fields if row.outcome is Outcome.WORKS]
+        yield f"\n### {api.name}\n\n`POST {api.path}`. These work:\n\n{_listed(work)}\n"
+        others = [row for row in api.fields if row.outcome is not Outcome.WORKS]
+        if others:
+            yield "\n| field | outcome | |\n|---|---|---|\n"
+        for row in others:
             yield f"| `{row.name}` | {row.outcome.value} | {_cell(row.note)} |\n"
 
 

@@ -25,7 +25,7 @@ class ForeignField:
         name: The field; for a member of a field, the path to it, in which ``[]`` stands for any item.
         sample: A value of the whole field, which has an effect where the field works.
         outcome: What the gateway does with the sample.
-        note: What Tokenloom does with the field.
+        note: Why the field is refused or ignored, or what to send instead; empty for one that works.
         needs: Other fields of the body that the sample needs.
     """
 
@@ -58,8 +58,8 @@ class ForeignApi:
     fields: Sequence[ForeignField]
 
 
-def works(name: str, sample: Any, note: str, **needs: Any) -> ForeignField:
-    return ForeignField(name, sample, Outcome.WORKS, note, needs)
+def works(name: str, sample: Any, **needs: Any) -> ForeignField:
+    return ForeignField(name, sample, Outcome.WORKS, "", needs)
 
 
 def refused(name: str, sample: Any, note: str, **needs: Any) -> ForeignField:

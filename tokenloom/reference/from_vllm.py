@@ -16,7 +16,7 @@ _HEAD = """# From vLLM
 
 Replace `vllm serve MODEL` by `tokenloom serve MODEL`. The OpenAI API, vLLM's additional request fields, the sampling
 parameters, the methods of the offline `LLM` class and the names of the metrics stay. An unknown flag is an error; for
-a flag of vLLM that Tokenloom lacks, the error says what to use instead. A request field without effect is named in the
+a flag of vLLM in the table below, the error says what to use instead. A request field without effect is named in the
 response header `x-tokenloom-ignored`.
 
 | | vLLM | Tokenloom |
@@ -59,7 +59,7 @@ that names it.
 _OTHER_FLAGS = """
 ## Flags that have another name, or none
 
-An unknown flag that this table lacks is an error too, which names the nearest option of Tokenloom.
+Flags that few write have no row. The error names options with a similar name, if there are any.
 
 | flag of vLLM | instead |
 |---|---|

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
+from tokenloom.services.coordinator.defaults import PD_THRESHOLD
 from tokenloom.services.coordinator.engine_placement import Policy
 from tokenloom.services.coordinator.engine_registry import Registry
 from tokenloom.services.runtime.placement.rules import Rule, cost, score
@@ -29,7 +30,8 @@ class Ours:
     def __init__(self, engines: Sequence[Engine], rule: Rule, max_hashes: int) -> None:
         self._now = 0.0
         self._max_hashes = max_hashes
-        self._registry = Registry(1, lambda: self._now, policy=Policy(rule=rule), settle_seconds=0)
+        policy = Policy(PD_THRESHOLD, rule)
+        self._registry = Registry(1, lambda: self._now, policy=policy, settle_seconds=0)
         self._records = [
             self._registry.join(
                 EngineIdentity(engine_id=f"e{each.index}", epoch=1, num_kv_blocks=KV_BLOCKS, fingerprint=FINGERPRINT),

@@ -18,9 +18,12 @@ from typing import TypeAlias
 from rich.console import Console
 from rich.table import Table
 
+from tokenloom.services.coordinator.defaults import PD_THRESHOLD, PLACEMENT
+from tokenloom.services.coordinator.engine_placement import Policy
 from tokenloom.services.coordinator.engine_record import EngineRecord
 from tokenloom.services.coordinator.engine_registry import Registry
 from tokenloom.services.runtime.peers import subset
+from tokenloom.services.runtime.placement.rules import RULES
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineState, PickRequest, Subset
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
@@ -121,7 +124,8 @@ class Simulation:
         self._requests = Random(f"requests {case.seed}")
         self._prefix_weights = list(itertools.accumulate(1 / rank for rank in range(1, case.prefixes + 1)))
         self._now = 0.0
-        self._registry = Registry(_EPOCH, lambda: self._now, settle_seconds=0)
+        policy = Policy(PD_THRESHOLD, RULES[PLACEMENT])
+        self._registry = Registry(_EPOCH, lambda: self._now, policy=policy, settle_seconds=0)
         self._engines = [FakeEngine(self._registry.join(_identity(n), _report())) for n in range(case.engines)]
         self._numbers = {each.record.identity.engine_id: number for number, each in enumerate(self._engines)}
         self._events: list[tuple[float, int, Iterator[float]]] = []

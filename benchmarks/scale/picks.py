@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import psutil
 
 from tokenloom.request.prefix_schedule import MAX_HASHES
-from tokenloom.services.coordinator.defaults import PLACEMENT
+from tokenloom.services.coordinator.defaults import PD_THRESHOLD, PLACEMENT
 from tokenloom.services.coordinator.engine_placement import Policy
 from tokenloom.services.coordinator.engine_record import EngineRecord
 from tokenloom.services.coordinator.engine_registry import Registry
@@ -67,7 +67,7 @@ class Clock:
 
 def registry_with(engines: int, clock: Callable[[], float]) -> tuple[Registry, dict[str, EngineRecord]]:
     """Return a registry with so many engines under different loads, and their records by name."""
-    policy = Policy(rule=RULES[PLACEMENT])
+    policy = Policy(PD_THRESHOLD, RULES[PLACEMENT])
     registry, generator = Registry(1, clock, policy=policy, settle_seconds=0.0), random.Random(2)
     reports = [_report(generator.randrange(64)) for _ in range(engines)]
     joined = [registry.join(FakeIdentity(number).registration(), report) for number, report in enumerate(reports)]

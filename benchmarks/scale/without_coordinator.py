@@ -15,7 +15,7 @@ from random import Random
 
 import numpy as np
 
-from tokenloom.services.coordinator.defaults import PLACEMENT
+from tokenloom.services.coordinator.defaults import PD_THRESHOLD, PLACEMENT
 from tokenloom.services.coordinator.engine_placement import Policy
 from tokenloom.services.coordinator.engine_registry import Registry
 from tokenloom.services.coordinator.feed.snapshot_feed import SnapshotFeed
@@ -159,7 +159,7 @@ class Run:
         self._order = itertools.count()
         self._releases: dict[int, Callable[[], None]] = {}  # by the ids of live requests
         self._dies_at = float("inf") if dies_at is None else dies_at
-        policy = Policy(rule=RULES[case.rule])
+        policy = Policy(PD_THRESHOLD, RULES[case.rule])
         self._registry = Registry(1, lambda: self._now, policy=policy, settle_seconds=0.0)
         self._feed = SnapshotFeed(self._registry)
         self.engines = {f"engine-{index}": Engine(f"engine-{index}", trace) for index in range(engines)}

@@ -33,8 +33,9 @@ class CoordinatorSettings(ServiceSettings, frozen=True, kw_only=True):
     ] = PD_THRESHOLD
     placement: Annotated[
         Literal["score", "cost"],
-        "How engines are compared: by 4 * waiting + running requests, or by the seconds that a request is expected to "
-        "cost there: uncached prompt tokens ahead of it and its own at the engine's rate, and its share of the batch.",
+        "How engines are compared. score: waiting * 4 + running, less 4 times the share of the prompt that is cached "
+        "there; cost: the seconds that a request is expected to cost there: uncached prompt tokens ahead of it and its "
+        "own at the engine's rate, and its share of the batch.",
     ] = PLACEMENT
     settle_seconds: Annotated[
         Annotated[float, Meta(ge=0)],

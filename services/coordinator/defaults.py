@@ -5,8 +5,8 @@ from typing import Final
 PD_THRESHOLD = 128
 """As many prompt tokens as a CPU engine computes in a step alongside decodes: a shorter prompt delays others by one
 step at most, and a pair costs more than that."""
-PLACEMENT: Final = "cost"
-"""The rule by which engines are compared."""
+PLACEMENT: Final = "score"
+"""The rule by which engines are compared: one that an operator can compute from two counts."""
 SETTLE_SECONDS = 2.0
 """How long a new coordinator waits for engines to re-join before it calls its view complete."""
 PREFIX_INDEX_MIB = 256

@@ -9,11 +9,9 @@ from tokenloom.services.runtime.placement import pairing, prefix_homes
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn, Rows
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.pool import Pool, make_pool
-from tokenloom.services.runtime.placement.rules import Ask, Rule, cost, score
+from tokenloom.services.runtime.placement.rules import Ask, Rule, cost
 from tokenloom.v1.coordinator_pb2 import PickRequest
 from tokenloom.v1.types_pb2 import EngineRole
-
-from .defaults import PD_THRESHOLD
 
 _UNSPECIFIED, _DECODE = EngineRole.ENGINE_ROLE_UNSPECIFIED, EngineRole.ENGINE_ROLE_DECODE
 
@@ -27,8 +25,8 @@ class Policy:
         rule: What a leg costs on an engine.
     """
 
-    pd_threshold: int = PD_THRESHOLD
-    rule: Rule = score
+    pd_threshold: int
+    rule: Rule
 
 
 def check_request(request: PickRequest) -> None:

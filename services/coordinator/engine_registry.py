@@ -7,7 +7,7 @@ import numpy as np
 from tokenloom.fall_backs import FallBacks
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
-from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT
+from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT, cost
 from tokenloom.services.runtime.registry.engine_loads import loads_of
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
@@ -16,10 +16,12 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineRef,
     EngineReport,
     PickRequest,
+    PlacementRule,
 )
 from tokenloom.v1.types_pb2 import Adapter
 
 from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
+from .engine_costs import EngineCosts
 from .engine_placement import Placement, Policy, check_request
 from .engine_pools import EnginePools
 from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord
@@ -49,6 +51,7 @@ class Registry:
     Args:
         epoch: Incarnation of the coordinator; part of every pick's id.
         clock: Monotonic seconds.
+        policy: What an operator decides.
         predecessor: What the coordinator knew whose place this one takes; None: nothing.
 
     Attributes:
@@ -65,7 +68,7 @@ class Registry:
         epoch: int,
         clock: Callable[[], float],
         *,
-        policy: Policy | None = None,
+        policy: Policy,
         settle_seconds: float = SETTLE_SECONDS,
         predecessor: Predecessor | None = None,
         prefix_index_bytes: int = PREFIX_INDEX_MIB << 20,
@@ -83,7 +86,8 @@ class Registry:
         self.prefixes = PrefixIndex(prefix_index_bytes)
         self.popular = PrefixPlacements()
         self.uses_prefixes = False
-        self._placement = Placement(self._columns, self._kinds, policy or Policy())
+        self._placement = Placement(self._columns, self._kinds, policy)
+        self._costs = EngineCosts(self._columns, self._kinds) if policy.rule is cost else None
         self._expiring = ExpiringPicks()
         self._num_picks = 0
         self.adapters = WantedAdapters()
@@ -120,6 +124,12 @@ class Registry:
     def pd_threshold(self) -> int:
         """Uncached prompt tokens below which an engine does the whole request."""
         return self._placement.policy.pd_threshold
+
+    @property
+    def placement(self) -> PlacementRule:
+        """The rule by which engines are compared."""
+        is_cost = self._placement.policy.rule is cost
+        return PlacementRule.PLACEMENT_RULE_COST if is_cost else PlacementRule.PLACEMENT_RULE_SCORE
 
     def join(self, identity: EngineIdentity, report: EngineReport) -> EngineRecord:
         """Add an engine that opened a stream; it takes the place of an older one of its name."""
@@ -234,6 +244,11 @@ class Registry:
         if self._is_unsettled:
             self._settle()
         entry = record.entry(self._clock())
+        if self._costs is not None:
+            self._costs.look(self.revision)
+            entry.uncached_tokens = int(self._columns.uncached_tokens[record.row])
+            entry.uncached_tokens_per_second = float(self._costs.rates[record.row])
+            entry.expected_seconds = float(self._costs.seconds[record.row])
         known = {each.kind for each in entry.report.fall_backs}
         for kind, detail in self._fall_backs.of(engine_id).items():
             if kind not in known:
@@ -253,7 +268,19 @@ class Registry:
             score=(waiting * WAITING_WEIGHT + columns.running[rows]).tolist(),
             waiting=waiting.tolist(),
             waiting_tokens=columns.waiting_tokens[rows].tolist(),
+            **self._cost_columns(rows),
         )
+
+    def _cost_columns(self, rows: Sequence[int]) -> dict[str, Sequence[float]]:
+        """Return what only watchers of the rule ``cost`` are shown of these engines."""
+        if self._costs is None:
+            return {}
+        self._costs.look(self.revision)
+        return {
+            "uncached_tokens": self._columns.uncached_tokens[rows].astype(np.int64).tolist(),
+            "uncached_tokens_per_second": self._costs.rates[rows].tolist(),
+            "expected_seconds": self._costs.seconds[rows].tolist(),
+        }
 
     def _cached_tokens(self, path: Path, prompt_tokens: int) -> IntColumn | None:
         """Return how many tokens of a prompt each engine has cached, by row; None if no engine has any."""

@@ -12,16 +12,30 @@ from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.services.runtime.telemetry.fast_metrics import TracedHistogram
 from tokenloom.services.runtime.telemetry.tracing import CURRENT, trace_id_of
 from tokenloom.v1 import inference_pb2, types_pb2
+from tokenloom.v1.coordinator_pb2 import EngineEntry
 
 from .adapters.adapter_usage import AdapterUsage
 from .generation.backlog import Backlog
 from .mesh.collector import Delta
+from .mesh.engine_words import placement_values
 from .mesh.kv_flow import KvFlow
 from .mesh.mesh_view import MeshView, load_of
 from .request_sizes import RequestSizes, Sized
 from .tenants.key_usage import KeyUsage
 from .tenants.tenant import Tenant
 from .usage_counts import Used
+
+_PLACEMENT_TEXTS = {
+    "waiting": "Requests waiting at the engine as placement counts them, those on their way included.",
+    "running": "Requests in the engine's batch as placement counts them.",
+    "score": "Waiting * 4 + running: --placement score picks the engine with the least, less what it has cached.",
+    "seats": "Requests that may run at the same time, for --placement cost.",
+    "step_seconds": "Mean seconds of the engine's steps, of which --placement cost takes the mean of all engines.",
+    "uncached_tokens": "Prompt tokens to compute for the requests at the engine, for --placement cost.",
+    "uncached_tokens_per_second": "Rate at which --placement cost expects the engine to compute them.",
+    "expected_seconds": "Seconds that --placement cost expects of a request there, without those of its own prompt.",
+}
+"""What the gauges of :func:`.placement_values` are."""
 
 FINISH_REASONS = {
     types_pb2.FINISH_REASON_STOP: "stop",
@@ -197,8 +211,19 @@ class MeshGauges:
         ):
             values = {entry.identity.engine_id: getattr(entry.report, field) for entry in engines}
             yield self._gauge("tokenloom_engine_" + name, text, values, "engine")
+        yield from self._placement(engines)
         text = "Estimated seconds that a request which arrives now would wait for its first token."
         yield self._gauge("tokenloom_queue_wait_seconds", text, {"": self.backlog.wait_seconds()})
+
+    def _placement(self, engines: Sequence[EngineEntry]) -> Iterator[GaugeMetricFamily]:
+        """Yield the coordinator's rule, and what it compares of each engine."""
+        rule = self.mesh.placement
+        text = "1 for the rule by which the coordinator compares engines (--placement)."
+        yield self._gauge("tokenloom_placement_rule", text, {rule: 1.0} if rule else {}, "rule")
+        values = {entry.identity.engine_id: placement_values(entry, rule) for entry in engines}
+        for name in dict.fromkeys(name for each in values.values() for name in each):
+            of_engines = {engine: each[name] for engine, each in values.items()}
+            yield self._gauge("tokenloom_placement_" + name, _PLACEMENT_TEXTS[name], of_engines, "engine")
 
     describe = collect  # the names, so that a second metric of one of them is refused
 

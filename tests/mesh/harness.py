@@ -87,6 +87,7 @@ class Mesh:
         engines, tokenizers, output_processors: How many.
         engine: Settings of every engine, or of the one with a number, beside the worker.
         gateway: Settings of the gateway.
+        coordinator: Settings of the coordinator.
         certificates: Folder that ``make_certificates`` filled; None: everybody talks in plain text.
         common: Settings of every part.
     """
@@ -100,6 +101,7 @@ class Mesh:
         output_processors: int = 1,
         engine: dict[str, Any] | Callable[[int], dict[str, Any]] | None = None,
         gateway: dict[str, Any] | None = None,
+        coordinator: dict[str, Any] | None = None,
         certificates: Path | None = None,
         common: dict[str, Any] | None = None,
     ) -> None:
@@ -107,6 +109,7 @@ class Mesh:
         self.common = common or {}
         self.certificates = certificates
         self.tokenizer: Tokenizer = load_tokenizer(DEMO_MODEL)
+        self._coordinator_settings = coordinator or {}
         self.coordinator = self._coordinator()
         self.tokenizers = [self._tokenizer(index) for index in range(tokenizers)]
         self.output_processors = [self._output_processor(index) for index in range(output_processors)]
@@ -200,7 +203,7 @@ class Mesh:
         return values
 
     def _coordinator(self) -> Part:
-        settings = CoordinatorSettings.of(**self._common("coordinator-0"))
+        settings = CoordinatorSettings.of(**self._common("coordinator-0"), **self._coordinator_settings)
         return Part(CoordinatorService, settings)
 
     def _tokenizer(self, index: int) -> Part:

@@ -56,6 +56,7 @@ async def read_pages(directory: Path) -> Pages:
         directory,
         certificates=directory / "certificates",
         common={"metrics_listen": "127.0.0.1:0"},
+        coordinator={"placement": "cost"},  # which has more inputs than the default
         engine={"kv_transports": ["shm"], "logits_metrics_interval": 1, "speculative_config": {"method": "ngram"}},
     )
     async with mesh.running(), mesh.http() as http:

@@ -20,12 +20,21 @@ class EngineState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENGINE_STATE_DRAINING: _ClassVar[EngineState]
     ENGINE_STATE_DEAD: _ClassVar[EngineState]
     ENGINE_STATE_PAUSED: _ClassVar[EngineState]
+
+class PlacementRule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PLACEMENT_RULE_UNSPECIFIED: _ClassVar[PlacementRule]
+    PLACEMENT_RULE_SCORE: _ClassVar[PlacementRule]
+    PLACEMENT_RULE_COST: _ClassVar[PlacementRule]
 ENGINE_STATE_UNSPECIFIED: EngineState
 ENGINE_STATE_STARTING: EngineState
 ENGINE_STATE_SERVING: EngineState
 ENGINE_STATE_DRAINING: EngineState
 ENGINE_STATE_DEAD: EngineState
 ENGINE_STATE_PAUSED: EngineState
+PLACEMENT_RULE_UNSPECIFIED: PlacementRule
+PLACEMENT_RULE_SCORE: PlacementRule
+PLACEMENT_RULE_COST: PlacementRule
 
 class EngineIdentity(_message.Message):
     __slots__ = ("engine_id", "epoch", "address", "kv_address", "host", "fingerprint", "limits", "num_kv_blocks", "publishes_kv_events", "data_parallel_rank", "parallel_config_hash", "computes_in_waves", "data_parallel_group")
@@ -246,7 +255,7 @@ class WatchRequest(_message.Message):
     def __init__(self, changes: _Optional[bool] = ..., without_loads: _Optional[bool] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("coordinator_epoch", "revision", "complete", "engines", "pd_threshold", "adapters", "base_revision", "left", "loads", "new_adapters", "unloaded_adapters", "prefixes")
+    __slots__ = ("coordinator_epoch", "revision", "complete", "engines", "pd_threshold", "adapters", "base_revision", "left", "loads", "new_adapters", "unloaded_adapters", "prefixes", "placement")
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +268,7 @@ class Snapshot(_message.Message):
     NEW_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     UNLOADED_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     coordinator_epoch: int
     revision: int
     complete: bool
@@ -271,7 +281,8 @@ class Snapshot(_message.Message):
     new_adapters: bool
     unloaded_adapters: _containers.RepeatedScalarFieldContainer[str]
     prefixes: PrefixPlacements
-    def __init__(self, coordinator_epoch: _Optional[int] = ..., revision: _Optional[int] = ..., complete: _Optional[bool] = ..., engines: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ..., pd_threshold: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., base_revision: _Optional[int] = ..., left: _Optional[_Iterable[str]] = ..., loads: _Optional[_Union[EngineLoads, _Mapping]] = ..., new_adapters: _Optional[bool] = ..., unloaded_adapters: _Optional[_Iterable[str]] = ..., prefixes: _Optional[_Union[PrefixPlacements, _Mapping]] = ...) -> None: ...
+    placement: PlacementRule
+    def __init__(self, coordinator_epoch: _Optional[int] = ..., revision: _Optional[int] = ..., complete: _Optional[bool] = ..., engines: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ..., pd_threshold: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_types_pb2.Adapter, _Mapping]]] = ..., base_revision: _Optional[int] = ..., left: _Optional[_Iterable[str]] = ..., loads: _Optional[_Union[EngineLoads, _Mapping]] = ..., new_adapters: _Optional[bool] = ..., unloaded_adapters: _Optional[_Iterable[str]] = ..., prefixes: _Optional[_Union[PrefixPlacements, _Mapping]] = ..., placement: _Optional[_Union[PlacementRule, str]] = ...) -> None: ...
 
 class PrefixPlacements(_message.Message):
     __slots__ = ("block_hash", "engine", "other_engine")
@@ -284,7 +295,7 @@ class PrefixPlacements(_message.Message):
     def __init__(self, block_hash: _Optional[_Iterable[int]] = ..., engine: _Optional[_Iterable[int]] = ..., other_engine: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class EngineLoads(_message.Message):
-    __slots__ = ("number", "age_milliseconds", "score", "waiting", "waiting_tokens", "reported_waiting", "running", "reported_waiting_tokens", "kv_usage", "free_kv_blocks", "seats", "prefill_tokens_per_second", "starts_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests")
+    __slots__ = ("number", "age_milliseconds", "score", "waiting", "waiting_tokens", "reported_waiting", "running", "reported_waiting_tokens", "kv_usage", "free_kv_blocks", "seats", "prefill_tokens_per_second", "starts_per_second", "prompt_tokens_per_second", "step_seconds", "step_requests", "uncached_tokens", "uncached_tokens_per_second", "expected_seconds")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     AGE_MILLISECONDS_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +312,9 @@ class EngineLoads(_message.Message):
     PROMPT_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STEP_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNCACHED_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     number: _containers.RepeatedScalarFieldContainer[int]
     age_milliseconds: _containers.RepeatedScalarFieldContainer[int]
     score: _containers.RepeatedScalarFieldContainer[int]
@@ -317,7 +331,10 @@ class EngineLoads(_message.Message):
     prompt_tokens_per_second: _containers.RepeatedScalarFieldContainer[float]
     step_seconds: _containers.RepeatedScalarFieldContainer[float]
     step_requests: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, number: _Optional[_Iterable[int]] = ..., age_milliseconds: _Optional[_Iterable[int]] = ..., score: _Optional[_Iterable[int]] = ..., waiting: _Optional[_Iterable[int]] = ..., waiting_tokens: _Optional[_Iterable[int]] = ..., reported_waiting: _Optional[_Iterable[int]] = ..., running: _Optional[_Iterable[int]] = ..., reported_waiting_tokens: _Optional[_Iterable[int]] = ..., kv_usage: _Optional[_Iterable[float]] = ..., free_kv_blocks: _Optional[_Iterable[int]] = ..., seats: _Optional[_Iterable[int]] = ..., prefill_tokens_per_second: _Optional[_Iterable[float]] = ..., starts_per_second: _Optional[_Iterable[float]] = ..., prompt_tokens_per_second: _Optional[_Iterable[float]] = ..., step_seconds: _Optional[_Iterable[float]] = ..., step_requests: _Optional[_Iterable[float]] = ...) -> None: ...
+    uncached_tokens: _containers.RepeatedScalarFieldContainer[int]
+    uncached_tokens_per_second: _containers.RepeatedScalarFieldContainer[float]
+    expected_seconds: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, number: _Optional[_Iterable[int]] = ..., age_milliseconds: _Optional[_Iterable[int]] = ..., score: _Optional[_Iterable[int]] = ..., waiting: _Optional[_Iterable[int]] = ..., waiting_tokens: _Optional[_Iterable[int]] = ..., reported_waiting: _Optional[_Iterable[int]] = ..., running: _Optional[_Iterable[int]] = ..., reported_waiting_tokens: _Optional[_Iterable[int]] = ..., kv_usage: _Optional[_Iterable[float]] = ..., free_kv_blocks: _Optional[_Iterable[int]] = ..., seats: _Optional[_Iterable[int]] = ..., prefill_tokens_per_second: _Optional[_Iterable[float]] = ..., starts_per_second: _Optional[_Iterable[float]] = ..., prompt_tokens_per_second: _Optional[_Iterable[float]] = ..., step_seconds: _Optional[_Iterable[float]] = ..., step_requests: _Optional[_Iterable[float]] = ..., uncached_tokens: _Optional[_Iterable[int]] = ..., uncached_tokens_per_second: _Optional[_Iterable[float]] = ..., expected_seconds: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
     __slots__ = ("data_parallel_group", "data_parallel_size")
@@ -344,7 +361,7 @@ class SetAdapterResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class EngineEntry(_message.Message):
-    __slots__ = ("identity", "report", "age", "score", "waiting", "waiting_tokens", "number")
+    __slots__ = ("identity", "report", "age", "score", "waiting", "waiting_tokens", "number", "uncached_tokens", "uncached_tokens_per_second", "expected_seconds")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     AGE_FIELD_NUMBER: _ClassVar[int]
@@ -352,6 +369,9 @@ class EngineEntry(_message.Message):
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    UNCACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNCACHED_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     identity: EngineIdentity
     report: EngineReport
     age: _duration_pb2.Duration
@@ -359,4 +379,7 @@ class EngineEntry(_message.Message):
     waiting: int
     waiting_tokens: int
     number: int
-    def __init__(self, identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., report: _Optional[_Union[EngineReport, _Mapping]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., score: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    uncached_tokens: int
+    uncached_tokens_per_second: float
+    expected_seconds: float
+    def __init__(self, identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., report: _Optional[_Union[EngineReport, _Mapping]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., score: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., number: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., uncached_tokens_per_second: _Optional[float] = ..., expected_seconds: _Optional[float] = ...) -> None: ...

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class CoordinatorStub:
-    """Knows the engines and places requests where they are expected to cost least, or where waiting * 4 + running is lowest. Its state is soft: engines re-join and rebuild it.
+    """Knows the engines and places requests by a PlacementRule: by default where waiting * 4 + running, less what is cached, is lowest. Its state is
+    soft: engines re-join and rebuild it.
     """
 
     def __init__(self, channel):
@@ -73,7 +74,8 @@ class CoordinatorStub:
 
 
 class CoordinatorServicer:
-    """Knows the engines and places requests where they are expected to cost least, or where waiting * 4 + running is lowest. Its state is soft: engines re-join and rebuild it.
+    """Knows the engines and places requests by a PlacementRule: by default where waiting * 4 + running, less what is cached, is lowest. Its state is
+    soft: engines re-join and rebuild it.
     """
 
     def Join(self, request_iterator, context):
@@ -182,7 +184,8 @@ def add_CoordinatorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Coordinator:
-    """Knows the engines and places requests where they are expected to cost least, or where waiting * 4 + running is lowest. Its state is soft: engines re-join and rebuild it.
+    """Knows the engines and places requests by a PlacementRule: by default where waiting * 4 + running, less what is cached, is lowest. Its state is
+    soft: engines re-join and rebuild it.
     """
 
     @staticmethod

@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CoordinatorStub:
-    """Knows the engines and places requests where they are expected to cost least, or where waiting * 4 + running is lowest. Its state is soft: engines re-join and rebuild it."""
+    """Knows the engines and places requests by a PlacementRule: by default where waiting * 4 + running, less what is cached, is lowest. Its state is
+    soft: engines re-join and rebuild it.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -67,7 +69,9 @@ class CoordinatorStub:
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
-    """Knows the engines and places requests where they are expected to cost least, or where waiting * 4 + running is lowest. Its state is soft: engines re-join and rebuild it."""
+    """Knows the engines and places requests by a PlacementRule: by default where waiting * 4 + running, less what is cached, is lowest. Its state is
+    soft: engines re-join and rebuild it.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.StreamStreamMultiCallable[_coordinator_pb2.EngineReport, _coordinator_pb2.EngineCommand]  # type: ignore[assignment]
@@ -103,7 +107,9 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
-    """Knows the engines and places requests where they are expected to cost least, or where waiting * 4 + running is lowest. Its state is soft: engines re-join and rebuild it."""
+    """Knows the engines and places requests by a PlacementRule: by default where waiting * 4 + running, less what is cached, is lowest. Its state is
+    soft: engines re-join and rebuild it.
+    """
 
     @_abc_1.abstractmethod
     def Join(

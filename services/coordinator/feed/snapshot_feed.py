@@ -245,6 +245,7 @@ class SnapshotFeed:
             revision=revision,
             complete=self._registry.is_complete,
             pd_threshold=self._registry.pd_threshold,
+            placement=self._registry.placement,
             base_revision=base_revision,
         ).SerializeToString()
 

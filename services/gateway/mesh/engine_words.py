@@ -1,4 +1,4 @@
-"""Names the role and the state of an engine for clients, without the prefixes of the protos."""
+"""Describes an engine for clients: its role and state without the prefixes of the protos, and what placement sees."""
 
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
@@ -13,6 +13,30 @@ def engine_words(entry: coordinator_pb2.EngineEntry) -> dict[str, object]:
         "state": "aside" if "other_weights" in fall_backs else _state(report.state),
         **({"fall_backs": fall_backs} if fall_backs else {}),
     }
+
+
+def rule_word(rule: coordinator_pb2.PlacementRule) -> str | None:
+    """Return the value of ``--placement`` of the coordinator; None: it is of a release that does not show it."""
+    words = {
+        coordinator_pb2.PlacementRule.PLACEMENT_RULE_SCORE: "score",
+        coordinator_pb2.PlacementRule.PLACEMENT_RULE_COST: "cost",
+    }
+    return words.get(rule)
+
+
+def placement_values(entry: coordinator_pb2.EngineEntry, rule: str | None) -> dict[str, float]:
+    """Return what a rule compares of an engine, and what it computes that from; see ``PlacementRule``."""
+    report = entry.report
+    values: dict[str, float] = {"waiting": entry.waiting, "running": report.running, "score": entry.score}
+    if rule == "cost":
+        values |= {
+            "seats": report.seats,
+            "step_seconds": report.step_seconds,
+            "uncached_tokens": entry.uncached_tokens,
+            "uncached_tokens_per_second": entry.uncached_tokens_per_second,
+            "expected_seconds": entry.expected_seconds,
+        }
+    return values
 
 
 def _state(state: int) -> str:

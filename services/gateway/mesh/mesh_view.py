@@ -13,6 +13,7 @@ from tokenloom.services.runtime.registry.registry_watch import watch_registry
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 
 from .capacity import Capacity
+from .engine_words import rule_word
 
 LOST_SECONDS = 300.0
 """How long an engine that left without draining counts as missing, unless it returns."""
@@ -79,6 +80,11 @@ class MeshView:
         """All engines, with the loads that the event loop has read last. Reading it changes nothing, so that the thread
         of a scrape may."""
         return self._engines
+
+    @property
+    def placement(self) -> str | None:
+        """The rule by which the coordinator compares engines; None: it does not say."""
+        return rule_word(self._view.placement)
 
     def load(self) -> MeshLoad:
         """Return the load of all engines, as they last reported it."""

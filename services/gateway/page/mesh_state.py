@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 from tokenloom.v1 import coordinator_pb2
 
-from ..mesh.engine_words import engine_words
+from ..mesh.engine_words import engine_words, placement_values
 from ..mesh.kv_flow import KvFlow
 from ..served_mesh import ServedMesh
 
@@ -22,6 +22,7 @@ def mesh_state(mesh: ServedMesh) -> dict[str, object]:
         "max_logprobs": limits.max_logprobs if limits else None,
         "missing": missing,
         "live": mesh.generator.num_live,
+        "placement": mesh.view.placement,
         "parts": list(_parts(mesh)),
         "engines": list(_engines(mesh)),
         "kv_links": _links(mesh.metrics.kv_flow),
@@ -46,13 +47,14 @@ def _part(kind: str, name: str, state: str) -> dict[str, object]:
 
 def _engines(mesh: ServedMesh) -> Iterator[dict[str, object]]:
     """Yield the engines that the coordinator knows, and those that were lost, sorted by name."""
-    known = {entry.identity.engine_id: _engine(entry) for entry in mesh.view.engines}
+    rule = mesh.view.placement
+    known = {entry.identity.engine_id: _engine(entry, rule) for entry in mesh.view.engines}
     for name, seconds in mesh.view.lost_engines().items():
         known[name] = {"name": name, "state": "lost", "lost_seconds": round(seconds, 1)}
     yield from (known[name] for name in sorted(known, key=_natural))
 
 
-def _engine(entry: coordinator_pb2.EngineEntry) -> dict[str, object]:
+def _engine(entry: coordinator_pb2.EngineEntry, rule: str | None) -> dict[str, object]:
     report = entry.report
     return {
         "name": entry.identity.engine_id,
@@ -63,6 +65,7 @@ def _engine(entry: coordinator_pb2.EngineEntry) -> dict[str, object]:
         "seats": report.seats,
         "kv_usage": round(report.kv_usage, 4),
         "num_kv_blocks": entry.identity.num_kv_blocks,
+        "placement": placement_values(entry, rule),
     }
 
 

@@ -68,6 +68,11 @@ class FingerprintKinds:
         """Return for each kind whether its engines may run a leg (see :func:`in_pool`). Shape [kinds], at least 1."""
         return np.array([in_pool(asked, each, leg) for each in self._fingerprints] or [False], np.bool_)
 
+    def pools(self) -> list[BoolColumn]:
+        """Return for each pool which kinds its engines have. Shape [kinds] each."""
+        masks = [self.of_pool(each, EngineRole.ENGINE_ROLE_PREFILL) for each in self._fingerprints]
+        return list({mask.tobytes(): mask for mask in masks}.values())
+
     def computing_as(self, asked: Fingerprint) -> BoolColumn:
         """Return for each kind whether its engines compute as that with ``asked`` does. Shape [kinds], at least 1."""
         return np.array([each.numerics == asked.numerics for each in self._fingerprints] or [False], np.bool_)

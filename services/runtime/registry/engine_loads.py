@@ -5,7 +5,17 @@ from operator import attrgetter
 
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineLoads, EngineReport
 
-_OF_ENTRY = (("score", "score"), ("waiting", "waiting"), ("waiting_tokens", "waiting_tokens"))
+_OF_ENTRY = tuple(
+    (name, name)
+    for name in (
+        "score",
+        "waiting",
+        "waiting_tokens",
+        "uncached_tokens",
+        "uncached_tokens_per_second",
+        "expected_seconds",
+    )
+)
 """Columns, each with the field of ``EngineEntry`` that it carries."""
 _OF_REPORT = (
     ("reported_waiting", "waiting"),
@@ -24,9 +34,9 @@ _OF_REPORT = (
 _GETTERS = [(column, attrgetter(field)) for column, field in _OF_REPORT]
 
 
-def loads_of(reports: Sequence[EngineReport], **columns: Sequence[int]) -> EngineLoads:
+def loads_of(reports: Sequence[EngineReport], **columns: Sequence[float]) -> EngineLoads:
     """Return the loads of engines, a row for each. ``columns``: those that are not read from the reports."""
-    loads = EngineLoads(**columns)
+    loads = EngineLoads(**columns)  # type: ignore[arg-type]  # whole numbers where the column has them
     for column, get in _GETTERS:
         getattr(loads, column).extend(map(get, reports))
     return loads

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineLoads, Snapshot
+from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineLoads, PlacementRule, Snapshot
 from tokenloom.v1.types_pb2 import Adapter
 
 from .engine_loads import set_loads
@@ -24,6 +24,7 @@ class RegistryView:
         revision: Of the last message; 0: none has arrived.
         complete: False while a new coordinator waits for engines to join again.
         pd_threshold: Uncached prompt tokens below which an engine does the whole request.
+        placement: The rule by which the coordinator compares engines.
         adapters: The LoRA adapters that all engines should have, by name.
         unloaded_adapters: Names of adapters that were unloaded, the latest last.
         version: Grows when anything but loads changes.
@@ -34,6 +35,7 @@ class RegistryView:
         self.revision = 0
         self.complete = False
         self.pd_threshold = 0
+        self.placement = PlacementRule.PLACEMENT_RULE_UNSPECIFIED
         self.adapters: Sequence[Adapter] = ()
         self.unloaded_adapters: Sequence[str] = ()
         self.version = 0
@@ -141,6 +143,7 @@ class RegistryView:
         self.revision = message.revision
         self.complete = message.complete
         self.pd_threshold = message.pd_threshold
+        self.placement = message.placement
 
     def _put(self, entry: EngineEntry) -> bool:
         """Add or replace an engine. Returns False if its identity is not known."""

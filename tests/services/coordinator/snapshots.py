@@ -12,5 +12,6 @@ def snapshot_of(registry: Registry) -> Snapshot:
         complete=registry.is_complete,
         engines=[entry for entry in entries if entry is not None],
         pd_threshold=registry.pd_threshold,
+        placement=registry.placement,
         adapters=registry.adapters,
     )

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.services.coordinator.policies import DEFAULT_POLICY
 from tokenloom.request.errors import InvalidArgument, ResourceExhausted, Unavailable
 from tokenloom.services.coordinator.engine_pools import UNLIKE_SECONDS
 from tokenloom.services.coordinator.engine_registry import Registry
@@ -60,7 +61,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def registry(clock: Clock) -> Registry:
-    return Registry(EPOCH, clock)
+    return Registry(EPOCH, clock, policy=DEFAULT_POLICY)
 
 
 def test_lowest_score_wins(registry: Registry) -> None:

@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.engine_registry import MAX_MORE_SECONDS, Registry
@@ -43,7 +44,7 @@ REQUEST = PickRequest(role=EngineRole.ENGINE_ROLE_BOTH, prompt_tokens=10)
 
 def test_a_new_coordinator_is_incomplete_for_two_seconds() -> None:
     clock = Clock()
-    registry = Registry(1, clock)
+    registry = Registry(1, clock, policy=DEFAULT_POLICY)
     before = registry.revision
     assert not snapshot_of(registry).complete
     clock.now += 1.9
@@ -57,7 +58,7 @@ def test_a_new_coordinator_is_incomplete_for_two_seconds() -> None:
 
 
 def test_the_newest_join_of_a_name_wins() -> None:
-    registry = Registry(1, Clock())
+    registry = Registry(1, Clock(), policy=DEFAULT_POLICY)
     older = registry.join(identity("a", epoch=1), report(waiting=1))
     newer = registry.join(identity("a", epoch=2), report(waiting=2))
     registry.report(older, report(waiting=9))
@@ -70,7 +71,7 @@ def test_the_newest_join_of_a_name_wins() -> None:
 
 def test_a_snapshot_shows_report_score_and_age() -> None:
     clock = Clock()
-    registry = Registry(5, clock)
+    registry = Registry(5, clock, policy=DEFAULT_POLICY)
     registry.join(identity("a"), report(waiting=1, running=2, step=9, picks_arrived=[PickId(number=1)]))
     clock.now += 0.5
     registry.pick(REQUEST)
@@ -83,7 +84,7 @@ def test_a_snapshot_shows_report_score_and_age() -> None:
 
 
 def test_what_does_not_change_makes_no_revision() -> None:
-    registry = Registry(1, Clock())
+    registry = Registry(1, Clock(), policy=DEFAULT_POLICY)
     record = registry.join(identity("a"), report(running=1, step=1))
     before = registry.revision
     registry.report(record, report(running=1, step=2))
@@ -94,7 +95,7 @@ def test_what_does_not_change_makes_no_revision() -> None:
 
 def test_silence_is_a_change() -> None:
     clock = Clock()
-    registry = Registry(1, clock)
+    registry = Registry(1, clock, policy=DEFAULT_POLICY)
     registry.join(identity("a"), report())
     registry.refresh()
     clock.now += 10.5
@@ -111,7 +112,7 @@ class RegistryMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.registry = Registry(1, self.clock, settle_seconds=0)
+        self.registry = Registry(1, self.clock, policy=DEFAULT_POLICY, settle_seconds=0)
         self.records = {}
         self.load: dict[str, tuple[int, int]] = {}
         self.counted: dict[str, dict[int, float]] = {}
@@ -202,7 +203,7 @@ TestRegistryMachine.settings = settings(max_examples=60, stateful_step_count=30,
 
 def test_a_view_is_not_complete_while_engines_join_one_after_the_other() -> None:
     clock = Clock()
-    registry = Registry(1, clock, settle_seconds=2.0)
+    registry = Registry(1, clock, policy=DEFAULT_POLICY, settle_seconds=2.0)
     seen = []
     for number in range(100):
         clock.now += 0.4
@@ -210,7 +211,7 @@ def test_a_view_is_not_complete_while_engines_join_one_after_the_other() -> None
         registry.refresh()
         seen.append(registry.is_complete)
     assert 0.4 * seen.index(True) == pytest.approx(2.0 + MAX_MORE_SECONDS, abs=0.5), "not without end"
-    waits = Registry(1, clock, settle_seconds=2.0)
+    waits = Registry(1, clock, policy=DEFAULT_POLICY, settle_seconds=2.0)
     clock.now += 1.9
     waits.join(identity("last"), report())
     for seconds, is_complete in ((0.2, False), (0.4, True)):

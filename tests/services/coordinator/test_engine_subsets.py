@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.test_engine_placement import EPOCH, Clock, identity, picked, report, request
 from tokenloom.request.errors import InvalidArgument, Unavailable
 from tokenloom.services.coordinator.engine_registry import Registry
@@ -23,7 +24,7 @@ def near(**fields: object) -> PickRequest:
 
 @pytest.fixture
 def registry() -> Registry:
-    registry = Registry(EPOCH, Clock())
+    registry = Registry(EPOCH, Clock(), policy=DEFAULT_POLICY)
     for name in NAMES:
         registry.join(identity(name), report())
     return registry
@@ -67,7 +68,7 @@ def test_the_next_engine_replaces_one_that_drains(registry: Registry) -> None:
 
 
 def test_each_role_has_a_subset_of_its_own() -> None:
-    registry = Registry(EPOCH, Clock())
+    registry = Registry(EPOCH, Clock(), policy=DEFAULT_POLICY)
     roles = [EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE]
     for role in roles:
         for number in range(20):
@@ -96,4 +97,4 @@ def test_a_subset_that_cannot_be_is_refused(registry: Registry, wrong: Subset) -
 
 def test_without_any_engine_the_error_is_that_of_the_pool() -> None:
     with pytest.raises(Unavailable, match="No engine"):
-        Registry(EPOCH, Clock()).pick(near())
+        Registry(EPOCH, Clock(), policy=DEFAULT_POLICY).pick(near())

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.snapshots import snapshot_of
 from tests.services.coordinator.test_engine_registry import Clock
 from tokenloom.fall_backs import FallBacks
@@ -47,7 +48,9 @@ class Fleet:
     def __init__(self, settle_seconds: float = 0.0) -> None:
         self.clock = Clock()
         self.fall_backs = FallBacks()
-        self.registry = Registry(1, self.clock, settle_seconds=settle_seconds, fall_backs=self.fall_backs)
+        self.registry = Registry(
+            1, self.clock, policy=DEFAULT_POLICY, settle_seconds=settle_seconds, fall_backs=self.fall_backs
+        )
         self.records: dict[str, EngineRecord] = {}
 
     def join(self, name: str, weights: bytes, tokenizer: bytes = b"t", **fields: Any) -> None:

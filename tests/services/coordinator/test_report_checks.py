@@ -13,6 +13,7 @@ from tests.services.coordinator.snapshots import snapshot_of
 from tests.services.coordinator.test_engine_registry import Clock, identity, report
 from tokenloom.request.errors import InvalidArgument, TokenloomError
 from tokenloom.services.coordinator.coordinator_servicer import CoordinatorServicer
+from tokenloom.services.coordinator.defaults import PD_THRESHOLD
 from tokenloom.services.coordinator.engine_placement import Policy
 from tokenloom.services.coordinator.engine_registry import Registry
 from tokenloom.services.coordinator.picks.pick_metrics import PickMetrics
@@ -91,7 +92,7 @@ requests = st.builds(
 )
 def test_no_report_ends_the_coordinator_or_a_pick(rule: Any, engines: list[Any], picks: list[PickRequest]) -> None:
     clock = Clock()
-    registry = Registry(7, clock, policy=Policy(rule=rule), settle_seconds=0)
+    registry = Registry(7, clock, policy=Policy(PD_THRESHOLD, rule), settle_seconds=0)
     servicer = CoordinatorServicer(registry, "c", 7, PickMetrics(CollectorRegistry()))
     for number, (num_blocks, block_size, each) in enumerate(engines):
         first = EngineReport(hello=Hello(epoch=1), identity=identity(f"e{number}"))

@@ -8,6 +8,7 @@ from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.request.prefix_schedule import MAX_HASHES
 from tokenloom.services.coordinator.engine_placement import Policy
 from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.runtime.placement.rules import score
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, EngineReport, EngineState, PickRequest
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 
@@ -32,7 +33,7 @@ class Fleet:
 
     def __init__(self, *names: str, threshold: int = THRESHOLD) -> None:
         self.clock = Clock()
-        policy = Policy(pd_threshold=threshold)
+        policy = Policy(pd_threshold=threshold, rule=score)
         self.registry = Registry(7, self.clock, policy=policy)
         self.records = {name: self.registry.join(identity(name), report(name)) for name in names}
 

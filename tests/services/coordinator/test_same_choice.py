@@ -10,6 +10,7 @@ from tests.services.coordinator.test_engine_registry import Clock
 from tokenloom.request.errors import ResourceExhausted, Unavailable
 from tokenloom.services.coordinator.engine_placement import Policy
 from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.runtime.placement.rules import score
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, EngineReport, EngineState, PickRequest
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
@@ -90,7 +91,8 @@ class SameChoiceMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.registry = Registry(1, self.clock, policy=Policy(pd_threshold=THRESHOLD), settle_seconds=0)
+        policy = Policy(pd_threshold=THRESHOLD, rule=score)
+        self.registry = Registry(1, self.clock, policy=policy, settle_seconds=0)
         self.records = {}
         self.engines: dict[str, Engine] = {}
         self.num_epochs = 0

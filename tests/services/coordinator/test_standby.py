@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.snapshots import snapshot_of
 from tests.services.coordinator.test_engine_registry import Clock, identity, report
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
@@ -172,7 +173,7 @@ def test_a_view_is_complete_once_the_engines_of_the_predecessor_are_back() -> No
     predecessor.take(view(complete=True, engines=known, adapters=[old, kept]))
     predecessor.take(view(complete=True, engines=known, adapters=[kept], unloaded_adapters=["old"]))
     predecessor.take(view(complete=False))
-    registry = Registry(2, clock, predecessor=predecessor)
+    registry = Registry(2, clock, policy=DEFAULT_POLICY, predecessor=predecessor)
     for name in "ab":
         registry.refresh()
         assert not snapshot_of(registry).complete
@@ -181,7 +182,7 @@ def test_a_view_is_complete_once_the_engines_of_the_predecessor_are_back() -> No
     snapshot = snapshot_of(registry)
     assert (snapshot.complete, [adapter.name for adapter in snapshot.adapters]) == (True, ["kept"])
 
-    alone = Registry(3, clock, predecessor=predecessor)
+    alone = Registry(3, clock, policy=DEFAULT_POLICY, predecessor=predecessor)
     clock.now = 2.0
     alone.refresh()
     assert snapshot_of(alone).complete  # an engine that ended with the coordinator is not waited for without end

@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.snapshots import snapshot_of
 from tests.services.coordinator.test_coordinator_servicer import Coordinator, coordinator, first_report
 from tests.services.coordinator.test_engine_registry import Clock, identity, report
@@ -43,7 +44,7 @@ def record_of(identity: EngineIdentity, *adapters: Adapter) -> EngineRecord:
 
 
 def registry(clock: Clock, **engines: tuple[Adapter, ...]) -> Registry:
-    made = Registry(1, clock, settle_seconds=0.0)
+    made = Registry(1, clock, policy=DEFAULT_POLICY, settle_seconds=0.0)
     for name, adapters in engines.items():
         made.adapters.join(made.join(able(name), report(adapters=adapters)))
     return made
@@ -92,7 +93,7 @@ def test_a_pick_for_an_unloaded_adapter_fails_at_once() -> None:
 
 def test_nothing_is_missing_before_the_engines_had_time_to_join() -> None:
     clock = Clock()
-    made = Registry(1, clock)
+    made = Registry(1, clock, policy=DEFAULT_POLICY)
     with pytest.raises(Unavailable, match="still joining"):
         pick(made, PIRATE.digest)
     clock.now += 3.0

@@ -117,6 +117,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.is_away = False
         self.position = coordinator_pb2.Position(index=0, count=1)  # of every gateway
         self.report = coordinator_pb2.EngineReport(running=3, waiting=2, kv_usage=0.25)
+        self.placement = coordinator_pb2.PlacementRule.PLACEMENT_RULE_SCORE
         self.addresses: dict[str, str] = {}
         self.adapters: dict[str, types_pb2.Adapter] = {}
         self._changed = asyncio.Condition()
@@ -164,7 +165,9 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 await wire_errors.abort(context, errors.Unavailable("the fake coordinator is away"))
             seen = self._num_changes  # what changes while the snapshot is sent needs another one
             entries = [self._entry(name) for name in self.engines]
-            yield coordinator_pb2.Snapshot(complete=True, engines=entries, adapters=self.adapters.values())
+            yield coordinator_pb2.Snapshot(
+                complete=True, engines=entries, adapters=self.adapters.values(), placement=self.placement
+            )
             await self._changed_since(seen)
 
     def _entry(self, name: str) -> coordinator_pb2.EngineEntry:
@@ -176,7 +179,9 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             num_kv_blocks=64,
         )
         identity.fingerprint.block_size = BLOCK_SIZE
-        entry = coordinator_pb2.EngineEntry(identity=identity, report=self.report)
+        entry = coordinator_pb2.EngineEntry(identity=identity, report=self.report, score=11)
+        if self.placement == coordinator_pb2.PlacementRule.PLACEMENT_RULE_COST:
+            entry.uncached_tokens, entry.uncached_tokens_per_second, entry.expected_seconds = 1200, 9600.0, 0.125
         entry.report.state = self.state
         return entry
 

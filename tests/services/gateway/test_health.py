@@ -210,6 +210,8 @@ async def test_metrics_of_requests_and_engines(mesh: FakeMesh, http: httpx.Async
         f'tokenloom_engine_requests_running{{engine="engine-0",model_name="{MODEL}"}} 3.0',
         f'tokenloom_engine_requests_waiting{{engine="engine-0",model_name="{MODEL}"}} 2.0',
         f'tokenloom_engine_kv_cache_usage_ratio{{engine="engine-0",model_name="{MODEL}"}} 0.25',
+        f'tokenloom_placement_rule{{model_name="{MODEL}",rule="score"}} 1.0',
+        f'tokenloom_placement_score{{engine="engine-0",model_name="{MODEL}"}} 11.0',
         f'tokenloom_part_missing{{model_name="{MODEL}",part="engine"}} 0.0',
         "tokenloom_serving 1.0",
         f'vllm:prompt_tokens_total{{model_name="{MODEL}"}} 4.0',

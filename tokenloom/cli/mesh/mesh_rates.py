@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tokenloom.services.runtime.telemetry.quantile import quantile
 
 from .mesh_sample import MeshSample, Metrics, PartSample
+from .placements import MeshPlacement, PartPlacement, merged
 
 _DRAFTS = "vllm:spec_decode_num_"
 
@@ -34,6 +35,8 @@ class PartView:
     """Share of draft tokens that were right."""
     tokens_per_draft: float | None
     """Tokens that a request got in a step with drafts: those that were right, and the one after them."""
+    placement: PartPlacement | None
+    """The rule of a coordinator, and what it compares of an engine."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ def view(before: MeshSample, after: MeshSample) -> MeshView:
     seconds = max(after.seconds - before.seconds, 1e-9)
     pairs = [(_metrics_before(old, new), new) for old, new in zip(before.parts, after.parts, strict=True)]
     gateways = [(old, new.metrics) for old, new in pairs if new.part.service == "gateway"]
+    placements = merged(new.placements for _, new in gateways)
     return MeshView(
         interval_seconds=seconds,
         requests_per_second=sum(_gain(*pair, "vllm:request_success_total") or 0.0 for pair in gateways) / seconds,
@@ -69,7 +73,7 @@ def view(before: MeshSample, after: MeshSample) -> MeshView:
         / seconds,
         time_to_first_token=_latency(gateways, "vllm:time_to_first_token_seconds"),
         inter_token_latency=_latency(gateways, "vllm:inter_token_latency_seconds"),
-        parts=[_part(old, new, seconds) for old, new in pairs],
+        parts=[_part(old, new, seconds, placements) for old, new in pairs],
     )
 
 
@@ -78,7 +82,7 @@ def _metrics_before(old: PartSample, new: PartSample) -> Metrics:
     return old.metrics if same else Metrics()
 
 
-def _part(old: Metrics, new: PartSample, seconds: float) -> PartView:
+def _part(old: Metrics, new: PartSample, seconds: float, placements: MeshPlacement) -> PartView:
     now, is_engine = new.metrics, new.part.service == "engine"
     cpu = _gain(_processes(old, "cpu_seconds_total"), _processes(now, "cpu_seconds_total"), "sum")
     memory = _processes(now, "resident_memory_bytes").values.get("sum")
@@ -102,6 +106,7 @@ def _part(old: Metrics, new: PartSample, seconds: float) -> PartView:
         generation_tokens_per_second=None if generated is None else generated / seconds,
         draft_acceptance_rate=_share(now, f"{_DRAFTS}accepted_tokens_total", f"{_DRAFTS}draft_tokens_total"),
         tokens_per_draft=None if right is None else 1 + right,
+        placement=placements.of(new.part.service, new.part.index, new.part.model),
     )
 
 

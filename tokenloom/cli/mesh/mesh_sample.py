@@ -10,6 +10,8 @@ from pathlib import Path
 from tokenloom.supervisor.part_health import is_serving
 from tokenloom.supervisor.state_dir import MeshRecord, PartRecord, PartState, read_part_state
 
+from .placements import PREFIX, MeshPlacement, PlacementSamples
+
 _TIMEOUT_SECONDS = 2.0
 
 
@@ -20,6 +22,8 @@ class Metrics:
     values: dict[str, float] = field(default_factory=dict)
     buckets: dict[str, dict[float, float]] = field(default_factory=dict)
     """For each histogram, the cumulative count of observations up to each bound."""
+    placements: MeshPlacement = field(default_factory=MeshPlacement)
+    """What a gateway shows of placement."""
 
 
 @dataclass(frozen=True)
@@ -55,24 +59,28 @@ def parse(text: str) -> Metrics:
 
     values: defaultdict[str, float] = defaultdict(float)
     buckets: defaultdict[str, defaultdict[float, float]] = defaultdict(lambda: defaultdict(float))
+    placements = PlacementSamples()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if "le" in sample.labels:
                 buckets[sample.name.removesuffix("_bucket")][float(sample.labels["le"])] += sample.value
             else:
                 values[sample.name] += sample.value
-    return Metrics(dict(values), {name: dict(each) for name, each in buckets.items()})
+            if sample.name.startswith(PREFIX):
+                placements.add(sample.name, sample.labels, sample.value)
+    return Metrics(dict(values), {name: dict(each) for name, each in buckets.items()}, placements.all())
 
 
 async def _sample(part: PartRecord) -> PartSample:
     state = read_part_state(Path(part.state_file))
     if state is None:
         return PartSample(part, None, False, Metrics())
-    serving, metrics = await asyncio.gather(is_serving(state.health), asyncio.to_thread(_scrape, state.metrics))
+    serving, metrics = await asyncio.gather(is_serving(state.health), asyncio.to_thread(scrape, state.metrics))
     return PartSample(part, state, serving, metrics)
 
 
-def _scrape(address: str | None) -> Metrics:
+def scrape(address: str | None) -> Metrics:
+    """Return the metrics that a part serves; none if it does not answer within two seconds."""
     if address is None:
         return Metrics()
     connection = http.client.HTTPConnection(address, timeout=_TIMEOUT_SECONDS)

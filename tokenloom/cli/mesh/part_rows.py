@@ -1,12 +1,15 @@
 """Asks the parts of a running local mesh for their health."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tokenloom.supervisor.part_health import is_serving
 from tokenloom.supervisor.state_dir import MeshRecord, PartRecord, read_part_state
+
+from .mesh_sample import scrape
+from .placements import MeshPlacement, PartPlacement, merged
 
 _NOT_SERVED: Mapping[str, str] = {"other_weights": "ASIDE", "unreached": "UNREACHED"}
 """The health of an engine that serves by its own word and gets no requests, by the fall-back that says so."""
@@ -27,6 +30,8 @@ class Row:
     """Empty for gateways, which serve all models of the mesh."""
     fall_backs: list[str] = field(default_factory=list)
     """What the part does without; of an engine also what the coordinator knows of it."""
+    placement: PartPlacement | None = None
+    """The rule of a coordinator, and what it compares of an engine; None if no gateway shows it."""
 
 
 def find_rows(mesh: MeshRecord) -> list[Row]:
@@ -37,7 +42,16 @@ def find_rows(mesh: MeshRecord) -> list[Row]:
 async def rows_of(mesh: MeshRecord) -> list[Row]:
     """Ask all parts for their health concurrently."""
     rows = await asyncio.gather(*map(_row, mesh.parts))
-    return [_with_known(row, rows) for row in rows]
+    placements = await _placements(rows)
+    known = [_with_known(row, rows) for row in rows]
+    return [replace(row, placement=placements.of(row.service, row.index, row.model)) for row in known]
+
+
+async def _placements(rows: Iterable[Row]) -> MeshPlacement:
+    """Return how engines are compared, as the gateways that serve show it."""
+    shown = [row.metrics for row in rows if row.service == "gateway" and row.health == "SERVING"]
+    scrapes = await asyncio.gather(*(asyncio.to_thread(scrape, address) for address in shown))
+    return merged(each.placements for each in scrapes)
 
 
 def _with_known(row: Row, rows: Sequence[Row]) -> Row:

@@ -21,7 +21,7 @@ def ps(
     as_json: Annotated[bool, typer.Option("--json", help="Print an array of objects instead of a table.")] = False,
     port: Annotated[int | None, typer.Option(help="The mesh on this HTTP port, not the newest one.")] = None,
 ) -> None:
-    """List the parts of the newest running mesh of this user: service, index, role, pid, address, health."""
+    """List the parts of the newest running mesh of this user: service, index, role, pid, address, health, placement."""
     with reported():
         meshes = [mesh for mesh in running_meshes() if port is None or mesh.port == port]
     if not meshes:
@@ -47,11 +47,14 @@ def _table(rows: "list[Row]") -> Table:
     """Return the rows; models are named if there are several."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     several = len({row.model for row in rows if row.model}) > 1
-    for title in ("SERVICE", "INDEX", *(("MODEL",) if several else ()), "ROLE", "PID", "ADDRESS", "METRICS", "HEALTH"):
+    places = any(row.placement for row in rows)
+    models, placements = ("MODEL",) if several else (), ("PLACEMENT",) if places else ()
+    for title in ("SERVICE", "INDEX", *models, "ROLE", "PID", "ADDRESS", "METRICS", "HEALTH", *placements):
         table.add_column(title, no_wrap=True, justify="right" if title in ("INDEX", "PID") else "left")
     for row in rows:
         colour = "green" if row.health == "SERVING" else "red"
         model = (row.model or "-",) if several else ()
+        placed = (str(row.placement or "-"),) if places else ()
         cells = (row.role or "-", row.pid or "-", row.address or "-", row.metrics or "-")
-        table.add_row(row.service, str(row.index), *model, *map(str, cells), Text(row.health, colour))
+        table.add_row(row.service, str(row.index), *model, *map(str, cells), Text(row.health, colour), *placed)
     return table

@@ -16,6 +16,7 @@ from .mesh_sample import take_sample
 
 _COLUMNS = ("PART", "ROLE", "PID", "HEALTH", "CPU", "MEMORY", "RUN", "WAIT", "KV", "HITS", "PROMPT/S", "TOKENS/S")
 _DRAFT_COLUMNS = ("DRAFTS", "TOK/STEP")
+_COST_COLUMNS = ("AHEAD", "COST")
 _LEFT = ("PART", "ROLE", "HEALTH")
 
 
@@ -33,10 +34,12 @@ def shown(seen: MeshView) -> RenderableType:
     """Return a line for the whole mesh and a row for each part."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     drafts = any(part.draft_acceptance_rate is not None for part in seen.parts)
-    for title in (*_COLUMNS, *(_DRAFT_COLUMNS if drafts else ())):
+    rules = {part.placement.rule for part in seen.parts if part.placement is not None}
+    placing = (*(("SCORE",) if rules else ()), *(_COST_COLUMNS if "cost" in rules else ()))
+    for title in (*_COLUMNS, *(_DRAFT_COLUMNS if drafts else ()), *placing):
         table.add_column(title, no_wrap=True, justify="left" if title in _LEFT else "right")
     for part in seen.parts:
-        table.add_row(*_cells(part), *(_draft_cells(part) if drafts else ()))
+        table.add_row(*_cells(part), *(_draft_cells(part) if drafts else ()), *_placement_cells(part)[: len(placing)])
     return Group(_summary(seen), Text(), table)
 
 
@@ -60,11 +63,13 @@ async def _looks(mesh: MeshRecord, interval: float) -> AsyncIterator[MeshView]:
 
 
 def _summary(seen: MeshView) -> Text:
+    rules = {part.placement.rule for part in seen.parts if part.placement and part.placement.rule}
     up = sum(part.health == "SERVING" for part in seen.parts)
     return Text.assemble(
         (f"{up} of {len(seen.parts)} parts are serving", "green" if up == len(seen.parts) else "red"),
         f"   {seen.requests_per_second:.1f} requests/s   {seen.generation_tokens_per_second:,.0f} tokens/s",
         f"   TTFT {_latency(seen.time_to_first_token)}   ITL {_latency(seen.inter_token_latency)}",
+        f"   placement by {' and '.join(sorted(rules))}" if rules else "",
     )
 
 
@@ -88,6 +93,16 @@ def _cells(part: PartView) -> list[Text | str]:
 def _draft_cells(part: PartView) -> list[str]:
     """Return the share of drafts that were right, and the tokens of a step with drafts."""
     return [_number(part.draft_acceptance_rate, "{:.0f} %", 100.0), _number(part.tokens_per_draft, "{:.1f}")]
+
+
+def _placement_cells(part: PartView) -> list[str]:
+    """Return what the coordinator compares of an engine: the score; prompt tokens to compute, and expected seconds."""
+    values = part.placement.values if part.placement else {}
+    return [
+        _number(values.get("score"), "{:.0f}"),
+        _number(values.get("uncached_tokens"), "{:,.0f}"),
+        _number(values.get("expected_seconds"), "{:.2f} s"),
+    ]
 
 
 def _number(value: float | None, form: str, factor: float = 1.0) -> str:

@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from tests.services.coordinator.policies import DEFAULT_POLICY
 from tokenloom.engine_core.kv_cache.kv_events import AllBlocksCleared, BlockRemoved, KVEventLog
 from tokenloom.request.prompt_block_hash import specimen_hash
 from tokenloom.services.coordinator.caches import cache_followers
@@ -64,7 +65,7 @@ class Mesh:
 
     def __init__(self, folder: Path, spawn: Callable[..., "asyncio.Task[Any]"]) -> None:
         self.folder = folder
-        self.registry = Registry(1, asyncio.get_running_loop().time, settle_seconds=0)
+        self.registry = Registry(1, asyncio.get_running_loop().time, policy=DEFAULT_POLICY, settle_seconds=0)
         self.caches = CacheFollowers(self.registry.prefixes, Channels(), spawn)
 
     @asynccontextmanager

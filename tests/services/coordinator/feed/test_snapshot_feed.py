@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule
 
+from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.snapshots import snapshot_of
 from tests.services.coordinator.test_engine_registry import REQUEST, Clock, identity, report
 from tokenloom.request.errors import Unavailable
@@ -80,7 +81,7 @@ class Watched(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.clock = Clock()
-        self.registry = Registry(7, self.clock)
+        self.registry = Registry(7, self.clock, policy=DEFAULT_POLICY)
         self.feed = SnapshotFeed(self.registry)
         self.watchers = [Watcher(self.feed, CHANGES), Watcher(self.feed, STATES), Watcher(self.feed, WatchRequest())]
 
@@ -161,7 +162,7 @@ TestWatched.settings = settings(max_examples=60, stateful_step_count=30, deadlin
 
 
 def watched(num_engines: int) -> tuple[Registry, SnapshotFeed, list[EngineRecord], Watcher]:
-    registry = Registry(7, Clock(), settle_seconds=0)
+    registry = Registry(7, Clock(), policy=DEFAULT_POLICY, settle_seconds=0)
     feed = SnapshotFeed(registry)
     watcher = Watcher(feed, CHANGES)
     records = [registry.join(identity(f"e{number}"), report()) for number in range(num_engines)]
@@ -241,7 +242,7 @@ def test_a_watcher_that_is_late_gets_what_it_missed_or_everything() -> None:
 
 def test_engines_that_join_a_new_coordinator_are_published_less_often_until_all_have_joined() -> None:
     clock = Clock()
-    registry = Registry(7, clock, settle_seconds=3.0)
+    registry = Registry(7, clock, policy=DEFAULT_POLICY, settle_seconds=3.0)
     feed = SnapshotFeed(registry)
     watchers = [Watcher(feed, STATES), Watcher(feed, CHANGES)]
     for watcher in watchers:

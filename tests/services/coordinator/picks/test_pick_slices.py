@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.loop_clock import settle
+from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.test_coordinator_servicer import first_report
 from tests.services.coordinator.test_engine_registry import report
 from tokenloom.request.errors import Unavailable
@@ -179,7 +180,7 @@ async def test_no_engine_is_dead_after_five_thousand_picks_at_one_moment() -> No
     """Each pick takes 3 ms, so that all together take longer than an engine may be silent."""
     time = Time()
     clock = AttentiveClock(time)
-    registry = Registry(1, clock, settle_seconds=0.0)
+    registry = Registry(1, clock, policy=DEFAULT_POLICY, settle_seconds=0.0)
     pick = registry.pick
 
     def slow_pick(request: PickRequest) -> Placed:

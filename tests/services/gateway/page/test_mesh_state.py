@@ -58,3 +58,27 @@ async def test_an_output_processor_that_does_not_answer(socket_dir: Path) -> Non
     async with fake.gateway(output_processors=addresses) as mesh, mesh.http() as http:
         await until(http, "output processor 0", "serving")
         await until(http, "output processor 1", "lost")
+
+
+async def test_what_placement_compares(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    seen = await until(http, "engine-0", "serving")
+    by_score = {"waiting": 0, "running": 3, "score": 11}
+    assert (seen["placement"], seen["engines"][0]["placement"]) == ("score", by_score)
+    mesh.coordinator.placement = coordinator_pb2.PlacementRule.PLACEMENT_RULE_COST
+    await mesh.coordinator.set_engines("engine-0", "engine-1")
+    seen = await until(http, "engine-1", "serving")
+    assert seen["placement"] == "cost"
+    assert seen["engines"][0]["placement"] == by_score | {
+        "seats": 0,
+        "step_seconds": 0.0,
+        "uncached_tokens": 1200,
+        "uncached_tokens_per_second": 9600.0,
+        "expected_seconds": 0.125,
+    }
+
+
+async def test_a_coordinator_of_another_release_names_no_rule(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    mesh.coordinator.placement = coordinator_pb2.PlacementRule.PLACEMENT_RULE_UNSPECIFIED
+    await mesh.coordinator.set_engines("engine-0", "engine-1")
+    assert (await until(http, "engine-1", "serving"))["placement"] is None
+    assert "tokenloom_placement_rule{" not in (await http.get("/metrics")).text

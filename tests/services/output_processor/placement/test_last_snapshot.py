@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.output_processor.fakes import entry
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.engine_registry import Registry
@@ -160,7 +161,7 @@ def test_before_a_complete_one_an_incomplete_snapshot_is_better_than_none() -> N
 
 
 def test_a_query_goes_where_the_coordinator_placed_it() -> None:
-    registry = Registry(7, lambda: 0.0)
+    registry = Registry(7, lambda: 0.0, policy=DEFAULT_POLICY)
     engines = [identity(name) for name in "abc"]
     for engine in engines:
         engine.limits.max_model_len = 64
@@ -196,7 +197,7 @@ def test_a_subset_is_used_as_the_coordinator_does() -> None:
 
 
 def test_a_prefix_is_placed_where_the_coordinator_has_placed_it_until_that_engine_has_too_much_to_do() -> None:
-    registry = Registry(1, Clock(), settle_seconds=0)
+    registry = Registry(1, Clock(), policy=DEFAULT_POLICY, settle_seconds=0)
     feed = SnapshotFeed(registry)
     for name in names(16):
         served = identity(name, block_size=16)

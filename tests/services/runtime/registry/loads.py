@@ -13,4 +13,7 @@ def load_of(entry: EngineEntry) -> EngineLoads:
         score=[entry.score],
         waiting=[entry.waiting],
         waiting_tokens=[entry.waiting_tokens],
+        uncached_tokens=[entry.uncached_tokens],
+        uncached_tokens_per_second=[entry.uncached_tokens_per_second],
+        expected_seconds=[entry.expected_seconds],
     )

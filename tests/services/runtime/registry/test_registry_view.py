@@ -3,7 +3,15 @@
 from tests.services.runtime.registry.loads import load_of
 from tokenloom.services.runtime.registry.engine_loads import clear_load, set_loads
 from tokenloom.services.runtime.registry.registry_view import RegistryView
-from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineLoads, EngineReport, EngineState, Snapshot
+from tokenloom.v1.coordinator_pb2 import (
+    EngineEntry,
+    EngineIdentity,
+    EngineLoads,
+    EngineReport,
+    EngineState,
+    PlacementRule,
+    Snapshot,
+)
 from tokenloom.v1.types_pb2 import Adapter, EngineRole
 
 LOAD = EngineReport(
@@ -115,3 +123,10 @@ def test_a_coordinator_of_the_last_release_sends_everything_each_time() -> None:
     view = viewing(entry("a", 0), entry("b", 0))
     assert view.take(whole(entry("b", 0), entry("c", 0), revision=2))
     assert [each.identity.engine_id for each in view.engines] == ["b", "c"]
+
+
+def test_the_rule_is_that_of_the_last_message():
+    view = viewing(entry("a", 1))
+    assert view.placement == PlacementRule.PLACEMENT_RULE_UNSPECIFIED
+    assert view.take(change(1, placement=PlacementRule.PLACEMENT_RULE_COST))
+    assert view.placement == PlacementRule.PLACEMENT_RULE_COST

@@ -106,6 +106,7 @@ def test_the_port_chooses_the_mesh() -> None:
                 "health": "NOT_SERVING",
                 "model": "",
                 "fall_backs": [],
+                "placement": None,
             }
         ]
         assert CliRunner().invoke(app, ["ps", "--port", "3"]).exit_code == 1

@@ -28,11 +28,12 @@ const judge = ({ missing, parts, engines }) => {
   return ["ok", `All ${all.length} parts are serving`];
 };
 
-const summary = ({ engines, max_model_len }) => {
+const summary = ({ engines, max_model_len, placement }) => {
   const running = engines.reduce((sum, engine) => sum + (engine.running ?? 0), 0);
   const waiting = engines.reduce((sum, engine) => sum + (engine.waiting ?? 0), 0);
   const context = max_model_len ? ` · context of ${count(max_model_len)} tokens` : "";
-  return `${count(running)} running, ${count(waiting)} waiting${context}`;
+  const rule = placement ? ` · placement by ${placement}` : "";
+  return `${count(running)} running, ${count(waiting)} waiting${context}${rule}`;
 };
 
 const showLinks = (links) => {

@@ -10,6 +10,17 @@ const MANY_ENGINES = 6;
 const BACK_MILLISECONDS = 4000;
 const ROLES = { both: "prefill + decode", prefill: "prefill", decode: "decode" };
 
+/** Say what the coordinator compares of an engine: seconds, or a score. */
+const placementText = ({ expected_seconds: seconds, score }) =>
+  seconds === undefined ? `score ${count(score)}` : `${seconds.toFixed(2)} s`;
+
+/** Say how that comes about. */
+const placementTitle = ({ expected_seconds: seconds, uncached_tokens: tokens, uncached_tokens_per_second: rate,
+  seats, waiting, running, score }) => (seconds === undefined
+  ? `Placement: ${waiting} waiting * 4 + ${running} running = ${score}`
+  : `Placement: ${seconds.toFixed(3)} s expected for ${count(tokens)} uncached prompt tokens at ${
+    count(Math.round(rate))}/s and ${waiting + running} of ${seats} seats`);
+
 const stateText = (part) => {
   if (part.state !== "lost" || part.lost_seconds === undefined) return part.state;
   return `lost for ${Math.max(1, Math.round(part.lost_seconds))} s`;
@@ -28,12 +39,14 @@ class Card {
   addLoad() {
     this.role = html("span", { class: "role" });
     this.load = html("span", { class: "load" });
+    this.placement = html("span", { class: "placement" });
     this.fill = html("i");
     this.meter = html("span", { class: "meter", role: "meter", "aria-label": "KV blocks in use",
       "aria-valuemin": 0, "aria-valuemax": 100 }, this.fill);
     this.usage = html("span", { class: "usage" });
     this.root.append(html("span", { class: "part-body" }, this.role, this.load),
-      html("span", { class: "part-body kv" }, html("span", {}, "KV"), this.meter, this.usage));
+      html("span", { class: "part-body kv" }, html("span", {}, "KV"), this.meter, this.usage,
+        this.placement));
   }
 
   /** `label`: the name to show. */
@@ -54,6 +67,8 @@ class Card {
     const known = part.kv_usage !== undefined;
     setText(this.role, known ? ROLES[part.role] ?? part.role : "");
     setText(this.load, known ? `${count(part.running)} running · ${count(part.waiting)} waiting` : "no report");
+    setText(this.placement, known ? placementText(part.placement) : "");
+    this.placement.title = known ? placementTitle(part.placement) : "";
     setText(this.usage, known ? percent(part.kv_usage) : "–");
     this.fill.style.width = `${known ? 100 * part.kv_usage : 0}%`;
     this.meter.setAttribute("aria-valuenow", known ? Math.round(100 * part.kv_usage) : 0);

@@ -146,6 +146,8 @@ class AsyncMPClient:
             self._process.kill()  # also ends the wait in the thread if this task was cancelled
             raise
         loop = asyncio.get_running_loop()
+        # A core that is killed tells nobody. The KV socket of ZMQ would go on waiting for it to come back, so its
+        # process is watched.
         threading.Thread(target=self._watch, args=(loop,), name="core-watch", daemon=True).start()
         return ready
 
@@ -203,6 +205,8 @@ class AsyncMPClient:
             frames = encode(message, loan)
         except (msgspec.MsgspecError, ArithmeticError, TypeError, ValueError, NotImplementedError) as error:
             raise NotSentError(f"{kind.name}: {type(error).__name__}: {error}") from error
+        # Once the first byte is out the core may read the lent rows, even if this task is cancelled before the rest is
+        # sent. Rows given to the next request by then would reach the core as those of both.
         await self._socket.send([kind.value, *frames], loan.hand_over if loan is not None else None)
 
     async def _unless_dead(self, operation: Callable[[], Awaitable[T]]) -> T:

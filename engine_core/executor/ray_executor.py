@@ -124,6 +124,8 @@ class RayExecutor:
 
     def _make_pools(self, kv_cache: KVCacheConfig, pool: PoolSpec) -> list[RankPool]:
         assert self._pools is not None, "the configuration at start moves KV"
+        # Ray's own daemon starts the workers, so they inherit no descriptor from here; a path in /proc reaches the
+        # memory.
         size, path = self._pools.allocate(pool.nbytes), f"/proc/{os.getpid()}/fd/{self._pools.fd}"
         raw = bytes(to_raw(kv_cache))
         answers = [actor.make_pool.remote(path, rank * size, size, raw) for rank, actor in enumerate(self.actors)]

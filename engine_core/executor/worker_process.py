@@ -73,6 +73,8 @@ class WorkerProc:
         try:
             self._worker.execute_model(scheduled)
         except Exception as error:
+            # EXECUTE has no answer of its own, so that the executor waits once a step; the answer to SAMPLE tells of
+            # this error.
             self._failure = error
 
     def _sample(self, call: SampleCall) -> None:
@@ -104,6 +106,8 @@ class WorkerProc:
         if self._draws:
             self._reply(WorkerReply(call_id, output))
         elif self._pool_fd is not None:
+            # That the drawing rank has answered does not say that the others are done, and a transfer must not read or
+            # fill a block with which a rank still computes. So where KV moves, all of them answer.
             self._reply(WorkerReply(call_id))
 
     def _fail_step(self, call_id: int, error: BaseException) -> None:

@@ -102,6 +102,8 @@ class HashWorker:
     def initialize_kv_cache(self, kv_cache: KVCacheConfig, memory: PoolMemory | None = None) -> WarmUp:
         num_slots = kv_cache.num_blocks * self._block_size
         self._memory = memory or PoolMemory.allocate(num_slots * _BYTES_PER_TOKEN, shared=False)
+        # No token has the id -1, so a slot that is read before it was written changes the hash, and with it all later
+        # tokens.
         self._cache = np.frombuffer(self._memory.buffer, dtype=np.int32, count=2 * num_slots).reshape(num_slots, 2)
         self._cache[:] = -1
         return WarmUp()
@@ -252,6 +254,8 @@ class HashWorker:
         drawn: list[int] = []
         most = 1 + len(drafts) if allowed is None else len(allowed)
         while len(drawn) < most:
+            # Not from `row.token_ids`, which would be simpler: read back through the block table, a wrong block, slot
+            # or position shows as another token. So tests of the engine find errors of bookkeeping without a model.
             prefix = self._cache[row.slots[: len(row.token_ids)]]
             if allowed is None:
                 token_id = _next_token(prefix, self._vocab_size)

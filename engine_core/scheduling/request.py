@@ -271,6 +271,8 @@ class Request:
             self.prompt_logprobs.extend(part)
         if start + num_tokens != self.num_prompt_tokens:
             return None
+        # They leave once and complete, with the first token: a request may resume, or go on in a decode engine, after
+        # it. Until then it has to compute its whole prompt, so it skips cached blocks, and may read them again now.
         whole, self.prompt_logprobs = self.prompt_logprobs, None
         self.skip_reading_prefix_cache = bool(self.sampling_params.skip_reading_prefix_cache)
         return whole

@@ -219,6 +219,8 @@ class StructuredOutputManager:
     def _constraint(self, request: Request, compiled: CompiledGrammar | None) -> RequestConstraint:
         params, marks = request.sampling_params, self._reasoning.marks
         grammar = None if compiled is None else self._start(compiled, params)
+        # By default a grammar begins after the end mark, as in vLLM: one that holds from the first token keeps a model
+        # from reasoning.
         if marks is None or (self._reasoning.enable_in_reasoning and grammar is not None):
             return RequestConstraint(grammar)
         reasoning = Reasoning(marks, request.prompt_token_ids)

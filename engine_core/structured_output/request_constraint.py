@@ -55,6 +55,8 @@ class RequestConstraint:
             return len(drafts)
         answer: Sequence[int] = [*token_ids, *drafts]
         if self._reasoning is not None:
+            # A copy: these drafts are only asked about, and the state of the reasoning cannot be rolled back as a
+            # grammar's.
             answer = self._reasoning.copy().feed(answer)
         return max(0, len(drafts) - len(answer) + self._grammar.num_allowed(answer))
 
@@ -99,6 +101,8 @@ class RequestConstraint:
         self.forced = None
         if self._is_in_budget and not self._num_left:
             assert self._reasoning is not None
+            # The row alone would not do: allowed_token_ids or bad_words of the same request may forbid this token,
+            # which would leave no token at all. The sampler puts the forced one through after all of them.
             self.forced = self._reasoning.next_of_end
             row[:] = bitmask_of((self.forced,), len(row))
             return True

@@ -169,6 +169,8 @@ class TorchPlan:
         first = first_block * self._block_size
         table = self._batch.block_tables[request, first_block : -(-last // self._block_size)]
         mask = None
+        # `is_causal` of PyTorch aligns the mask to the upper left corner, so it fits only queries that begin with the
+        # first key.
         if context + begin > 0 or (window is not None and window < last):
             queries = torch.arange(context + begin, last, device=self._device)[:, None]
             keys = torch.arange(first, last, device=self._device)
@@ -186,6 +188,7 @@ class TorchPlan:
         first_blocks = unseen // self._block_size
         num_blocks = -(-batch.seq_lens // self._block_size) - first_blocks
         groups, members = [], list[int]()
+        # By length, because every member is padded to the longest of its group.
         for request in requests[np.argsort(num_blocks[requests], kind="stable")].tolist():
             if members and (len(members) + 1) * int(num_blocks[request]) * self._block_bytes > _GATHER_BYTES:
                 groups.append(self._decode_group(np.array(members), first_blocks, window))
@@ -278,6 +281,7 @@ def _attend_group(query: Tensor, kv_cache: KVCache, flat_cache: Tensor, group: D
     key, value = _gather(kv_cache, flat_cache, group.cache_rows, num_requests, query.dtype)
     if not rule.is_plain:
         return attend_dense(query[:, :, None], key, value, group.mask, rule)[:, :, 0]
+    # With one query each, heads in place of queries make a matrix product of what would be products with a vector.
     grouped = query.view(num_requests, key.shape[1], -1, head_size)
     out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=group.mask, scale=rule.scale)
     return out.reshape(num_requests, num_heads, head_size)

@@ -152,6 +152,8 @@ class Checkpoint:
 
     def _count_copied(self, nbytes: int) -> None:
         """Now and then drop what was read of the files, and freed copies, so that they do not add up to a model."""
+        # Without it loading takes the files, the freed copies and the result at once. With it a load takes the result
+        # and about one layer.
         self._copied += nbytes
         if self._copied > FORGET_AT:
             self.drop_read()

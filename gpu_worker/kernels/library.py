@@ -103,6 +103,7 @@ def load_once(load: Callable[..., CDLL]) -> Callable[..., CDLL]:
     """Remember the library that ``load`` returns, or why there is none: every layer of a model asks for it."""
 
     @functools.cache
+    # functools.cache keeps no exceptions. A machine without a compiler would search for one again with every layer.
     def attempt(*march: str) -> CDLL | str:
         try:
             return load(*march)

@@ -142,6 +142,7 @@ class DevicePool:
         ids = torch.from_numpy(np.ascontiguousarray(block_ids, dtype=np.int64))
         if self._stream is None:
             return ids
+        # From memory that is not pinned CUDA may copy before it returns, and hold up this thread.
         return ids.pin_memory().to(self._device, non_blocking=True)
 
     def _range(self, count: int) -> Tensor:
@@ -219,6 +220,7 @@ def _words(first: KVCache, count: int, num_blocks: int) -> Tensor:
     size = first.nbytes * count
     begin = first.storage_offset() * first.itemsize
     flat = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage(), begin, (size,), (1,))
+    # Blocks move as words of 8 bytes, so that one kernel copies every dtype of a cache.
     words: Tensor = flat.view(torch.int64).view(2 * count, num_blocks, -1)
     return words
 

@@ -167,6 +167,7 @@ class _Owner:
             if not hmac.compare_digest(hello.token, self.token) or not _is_named(connection, self._peer_name):
                 return
             pool = self._pool
+            # Also sent to a reader with another layout, so that its error can name both layouts. It then gets no block.
             send_frame(connection, _Welcome(pool.layout, pool.num_blocks, pool.region_bytes))
             staging = None
             if hello.layout == pool.layout and pool.device is not None:
@@ -237,6 +238,8 @@ class SocketReader:
             self._closed = True
             idle, self._idle = self._idle, []
             for connection in self._all:
+                # Closing alone would not wake a thread that waits in recv for this socket; the thread closes it after
+                # that.
                 hang_up(connection)
         for connection in idle:
             self._drop(connection)

@@ -51,6 +51,7 @@ def _of_chunk(rows: Logits, token_ids: npt.NDArray[np.intp], num_top: int, also:
 
 def _log_sum_exp(rows: Logits, peaks: Logits, is_finite: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
     """Return the logarithm of each row's sum of exponentials, [n]; NaN for a row whose peak is not finite."""
+    # Without NaN here, infinity minus infinity would warn in every step, and a row of all -inf would give log 0.
     shifted = np.subtract(rows, np.where(is_finite, peaks, np.float32(np.nan))[:, None])
     sums = np.exp(shifted, out=shifted).sum(axis=1)
     normalizers: npt.NDArray[np.float64] = peaks + np.log(sums.astype(np.float64))
@@ -75,6 +76,8 @@ def _best(rows: Logits, is_finite: npt.NDArray[np.bool_], count: int) -> npt.NDA
 def _lower_bounds(rows: Logits, count: int) -> Logits:
     """Return numbers [n] that at least ``count`` values of each row reach, and few more: the ``count``-th largest of
     the maxima of disjoint groups."""
+    # A sort of 150,000 logits to find a few is what this avoids: a maximum of groups is one pass, and only values above
+    # the bound are sorted.
     num_columns = min(64, rows.shape[1] // (2 * count))
     if num_columns < 2:
         return np.full(len(rows), -np.inf, dtype=np.float32)

@@ -52,6 +52,8 @@ def _unpack_q4_0(blocks: Tensor) -> Unpacked:
 def _unpack_q4_1(blocks: Tensor) -> Unpacked:
     """Bytes: d, m, 16 of codes."""
     d, m = _half(blocks, 0), _half(blocks, 2)
+    # The file counts codes from 0. The kernels take signed ones, so half of the range moves into the offset: exact in
+    # d.
     return _centred(_nibbles(blocks[:, 4:20]), 4), d, m + 8 * d
 
 
@@ -93,6 +95,7 @@ def _k_groups(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return scales and offsets [n, 8] of blocks that begin with d, m and 12 bytes of small ones."""
     scales, offsets = _k_scales(blocks[:, 4:16])
     scales = scales * _half(blocks, 0)
+    # K blocks subtract their offset, the older types add it. The first term makes good for codes being centred.
     return scales, scales * (1 << (bits - 1)) - offsets * _half(blocks, 2)
 
 

@@ -77,6 +77,7 @@ class CompressedTensors:
         order = input_groups(inputs, group, order)
 
         def read(first: int, last: int) -> Codes:
+            # The last word of a row is filled up when the inputs do not divide evenly.
             codes = unpack_words(files.read(parts["weight_packed"])[first:last], self.bits)[:, :inputs]
             scales = files.read(parts["weight_scale"])[first:last]
             return Codes(codes, None if self.symmetric else self._zeros(files, parts)[first:last], scales)

@@ -401,8 +401,8 @@ class EngineCore:
             warm_up = self.executor.initialize_kv_cache(kv_cache)
             self._connector.register_kv_caches(self.executor.kv_pool())
             return warm_up
-        # Shared memory has no huge pages on most kernels, so only the pool of an engine that others read from is shared.
-        # An engine of role `both` therefore moves no KV unless --kv-transports asks for it.
+        # Shared memory has no huge pages on most kernels, so a pool is shared only if others read from it. An engine
+        # of role `both` therefore moves no KV unless --kv-transports asks for it.
         is_shared = bool(config.kv.transports) and config.kv.role != "decode"
         pool = PoolSpec(kv_cache.num_blocks * model.block_bytes(config.cache.block_size), is_shared)
         warm_up = self.executor.initialize_kv_cache(kv_cache, pool)

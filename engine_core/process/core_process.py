@@ -290,7 +290,9 @@ def _start_kv_thread(context: zmq.Context[zmq.Socket[bytes]], init: CoreInit, kv
 
 def _freeze_heap() -> None:
     """Exclude the objects of start-up from later garbage collections, because they are never freed."""
-    # Before freezing, or the garbage of start-up would stay for ever.
+    # A full collection happens between two tokens of all streams; of a frozen heap it takes 4 to 8 ms instead of 25 to
+    # 34. Python's thresholds stay: under bursts of 1,000 requests no full one was due in 1,500 steps.
+    # Collected before freezing, or the garbage of start-up would stay for ever.
     gc.collect()
     # A full collection of the core then takes 4 to 8 ms instead of 25 to 34, in which every request waits for its
     # token. Its longest steps, 32 to 90 ms, are others: those in which a burst of requests arrives.

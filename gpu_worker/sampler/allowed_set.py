@@ -26,6 +26,7 @@ def largest(values: npt.NDArray[np.floating[Any]], k: int) -> npt.NDArray[np.int
     candidates = values[indices]
     kth = np.partition(candidates, len(candidates) - k)[len(candidates) - k]
     keep = candidates > kth
+    # Of equal logits the lower id comes first, so that top-k leaves exactly k tokens and every engine the same ones.
     ties = np.flatnonzero(candidates == kth)
     keep[ties[: k - np.count_nonzero(keep)]] = True
     kept: npt.NDArray[np.intp] = indices[keep]

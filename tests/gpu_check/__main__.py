@@ -8,6 +8,8 @@ from .rows import Rows
 
 
 def main() -> None:
+    # A machine with a GPU is lent for minutes, so a mistake of a section must show before: the tests run each on the
+    # CPU. Only what needs a driver, such as graphs and events, is left to the machine.
     name, folder = sys.argv[1:]
     importlib.import_module(f"tests.gpu_check.{name}").run(Rows(name, Path(folder)))
 

@@ -20,6 +20,8 @@ SERVING = "tokenloom"
 PROBING = "tokenloom_probe"
 """The attention implementation of the pass that records what each layer asks for; its masks say what a token sees."""
 
+# An attribute of each module, because transformers keeps attention functions in one registry of the process: models
+# that run side by side would share a step that is stored there.
 _OWNER = "tokenloom_attention"
 
 

@@ -41,6 +41,9 @@ class TransformersModel:
     Its layers are those that transformers calls in turn; the n-th call of attention uses the n-th cache.
     """
 
+    # The checkpoints in use have more than a hundred architectures, and each built-in one is code to keep. Here a new
+    # release of transformers adds some without a change; a Llama takes 1.08 (32 requests) to 1.29 times (one) the CPU
+    # of ours.
     config: ModelConfig
     routes: ExpertRoutes | None
     declared: ModelConfig

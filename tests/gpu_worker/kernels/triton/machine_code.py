@@ -38,6 +38,8 @@ from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.ops import HeadNorm
 from tokenloom.gpu_worker.ops.triton_ops import TritonOps
 
+# No machine that tests this repository has a GPU. The interpreter shows whether layouts and masks are right; only the
+# machine code shows spilled registers, narrow loads of weights or KV, and prompts without the wide matrix instruction.
 META = torch.device("meta")
 FP8 = torch.float8_e4m3fn
 _HOPPER = GPUTarget("cuda", 90, 32)

@@ -65,8 +65,9 @@ def _compile(compiler: str, variant: Variant, level: Level, library: Path) -> No
         object_file, result = Path(directory, "kernels.o"), Path(directory, "kernels.so")
         flags = (*FLAGS, *level.flags, *defined)
         _run(compiler, "-fopenmp", *flags, "-c", str(SOURCES / f"{source}.cpp"), "-o", str(object_file))
-        # Without -fopenmp no OpenMP library is named: the name of the one that torch brings differs from wheel to wheel,
-        # and another would be a second one, with threads of its own. -s leaves out the symbols that nothing calls.
+        # Without -fopenmp no OpenMP library is named: the name of the one that torch brings differs from wheel to
+        # wheel, and another would be a second one, with threads of its own. -s leaves out the symbols that nothing
+        # calls.
         _run(compiler, "-shared", "-s", str(object_file), "-o", str(result))
         if needed_glibc(result) > NEWEST_GLIBC:
             raise KernelsUnavailable(f"{library.name} needs glibc {needed_glibc(result)}, newer than {NEWEST_GLIBC}")

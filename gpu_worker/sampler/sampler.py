@@ -93,6 +93,9 @@ def _is_plain(params: SamplingParams, vocab_size: int) -> bool:
 
 def _draw(logits: npt.NDArray[np.float32], params: SamplingParams, u: float) -> int:
     token_ids, weights = allowed_set(logits, params)
+    # Mass adds up by ascending token id in float64, however the allowed tokens were found, so a token depends on
+    # logits, parameters, seed and index only: a resumed or moved request draws the same. By descending weight, logits
+    # that differ in their last bits could swap two tokens and move the sums of all between them.
     index = first_past(weights, u)
     return index if token_ids is None else int(token_ids[index])
 

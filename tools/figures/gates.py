@@ -39,7 +39,7 @@ def gates(house: House) -> Iterator[Gate]:
     yield Gate("constructors of more than eight parameters", len(rooms.wide_constructors), limit=7, aim=0)
     yield Gate("files of the product", rooms.files, limit=1090, aim=850)
     percent = round(100 * rooms.comment_lines / max(rooms.code_lines, 1), 2)
-    yield Gate("lines of comment for 100 of code", percent, limit=0.45, aim=2, at_least=True)
+    yield Gate("lines of comment for 100 of code", percent, limit=2, aim=2, at_least=True)
     if isinstance(house.hops, HopCount):
         yield Gate("calls of a streamed chat", house.hops.hops.total.calls, limit=800, aim=400)
         yield Gate("files of a streamed chat", house.hops.hops.total.files, limit=155, aim=80)

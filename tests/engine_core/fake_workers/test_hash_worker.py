@@ -130,7 +130,7 @@ def test_order_matters() -> None:
 
 
 def test_more_tokens_than_there_are() -> None:
-    with pytest.raises(AssertionError, match="more tokens are scheduled than there are"):
+    with pytest.raises(AssertionError, match="or more than there are"):
         run(make_worker(), block_ids=[0, 1], num_tokens=7)
 
 

@@ -11,7 +11,8 @@ from .stated_defaults import Stated, defaults_of_the_code, stated_defaults
 
 DEFAULTS = defaults_of_the_code()
 WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-"""Pages with sentences. The generated ones among them state defaults in the options' own texts."""
+WRITTEN.remove(DOCS / "reference" / "configuration.md")
+"""Pages that state defaults, without the generated one that they are compared with."""
 UNCOUNTED = ("decisions.md", "benchmarks.md")
 """Pages of figures that were measured at a time."""
 
@@ -24,7 +25,7 @@ def test_defaults_are_those_of_the_code(page: Path) -> None:
 
 def test_defaults_are_found() -> None:
     assert len(DEFAULTS) > 100
-    assert sum(len(list(stated_defaults(page.read_text()))) for page in WRITTEN) > 25
+    assert sum(len(list(stated_defaults(page.read_text()))) for page in WRITTEN) > 12
 
 
 def test_a_stale_default_is_found() -> None:

@@ -105,9 +105,14 @@ def test_top_sees_what_the_mesh_did(mesh: Any) -> None:
     assert (engine["running"], engine["waiting"]) == (0, 0)
     assert 0 <= engine["kv_usage"] < 1
     assert engine["memory_bytes"] > 50e6
+    assert engine["placement"] == {"rule": "score", "values": {"waiting": 0, "running": 0, "score": 0}}
     shown = run(mesh, "top", "--once", "--interval", "0.2").stdout
     assert "5 of 5 parts are serving" in shown
     assert "engine-0" in shown
+    assert "placement by score" in shown
+    rows = json.loads(run(mesh, "ps", "--json").stdout)
+    assert [row["placement"] for row in rows if row["service"] == "coordinator"] == [{"rule": "score", "values": {}}]
+    assert [row["placement"] for row in rows if row["service"] == "engine"] == [engine["placement"]]
 
 
 def test_a_batch_that_brings_its_own_mesh(mesh: Any, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""Names the engines at which a prefix is at home. Every process names the same ones, without asking another: the
-coordinator prefers them, so that output processors find cached prefixes there while it is away. No I/O."""
+"""Names the engines at which a prefix is at home. Every process names the same ones, without asking another: output
+processors place by them while the coordinator is away, and with ``--placement cost`` the coordinator prefers them, so
+that cached prefixes are found there. No I/O."""
 
 from collections.abc import Sequence
 

@@ -16,6 +16,7 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineReport,
     EngineState,
     PickRequest,
+    PlacementRule,
     Snapshot,
     Subset,
     WatchRequest,
@@ -79,6 +80,14 @@ def test_of_two_engines_the_one_with_the_lower_score_counting_own_picks() -> Non
     assert [pick(snapshot, PREFILL) for _ in range(2)] == ["b*", "b*"]
     assert pick(snapshot, PREFILL) == "a*"
     snapshot.release(EngineKey("b", 1))
+    assert pick(snapshot, PREFILL) == "b*"
+
+
+@pytest.mark.parametrize("rule", [PlacementRule.PLACEMENT_RULE_SCORE, PlacementRule.PLACEMENT_RULE_COST])
+def test_one_that_waits_weighs_more_than_three_that_run_whichever_rule_the_coordinator_has(rule: PlacementRule) -> None:
+    snapshot = LastSnapshot(OURS, Clock())
+    engines = [entry(identity("a"), waiting=1), entry(identity("b"), running=3)]
+    snapshot.update(view(engines=engines, complete=True, placement=rule))
     assert pick(snapshot, PREFILL) == "b*"
 
 

@@ -1,6 +1,6 @@
 """What a core says of itself when its model is loaded and its KV cache is there."""
 
-from tokenloom.fall_backs import OF_PROCESS
+from tokenloom.process.fall_backs import OF_PROCESS
 
 from .adapters import Adapters
 from .config import EngineConfig

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from tokenloom.fall_backs import OF_PROCESS
+from tokenloom.process.fall_backs import OF_PROCESS
 
 from .config import EngineConfig
 

@@ -39,7 +39,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     pool_is_on_host: bool = True
     """Whether the KV pool is memory of the host, which the core allocates if KV moves, or of a device."""
     fall_backs: list[tuple[str, str]] = []
-    """What the worker's process does without: kinds and details, as in :mod:`tokenloom.fall_backs`."""
+    """What the worker's process does without: kinds and details, as in :mod:`tokenloom.process.fall_backs`."""
 
     def block_bytes(self, block_size: int) -> int:
         """Return the size of one block of the pool: of the layers of one group, or of all layers without groups."""

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tokenloom.fall_backs import OF_PROCESS
+from tokenloom.process.fall_backs import OF_PROCESS
 
 # How long an example takes, or its data, is the machine's affair; what hangs is stopped by the suite's own limit.
 settings.register_profile("tokenloom", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -35,9 +35,9 @@ GGUF_FILE = "tokenloom.gguf.gguf_file"
 # What the system allows a process, for workers and services alike.
 CONTROL_GROUPS = "tokenloom.control_groups"
 # How every process listens on a unix socket.
-UNIX_SOCKET = "tokenloom.unix_socket"
+UNIX_SOCKET = "tokenloom.process.unix_socket"
 # The table of fall-backs, which every process of a mesh reports.
-FALL_BACKS = "tokenloom.fall_backs"
+FALL_BACKS = "tokenloom.process.fall_backs"
 # Names, checks and errors of requests and of the model's files, for every entrance.
 ABOUT_REQUESTS = (
     "tokenloom.request",

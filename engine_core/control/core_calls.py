@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import msgspec
 
-from tokenloom.fall_backs import OF_PROCESS
+from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..adapters import Adapters
 from ..core import EngineCore

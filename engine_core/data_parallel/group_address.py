@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 
-from tokenloom import unix_socket
+from tokenloom.process import unix_socket
 
 _PREFIX = "unix:"
 CONNECT_SECONDS = 5.0

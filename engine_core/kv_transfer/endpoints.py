@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from tokenloom.fall_backs import OF_PROCESS
+from tokenloom.process.fall_backs import OF_PROCESS
 
 from .kv_transport import KVPool, KVTransport
 

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from tokenloom.fall_backs import OF_PROCESS
+from tokenloom.process.fall_backs import OF_PROCESS
 
 from .kv_transport import KVPool
 

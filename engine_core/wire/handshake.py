@@ -85,7 +85,7 @@ class CoreReady(msgspec.Struct, tag="READY"):
     has_waves: bool = False
     """Whether the core computes in waves with the other ranks of its data-parallel group."""
     fall_backs: list[tuple[str, str]] = []
-    """What core and workers do without: kinds and details, as in :mod:`tokenloom.fall_backs`."""
+    """What core and workers do without: kinds and details, as in :mod:`tokenloom.process.fall_backs`."""
 
 
 class CoreFailed(msgspec.Struct, tag="FAILED"):

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from tokenloom.engine_core.config import KVCacheDtype
-from tokenloom.fall_backs import OF_PROCESS
 from tokenloom.gguf.gguf_file import is_gguf
+from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..attention.fp8_cache import FP8_KV
 from ..attention.int8_cache import SCALE_BYTES

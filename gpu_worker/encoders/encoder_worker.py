@@ -19,7 +19,7 @@ from tokenloom.engine_core.wire.handshake import WarmUp
 from tokenloom.engine_core.wire.lora import LoraInfo
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.worker import FreedMemory, ModelInfo
-from tokenloom.fall_backs import OF_PROCESS
+from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..checkpoint.weights import FileStamps, check_unchanged, file_stamps
 from ..platform.affinity import bind_to

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from ctypes import CDLL, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
-from tokenloom.fall_backs import OF_PROCESS
+from tokenloom.process.fall_backs import OF_PROCESS
 
 from .compiler import KernelsUnavailable, build
 

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from tokenloom.fall_backs import OF_PROCESS
+from tokenloom.process.fall_backs import OF_PROCESS
 
 from .levels import Level
 from .openmp import expose_openmp

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tokenloom.engine_core.kv_transfer.device_memory import BlockIds, Bytes, Wait
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion, KVTransferError
-from tokenloom.fall_backs import OF_PROCESS
+from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..attention.attention_backend import KVCache
 

@@ -13,7 +13,7 @@ import msgspec
 
 from tokenloom.engine_core.kv_transfer.device_memory import DeviceMemory, PeerMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import BlockIds, KVPool, KVReader, KVTransferError, checked_pairs
-from tokenloom.fall_backs import OF_PROCESS
+from tokenloom.process.fall_backs import OF_PROCESS
 
 from .listener import Listener, hang_up
 from .socket_frames import decoded

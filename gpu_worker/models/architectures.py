@@ -7,8 +7,8 @@ from types import ModuleType
 import torch
 
 from tokenloom.engine_core.config import LoadFormat
-from tokenloom.fall_backs import OF_PROCESS
 from tokenloom.gguf.gguf_file import is_gguf
+from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..checkpoint.config_reader import UnsupportedError
 from ..checkpoint.dummy_source import DummySource

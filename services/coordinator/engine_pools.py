@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from tokenloom.fall_backs import FallBacks
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.errors import InvalidArgument, Unavailable
 from tokenloom.services.runtime.placement.data_parallel_rank import has_rank
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from tokenloom.fall_backs import FallBacks
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, IntColumn
 from tokenloom.services.runtime.placement.fingerprint_kinds import FingerprintKinds
 from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT, cost

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from tokenloom.fall_backs import FallBacks
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.services.runtime.peers.hello import engine_difference
 from tokenloom.services.runtime.placement.fingerprint_kinds import PAIR_FIELDS, POOL_FIELDS
 from tokenloom.services.runtime.placement.pairing import missing_role

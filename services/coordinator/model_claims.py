@@ -1,6 +1,6 @@
 """Decides which engines serve a model's name: of different weights, those that came first. No I/O."""
 
-from tokenloom.fall_backs import FallBacks
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.services.runtime.peers.hello import engine_difference
 from tokenloom.services.runtime.placement.fingerprint_kinds import POOL_FIELDS, weights_of
 from tokenloom.v1.coordinator_pb2 import EngineState

@@ -8,7 +8,7 @@ from typing import NoReturn, Protocol, TypeAlias
 import grpc
 import grpc.aio
 
-from tokenloom.fall_backs import FallBacks
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.errors import Aborted, Unavailable
 from tokenloom.request.wire_errors import of_exception
 from tokenloom.services.runtime.host.tasks import first_of

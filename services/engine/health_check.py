@@ -4,7 +4,7 @@ import asyncio
 import logging
 from typing import NoReturn
 
-from tokenloom.fall_backs import FallBacks
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.errors import TokenloomError
 from tokenloom.services.runtime.host.health import Health
 

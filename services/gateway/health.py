@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-from tokenloom.fall_backs import FallBack, FallBacks
+from tokenloom.process.fall_backs import FallBack, FallBacks
 from tokenloom.services.runtime.host.health import Health
 from tokenloom.v1 import types_pb2
 

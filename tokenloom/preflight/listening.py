@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Iterable, Mapping
 
-from tokenloom import unix_socket
+from tokenloom.process import unix_socket
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.peers.addresses import Address, parse
 

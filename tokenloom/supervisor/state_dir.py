@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenloom.fall_backs import FallBack
+from tokenloom.process.fall_backs import FallBack
 
 _MESH, _LOCK = "mesh.json", "lock"
 _NEW = "new-"

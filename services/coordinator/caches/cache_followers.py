@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tokenloom.fall_backs import FallBacks
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import WatchKVEventsRequest

@@ -16,7 +16,7 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.engine_core.wire.embedding_rows import content_salt
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
-from tokenloom.fall_backs import FallBacks
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.errors import TokenloomError, Unavailable
 from tokenloom.request.wire_errors import of_exception
 from tokenloom.services.runtime.host.tasks import Tasks, first_of

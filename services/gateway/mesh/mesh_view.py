@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tokenloom.fall_backs import FallBacks
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.validation import max_logprobs
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import SERVED_FIELDS, fingerprint_difference

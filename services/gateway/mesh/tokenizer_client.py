@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from tokenloom.fall_backs import FallBacks
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import fingerprint_difference

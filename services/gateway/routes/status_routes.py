@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry
 
-from tokenloom.fall_backs import KINDS, FallBack
+from tokenloom.process.fall_backs import KINDS, FallBack
 from tokenloom.services.runtime.telemetry.metrics_page import metrics_page
 from tokenloom.v1 import coordinator_pb2, types_pb2
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import grpc.aio
 
-from tokenloom.fall_backs import FallBacks
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.v1 import coordinator_pb2_grpc

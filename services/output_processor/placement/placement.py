@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from tokenloom.fall_backs import FallBacks
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.enrolment import Enrolment

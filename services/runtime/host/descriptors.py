@@ -3,7 +3,7 @@
 import logging
 import resource
 
-from tokenloom.fall_backs import OF_PROCESS
+from tokenloom.process.fall_backs import OF_PROCESS
 from tokenloom.request.errors import FailedPrecondition
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from tokenloom.fall_backs import OF_PROCESS, FallBacks
+from tokenloom.process.fall_backs import OF_PROCESS, FallBacks
 from tokenloom.request.errors import TokenloomError, Unavailable
 from tokenloom.services.runtime.peers.certificate import wait_for_files
 

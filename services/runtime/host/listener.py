@@ -9,7 +9,7 @@ from functools import partial
 import grpc
 import grpc.aio
 
-from tokenloom import unix_socket
+from tokenloom.process import unix_socket
 from tokenloom.request.errors import Unavailable
 
 from ..held_sockets.held_port import HeldPort

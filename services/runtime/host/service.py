@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import uvloop
 
-from tokenloom.fall_backs import OF_PROCESS
+from tokenloom.process.fall_backs import OF_PROCESS
 from tokenloom.request.errors import InvalidArgument, NotFound, TokenloomError
 
 from ..telemetry import logs

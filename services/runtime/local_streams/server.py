@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 import grpc.aio
 
-from tokenloom import unix_socket
+from tokenloom.process import unix_socket
 from tokenloom.request.errors import Internal, ResourceExhausted, TokenloomError
 from tokenloom.request.wire_errors import status_of
 

@@ -2,7 +2,7 @@
 
 import socket
 
-from tokenloom import unix_socket
+from tokenloom.process import unix_socket
 
 from ..peers import addresses
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tokenloom.fall_backs import OF_PROCESS
+from tokenloom.process.fall_backs import OF_PROCESS
 from tokenloom.request.errors import InvalidArgument
 
 from .certificate_files import CertificateFiles

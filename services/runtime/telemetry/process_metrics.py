@@ -17,7 +17,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from tokenloom.fall_backs import KINDS, FallBacks
+from tokenloom.process.fall_backs import KINDS, FallBacks
 
 from . import fast_metrics
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.snapshots import snapshot_of
 from tests.services.coordinator.test_engine_registry import Clock
-from tokenloom.fall_backs import FallBacks
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.engine_record import EngineRecord
 from tokenloom.services.coordinator.engine_registry import Registry

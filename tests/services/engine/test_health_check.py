@@ -11,7 +11,7 @@ from tests.services.engine.peer import Peer, make_add, make_settings, running_en
 from tests.services.engine.test_coordinator_link import is_serving, running_coordinator, see
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.worker import ModelInfo
-from tokenloom.fall_backs import FallBacks
+from tokenloom.process.fall_backs import FallBacks
 from tokenloom.services.engine import health_check
 from tokenloom.services.engine.health_check import HealthCheck
 from tokenloom.services.engine.load import LoadTracker

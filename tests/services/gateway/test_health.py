@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.loop_clock import pass_time
 from tests.services.gateway.fakes import LIMITS, MODEL, SOON, FakeMesh
-from tokenloom.fall_backs import KINDS
+from tokenloom.process.fall_backs import KINDS
 from tokenloom.services.gateway.mesh.mesh_view import LOST_SECONDS
 from tokenloom.services.runtime.host.health import LIVENESS, READINESS
 from tokenloom.services.runtime.peers.channels import open_channel

@@ -9,7 +9,7 @@ from typing import cast
 
 import uvicorn
 
-from tokenloom import unix_socket
+from tokenloom.process import unix_socket
 from tokenloom.request import errors
 from tokenloom.services.runtime.held_sockets.held_socket import adopt
 from tokenloom.services.runtime.peers import addresses

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.fall_backs import KINDS, FallBack, FallBacks
+from tokenloom.process.fall_backs import KINDS, FallBack, FallBacks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_it_warns_once_counts_and_is_shown_until_it_ends(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom import unix_socket
+from tokenloom.process import unix_socket
 
 BACKLOG = 8
 

@@ -8,7 +8,13 @@ from pathlib import Path
 def openmp_runtime() -> Path | None:
     """Return the OpenMP library that torch has loaded."""
     maps = Path("/proc/self/maps")
-    paths = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line} if maps.exists() else ()
+    return openmp_in(maps.read_text()) if maps.exists() else None
+
+
+def openmp_in(maps: str) -> Path | None:
+    """Return the OpenMP library among the files that a process has mapped, as ``/proc/PID/maps`` lists them."""
+    # The path is the sixth column, and the last one: it may hold blanks.
+    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "libgomp" in line}
     return next((Path(path) for path in sorted(paths)), None)
 
 

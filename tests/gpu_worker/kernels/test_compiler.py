@@ -14,6 +14,7 @@ import torch  # noqa: F401  loads the OpenMP runtime that kernels are to share
 from tokenloom.gpu_worker.kernels import compiler, parallel_build
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable, build
 from tokenloom.gpu_worker.kernels.library import load_attention, load_fused
+from tokenloom.gpu_worker.kernels.openmp import openmp_in
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 
@@ -131,6 +132,13 @@ def test_no_compiler(monkeypatch):
 
 
 @needs_compiler
+def test_the_openmp_library_is_found_in_a_folder_whose_name_has_blanks() -> None:
+    line = "7f00-7f01 r-xp 00000000 08:01 7340 {}/libgomp.so.1\n"
+    maps = line.format("/home/my models/.venv/lib") + "7f02-7f03 rw-p 00000000 00:00 0 \n"
+    assert openmp_in(maps) == Path("/home/my models/.venv/lib/libgomp.so.1")
+    assert openmp_in("7f02-7f03 rw-p 00000000 00:00 0 \n") is None
+
+
 def test_kernels_and_torch_share_one_openmp_runtime():
     load_attention(32)
     load_fused()

@@ -59,8 +59,14 @@ async def test_a_signal_drains(make_mesh: Callable[[str], Mesh], number: signal.
         os.kill(os.getpid(), number)
         await forever(mesh)
 
-    async with asyncio.timeout(60):
-        assert await supervise(make_mesh("serve"), work) == Outcome(interrupted=True, clean=True)
+    before = signal.getsignal(number)
+    if before == signal.SIG_IGN:  # the tests themselves run under `nohup`
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        async with asyncio.timeout(60):
+            assert await supervise(make_mesh("serve"), work) == Outcome(interrupted=True, clean=True)
+    finally:
+        signal.signal(number, before)
 
 
 async def test_an_ignored_hangup_stays_ignored(make_mesh: Callable[[str], Mesh]) -> None:

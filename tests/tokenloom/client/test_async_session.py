@@ -8,7 +8,7 @@ from tokenloom.client import AsyncClient, errors
 
 async def test_turns_continue_each_other(mesh: FakeMesh, client: AsyncClient) -> None:
     async with client.session() as session:
-        asking = asyncio.create_task(session.generate("abc", max_tokens=5))
+        asking = asyncio.create_task(session.generate("abc", max_tokens=5, stop_token_ids=[ord("!")]))
         first = await mesh.outputs.next_request()
         assert first.submit.sampling_params.max_tokens == 5
         first.answer("Hi", "!")
@@ -24,7 +24,7 @@ async def test_turns_continue_each_other(mesh: FakeMesh, client: AsyncClient) ->
 async def test_what_is_not_read_of_a_turn_does_not_disturb_the_next(mesh: FakeMesh, client: AsyncClient) -> None:
     mesh.outputs.auto = ["x", "y", "z"]
     async with client.session() as session:
-        async for chunk in session.stream("abc"):
+        async for chunk in session.stream("abc", stop_token_ids=[ord("z")]):
             assert chunk.text.startswith("x")
             break
         answer = await session.generate("d")

@@ -18,9 +18,9 @@ async def test_turns_continue_each_other(mesh: FakeMesh, blocking: Client) -> No
 
     def converse() -> list[int]:
         with blocking.session() as session:
-            first = session.generate("abc", max_tokens=5)
+            first = session.generate("abc", max_tokens=5, stop_token_ids=[ord("z")])
             assert (first.text, first.outputs[0].finish_reason) == ("xyz", "stop")
-            for chunk in session.stream([100, 101]):
+            for chunk in session.stream([100, 101], stop_token_ids=[ord("z")]):
                 assert chunk.text.startswith("x")
                 break  # what is left of it does not disturb the next
             last = list(session.stream("d"))[-1]

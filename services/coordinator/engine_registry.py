@@ -145,6 +145,8 @@ class Registry:
         if older is not None and older.identity.epoch == identity.epoch:
             record.inherit(older)
             columns.last_turn[row] = last_turn
+            if report.picks_arrived:
+                self._signs.arrived(record)
         else:
             self.prefixes.open(row, identity.num_kv_blocks)
             self._fall_backs.forget(identity.engine_id)  # they are those of an earlier incarnation

@@ -9,6 +9,7 @@ from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.engine_registry import MAX_MORE_SECONDS, Registry
+from tokenloom.services.coordinator.engine_signs import LOST_PICKS
 from tokenloom.services.runtime.registry.engine_loads import set_loads
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, EngineState, PickRequest
 from tokenloom.v1.engine_pb2 import PickId
@@ -37,6 +38,10 @@ def identity(name: str, epoch: int = 1) -> EngineIdentity:
 def report(**fields: object) -> EngineReport:
     values = {"role": EngineRole.ENGINE_ROLE_BOTH, "state": EngineState.ENGINE_STATE_SERVING, "free_kv_blocks": 64}
     return EngineReport(**{**values, **fields})
+
+
+def pick_ids(numbers: set[int]) -> list[PickId]:
+    return [PickId(coordinator_epoch=1, number=number) for number in numbers]
 
 
 REQUEST = PickRequest(role=EngineRole.ENGINE_ROLE_BOTH, prompt_tokens=10)
@@ -105,9 +110,10 @@ def test_silence_is_a_change() -> None:
 
 
 class RegistryMachine(RuleBasedStateMachine):
-    """Any history of joins, reports, leaves, picks and time: scores are what the model says."""
+    """Any history of joins, reports, leaves, picks and time: scores and lost engines are what the model says."""
 
     names = st.sampled_from("abc")
+    arrivals = st.sets(st.integers(1, 20))
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,31 +122,43 @@ class RegistryMachine(RuleBasedStateMachine):
         self.records = {}
         self.load: dict[str, tuple[int, int]] = {}
         self.counted: dict[str, dict[int, float]] = {}
+        self.lost: dict[str, int] = {}  # picks in a row
+        self.unreached: set[str] = set()
+        self.seen: dict[str, bool] = {}  # as watchers were last told: engines, and whether they are out of reach
         self.epoch = 0
 
     @rule(name=names)
     def join(self, name: str) -> None:
         self.epoch += 1
         self.records[name] = self.registry.join(identity(name, self.epoch), report())
-        self.load[name], self.counted[name] = (0, 0), {}
+        self.load[name], self.counted[name], self.lost[name] = (0, 0), {}, 0
+        self.unreached.discard(name)
 
     @precondition(lambda self: self.records)
-    @rule(data=st.data(), waiting=st.integers(0, 5), running=st.integers(0, 5))
-    def report_load(self, data: st.DataObject, waiting: int, running: int) -> None:
+    @rule(data=st.data(), arrived=arrivals)
+    def join_again(self, data: st.DataObject, arrived: set[int]) -> None:
         name = data.draw(st.sampled_from(sorted(self.records)))
-        arrived = data.draw(st.sets(st.integers(1, 20)))
-        picks = [PickId(coordinator_epoch=1, number=number) for number in arrived]
-        self.registry.report(self.records[name], report(waiting=waiting, running=running, picks_arrived=picks))
+        same = self.records[name].identity
+        self.records[name] = self.registry.join(same, report(picks_arrived=pick_ids(arrived)))
+        self.load[name] = (0, 0)
+        self.arrive(name, arrived)
+
+    @precondition(lambda self: self.records)
+    @rule(data=st.data(), arrived=arrivals, waiting=st.integers(0, 5), running=st.integers(0, 5))
+    def report_load(self, data: st.DataObject, arrived: set[int], waiting: int, running: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.records)))
+        loaded = report(waiting=waiting, running=running, picks_arrived=pick_ids(arrived))
+        self.registry.report(self.records[name], loaded)
         self.load[name] = (waiting, running)
-        for number in arrived:
-            self.counted[name].pop(number, None)
+        self.arrive(name, arrived)
 
     @precondition(lambda self: self.records)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.records)))
         self.registry.leave(self.records.pop(name))
-        del self.load[name], self.counted[name]
+        del self.load[name], self.counted[name], self.lost[name]
+        self.unreached.discard(name)
 
     @rule()
     def pick(self) -> None:
@@ -164,10 +182,20 @@ class RegistryMachine(RuleBasedStateMachine):
             self.registry.report(record, report(waiting=waiting, running=running, step=round(self.clock.now * 2)))
         self.clock.now += seconds
 
+    def arrive(self, name: str, arrived: set[int]) -> None:
+        for number in arrived:
+            self.counted[name].pop(number, None)
+        if arrived:
+            self.lost[name] = 0
+            self.unreached.discard(name)
+
     def forget(self) -> None:
-        for counted in self.counted.values():
+        for name, counted in self.counted.items():
             for number in [number for number, at in counted.items() if at <= self.clock.now]:
                 del counted[number]
+                self.lost[name] += 1
+            if self.lost[name] >= LOST_PICKS:
+                self.unreached.add(name)
 
     def is_late(self, name: str) -> bool:
         return self.records[name].is_late
@@ -184,6 +212,20 @@ class RegistryMachine(RuleBasedStateMachine):
         assert shown == {name: self.score(name) for name in self.records}
 
     @invariant()
+    def watchers_are_told_which_engines_are_out_of_reach(self) -> None:
+        self.registry.refresh()
+        self.forget()
+        shown = {
+            entry.identity.engine_id: [each.kind for each in entry.report.fall_backs]
+            for entry in snapshot_of(self.registry).engines
+        }
+        assert shown == {name: ["unreached"] if name in self.unreached else [] for name in self.records}
+        unreached = {name: name in self.unreached for name in self.records}
+        changed = {name for name in unreached.keys() | self.seen.keys() if unreached.get(name) != self.seen.get(name)}
+        assert changed <= set(self.registry.changed.take_others())
+        self.seen = unreached
+
+    @invariant()
     def loads_are_those_of_the_entries(self) -> None:
         entries = [self.registry.entry(name) for name in self.records]
         loads = self.registry.loads({name: number for number, name in enumerate(self.records, 1)})
@@ -193,6 +235,7 @@ class RegistryMachine(RuleBasedStateMachine):
             entry.ClearField("identity")
             entry.report.ClearField("role")
             entry.report.ClearField("state")
+            entry.report.ClearField("fall_backs")  # one that changed makes the whole entry be sent
             entry.number = number
         assert shown == entries
 

@@ -98,6 +98,15 @@ def test_an_engine_that_joins_again_is_out_of_reach_until_a_request_arrives() ->
     assert shown(fleet.registry)["b0"] == {}
 
 
+def test_an_engine_is_reached_whose_new_stream_begins_with_a_request_that_arrived() -> None:
+    fleet = Fleet("b0")
+    lose_picks(fleet)
+    arrived = fleet.registry.pick(PickRequest(fingerprint=Fingerprint(model="m"), role=PREFILL, prompt_tokens=3)).pick
+    fleet.records["b0"] = fleet.registry.join(identity("b0"), report("b0", picks_arrived=[arrived]))
+    fleet.registry.refresh()
+    assert shown(fleet.registry)["b0"] == {}
+
+
 def test_a_restarted_engine_has_none_of_its_predecessor_s_signs() -> None:
     fleet = Fleet("b0")
     lose_picks(fleet)

@@ -4,6 +4,8 @@ import asyncio
 import json
 import signal
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc.aio
@@ -46,8 +48,9 @@ class Coordinator:
         self._number = number
         self.health = f"unix:{folder}/health-{number}"
 
-    async def start(self) -> None:
-        """Start it and return once its health port answers SERVING."""
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Start it, and enter once its health port answers SERVING. Kills it in the end if it still runs."""
         folder, number = self._folder, self._number
         flags = [
             *("--listen", f"unix:{folder}/c", "--health-listen", self.health, "--lease", f"file:{folder}/lock"),
@@ -57,11 +60,17 @@ class Coordinator:
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "tokenloom.services.coordinator", *flags
         )
-        async with open_channel(self.health) as channel, asyncio.timeout(SECONDS):
-            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-            while (await watch.read()).status != health_pb2.HealthCheckResponse.SERVING:
-                pass
-            watch.cancel()
+        try:
+            async with open_channel(self.health) as channel, asyncio.timeout(SECONDS):
+                watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+                while (await watch.read()).status != health_pb2.HealthCheckResponse.SERVING:
+                    pass
+                watch.cancel()
+            yield
+        finally:
+            if self.process.returncode is None:
+                self.process.kill()
+                await self.process.wait()
 
     @property
     def state(self) -> dict[str, object]:
@@ -98,25 +107,28 @@ async def test_the_standby_of_a_killed_coordinator_is_found_at_its_address_and_c
     socket_dir: Path,
 ) -> None:
     first, second = Coordinator(socket_dir, 1), Coordinator(socket_dir, 2)
-    await first.start()
-    async with open_channel(f"unix:{socket_dir}/c") as channel:
+    address = f"unix:{socket_dir}/c"
+    async with first.running(), open_channel(address) as channel:
         stub = CoordinatorStub(channel)
-        await join(stub, "a")
+        engine = await join(stub, "a")  # held: a call that nothing refers to is cancelled
         before = await snapshot(stub, engines=1)
-        await second.start()
-        assert (first.state["address"], second.state["address"]) == (f"unix:{socket_dir}/c", "")
-        picked = await stub.Pick(PICK, timeout=SECONDS)
+        async with second.running():
+            assert (first.state["address"], second.state["address"]) == (address, "")
+            picked = await stub.Pick(PICK, timeout=SECONDS)
 
-        first.process.kill()
-        await first.process.wait()
-        engine = await join(stub, "a", picks_arrived=[picked.pick])
-        after = await snapshot(stub, epoch=before.coordinator_epoch, engines=1)
-        assert after.engines[0].score == 0
-        again = await stub.Pick(PICK, timeout=SECONDS)
-        assert again.pick == PickId(coordinator_epoch=after.coordinator_epoch, number=1)
-        engine.cancel()
-    second.process.send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(second.process.wait(), SECONDS) == 0
+            first.process.kill()
+            await first.process.wait()
+            engine.cancel()
+            # The other channel may not have noticed the death yet, and a call on its dead connection fails.
+            async with open_channel(address) as fresh:
+                engine = await join(CoordinatorStub(fresh), "a", picks_arrived=[picked.pick])
+                after = await snapshot(stub, epoch=before.coordinator_epoch, engines=1)
+                assert after.engines[0].score == 0
+                again = await stub.Pick(PICK, timeout=SECONDS)
+                assert again.pick == PickId(coordinator_epoch=after.coordinator_epoch, number=1)
+                engine.cancel()
+            second.process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(second.process.wait(), SECONDS) == 0
 
 
 class Permission:

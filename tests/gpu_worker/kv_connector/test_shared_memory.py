@@ -153,10 +153,17 @@ def test_an_owner_that_passes_nothing_is_refused(transport, answer: bytes) -> No
     name = f"tokenloom-test-{os.getpid()}"
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.bind(f"\0{name}")
-    owner = Listener(server, lambda connection: connection.sendall(answer), name="test", max_connections=1)
-    with pytest.raises(KVTransferError, match="not passed"):
-        transport.open(msgspec.msgpack.encode(Endpoint(name, b"x" * 16)), LAYOUT)
-    owner.close()
+
+    def respond(connection: socket.socket) -> None:
+        connection.recv(4096)  # the reader's token: it would not reach an owner that has closed already
+        connection.sendall(answer)
+
+    owner = Listener(server, respond, name="test", max_connections=1)
+    try:
+        with pytest.raises(KVTransferError, match="not passed"):
+            transport.open(msgspec.msgpack.encode(Endpoint(name, b"x" * 16)), LAYOUT)
+    finally:
+        owner.close()
 
 
 def test_another_process_reads(transport, make_pool: MakePool) -> None:

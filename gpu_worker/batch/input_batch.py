@@ -266,7 +266,8 @@ class InputBatch:
         has no blocks for, and for none."""
         seq_lens = starts + lengths
         room = np.minimum(self.block_table.num_slots_of(rows), self._token_ids.shape[1])
-        if lengths.min(initial=1) < 1 or starts.min(initial=0) < 0 or (seq_lens > room).any():
+        # Not `seq_lens > room`: the sum of a start near 2^63 and its length is negative.
+        if lengths.min(initial=1) < 1 or starts.min(initial=0) < 0 or (lengths > room - starts).any():
             raise AssertionError(f"{lengths} tokens from positions {starts} on, where {req_ids} have room for {room}")
         if lengths.max(initial=1) == 1:  # a token of each
             cu_query_lens = np.arange(len(rows) + 1, dtype=np.int32)

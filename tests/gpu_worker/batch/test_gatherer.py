@@ -104,6 +104,7 @@ BAD_STEPS = {
     "one token behind the last block": ({"a": 1, "b": 1}, [48, 0]),
     "a negative position": ({"a": 1, "b": 1}, [-1, 0]),
     "a position beyond 32 bits": ({"a": 1, "b": 1}, [1 << 32, 0]),
+    "a position whose end is beyond 64 bits": ({"a": 1, "b": 1}, [(1 << 63) - 1, 0]),
     "a count beyond 32 bits": ({"a": 1, "b": (1 << 32) + 1}, [0, 0]),
 }
 

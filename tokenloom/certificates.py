@@ -87,7 +87,7 @@ def make_separate_certificates(folder: Path, *, days: int) -> list[Path]:
     Each part's folder can be mounted for that part alone. The authority's key is never written: while all certificates
     are valid for another week, nothing changes; after that, a new authority signs new ones for all parts.
     """
-    # For containers: one folder with all keys and ca.key was mounted into each of them, so that whoever broke into one
+    # For containers: one folder with all keys and ca.key was mounted into each of them, so that an intruder in one
     # part had every identity. Now a part has its own only, and nothing more can be signed by the old authority.
     folders = {part: folder / part.replace("_", "-") for part in PARTS}
     if all(_is_signed(each) for each in folders.values()):

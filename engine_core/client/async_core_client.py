@@ -146,7 +146,7 @@ class AsyncMPClient:
             self._process.kill()  # also ends the wait in the thread if this task was cancelled
             raise
         loop = asyncio.get_running_loop()
-        # A core that is killed tells nobody. The KV socket of ZMQ would go on waiting for it to come back, so its
+        # A core that is killed sends no message. The KV socket of ZMQ would go on waiting for it to come back, so its
         # process is watched.
         threading.Thread(target=self._watch, args=(loop,), name="core-watch", daemon=True).start()
         return ready

@@ -78,8 +78,8 @@ class Pausing:
     def end_frozen(self) -> None:
         """End all requests with ``FinishReason.ABORT`` if the engine is paused, or has lost its weights, before it
         shuts down."""
-        # Whoever paused the engine did not want it to compute, so a drain does not resume it: output processors
-        # continue the requests on another engine.
+        # The operator who paused the engine did not want it to compute, so a drain does not resume it: output
+        # processors continue the requests on another engine.
         if self._scheduler.pause_state is not PauseState.UNPAUSED:
             self._scheduler.abort_all()
 

@@ -147,7 +147,7 @@ class MultiprocExecutor:
             raise ExecutorFailedError(f"a worker cannot be replaced: {error}") from error
 
     def load_model(self) -> ModelInfo:
-        # Ranks meet over files of the rendezvous while they load; afterwards nobody needs the folder.
+        # Ranks meet over files of the rendezvous while they load; afterwards no rank needs the folder.
         models = msgspec.convert(self._prepare("load_model"), list[ModelInfo])
         self._remove_rendezvous()
         return merged_info(models, self.output_rank)

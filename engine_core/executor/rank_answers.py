@@ -18,8 +18,8 @@ def joined_results(answers: Sequence[object | Exception]) -> list[object]:
         if isinstance(error, WorkerLostError):
             raise error
     failures = [error for error in errors.values() if not isinstance(error, ValueError)]
-    # When every rank refuses, nothing has changed anywhere, and the caller may simply be told so. When only some do,
-    # the ranks differ, and whoever called has to undo or to give the state up.
+    # When every rank refuses, nothing has changed anywhere, and the caller gets the refusal. When only some do,
+    # the ranks differ, and the caller has to undo or to give the state up.
     if len(errors) == len(answers):
         raise (failures or list(errors.values()))[0]
     made = {rank: answer for rank, answer in enumerate(answers) if rank not in errors}

@@ -73,7 +73,7 @@ class WorkerProc:
         try:
             self._worker.execute_model(scheduled)
         except Exception as error:
-            # EXECUTE has no answer of its own, so that the executor waits once a step; the answer to SAMPLE tells of
+            # EXECUTE has no answer of its own, so that the executor waits once a step; the answer to SAMPLE reports
             # this error.
             self._failure = error
 

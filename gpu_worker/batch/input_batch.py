@@ -185,7 +185,7 @@ class InputBatch:
         assert req_id not in self._row_of, f"request {req_id} already has a row"
         row = self._row_of[req_id] = self._free_rows.pop()
         self._members = None
-        # A row may go to another request while a token for its former one is still on its way; the count tells them
+        # A row may go to another request while a token for its former one is still on its way; the count keeps them
         # apart.
         self._num_owners[row] += 1
         if self._changes is not None:

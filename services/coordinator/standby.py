@@ -17,7 +17,7 @@ async def take_over(lease: Lease, channels: Channels, address: str, predecessor:
     """Return when this process holds the lease. ``predecessor``: takes what the coordinator at ``address`` shows until
     then."""
     log.info("waiting for the lease")
-    # Only the holder opens the port, which all share: whoever connects reaches the active one, and no peer knows that
+    # Only the holder opens the port, which all share: a caller reaches the active one, and no peer knows that
     # there are several. Another answers 2.0 to 2.7 s after the death of a Lease's holder, 0.25 to 0.45 s after that of
     # a lock's.
     await first_of(lease.acquire(), _follow(predecessor, channels, address))

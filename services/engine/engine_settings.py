@@ -76,8 +76,8 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
     @property
     def kv_transports(self) -> tuple[str, ...]:
         """Ways to read KV blocks of another engine, with the default of the role; empty: blocks do not move."""
-        # An engine of role `both` moves KV only when it is told to: a pool that engines share cannot lie in huge pages
-        # on most kernels.
+        # An engine of role `both` moves KV only when its settings say so: a pool that engines share cannot lie in
+        # huge pages on most kernels.
         return self.engine.kv.transports or (() if self.engine.kv.role == "both" else ("auto",))
 
     def engine_config(self, checkpoint: str) -> EngineConfig:

@@ -202,6 +202,7 @@ soak: install ## run random schedules of faults and of awaits, JSON schemas, exp
 	$(BIN)/python -m tests.soak.adapters
 	$(BIN)/python -m tests.soak.bombs
 	$(BIN)/python -m tests.soak.fuzz --requests 20000
+	$(BIN)/python -m tests.soak.native --seeds 10000
 	$(BIN)/python -m tests.soak.native --seeds 10000 --sanitize
 	$(BIN)/python -m tests.soak.frames --seeds 10000
 	$(BIN)/python -m tests.soak.command_lines --seeds 10000

@@ -106,7 +106,7 @@ class LoraSlots:
         lengths = cu_query_lens.tobytes()
         if self._grouped is None or self._grouped[:2] != (of_requests, lengths):
             slots = np.repeat(np.array(of_requests, dtype=np.int32), np.diff(cu_query_lens))
-            self._grouped = of_requests, lengths, StepRows(slots)
+            self._grouped = of_requests, lengths, StepRows(slots, len(self._slots))
         return self._grouped[2]
 
     def _fill(self, slot: int, digest: bytes) -> None:

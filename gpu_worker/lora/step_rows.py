@@ -14,8 +14,11 @@ from ..kernels.threads import kernel_threads
 class StepRows:
     """Holds the rows of a step that have an adapter, those of an adapter next to each other."""
 
-    def __init__(self, slots: npt.NDArray[np.int32]) -> None:
-        """``slots`` [T]: the slot of each row's adapter; -1: it has none. At least one row has one."""
+    def __init__(self, slots: npt.NDArray[np.int32], num_slots: int) -> None:
+        """``slots`` [T]: the slot of each row's adapter, below ``num_slots``; -1: it has none. At least
+        one row has one."""
+        # The kernel takes pointers to matrices from the slot's entry: one behind the last would be any memory.
+        assert slots.max() < num_slots, f"a row names slot {slots.max()} of {num_slots}, which is not there"
         order = np.argsort(slots, kind="stable").astype(np.int32)
         first = int(np.count_nonzero(slots < 0))
         self._rows = order[first:]

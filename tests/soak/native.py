@@ -10,10 +10,10 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from tests.engine_core.invariants import check_counts, check_scheduler
 from tests.engine_core.planned_steps import make_scheduler
 from tests.gpu_worker.attention.steps import BLOCK_SIZE, CPU, make_step, rules, run_rule, shape
 from tests.gpu_worker.kernels.own_builds import builder, use_builds
+from tests.gpu_worker.lora.test_layers import INPUTS, TOLERANCE, Layer
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
@@ -43,13 +44,23 @@ from tokenloom.gpu_worker.batch.drawer import Drawer
 from tokenloom.gpu_worker.batch.input_batch import InputBatch, StepInputs
 from tokenloom.gpu_worker.batch.members import Members
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
+from tokenloom.gpu_worker.kernels.prebuilt import Variant
 from tokenloom.gpu_worker.layers.panel_linear import PanelLinear
 from tokenloom.gpu_worker.ops.cpu_ops import CPUOps
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 from tokenloom.gpu_worker.sampler.sampler import Sampler
 
-SANITIZERS = ("-O1", "-g", "-march=native", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+BUILDS = Path.home() / ".cache" / "tokenloom" / "sanitized"
+SANITIZERS = ("-O1", "-g1", "-march=native", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 EDGES = (-(1 << 63), -(1 << 32), -(1 << 31), -2, -1, 0, 1, 2, (1 << 31) - 1, 1 << 31, 1 << 32, (1 << 63) - 1)
+NEEDED: tuple[Variant, ...] = (
+    ("attention", {"HEAD_SIZE": 32}),
+    ("attention", {"HEAD_SIZE": 32, "KV_INT8": 1}),
+    *((source, {}) for source in ("bfloat16", "bfloat16_dots", "bfloat16_tiles", "floats", "fused")),
+    *((source, {}) for source in ("batch", "draw", "lora", "pool")),
+)
+"""The kernels of all cases, those first that take longest to build."""
+SEEDS_OF_A_PROCESS, WEEK = 500, 7 * 24 * 3600.0
 MAX_MODEL_LEN, MOST_STEPS = 96, 30
 
 
@@ -235,6 +246,20 @@ def attend(rng: random.Random) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
+def add_adapters(rng: random.Random) -> None:
+    """Rows get the change of their adapter, and a slot that is not there is refused."""
+    dtype, ranks = rng.choice([torch.float32, torch.bfloat16]), [rng.choice([1, 7, 8, 15, 16, 17, 33]) for _ in "abc"]
+    slots = [rng.choice([-1, 0, 1, 2]) for _ in range(rng.choice([1, 2, 3, 31, 33, 65]))]
+    slots[rng.randrange(len(slots))] = rng.randrange(3)
+    layer = Layer(dtype, ranks, use_kernel=True)
+    x = torch.randn(len(slots), INPUTS, generator=torch.Generator().manual_seed(rng.randrange(1 << 30))).to(dtype)
+    found, expected = layer(x, slots).float(), layer.expected(x, slots)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=TOLERANCE[dtype] * float(expected.abs().max()))
+    slots[rng.randrange(len(slots))] = rng.choice([3, 4, (1 << 31) - 1])
+    with pytest.raises(AssertionError, match="is not there"):
+        layer(x, slots)
+
+
 def compute_layer(rng: random.Random) -> None:
     """A product, a norm and a gate."""
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
@@ -262,54 +287,113 @@ CASES: dict[str, tuple[int, Callable[[random.Random], None]]] = {
     "draws": (1, draw),
     "attention": (1, attend),
     "layers": (1, compute_layer),
+    "adapters": (1, add_adapters),
 }
 
 
-def fuzz(seeds: range) -> Counter[str]:
-    """Run seeds. Raises what is wrong, with the seed. Returns how many of each case ran."""
+def fuzz(
+    seeds: range, cases: Collection[str] = CASES.keys(), begin: Callable[[int, str], object] = lambda seed, case: None
+) -> Counter[str]:
+    """Run the seeds that draw one of these cases. Calls ``begin`` with each seed and its case. Raises what is wrong,
+    with the seed. Returns how many of each case ran."""
     seen: Counter[str] = Counter()
     names, weights = list(CASES), [weight for weight, _ in CASES.values()]
     for seed in seeds:
         rng = random.Random(seed)
-        name = rng.choices(names, weights)[0]
+        case = rng.choices(names, weights)[0]
+        if case not in cases:
+            continue
+        begin(seed, case)
         try:
-            CASES[name][1](rng)
+            CASES[case][1](rng)
         except BaseException as error:
-            error.add_note(f"seed {seed}: {name}")
+            error.add_note(f"seed {seed}: {case}")
             raise
-        seen[name] += 1
+        seen[case] += 1
     return seen
 
 
-def sanitized(arguments: list[str]) -> int:
-    """Run this module in a process with the runtime of the sanitizers. Returns its exit status."""
-    runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], check=True, capture_output=True, text=True)
-    environment = os.environ | {
-        "LD_PRELOAD": runtime.stdout.strip(),
-        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:allocator_may_return_null=1",
-        "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
-    }
-    command = [sys.executable, "-m", "tests.soak.native", "--watched", *arguments]
-    return subprocess.run(command, check=False, env=environment).returncode
+# Processes
+
+
+def build_needed(folder: Path, jobs: int) -> None:
+    """Build the kernels of all cases with sanitizers, unless the folder has them, and remove those that are a week old
+    and not needed."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    build = builder(folder, SANITIZERS)
+    with ThreadPoolExecutor(jobs) as pool:
+        needed = set(pool.map(lambda variant: build(variant[0], **variant[1]), NEEDED))
+    for other in set(folder.glob("*.so")) - needed:
+        if time.time() - other.stat().st_mtime > WEEK:
+            other.unlink(missing_ok=True)
+
+
+def run_process(seeds: range, cases: Collection[str], folder: Path | None) -> tuple[Counter[str], str]:
+    """Run seeds in a process of their own, with kernels and the runtime of the sanitizers if there is a folder of
+    builds. Returns how many of each case ended well, and what was wrong; empty: nothing."""
+    chosen = [argument for case in cases for argument in ("--case", case)]
+    command = [sys.executable, "-m", "tests.soak.native", "--here", f"--first={seeds.start}", f"--seeds={len(seeds)}"]
+    environment = {**os.environ}
+    if folder is not None:
+        command.append(f"--builds={folder}")
+        runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], check=True, capture_output=True, text=True)
+        environment |= {
+            "LD_PRELOAD": runtime.stdout.strip(),
+            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:allocator_may_return_null=1",
+            "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+        }
+    done = subprocess.run([*command, *chosen], check=False, env=environment, capture_output=True, text=True)
+    begun = done.stdout.splitlines()
+    if done.returncode == 0:
+        return Counter(line.partition(": ")[2] for line in begun), ""
+    ended = Counter(line.partition(": ")[2] for line in begun[:-1])
+    return ended, f"{begun[-1] if begun else f'{seeds}'}: exit status {done.returncode}\n{done.stderr}"
+
+
+def run_processes(options: argparse.Namespace) -> bool:
+    """Run the seeds in several processes at a time, and print what was wrong. Returns whether nothing was."""
+    started, end = time.monotonic(), options.first + options.seeds
+    if options.sanitize:
+        build_needed(options.builds, options.jobs)
+        print(f"the kernels are there after {time.monotonic() - started:.0f} s", flush=True)
+    folder = options.builds if options.sanitize else None
+    parts = [range(n, min(n + SEEDS_OF_A_PROCESS, end)) for n in range(options.first, end, SEEDS_OF_A_PROCESS)]
+    seen, faults = Counter[str](), 0
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for ended, fault in pool.map(lambda part: run_process(part, options.case, folder), parts):
+            seen += ended
+            faults += bool(fault)
+            print(fault, end="", flush=True)
+    how = "with sanitizers, " if options.sanitize else ""
+    result = f"{faults} processes violated something" if faults else "no violation"
+    seconds = time.monotonic() - started
+    print(f"{seen.total()} of the seeds {options.first} to {end - 1}, {how}{seconds:.0f} s: {result}")
+    print(", ".join(f"{count} {case}" for case, count in sorted(seen.items())))
+    return not faults
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0)
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.native", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to run (1000)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (0); so the seeds can be run in shards")
+    parser.add_argument("--case", action="append", choices=CASES, help="run the seeds that draw this case (all)")
+    parser.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at a time (all cores)"
+    )
     parser.add_argument("--sanitize", action="store_true", help="under AddressSanitizer and UndefinedBehaviorSanitizer")
-    parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--builds", type=Path, help=f"where kernels with sanitizers are kept ({BUILDS})")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.sanitize:
-        sys.exit(sanitized(["--seeds", str(options.seeds), "--first", str(options.first)]))
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="tl-") as folder, pytest.MonkeyPatch.context() as patch:
-        if options.watched:
-            use_builds(patch, builder(Path(folder), SANITIZERS))
-        seen = fuzz(range(options.first, options.first + options.seeds))
-    how = "with sanitizers, " if options.watched else ""
-    print(f"{options.seeds} seeds, {how}{time.monotonic() - started:.0f} s: nothing wrong")
-    print(", ".join(f"{count} {name}" for name, count in sorted(seen.items())))
+    options.case = options.case or list(CASES)
+    if not options.here:
+        options.builds = options.builds or BUILDS
+        sys.exit(0 if run_processes(options) else 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if options.builds is not None:
+            use_builds(patch, builder(options.builds, SANITIZERS))
+        # Each line is written at once: a sanitizer ends the process without writing what is buffered.
+        seeds = range(options.first, options.first + options.seeds)
+        fuzz(seeds, options.case, lambda seed, case: print(f"seed {seed}: {case}", flush=True))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ inline bool is_within(const GatherArgs& a, int64_t r) {
   const int64_t row = a.rows[r];
   if ((uint64_t)row >= (uint64_t)a.num_rows) return false;
   const int64_t start = a.computed[row], length = a.lengths[r], blocks = a.num_blocks[row];
-  if ((uint64_t)start > (uint64_t)a.tokens_stride || (uint64_t)(length - 1) >= (uint64_t)(a.tokens_stride - start)) return false;
+  if ((uint64_t)start > (uint64_t)a.tokens_stride || (uint64_t)length - 1 >= (uint64_t)(a.tokens_stride - start)) return false;
   if ((uint64_t)blocks > (uint64_t)a.tables_stride || start + length > blocks * a.block_size) return false;
   const int32_t* table = a.tables + row * a.tables_stride;
   for (int64_t b = start / a.block_size; b <= (start + length - 1) / a.block_size; ++b)

@@ -1,9 +1,11 @@
 """Lets this process compute with libraries of kernels that a test has built."""
 
 import functools
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -27,20 +29,35 @@ def use_builds(patch: pytest.MonkeyPatch, build: Callable[..., Path]) -> None:
 
 
 def builder(folder: Path, flags: Sequence[str], compiler: str = "g++") -> Callable[..., Path]:
-    """Return a function for :func:`use_builds` that compiles with ``flags`` behind those of every build, once each."""
+    """Return a function for :func:`use_builds` that compiles with ``flags`` behind those of every build, unless the
+    folder has the library: its name holds a digest of sources, flags and compiler."""
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
 
     @functools.cache
     def compile_once(source: str, macros: tuple[tuple[str, int], ...]) -> Path:
-        name = "-".join([source, *(f"{macro}{value}" for macro, value in macros)])
-        path = folder / f"{name}.so"
         defined = [f"-D{macro}={value}" for macro, value in macros]
         runtime = openmp_runtime()
-        linked = ["-fopenmp"] if runtime is None else ["-fopenmp", str(runtime)]
-        command = [compiler, *FLAGS, *flags, *defined, "-shared", str(SOURCES / f"{source}.cpp"), "-o", str(path)]
-        subprocess.run([*command, *linked], check=True)
+        command = [compiler, *FLAGS, *flags, *defined, "-shared", "-fopenmp"]
+        paths = (SOURCES / f"{source}.cpp", *sorted(SOURCES.glob("*.h")))
+        contents = [path.read_text(encoding="utf-8") for path in paths]
+        identity = "\0".join([version, runtime.name if runtime is not None else "", *command, *contents])
+        name = "-".join(
+            [source, *(f"{macro}{value}" for macro, value in macros), sha256(identity.encode()).hexdigest()[:16]]
+        )
+        path = folder / f"{name}.so"
+        if not path.exists():
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            linked = [] if runtime is None else [str(runtime)]
+            subprocess.run([*command, str(paths[0]), "-o", str(unfinished), *linked], check=True, env=_unwatched())
+            unfinished.replace(path)  # in one step: another process may be about to load it
         return path
 
     def build(source: str, march: str = "native", cache_dir: Path | None = None, **macros: int) -> Path:
         return compile_once(source, tuple(sorted(macros.items())))
 
     return build
+
+
+def _unwatched() -> dict[str, str]:
+    """Return the environment without a sanitizer, which would watch the compiler and slow it down too."""
+    return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}

@@ -45,7 +45,7 @@ class Layer:
             self.changes.append(torch.cat(changes))
 
     def __call__(self, x: Tensor, slots: Sequence[int]) -> Tensor:
-        self.current.set(StepRows(np.array(slots, dtype=np.int32)))
+        self.current.set(StepRows(np.array(slots, dtype=np.int32), len(self.changes)))
         return self.layer(x)
 
     def expected(self, x: Tensor, slots: Sequence[int]) -> Tensor:
@@ -89,3 +89,9 @@ def test_an_emptied_slot_changes_nothing() -> None:
     layer.layer.occupy(0, None, CPU)
     x = torch.randn(2, INPUTS)
     torch.testing.assert_close(layer(x, [0, -1]), F.linear(x, layer.weight))
+
+
+def test_a_slot_that_is_not_there_never_reaches_the_kernel() -> None:
+    layer = Layer(torch.float32, ranks=(16, 4), use_kernel=True)
+    with pytest.raises(AssertionError, match="slot 2 of 2, which is not there"):
+        layer(torch.randn(2, INPUTS), [2, -1])

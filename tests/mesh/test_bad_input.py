@@ -11,8 +11,8 @@ import pytest
 
 from tests.cpu_time import MOST_TIMES_USUAL, least_cpu_seconds, usual_cpu_seconds
 from tests.mesh.harness import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Mesh
+from tests.ready_channel import ready_channel
 from tests.services.gateway.openai.bad_requests import CHAT, COMPLETIONS, RAW_BODIES, BadBody, bad_bodies, bad_calls
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2_grpc
 
 GOOD: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ async def test_nothing_bad_disturbs_anybody(socket_dir: Path) -> None:
     async with (
         Mesh(socket_dir, engine={"hash_step_seconds": 0.01}).running() as mesh,
         mesh.http() as http,
-        open_channel(mesh.gateway.settings.listen) as channel,
+        ready_channel(mesh.gateway.settings.listen) as channel,
     ):
         canary_body = {
             "model": MODEL,

@@ -17,10 +17,10 @@ from tests.engine_core.data_parallel.cores import free_port
 from tests.engine_core.processes import has_ended, wait_until
 from tests.mesh.asking import ask
 from tests.mesh.harness import MODEL, SOON, Mesh, Part
+from tests.ready_channel import ready_channel
 from tokenloom.cli.failures import CommandFailed
 from tokenloom.cli.mesh.scale_run import run as scale
 from tokenloom.model_path import DEMO_MODEL
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.engine_pb2 import ReconfigureRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 
@@ -168,7 +168,7 @@ async def test_a_lost_rank_ends_its_group_and_requests_go_on_elsewhere(socket_di
 
 
 async def test_what_has_no_group_is_refused(socket_dir: Path) -> None:
-    async with Mesh(socket_dir).running() as mesh, open_channel(mesh.engines[0].settings.listen) as channel:
+    async with Mesh(socket_dir).running() as mesh, ready_channel(mesh.engines[0].settings.listen) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="belongs to no data-parallel group"):
             await EngineAdminStub(channel).Reconfigure(ReconfigureRequest(data_parallel_size=2))
         with pytest.raises(CommandFailed, match="answered: No rank of data-parallel group 'data-parallel' has joined"):

@@ -8,9 +8,9 @@ import grpc
 import pytest
 
 from tests.mesh.harness import MODEL, SOON, Mesh
+from tests.ready_channel import ready_channel
 from tokenloom.checkpoint import CheckpointInfo
 from tokenloom.model_path import DEMO_MODEL
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -31,7 +31,7 @@ def turn(token_ids: Sequence[int], max_tokens: int) -> inference_pb2.GenerateReq
 async def test_each_turn_continues_what_was_said_and_finds_it_in_the_cache(mesh: Mesh) -> None:
     inputs = [list(range(1, 30)), [40, 41, 42], [50]]
     said: list[int] = []
-    async with asyncio.timeout(SOON), open_channel(mesh.gateway.settings.listen) as channel:
+    async with asyncio.timeout(SOON), ready_channel(mesh.gateway.settings.listen) as channel:
         call = inference_pb2_grpc.InferenceStub(channel).GenerateSession()
         for token_ids in inputs:
             await call.write(turn(token_ids, 9))
@@ -72,7 +72,7 @@ async def test_many_sessions_at_once_keep_their_own(mesh: Mesh) -> None:
         await call.done_writing()
         assert await call.code() is grpc.StatusCode.OK
 
-    async with asyncio.timeout(SOON), open_channel(mesh.gateway.settings.listen) as channel:
+    async with asyncio.timeout(SOON), ready_channel(mesh.gateway.settings.listen) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         await asyncio.gather(*(converse(seed) for seed in range(1, 12)))
 
@@ -89,7 +89,7 @@ async def is_last_continued(mesh: Mesh, prompt: list[int], first: inference_pb2.
     after.return_prompt_token_ids = True
     output: list[int] = []
     continued: list[int] = []
-    async with asyncio.timeout(SOON), open_channel(mesh.gateway.settings.listen) as channel:
+    async with asyncio.timeout(SOON), ready_channel(mesh.gateway.settings.listen) as channel:
         call = inference_pb2_grpc.InferenceStub(channel).GenerateSession()
         await call.write(first)
         await call.write(after)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.mesh.asking import Answer, ask
 from tests.mesh.harness import SOON, Mesh
-from tokenloom.services.runtime.peers.channels import open_channel
+from tests.ready_channel import ready_channel
 from tokenloom.v1.engine_pb2 import (
     PAUSE_MODE_ABORT,
     PAUSE_MODE_KEEP,
@@ -34,7 +34,7 @@ async def pair(socket_dir: Path) -> AsyncIterator[Mesh]:
 @pytest.mark.parametrize("mode", [PAUSE_MODE_ABORT, PAUSE_MODE_WAIT, PAUSE_MODE_KEEP])
 async def test_nothing_is_lost(pair: Mesh, mode: PauseMode) -> None:
     answers = [Answer() for _ in range(NUM_CLIENTS)]
-    async with pair.http() as http, open_channel(pair.engines[0].settings.listen) as channel:
+    async with pair.http() as http, ready_channel(pair.engines[0].settings.listen) as channel:
         admin = EngineAdminStub(channel)
         async with asyncio.timeout(SOON), asyncio.TaskGroup() as group:
             asked = [
@@ -62,13 +62,13 @@ async def test_nothing_is_lost(pair: Mesh, mode: PauseMode) -> None:
 async def test_requests_wait_while_the_whole_mesh_is_paused(pair: Mesh) -> None:
     async with pair.http() as http, asyncio.timeout(SOON):
         for engine in pair.engines:
-            async with open_channel(engine.settings.listen) as channel:
+            async with ready_channel(engine.settings.listen) as channel:
                 await EngineAdminStub(channel).Pause(PauseRequest(mode=PAUSE_MODE_WAIT))
         while (response := await http.get("/health")).status_code != 503:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert "engine" in response.json()["missing"]
         asked = asyncio.create_task(ask(http, [1], 3))
         for engine in pair.engines:
-            async with open_channel(engine.settings.listen) as channel:
+            async with ready_channel(engine.settings.listen) as channel:
                 await EngineAdminStub(channel).Resume(ResumeRequest())
         assert (await asked).token_ids == pair.expected([1], 3)

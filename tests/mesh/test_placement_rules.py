@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.mesh.asking import Answer, ask
 from tests.mesh.harness import SOON, Mesh
+from tests.ready_channel import ready_channel
 from tokenloom.cli.mesh.mesh_sample import parse
 from tokenloom.cli.mesh.placements import PartPlacement
 from tokenloom.services.runtime.peers.channels import open_channel
@@ -60,7 +61,7 @@ async def golden(directory: Path, **coordinator: Any) -> AsyncIterator[tuple[Mes
 
 async def until(mesh: Mesh, loads: Mapping[str, tuple[int, int]]) -> Snapshot:
     """Return the first snapshot in which all engines serve and have so many waiting and running requests."""
-    async with open_channel(mesh.address("coordinator-0")) as channel:
+    async with ready_channel(mesh.address("coordinator-0")) as channel:
         async for snapshot in CoordinatorStub(channel).Watch(WatchRequest()):
             serving = [each for each in snapshot.engines if each.report.state == EngineState.ENGINE_STATE_SERVING]
             if loads == {each.identity.engine_id: (each.waiting, each.report.running) for each in serving}:

@@ -17,8 +17,8 @@ import grpc
 import httpx
 
 from tests.mesh.harness import MODEL, VOCAB_SIZE, Mesh
+from tests.ready_channel import ready_channel
 from tests.soak.nonsense import Nonsense, nonsense, torn
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, types_pb2
 from tokenloom.v1.kserve import grpc_service_pb2
 
@@ -47,7 +47,7 @@ async def fuzz(directory: Path, seeds: range) -> Counter[str]:
             ] += 1
 
     async with Mesh(directory, engine={"hash_step_seconds": 0.002}, gateway={"api_key": KEYS}).running() as mesh:
-        async with open_channel(mesh.gateway.settings.listen) as channel:
+        async with ready_channel(mesh.gateway.settings.listen) as channel:
             neighbours = [_canaries(mesh, KEYS[0], [5, 6]), _canaries(mesh, KEYS[1], [7, 8]), _same_prompts(mesh, seen)]
             canaries = [asyncio.create_task(neighbour) for neighbour in neighbours]
             try:

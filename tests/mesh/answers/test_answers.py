@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.mesh.harness import MAX_MODEL_LEN, MODEL, Mesh
-from tokenloom.services.runtime.peers.channels import open_channel
+from tests.ready_channel import ready_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -136,7 +136,7 @@ async def test_grpc_gives_the_same(mesh: Mesh, http: httpx.AsyncClient) -> None:
     request = inference_pb2.GenerateRequest(
         model=MODEL, text="Once upon", sampling_params=params, ignore_eos=True, return_timeline=True
     )
-    async with open_channel(mesh.gateway.settings.listen) as channel:
+    async with ready_channel(mesh.gateway.settings.listen) as channel:
         responses = [r async for r in inference_pb2_grpc.InferenceStub(channel).Generate(request)]
     assert "".join(response.text for response in responses) == whole["text"]
     assert [i for response in responses for i in response.token_ids] == whole["token_ids"]

@@ -10,8 +10,8 @@ import pytest
 
 from tests.mesh.harness import MODEL, SOON, VOCAB_SIZE, Mesh
 from tests.mesh.split import SplitMesh
+from tests.ready_channel import ready_channel
 from tokenloom.client import AsyncClient, errors
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from tokenloom.v1.engine_pb2 import PAUSE_MODE_ABORT, PAUSE_MODE_WAIT, PauseMode, PauseRequest, ResumeRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
@@ -137,7 +137,7 @@ async def test_the_same_over_grpc(mesh: Mesh) -> None:
         n=3,
         beam_search=inference_pb2.BeamSearch(length_penalty=0.5),
     )
-    async with open_channel(mesh.gateway.settings.listen) as channel:
+    async with ready_channel(mesh.gateway.settings.listen) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         responses = [response async for response in stub.Generate(request)]
         request.beam_search.length_penalty = 11
@@ -160,7 +160,7 @@ async def test_the_same_over_kserves_protocol(mesh: Mesh, http: httpx.AsyncClien
     request.parameters["n"].int64_param = 3
     request.parameters["max_tokens"].int64_param = 4
     answer = await search(http, prompt="Once upon a time", n=3, max_tokens=4)
-    async with open_channel(mesh.gateway.settings.listen) as channel:
+    async with ready_channel(mesh.gateway.settings.listen) as channel:
         stub = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)
         response = await stub.ModelInfer(request)
         request.inputs.add(name="stream", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
@@ -180,7 +180,7 @@ async def test_the_same_with_our_client(mesh: Mesh, http: httpx.AsyncClient) -> 
 
 async def test_a_session_cannot_search(mesh: Mesh) -> None:
     turn = inference_pb2.GenerateRequest(text="Once", beam_search=inference_pb2.BeamSearch())
-    async with open_channel(mesh.gateway.settings.listen) as channel:
+    async with ready_channel(mesh.gateway.settings.listen) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="beam_search is not supported in a session"):
             await anext(aiter(inference_pb2_grpc.InferenceStub(channel).GenerateSession(iter([turn]))))
 
@@ -250,7 +250,7 @@ async def test_a_search_outlives_a_paused_engine(socket_dir: Path, mode: PauseMo
     async with (
         pair.running(),
         pair.http() as http,
-        open_channel(pair.engines[0].settings.listen) as channel,
+        ready_channel(pair.engines[0].settings.listen) as channel,
     ):
         running = asyncio.create_task(search(http, prompt=PROMPT, n=4, max_tokens=12))
         await until_live(http, 4)

@@ -11,10 +11,10 @@ from safetensors.numpy import save
 
 from tests.mesh.harness import MODEL, Mesh
 from tests.mesh.split import SplitMesh
+from tests.ready_channel import ready_channel
 from tokenloom.engine_core.fake_workers.hash_row import embeds_ids
 from tokenloom.engine_core.fake_workers.hash_worker import HIDDEN_SIZE
 from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -59,7 +59,7 @@ async def test_the_same_over_grpc(mesh: Mesh) -> None:
         sampling_params=types_pb2.SamplingParams(max_tokens=10),
         ignore_eos=True,
     )
-    async with open_channel(mesh.gateway.settings.listen) as channel:
+    async with ready_channel(mesh.gateway.settings.listen) as channel:
         call = inference_pb2_grpc.InferenceStub(channel).Generate(request)
         token_ids = [token_id async for response in call for token_id in response.token_ids]
     assert token_ids == mesh.expected([5, *IDS], 10)

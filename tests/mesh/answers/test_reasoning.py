@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from tests.mesh.harness import MODEL, Mesh
 from tests.mesh.split import SplitMesh
-from tokenloom.services.runtime.peers.channels import open_channel
+from tests.ready_channel import ready_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -85,7 +85,7 @@ async def test_public_grpc(mesh: Mesh) -> None:
     )
     messages = [inference_pb2.ChatMessage(role="user", content="Once")]
     request = inference_pb2.GenerateRequest(chat=inference_pb2.ChatPrompt(messages=messages), sampling_params=params)
-    async with open_channel(mesh.gateway.settings.listen) as channel:
+    async with ready_channel(mesh.gateway.settings.listen) as channel:
         responses = [each async for each in inference_pb2_grpc.InferenceStub(channel).Generate(request)]
     assert re.fullmatch(CODE, "".join(response.text for response in responses))
     assert responses[-1].usage.reasoning_tokens == 3

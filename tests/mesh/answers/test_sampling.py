@@ -10,7 +10,7 @@ import pytest
 
 from tests.mesh.harness import MODEL, VOCAB_SIZE, Mesh
 from tests.mesh.split import SplitMesh
-from tokenloom.services.runtime.peers.channels import open_channel
+from tests.ready_channel import ready_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -223,7 +223,7 @@ async def test_the_openai_client(mesh: Mesh) -> None:
 
 
 async def test_over_grpc(mesh: Mesh) -> None:
-    async with open_channel(mesh.gateway.settings.listen) as channel:
+    async with ready_channel(mesh.gateway.settings.listen) as channel:
         request = inference_pb2.GenerateRequest(
             model=MODEL,
             token_ids=types_pb2.TokenIds(ids=PROMPT),

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from tests.mesh.harness import MODEL, Mesh
 from tests.mesh.split import SplitMesh
-from tokenloom.services.runtime.peers.channels import open_channel
+from tests.ready_channel import ready_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -140,7 +140,7 @@ async def test_every_sample_follows_the_grammar(http: httpx.AsyncClient) -> None
 async def test_public_grpc(mesh: Mesh) -> None:
     params = types_pb2.SamplingParams(max_tokens=50, structured_outputs=types_pb2.StructuredOutputs(regex=CODE))
     request = inference_pb2.GenerateRequest(text="Once", sampling_params=params)
-    async with open_channel(mesh.gateway.settings.listen) as channel:
+    async with ready_channel(mesh.gateway.settings.listen) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         text = "".join([output.text async for output in stub.Generate(request)])
     assert re.fullmatch(CODE, text)

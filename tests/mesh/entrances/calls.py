@@ -15,11 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.mesh.harness import MODEL, SOON, Part
 from tests.plain_text import PLAIN_TEXT
+from tests.ready_channel import ready_channel
 from tokenloom.checkpoint import load_tokenizer
 from tokenloom.model_path import DEMO_MODEL
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.service import GatewayService
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2 as pb
 from tokenloom.v1 import inference_pb2_grpc, types_pb2
 from tokenloom.v1.kserve import grpc_service_pb2 as kserve_pb
@@ -248,7 +248,7 @@ def generate_request(max_tokens: int = MAX_TOKENS) -> pb.GenerateRequest:
 
 @asynccontextmanager
 async def inference(client: Client) -> AsyncIterator["inference_pb2_grpc.InferenceAsyncStub"]:
-    async with open_channel(client.address) as channel:
+    async with ready_channel(client.address) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)
 
 
@@ -361,7 +361,7 @@ def infer_request(*, stream: bool = False) -> kserve_pb.ModelInferRequest:
 
 @asynccontextmanager
 async def kserve(client: Client) -> AsyncIterator[Any]:
-    async with open_channel(client.address) as channel:
+    async with ready_channel(client.address) as channel:
         yield grpc_service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
 

@@ -42,13 +42,13 @@ from tests.mesh.entrances.table import (
     probed,
 )
 from tests.mesh.harness import SOON, Mesh, Part
+from tests.ready_channel import ready_channel
 from tokenloom.request.reservation import AdmissionLimit
 from tokenloom.services.gateway.http import request_body
 from tokenloom.services.gateway.http.app import PAGE_FILES
 from tokenloom.services.gateway.mesh.submission import Submission
 from tokenloom.services.gateway.mesh.tokenizer_client import TokenizerClient
 from tokenloom.services.gateway.service import GatewayService
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2
 from tokenloom.v1.engine_pb2 import PAUSE_MODE_KEEP, PauseRequest, ResumeRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
@@ -118,7 +118,7 @@ async def gateways(mesh: Mesh) -> AsyncIterator[Gateways]:
 @asynccontextmanager
 async def paused(mesh: Mesh) -> AsyncIterator[None]:
     """The engine computes nothing for the length of the ``async with``."""
-    async with open_channel(mesh.engines[0].settings.listen) as channel:
+    async with ready_channel(mesh.engines[0].settings.listen) as channel:
         admin = EngineAdminStub(channel)
         await admin.Pause(PauseRequest(mode=PAUSE_MODE_KEEP))
         try:
@@ -181,7 +181,7 @@ async def test_key(gateways: Gateways, name: str) -> None:
 
 async def _code(client: Client, path: str) -> grpc.StatusCode:
     """Return the code of a call that sends nothing but an empty message."""
-    async with open_channel(client.address) as channel:
+    async with ready_channel(client.address) as channel:
         call = channel.stream_stream(path)(iter([b""]), metadata=client.metadata if client.key else ())
         code: grpc.StatusCode = await call.code()
         return code

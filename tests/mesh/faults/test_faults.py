@@ -11,7 +11,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from tests.mesh.harness import MODEL, Mesh
-from tokenloom.services.runtime.peers.channels import open_channel
+from tests.ready_channel import ready_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 LONG: dict[str, Any] = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
@@ -55,7 +55,7 @@ async def generate(mesh: Mesh, timeout: float) -> None:
     request = inference_pb2.GenerateRequest(
         model=MODEL, text="a", sampling_params=types_pb2.SamplingParams(max_tokens=5), ignore_eos=True
     )
-    async with open_channel(mesh.gateway.settings.listen) as channel:
+    async with ready_channel(mesh.gateway.settings.listen) as channel:
         async for _ in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=timeout):
             pass
 
@@ -81,7 +81,7 @@ async def test_a_call_is_told_when_to_come_again(socket_dir: Path) -> None:
     gateway = {"max_kept_prompt_bytes": 1}  # its prompt is not kept, so it ends with its output processor
     async with (
         Mesh(socket_dir, engine=SLOW, gateway=gateway).running() as mesh,
-        open_channel(mesh.gateway.settings.listen) as channel,
+        ready_channel(mesh.gateway.settings.listen) as channel,
     ):
         params = types_pb2.SamplingParams(max_tokens=200)
         request = inference_pb2.GenerateRequest(model=MODEL, text="a", sampling_params=params, ignore_eos=True)

@@ -16,6 +16,7 @@ import pytest
 
 from tests.mesh.harness import MODEL, SOON, Mesh
 from tests.plain_text import PLAIN_TEXT
+from tests.ready_channel import ready_channel
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
@@ -163,7 +164,7 @@ async def test_clients_of_a_killed_gateway_continue_through_another_one(socket_d
             os.kill(victim.pid, signal.SIGKILL)
             results = await asyncio.gather(*cut, whole, of_call, return_exceptions=True)
             assert all(isinstance(result, Exception) for result in results), results
-        async with open_channel(mesh.gateway.settings.listen) as channel:
+        async with ready_channel(mesh.gateway.settings.listen) as channel:
             references = {name: Stream(*each) for name, each in STREAMS.items()}
             of_reference = GrpcAnswer()
             again = asyncio.create_task(http.post("/v1/completions", content=whole_body, headers=key))

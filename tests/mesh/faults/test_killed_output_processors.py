@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.mesh.harness import MODEL, SOON, Mesh
-from tokenloom.services.runtime.peers.channels import open_channel
+from tests.ready_channel import ready_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 SCHEMA = {
@@ -129,7 +129,7 @@ async def called(mesh: Mesh) -> dict[int, tuple[str, list[int], int]]:
         ignore_eos=True,
     )
     outputs: dict[int, tuple[str, list[int], int]] = {}
-    async with open_channel(mesh.gateway.settings.listen) as channel:
+    async with ready_channel(mesh.gateway.settings.listen) as channel:
         async for part in inference_pb2_grpc.InferenceStub(channel).Generate(request):
             text, ids, _ = outputs.get(part.index, ("", [], 0))
             assert part.token_index == len(ids)
@@ -141,7 +141,7 @@ async def conversed(mesh: Mesh) -> list[tuple[str, list[int]]]:
     """The turns of one session."""
     turns: list[tuple[str, list[int]]] = []
     params = types_pb2.SamplingParams(max_tokens=20, temperature=0.0)
-    async with open_channel(mesh.gateway.settings.listen) as channel:
+    async with ready_channel(mesh.gateway.settings.listen) as channel:
         call = inference_pb2_grpc.InferenceStub(channel).GenerateSession()
         for text in ("Once", " upon", " a time"):
             request = inference_pb2.GenerateRequest(model=MODEL, text=text, sampling_params=params, ignore_eos=True)

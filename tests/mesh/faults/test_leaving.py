@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.mesh.harness import MODEL, SOON, Mesh
-from tokenloom.services.runtime.peers.channels import open_channel
+from tests.ready_channel import ready_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 LONG: dict[str, Any] = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
@@ -46,7 +46,7 @@ async def test_client_that_hangs_up_before_the_answer(slow: Mesh) -> None:
 async def test_cancelled_call(slow: Mesh) -> None:
     params = types_pb2.SamplingParams(max_tokens=200)
     request = inference_pb2.GenerateRequest(model=MODEL, text="a", sampling_params=params, ignore_eos=True)
-    async with open_channel(slow.gateway.settings.listen) as channel:
+    async with ready_channel(slow.gateway.settings.listen) as channel:
         call = inference_pb2_grpc.InferenceStub(channel).Generate(request)
         await call.read()
         call.cancel()
@@ -56,7 +56,7 @@ async def test_cancelled_call(slow: Mesh) -> None:
 async def test_calls_deadline(slow: Mesh) -> None:
     params = types_pb2.SamplingParams(max_tokens=200)
     request = inference_pb2.GenerateRequest(model=MODEL, text="a", sampling_params=params, ignore_eos=True)
-    async with open_channel(slow.gateway.settings.listen) as channel:
+    async with ready_channel(slow.gateway.settings.listen) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=0.3):
                 pass

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.mesh.harness import MODEL, Mesh
+from tests.ready_channel import ready_channel
 from tokenloom.engine_core.fake_workers.hash_pooling import hash_pooled
 from tokenloom.engine_core.wire.core_pooling_params import PoolingParams, PoolingTask
 from tokenloom.services.gateway.generation.job import Job
@@ -18,7 +19,6 @@ from tokenloom.services.gateway.pooling.pooling_job import PoolingJob
 from tokenloom.services.gateway.pooling.vector_json import numbers
 from tokenloom.services.gateway.service import GatewayService
 from tokenloom.services.gateway.tenants.tenant import Tenant
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -83,7 +83,7 @@ async def test_calls_over_grpc(mesh: Mesh) -> None:
     assert mesh.gateway.host is not None
     ids = [5, 6, 7]
     inputs = [inference_pb2.PoolInput(token_ids=types_pb2.TokenIds(ids=ids))]
-    async with open_channel(mesh.gateway.host.address) as channel:
+    async with ready_channel(mesh.gateway.host.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         call = stub.Embed(inference_pb2.EmbedRequest(model=MODEL, inputs=inputs, dimensions=4))
         (response,) = [each async for each in call]

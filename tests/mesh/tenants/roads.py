@@ -10,8 +10,8 @@ import numpy as np
 from safetensors.numpy import save
 
 from tests.mesh.harness import MODEL, SOON, VOCAB_SIZE, Mesh, Part
+from tests.ready_channel import ready_channel
 from tokenloom.engine_core.fake_workers.hash_worker import HIDDEN_SIZE
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from tokenloom.v1.kserve import grpc_service_pb2 as kserve_pb
 from tokenloom.v1.kserve import grpc_service_pb2_grpc
@@ -41,7 +41,7 @@ class Client:
         """Send requests over gRPC and return ``cached_tokens`` of each one's usage."""
         found: list[int] = []
         metadata = (("authorization", self._bearer),)
-        async with asyncio.timeout(SOON), open_channel(self.mesh.gateway.settings.listen) as channel:
+        async with asyncio.timeout(SOON), ready_channel(self.mesh.gateway.settings.listen) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             calls: list[Any] = [stub.GenerateSession(iter(requests), metadata=metadata)] if session else []
             calls = calls or [stub.Generate(request, metadata=metadata) for request in requests]
@@ -61,7 +61,7 @@ class Client:
         request.parameters["max_tokens"].int64_param = 4
         metadata = (("authorization", self._bearer),)
         before, queries = counted(self.mesh, HITS), counted(self.mesh, QUERIES)
-        async with asyncio.timeout(SOON), open_channel(self.mesh.gateway.settings.listen) as channel:
+        async with asyncio.timeout(SOON), ready_channel(self.mesh.gateway.settings.listen) as channel:
             stub = grpc_service_pb2_grpc.GRPCInferenceServiceStub(channel)
             if stream:
                 async for response in stub.ModelStreamInfer(iter([request]), metadata=metadata):

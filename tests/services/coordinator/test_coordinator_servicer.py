@@ -9,13 +9,13 @@ import grpc
 import grpc.aio
 import pytest
 
+from tests.ready_channel import ready_channel
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.peers import subset
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1.coordinator_pb2 import (
     EngineCommand,
@@ -74,7 +74,7 @@ class Coordinator:
 async def coordinator(socket_dir: Path) -> AsyncIterator[Coordinator]:
     settings = CoordinatorSettings.of(listen=f"unix:{socket_dir}/c", metrics_listen="", settle_seconds=0.2)
     service = CoordinatorService(settings)
-    async with running(service, settings) as host, open_channel(host.address) as channel:
+    async with running(service, settings) as host, ready_channel(host.address) as channel:
         client = Coordinator(service, CoordinatorStub(channel), host)
         yield client
         for call in client.calls:

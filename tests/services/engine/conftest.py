@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.ready_channel import ready_channel
 from tests.services.engine.peer import make_settings, running_engine
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 
 
@@ -19,5 +19,5 @@ async def host(socket_dir: Path) -> AsyncIterator[Host]:
 
 @pytest.fixture
 async def admin(host: Host) -> AsyncIterator[EngineAdminStub]:
-    async with open_channel(host.address) as channel:
+    async with ready_channel(host.address) as channel:
         yield EngineAdminStub(channel)

@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.loop_clock import pass_time, settle
+from tests.ready_channel import ready_channel
 from tests.services.engine.peer import Peer, make_add, make_settings, running_engine
 from tokenloom.checkpoint import tokenizer_fingerprint
 from tokenloom.model_path import DEMO_MODEL
@@ -50,7 +51,7 @@ NO_COMMANDS: Any = None
 async def running_coordinator(directory: Path) -> AsyncIterator[tuple[CoordinatorStub, CoordinatorService]]:
     settings = CoordinatorSettings.of(listen=f"unix:{directory}/coordinator", metrics_listen="")
     service = CoordinatorService(settings)
-    async with running(service, settings) as host, open_channel(host.address) as channel:
+    async with running(service, settings) as host, ready_channel(host.address) as channel:
         yield CoordinatorStub(channel), service
 
 

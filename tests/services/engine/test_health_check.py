@@ -7,6 +7,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from msgspec.structs import replace
 
+from tests.ready_channel import ready_channel
 from tests.services.engine.peer import Peer, make_add, make_settings, running_engine
 from tests.services.engine.test_coordinator_link import is_serving, running_coordinator, see
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
@@ -16,7 +17,6 @@ from tokenloom.services.engine import health_check
 from tokenloom.services.engine.health_check import HealthCheck
 from tokenloom.services.engine.load import LoadTracker
 from tokenloom.services.runtime.host.health import Health
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.coordinator_pb2 import ENGINE_STATE_DEAD
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -41,7 +41,7 @@ async def test_health_and_placement_follow_the_workers(
     async with (
         running_coordinator(socket_dir) as (stub, _),
         running_engine(settings, FailingWorker) as host,
-        open_channel(host.address) as channel,
+        ready_channel(host.address) as channel,
         Peer(host.address) as peer,
     ):
         await see(stub, is_serving)
@@ -64,7 +64,7 @@ async def test_a_core_that_does_not_answer_is_not_healthy(socket_dir: Path, monk
     monkeypatch.setattr(health_check, "INTERVAL_SECONDS", 0.01)
     monkeypatch.setattr(health_check, "PATIENCE_SECONDS", 0.0)
     settings = make_settings(socket_dir)
-    async with running_engine(settings) as host, open_channel(host.address) as channel:
+    async with running_engine(settings) as host, ready_channel(host.address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         while (await watch.read()).status != NOT_SERVING:
             pass

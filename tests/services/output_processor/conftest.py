@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from tests.ready_channel import ready_channel
 from tests.services.output_processor.fakes import (
     LIMITS,
     SOON,
@@ -23,7 +24,6 @@ from tokenloom.services.output_processor.output_processor_settings import Output
 from tokenloom.services.output_processor.service import OutputProcessorService
 from tokenloom.services.output_processor.stream import gateway_session
 from tokenloom.services.runtime.host.service import running
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
@@ -166,7 +166,7 @@ async def mesh(
         for server in servers:
             await stack.enter_async_context(server)
         host = await stack.enter_async_context(running(OutputProcessorService(settings), settings))
-        channel = await stack.enter_async_context(open_channel(host.address))
+        channel = await stack.enter_async_context(ready_channel(host.address))
         await asyncio.wait_for(coordinator.watched.wait(), SOON)
         mesh = Mesh(engines, servers, coordinator, channel, load_tokenizer(DEMO_MODEL))
         yield mesh

@@ -10,13 +10,13 @@ import grpc.aio
 import pytest
 from tokenizers import Tokenizer
 
+from tests.ready_channel import ready_channel
 from tokenloom.checkpoint import load_tokenizer, tokenizer_fingerprint
 from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.prefix_schedule import scheduled
 from tokenloom.request.prompt_block_hash import block_hashes
 from tokenloom.services.runtime.host.service import running
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.services.tokenizer.service import TokenizerService
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
 from tokenloom.v1.tokenizer_pb2 import DecodeRequest, EncodeChatRequest, EncodeRequest, GetTokenizerInfoRequest
@@ -33,7 +33,7 @@ async def stub(socket_dir: Path) -> "AsyncIterator[TokenizerAsyncStub]":
     settings = TokenizerSettings.of(
         listen=f"unix:{socket_dir}/t", metrics_listen="", max_text_bytes=10_000, render_workers=1, drain_timeout=0
     )
-    async with running(TokenizerService(settings), settings) as host, open_channel(host.address) as channel:
+    async with running(TokenizerService(settings), settings) as host, ready_channel(host.address) as channel:
         yield TokenizerStub(channel)
 
 
@@ -108,7 +108,7 @@ async def test_a_model_without_template_says_so(socket_dir: Path, tmp_path: Path
     settings = TokenizerSettings.of(
         model=str(tmp_path), listen=f"unix:{socket_dir}/t", metrics_listen="", drain_timeout=0
     )
-    async with running(TokenizerService(settings), settings) as host, open_channel(host.address) as channel:
+    async with running(TokenizerService(settings), settings) as host, ready_channel(host.address) as channel:
         stub = TokenizerStub(channel)
         assert not (await stub.GetTokenizerInfo(GetTokenizerInfoRequest())).has_chat_template
         with pytest.raises(grpc.aio.AioRpcError, match="no chat template"):
@@ -123,7 +123,7 @@ async def test_a_given_template_replaces_the_checkpoints(
     settings = TokenizerSettings.of(
         listen=f"unix:{socket_dir}/t", metrics_listen="", chat_template=str(path), render_workers=1, drain_timeout=0
     )
-    async with running(TokenizerService(settings), settings) as host, open_channel(host.address) as channel:
+    async with running(TokenizerService(settings), settings) as host, ready_channel(host.address) as channel:
         prompt = (await TokenizerStub(channel).EncodeChat(EncodeChatRequest(messages_json=MESSAGES))).prompt
     assert list(prompt.token_ids) == tokenizer.encode("[What is 2 + 2?]", add_special_tokens=False).ids
 

@@ -5,12 +5,12 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from tests.ready_channel import ready_channel
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_service, make_settings, running_engine
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.request.prompt_block_hash import block_hashes, specimen_hash
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.engine_pb2 import (
     PAUSE_MODE_ABORT,
     PAUSE_MODE_KEEP,
@@ -122,7 +122,7 @@ async def test_who_waits_for_a_pause_is_told_when_it_is_ended(admin: EngineAdmin
 async def test_who_is_frozen_is_told_when_the_engine_leaves(socket_dir: Path) -> None:
     settings = make_settings(socket_dir)
     service = make_service(settings)
-    async with running(service, settings) as host, open_channel(host.address) as channel, Peer(host.address) as peer:
+    async with running(service, settings) as host, ready_channel(host.address) as channel, Peer(host.address) as peer:
         await peer.send(make_add(1, [1], 400))
         await peer.read_tokens()
         await EngineAdminStub(channel).Pause(PauseRequest(mode=PAUSE_MODE_KEEP))
@@ -134,7 +134,7 @@ async def test_who_is_frozen_is_told_when_the_engine_leaves(socket_dir: Path) ->
 async def test_who_watches_sees_the_prefix_cache_grow_and_vanish(socket_dir: Path) -> None:
     async with (
         running_engine(make_settings(socket_dir, kv_events=True)) as host,
-        open_channel(host.address) as channel,
+        ready_channel(host.address) as channel,
         Peer(host.address) as peer,
     ):
         admin = EngineAdminStub(channel)
@@ -154,7 +154,7 @@ async def test_who_watches_sees_the_prefix_cache_grow_and_vanish(socket_dir: Pat
 async def test_a_coordinator_that_watches_gets_the_hashes_by_which_prompts_are_placed(socket_dir: Path) -> None:
     async with (
         running_engine(make_settings(socket_dir, kv_events=True)) as host,
-        open_channel(host.address) as channel,
+        ready_channel(host.address) as channel,
         Peer(host.address) as peer,
     ):
         await peer.send(make_add(1, [1] * 9, 1))

@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from tests.engine_core.adapter_dirs import make_adapter
+from tests.ready_channel import ready_channel
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_service, make_settings
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.request.adapters.adapter_salt import adapter_salt
@@ -123,7 +124,7 @@ async def test_the_coordinators_changes_are_applied(
 
 async def test_without_the_option_adapters_are_refused(host: Any, tmp_path: Path) -> None:
     make_adapter(tmp_path / "one")
-    async with open_channel(host.address) as channel:
+    async with ready_channel(host.address) as channel:
         admin = EngineAdminStub(channel)
         assert await status_of(load(admin, tmp_path / "one")) is grpc.StatusCode.FAILED_PRECONDITION
     async with Peer(host.address) as peer:

@@ -5,13 +5,13 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tests.ready_channel import ready_channel
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings, running_engine
 from tests.services.engine.test_coordinator_link import is_serving, running_coordinator, see
 from tokenloom.checkpoint import weights_fingerprint
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.services.engine.control import weights
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import engine_pb2
 from tokenloom.v1.coordinator_pb2 import ENGINE_STATE_PAUSED
 from tokenloom.v1.engine_pb2 import (
@@ -63,7 +63,7 @@ async def test_the_coordinator_places_by_the_new_fingerprint_and_not_on_a_sleepi
     async with (
         running_coordinator(socket_dir) as (stub, _),
         running_engine(settings) as host,
-        open_channel(host.address) as channel,
+        ready_channel(host.address) as channel,
     ):
         admin = EngineAdminStub(channel)
         await see(stub, is_serving)
@@ -127,7 +127,7 @@ async def test_a_reload_that_fails_halfway_leaves_the_engine_asleep_until_anothe
 
     async with (
         running_engine(make_settings(socket_dir), FailingOnce) as host,
-        open_channel(host.address) as channel,
+        ready_channel(host.address) as channel,
     ):
         admin = EngineAdminStub(channel)
         with pytest.raises(grpc.aio.AioRpcError, match="the disk failed; the engine has no weights now") as failure:
@@ -152,7 +152,7 @@ async def test_an_engine_whose_checkpoint_changes_while_it_is_loaded_ends(socket
             (checkpoint / "model.safetensors").write_bytes(b"still other weights")
             super().reload_weights(path)
 
-    async with running_engine(make_settings(socket_dir), Overtaken) as host, open_channel(host.address) as channel:
+    async with running_engine(make_settings(socket_dir), Overtaken) as host, ready_channel(host.address) as channel:
         admin = EngineAdminStub(channel)
         before = await info_of(admin)
         with pytest.raises(grpc.aio.AioRpcError, match="changed while they were loaded"):

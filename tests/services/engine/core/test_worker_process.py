@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine_core.processes import has_ended
 from tests.mesh.faults.test_killed_workers import workers_of
+from tests.ready_channel import ready_channel
 from tests.services.engine.peer import Peer, make_add, make_settings
 from tokenloom.model_path import DEMO_MODEL
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import engine_pb2
 from tokenloom.v1.engine_pb2 import PAUSE_MODE_WAIT, ReloadWeightsRequest, SleepRequest, WakeUpRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
@@ -68,7 +68,7 @@ async def say(host: Host) -> list[int]:
 
 async def test_sleep_profiles_and_new_weights_reach_the_worker(host: Host, other_weights: Path, tmp_path: Path) -> None:
     (worker,) = workers_of(os.getpid())
-    async with open_channel(host.address) as channel:
+    async with ready_channel(host.address) as channel:
         admin = EngineAdminStub(channel)
         before = await say(host)
 

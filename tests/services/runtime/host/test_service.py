@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from msgspec.structs import replace
 
+from tests.ready_channel import ready_channel
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.listener import bind
@@ -77,7 +78,7 @@ async def health(channel: grpc.aio.Channel, name: str = "") -> int:
 
 async def test_serving_from_ready_to_drain(settings: ServiceSettings) -> None:
     service = Example()
-    async with running(service, settings) as host, open_channel(host.address) as channel:
+    async with running(service, settings) as host, ready_channel(host.address) as channel:
         assert await health(channel) == await health(channel, NAME) == SERVING
         stub = coordinator_pb2_grpc.CoordinatorStub(channel)
         assert (await stub.Pick(coordinator_pb2.PickRequest())).whole_request
@@ -290,7 +291,7 @@ async def test_a_traceback_is_for_bugs_only(settings: ServiceSettings, caplog: p
 
 
 async def test_reflection_lists_the_services(settings: ServiceSettings) -> None:
-    async with running(Example(), settings) as host, open_channel(host.address) as channel:
+    async with running(Example(), settings) as host, ready_channel(host.address) as channel:
         call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         response = await call.read()

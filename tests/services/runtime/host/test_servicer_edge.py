@@ -9,11 +9,11 @@ import grpc
 import grpc.aio
 import pytest
 
+from tests.ready_channel import ready_channel
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
-from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import coordinator_pb2 as pb
 from tokenloom.v1 import coordinator_pb2_grpc
 
@@ -48,7 +48,7 @@ async def raising(socket_dir: Path) -> AsyncIterator[tuple[Raising, coordinator_
     service = Raising()
     async with (
         running(service, ServiceSettings.of(listen=f"unix:{socket_dir}/s", metrics_listen="")) as host,
-        open_channel(host.address) as channel,
+        ready_channel(host.address) as channel,
     ):
         yield service, coordinator_pb2_grpc.CoordinatorStub(channel)
 
@@ -118,7 +118,7 @@ async def test_messages_that_are_none(socket_dir: Path, caplog: pytest.LogCaptur
 
     garbage = b"\xff" * 9
     settings = ServiceSettings.of(listen=f"unix:{socket_dir}/s", metrics_listen="")
-    async with running(Reading(), settings) as host, open_channel(host.address) as channel:
+    async with running(Reading(), settings) as host, ready_channel(host.address) as channel:
         calls: list[Any] = [
             channel.unary_unary("/tokenloom.v1.Coordinator/Pick")(garbage),
             channel.unary_stream("/tokenloom.v1.Coordinator/Watch")(garbage).read(),
@@ -148,7 +148,7 @@ async def test_a_client_learns_that_the_server_leaves_before_its_answer(socket_d
     """Otherwise it would make its next call on the same connection, and gRPC cancels that call."""
     service = Answering()
     settings = ServiceSettings.of(listen=f"unix:{socket_dir}/s", metrics_listen="")
-    async with asyncio.timeout(30), running(service, settings) as host, open_channel(host.address) as channel:
+    async with asyncio.timeout(30), running(service, settings) as host, ready_channel(host.address) as channel:
         call = coordinator_pb2_grpc.CoordinatorStub(channel).Pick(pb.PickRequest())
         await service.asked.wait()
         assert channel.get_state() == grpc.ChannelConnectivity.READY

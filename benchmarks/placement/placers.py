@@ -4,9 +4,9 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from tokenloom.services.coordinator.defaults import PD_THRESHOLD
-from tokenloom.services.coordinator.engine_placement import Policy
-from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.engines.defaults import PD_THRESHOLD
+from tokenloom.services.coordinator.engines.engine_placement import Policy
+from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.runtime.placement.rules import Rule, cost, score
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, PickRequest
 from tokenloom.v1.types_pb2 import EngineRole

@@ -13,7 +13,7 @@ from collections import deque
 
 from tokenloom.services.coordinator.caches.cache_followers import INTERVALS
 from tokenloom.services.coordinator.caches.engine_cache import EngineCache
-from tokenloom.services.coordinator.defaults import PREFIX_INDEX_MIB
+from tokenloom.services.coordinator.engines.defaults import PREFIX_INDEX_MIB
 from tokenloom.services.coordinator.prefixes.prefix_index import PrefixIndex
 from tokenloom.services.coordinator.report_interval import report_interval
 from tokenloom.v1.coordinator_pb2 import EngineIdentity

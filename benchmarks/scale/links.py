@@ -18,10 +18,10 @@ from typing import TypeAlias
 from rich.console import Console
 from rich.table import Table
 
-from tokenloom.services.coordinator.defaults import PD_THRESHOLD, PLACEMENT
-from tokenloom.services.coordinator.engine_placement import Policy
-from tokenloom.services.coordinator.engine_record import EngineRecord
-from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.engines.defaults import PD_THRESHOLD, PLACEMENT
+from tokenloom.services.coordinator.engines.engine_placement import Policy
+from tokenloom.services.coordinator.engines.engine_record import EngineRecord
+from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.placement.rules import RULES
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineState, PickRequest, Subset

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import psutil
 
 from tokenloom.request.prefix_schedule import MAX_HASHES
-from tokenloom.services.coordinator.defaults import PD_THRESHOLD, PLACEMENT
-from tokenloom.services.coordinator.engine_placement import Policy
-from tokenloom.services.coordinator.engine_record import EngineRecord
-from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.engines.defaults import PD_THRESHOLD, PLACEMENT
+from tokenloom.services.coordinator.engines.engine_placement import Policy
+from tokenloom.services.coordinator.engines.engine_record import EngineRecord
+from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.runtime.placement.rules import RULES
 from tokenloom.v1.coordinator_pb2 import EngineReport, EngineState, PickRequest
 from tokenloom.v1.engine_pb2 import PickId

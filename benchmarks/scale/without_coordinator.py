@@ -15,9 +15,9 @@ from random import Random
 
 import numpy as np
 
-from tokenloom.services.coordinator.defaults import PD_THRESHOLD, PLACEMENT
-from tokenloom.services.coordinator.engine_placement import Policy
-from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.engines.defaults import PD_THRESHOLD, PLACEMENT
+from tokenloom.services.coordinator.engines.engine_placement import Policy
+from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.coordinator.feed.snapshot_feed import SnapshotFeed
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey, LastSnapshot
 from tokenloom.services.runtime.placement.rules import RULES

@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 
 from tokenloom.request.errors import InvalidArgument, NotFound, ResourceExhausted, TokenloomError
-from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello, make_hello
+from tokenloom.services.runtime.tasks import first_of
 from tokenloom.v1 import coordinator_pb2_grpc
 from tokenloom.v1.coordinator_pb2 import (
     Drain,
@@ -32,15 +32,15 @@ from tokenloom.v1.coordinator_pb2 import (
 from tokenloom.v1.types_pb2 import EngineRole
 
 from .caches.cache_followers import CacheFollowers
-from .engine_registry import Registry
-from .engine_stream import EngineStream, to_duration
+from .engines.engine_registry import Registry
+from .engines.engine_stream import EngineStream, to_duration
+from .engines.groups import Commands, Groups
+from .engines.report_checks import check_identity, check_report
 from .enrolments import Enrolments
 from .feed.snapshot_feed import SnapshotFeed
-from .groups import Commands, Groups
 from .picks.pick_metrics import PickMetrics
 from .picks.pick_slices import PickSlices
 from .picks.placed import Placed
-from .report_checks import check_identity, check_report
 from .report_interval import ReportPace
 
 log = logging.getLogger(__name__)

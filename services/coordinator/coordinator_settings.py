@@ -7,7 +7,7 @@ from msgspec import Meta
 from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
 from tokenloom.services.runtime.host.service_settings import OptionalAddress, ServiceSettings
 
-from .defaults import PD_THRESHOLD, PLACEMENT, PREFIX_INDEX_MIB, SETTLE_SECONDS
+from .engines.defaults import PD_THRESHOLD, PLACEMENT, PREFIX_INDEX_MIB, SETTLE_SECONDS
 
 MAX_CONNECTIONS = 8192
 """Of each engine two, and one of each output processor, gateway and tokenizer: three times those of a cell."""

@@ -13,14 +13,14 @@ from .attentive_clock import AttentiveClock
 from .caches.cache_followers import CacheFollowers
 from .coordinator_servicer import CoordinatorServicer, add_to_server
 from .coordinator_settings import CoordinatorSettings
-from .engine_placement import Policy
-from .engine_registry import Registry
+from .engines.engine_placement import Policy
+from .engines.engine_registry import Registry
+from .engines.predecessor import Predecessor
 from .lease.file_lease import FileLease
 from .lease.kubernetes_api import LeaseApi
 from .lease.kubernetes_lease import KubernetesLease
 from .lease.lease import Lease
 from .picks.pick_metrics import PickMetrics
-from .predecessor import Predecessor
 from .standby import take_over
 
 

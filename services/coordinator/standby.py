@@ -2,13 +2,13 @@
 
 import logging
 
-from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.registry.registry_watch import watch_registry
+from tokenloom.services.runtime.tasks import first_of
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 
+from .engines.predecessor import Predecessor
 from .lease.lease import Lease
-from .predecessor import Predecessor
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import grpc.aio
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.errors import Aborted, Unavailable
 from tokenloom.request.wire_errors import of_exception
-from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello
+from tokenloom.services.runtime.tasks import first_of
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 
 from .control.loras import to_adapter

@@ -4,8 +4,8 @@ import time
 
 from google.protobuf.message import Message
 
+from tokenloom.services.runtime.addresses import parse
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.services.runtime.peers.addresses import parse
 from tokenloom.services.runtime.peers.certificate import wait_for_files
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.tls import MeshTLS

@@ -8,9 +8,9 @@ import msgspec
 from msgspec import Struct
 
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.services.runtime.addresses import parse_member
 from tokenloom.services.runtime.host.service_settings import check_address
 from tokenloom.services.runtime.host.settings_file import read_file
-from tokenloom.services.runtime.peers.addresses import parse_member
 
 from .gateway_settings import GatewaySettings
 

@@ -18,12 +18,12 @@ from tokenloom.v1.output_processor_pb2 import ProcessInput
 from tokenloom.v1.output_processor_pb2_grpc import OutputProcessorServicer, add_OutputProcessorServicer_to_server
 from tokenloom.v1.types_pb2 import Fingerprint, Hello
 
-from .metrics import Metrics
 from .output_processor_settings import Drain, OutputProcessorSettings
 from .placement.engine_link import INITIAL_CREDIT
 from .placement.engine_links import EngineLinks
 from .placement.placement import Placer
 from .request.kept_requests import KeptRequests
+from .request.metrics import Metrics
 from .request.requests import Requests
 from .request.room import Room, default_prompt_bytes
 from .request.sample_group import SampleGroup

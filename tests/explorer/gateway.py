@@ -28,8 +28,8 @@ from tokenloom.services.gateway.routes.api_routes import api_routes
 from tokenloom.services.gateway.served_mesh import ServedMesh
 from tokenloom.services.gateway.tenants.key_usage import KeyUsage
 from tokenloom.services.gateway.tenants.tenant_limits import TenantLimits
-from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.members import Members
+from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
 from .clients import TENANTS, Clients, two_tenants

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.local_streams.frames import Metadata, decode_status, encode_status, status
+from tokenloom.services.runtime.tasks import Tasks
 
 from .network import Find
 from .pipe import Pipe

@@ -9,7 +9,7 @@ from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import Service, running
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.runtime.host.surroundings import Surroundings
-from tokenloom.services.runtime.host.tasks import first_of
+from tokenloom.services.runtime.tasks import first_of
 
 from .network import Network
 from .surroundings import surroundings

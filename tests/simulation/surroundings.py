@@ -13,12 +13,12 @@ from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.runtime.host.servicer_edge import Edge
 from tokenloom.services.runtime.host.surroundings import Clock, Port, Surroundings
 from tokenloom.services.runtime.host.surroundings import Network as HostNetwork
-from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.local_streams.call import LocalCall
 from tokenloom.services.runtime.local_streams.server import ServerCall
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.message_limit import MAX_MESSAGE_BYTES
 from tokenloom.services.runtime.peers.tls import MeshTLS
+from tokenloom.services.runtime.tasks import Tasks
 
 from .exchange import Exchange, Served
 from .network import Find, Network

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from tokenloom.process import unix_socket
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.runtime.peers.addresses import Address, parse
+from tokenloom.services.runtime.addresses import Address, parse
 
 from .refusal import Refused
 

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from tokenloom.services.runtime.peers.addresses import MAX_UNIX_PATH
+from tokenloom.services.runtime.addresses import MAX_UNIX_PATH
 
 from .refusal import Refused
 

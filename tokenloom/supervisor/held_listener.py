@@ -10,7 +10,7 @@ import socket
 import struct
 import sys
 
-from tokenloom.services.runtime.peers.addresses import Address
+from tokenloom.services.runtime.addresses import Address
 
 BACKLOG = 4096
 """Connections that may wait for a gateway; the kernel lowers it to ``net.core.somaxconn``."""

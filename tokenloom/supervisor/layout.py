@@ -12,8 +12,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct, field, json, structs
 
+from tokenloom.services.runtime.addresses import Address
 from tokenloom.services.runtime.local_streams.sockets import SUFFIX as STREAMS_SUFFIX
-from tokenloom.services.runtime.peers.addresses import Address
 
 from .cores import divide
 from .local_ranks import LocalRanks

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenloom.services.runtime.peers.addresses import Address
+from tokenloom.services.runtime.addresses import Address
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tokenloom.services.runtime.host.tasks import first_of
+from tokenloom.services.runtime.tasks import first_of
 
 from .output import LineCopier
 from .part import Part

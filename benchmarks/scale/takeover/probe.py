@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from tokenloom.services.coordinator.engine_record import PICK_SECONDS
+from tokenloom.services.coordinator.engines.engine_record import PICK_SECONDS
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1 import coordinator_pb2_grpc

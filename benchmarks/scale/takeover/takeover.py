@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.registry.registry_view import RegistryView
+from tokenloom.services.runtime.tasks import first_of
 from tokenloom.supervisor.ports import reserved_ports
 
 from ..askers import COORDINATORS

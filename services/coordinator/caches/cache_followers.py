@@ -14,8 +14,8 @@ from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import WatchKVEventsRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 
-from ..engine_record import EngineRecord
-from ..engine_stream import to_duration
+from ..engines.engine_record import EngineRecord
+from ..engines.engine_stream import to_duration
 from ..prefixes.prefix_index import PrefixIndex
 from .engine_cache import EngineCache
 

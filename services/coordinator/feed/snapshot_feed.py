@@ -13,7 +13,7 @@ from tokenloom.v1.coordinator_pb2 import (
     WatchRequest,
 )
 
-from ..engine_registry import Registry
+from ..engines.engine_registry import Registry
 from .change_log import ChangeLog
 
 MAX_ROWS_PER_SECOND = 1750

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from tokenloom.engine_core.control.pausing import PauseMode
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument
-from tokenloom.services.runtime.host.tasks import completed
+from tokenloom.services.runtime.tasks import completed
 from tokenloom.v1 import engine_pb2
 
 from ..core.core_link import CoreLink

@@ -7,7 +7,7 @@ import grpc.aio
 from tokenloom.gpu_worker.kv_connector.kv_transports import expanded
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.surroundings import Port
-from tokenloom.services.runtime.host.tasks import first_of
+from tokenloom.services.runtime.tasks import first_of
 from tokenloom.v1 import coordinator_pb2
 
 from ..core.core_link import CoreLink

@@ -19,8 +19,8 @@ from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.errors import TokenloomError, Unavailable
 from tokenloom.request.wire_errors import of_exception
-from tokenloom.services.runtime.host.tasks import Tasks, first_of
 from tokenloom.services.runtime.peers.channels import Channels
+from tokenloom.services.runtime.tasks import Tasks, first_of
 from tokenloom.v1 import engine_pb2, kv_transfer_pb2
 
 from ..core.core_link import CoreLink

@@ -14,8 +14,8 @@ from tokenloom.request.errors import (
     ResourceExhausted,
     TokenloomError,
 )
-from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, NO_CREDIT_SECONDS, Credit
+from tokenloom.services.runtime.tasks import first_of
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.v1 import engine_pb2, types_pb2
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from tokenloom.request.errors import Unavailable
-from tokenloom.services.runtime.host.tasks import Tasks
+from tokenloom.services.runtime.tasks import Tasks
 
 from ..files.file_room import FileRoom
 from ..files.file_store import FileStore

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from tokenloom.request.errors import Unavailable
-from tokenloom.services.runtime.host.tasks import first_of
+from tokenloom.services.runtime.tasks import first_of
 
 from ..files.file_room import FileRoom
 from ..files.file_store import FileStore

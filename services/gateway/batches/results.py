@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tokenloom.services.runtime.host.tasks import completed
+from tokenloom.services.runtime.tasks import completed
 
 from ..files.disk import Disk, write_all
 from .batch import Batch

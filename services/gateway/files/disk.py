@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from tokenloom.request.errors import FailedPrecondition, Unavailable
-from tokenloom.services.runtime.host.tasks import completed
+from tokenloom.services.runtime.tasks import completed
 
 T = TypeVar("T")
 

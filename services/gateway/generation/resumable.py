@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from tokenloom.request import errors, wire_errors
-from tokenloom.services.runtime.host.tasks import Tasks
+from tokenloom.services.runtime.tasks import Tasks
 
 from .admission import Tenure
 from .claim import Claim

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from functools import lru_cache
 
 from tokenloom.request import errors
-from tokenloom.services.runtime.peers.addresses import Address
+from tokenloom.services.runtime.addresses import Address
 
 _ADVICE = "call it by its own address, set {option} or set API keys"
 

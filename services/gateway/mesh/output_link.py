@@ -8,9 +8,9 @@ from collections.abc import Callable
 import grpc.aio
 
 from tokenloom.request import errors
-from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers import hello
 from tokenloom.services.runtime.peers.silence import was_silent
+from tokenloom.services.runtime.tasks import first_of
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 

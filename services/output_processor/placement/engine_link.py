@@ -9,10 +9,10 @@ from typing import Protocol
 import grpc.aio
 
 from tokenloom.request import errors, logprob_columns, wire_errors
-from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import SILENCE_SECONDS, check_hello
 from tokenloom.services.runtime.peers.silence import PeerSilent, was_silent
+from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished, KVSource, PickId, SlotLogprobs
 from tokenloom.v1.engine_pb2_grpc import EngineStub

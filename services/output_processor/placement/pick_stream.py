@@ -13,7 +13,7 @@ import grpc.aio
 
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, wire_errors
-from tokenloom.services.runtime.host.tasks import first_of
+from tokenloom.services.runtime.tasks import first_of
 from tokenloom.v1 import coordinator_pb2_grpc
 from tokenloom.v1.coordinator_pb2 import PickBatch, PickRequest, PickResponse, PickResult, PickResults
 

@@ -8,12 +8,12 @@ import grpc.aio
 
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, wire_errors
-from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.enrolment import Enrolment
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
 from tokenloom.services.runtime.placement.longest_request import longest_request
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.services.runtime.registry.registry_watch import watch_registry
+from tokenloom.services.runtime.tasks import first_of
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest, PickResponse, Subset
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.output_processor_pb2 import Submit

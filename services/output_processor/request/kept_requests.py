@@ -6,7 +6,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from tokenloom.request import errors
 from tokenloom.request.reservation import AdmissionLimit, Reservation
-from tokenloom.services.runtime.host.tasks import Tasks
+from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.output_processor_pb2 import Resume, Submit
 
 Peer: TypeAlias = tuple[str, int]

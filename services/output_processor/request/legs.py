@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from tokenloom.request import errors, wire_errors
-from tokenloom.services.runtime.host.tasks import Tasks
+from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.v1.engine_pb2 import Finished, KVSource
 from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from tokenloom.request import errors, wire_errors
-from tokenloom.services.runtime.host.tasks import Tasks
+from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.v1.engine_pb2 import Finished, KVSource
 from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
@@ -13,9 +13,9 @@ from tokenloom.v1.types_pb2 import EngineRole, FinishReason, Logprobs, Pooled, T
 
 from ..placement.engine_link import Attempt
 from ..placement.placement import Asked, Placer
-from ..stream.outbox import Outbox
 from .add_request import make_pooling_add
 from .lifetime import Lifetime
+from .outbox import Outbox
 from .request_trace import RequestTrace
 from .retries import Retries
 

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from functools import partial
 
 from tokenloom.request import errors
-from tokenloom.services.runtime.host.tasks import Tasks
+from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.services.runtime.telemetry.tracing import Tracer
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, Submit
 
-from ..metrics import Metrics
 from ..placement.placement import Asked, Placer
-from ..stream.outbox import Outbox
 from ..text.vocabulary import Vocabulary
 from .kept_requests import KeptRequests
+from .metrics import Metrics
+from .outbox import Outbox
 from .pooled_request import PooledRequest
 from .request_trace import RequestTrace
 from .room import Place, Room, num_samples

@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterable
 
 from tokenloom.request import errors, wire_errors
 from tokenloom.request.sample_seed import sample_seed
-from tokenloom.services.runtime.host.tasks import Tasks
+from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SamplePosition, Submit
 from tokenloom.v1.types_pb2 import FinishReason, SamplingParams
 
 from ..placement.engine_link import Attempt
 from ..placement.placement import Asked, Placer
-from ..stream.outbox import Outbox
 from .legs import Legs
 from .lifetime import Lifetime
+from .outbox import Outbox
 from .request_trace import RequestTrace
 from .room import num_samples
 from .sample_output import SampleOutput

@@ -8,10 +8,10 @@ from tokenloom.v1.engine_pb2 import Finished
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, SamplePosition, SlotTextLogprobs, Submit
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs, Timeline
 
-from ..stream.outbox import NOWHERE, Outbox, PacedOutbox
 from ..text.detokenizer import Detokenizer, StopMatch
 from ..text.logprob_texts import PromptLogprobs, part_with_texts, with_texts
 from ..text.vocabulary import Vocabulary
+from .outbox import NOWHERE, Outbox, PacedOutbox
 from .routed_output import RoutedOutput
 
 _ABORT, _ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR

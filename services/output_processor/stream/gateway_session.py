@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
 from tokenloom.request import errors, wire_errors
-from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, NO_CREDIT_SECONDS, Credit, check_hello
+from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.output_processor_pb2 import (
     ProcessFrame,
     ProcessInput,
@@ -17,10 +17,10 @@ from tokenloom.v1.output_processor_pb2 import (
 from tokenloom.v1.types_pb2 import FinishReason, Hello
 
 from ..placement.placement import Asked
+from ..request.outbox import Outbox
 from ..request.pooled_request import PooledRequest
 from ..request.requests import Requests
 from ..request.sample_group import SampleGroup
-from .outbox import Outbox
 
 _SHARED_TOKENS = 1024
 """A prompt of so many tokens is worth a copy of its own."""

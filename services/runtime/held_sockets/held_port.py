@@ -16,8 +16,6 @@ from typing import cast
 import grpc
 import grpc.aio
 
-from ..host.servicer_edge import Edge
-
 log = logging.getLogger(__name__)
 
 STAY_SECONDS = 0.5
@@ -30,7 +28,7 @@ class HeldPort:
     def __init__(
         self,
         held: socket.socket,
-        edge: Edge,
+        edge: grpc.GenericRpcHandler,
         options: list[tuple[str, int]],
         calls: int,
         credentials: grpc.ServerCredentials | None,

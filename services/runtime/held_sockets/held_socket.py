@@ -7,7 +7,7 @@ import stat
 
 from tokenloom.request.errors import InvalidArgument
 
-from ..peers.addresses import Address
+from ..addresses import Address
 
 
 def adopt(descriptor: int, address: Address, *, field: str) -> socket.socket:

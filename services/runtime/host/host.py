@@ -14,6 +14,7 @@ from tokenloom.services.runtime.peers.certificate import wait_for_files
 
 from ..peers.callers import check_caller
 from ..peers.tls import MeshTLS, PublicTLS
+from ..tasks import Failure, Tasks
 from ..telemetry import metrics_server, process_metrics
 from ..telemetry.tracing import Tracer
 from .health import Health
@@ -22,7 +23,6 @@ from .service_settings import ServiceSettings
 from .servicer_edge import Authorize, Edge, ObserveCall
 from .state_file import StateFile
 from .surroundings import Surroundings
-from .tasks import Failure, Tasks
 
 log = logging.getLogger(__name__)
 

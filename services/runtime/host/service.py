@@ -16,6 +16,7 @@ import uvloop
 from tokenloom.process.fall_backs import OF_PROCESS
 from tokenloom.request.errors import InvalidArgument, NotFound, TokenloomError
 
+from ..tasks import first_of
 from ..telemetry import logs
 from ..telemetry.loop_turns import LoopTurns
 from . import descriptors
@@ -23,7 +24,6 @@ from .heap import Heap
 from .host import Host
 from .service_settings import ServiceSettings
 from .surroundings import Surroundings
-from .tasks import first_of
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from msgspec.structs import force_setattr
 
 from tokenloom.request.errors import InvalidArgument
 
-from ..peers import addresses
+from .. import addresses
 from ..peers.certificate_files import CertificateFiles
 from ..peers.message_limit import MAX_MESSAGE_BYTES
 from .foreign_flags import answer_unknown

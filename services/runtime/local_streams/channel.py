@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ..host.tasks import Tasks
+from ..tasks import Tasks
 from . import sockets
 from .call import LocalCall
 from .frames import status

@@ -13,7 +13,7 @@ from tokenloom.process import unix_socket
 from tokenloom.request.errors import Internal, ResourceExhausted, TokenloomError
 from tokenloom.request.wire_errors import status_of
 
-from ..host.tasks import Tasks
+from ..tasks import Tasks
 from . import sockets
 from .connection import Connection, IsPeerStopped, is_peer_stopped
 from .frames import Kind, Metadata, encode_status

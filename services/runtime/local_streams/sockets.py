@@ -4,7 +4,7 @@ import socket
 
 from tokenloom.process import unix_socket
 
-from ..peers import addresses
+from .. import addresses
 
 SUFFIX = ".calls"
 _BACKLOG = 128

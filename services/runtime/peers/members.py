@@ -5,8 +5,9 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from . import addresses, subset
-from .addresses import DNS, Address
+from .. import addresses
+from ..addresses import DNS, Address
+from . import subset
 from .subset import Position
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ..host.tasks import Tasks
+from ..tasks import Tasks
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from tokenloom.request.errors import Unavailable
 
-from ..peers import addresses
+from .. import addresses
+from ..addresses import Address
 from ..peers.accepted_socket import take_socket
-from ..peers.addresses import Address
 from ..peers.tls import MeshTLS
 from .metrics_page import accepted
 

@@ -22,7 +22,7 @@ from tokenloom.engine_core.wire.messages import (
     UtilityCall,
 )
 from tokenloom.engine_core.wire.serialization import to_raw
-from tokenloom.services.coordinator.wave_starts import WaveStarts
+from tokenloom.services.coordinator.engines.wave_starts import WaveStarts
 
 CORE = """
 import argparse, os

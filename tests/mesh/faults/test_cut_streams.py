@@ -17,8 +17,8 @@ from tokenloom.request.reservation import AdmissionLimit
 from tokenloom.services.gateway.mesh.collector import Collector, Delta
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
 from tokenloom.services.gateway.mesh.submission import Submission
+from tokenloom.services.output_processor.request.outbox import Outbox
 from tokenloom.services.output_processor.request.sample_output import SampleOutput
-from tokenloom.services.output_processor.stream.outbox import Outbox
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget
 from tokenloom.v1.engine_pb2 import Finished

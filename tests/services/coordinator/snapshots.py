@@ -1,6 +1,6 @@
 """The whole of a registry at one moment, as one message, made from its records instead of its feed."""
 
-from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.v1.coordinator_pb2 import Snapshot
 
 

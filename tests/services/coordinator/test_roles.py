@@ -6,8 +6,8 @@ import pytest
 
 from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.request.prefix_schedule import MAX_HASHES
-from tokenloom.services.coordinator.engine_placement import Policy
-from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.engines.engine_placement import Policy
+from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.runtime.placement.rules import score
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, EngineReport, EngineState, PickRequest
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits

@@ -6,10 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from tests.services.coordinator.test_engine_registry import Clock
+from tests.services.coordinator.engines.test_engine_registry import Clock
 from tokenloom.request.errors import ResourceExhausted, Unavailable
-from tokenloom.services.coordinator.engine_placement import Policy
-from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.engines.engine_placement import Policy
+from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.runtime.placement.rules import score
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, EngineReport, EngineState, PickRequest
 from tokenloom.v1.engine_pb2 import PickId

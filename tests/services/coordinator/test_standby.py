@@ -11,12 +11,12 @@ from pathlib import Path
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.services.coordinator.engines.test_engine_registry import Clock, identity, report
 from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.snapshots import snapshot_of
-from tests.services.coordinator.test_engine_registry import Clock, identity, report
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
-from tokenloom.services.coordinator.engine_registry import Registry
-from tokenloom.services.coordinator.predecessor import Predecessor
+from tokenloom.services.coordinator.engines.engine_registry import Registry
+from tokenloom.services.coordinator.engines.predecessor import Predecessor
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.coordinator.standby import take_over
 from tokenloom.services.runtime.host.service import running

@@ -19,7 +19,7 @@ from tokenloom.model_path import DEMO_MODEL
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.errors import Aborted
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
-from tokenloom.services.coordinator.engine_stream import to_duration
+from tokenloom.services.coordinator.engines.engine_stream import to_duration
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine import coordinator_link
 from tokenloom.services.engine.load import LoadTracker

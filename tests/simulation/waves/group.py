@@ -24,7 +24,7 @@ from tokenloom.engine_core.data_parallel.messages import (
 )
 from tokenloom.engine_core.data_parallel.rounds import Letters, Rounds
 from tokenloom.engine_core.waves import STEPS_BETWEEN_VOTES, Waves, WaveState
-from tokenloom.services.coordinator.wave_starts import WaveStarts
+from tokenloom.services.coordinator.engines.wave_starts import WaveStarts
 
 
 class Clock:

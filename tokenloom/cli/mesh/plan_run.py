@@ -14,7 +14,7 @@ from tokenloom.planner.controller import Controller
 from tokenloom.planner.demand import Goals
 from tokenloom.planner.planner import Limits, Plan
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.runtime.peers import addresses
+from tokenloom.services.runtime import addresses
 from tokenloom.services.runtime.peers.callers import OPERATOR, PLANNER
 from tokenloom.services.runtime.peers.channels import Channels
 

@@ -20,8 +20,8 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.tenants.api_keys import ApiKeys
 from tokenloom.services.gateway.tenants.cache_salts import CacheSalts
+from tokenloom.services.runtime.addresses import Address
 from tokenloom.services.runtime.host.options import flag
-from tokenloom.services.runtime.peers.addresses import Address
 from tokenloom.supervisor import state_dir
 from tokenloom.supervisor.decided import WITHHELD
 from tokenloom.supervisor.layout import MeshOptions, parts_of

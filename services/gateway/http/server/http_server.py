@@ -11,8 +11,8 @@ import uvicorn
 
 from tokenloom.process import unix_socket
 from tokenloom.request import errors
+from tokenloom.services.runtime import addresses
 from tokenloom.services.runtime.held_sockets.held_socket import adopt
-from tokenloom.services.runtime.peers import addresses
 from tokenloom.services.runtime.peers.tls import PublicTLS
 
 from ..app import STOPPED, App

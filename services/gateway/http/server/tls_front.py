@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
-from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.accepted_socket import take_socket
+from tokenloom.services.runtime.tasks import Tasks
 
 from .connections import CONNECTION_LIMIT, NO_RESPONSE, Connections
 

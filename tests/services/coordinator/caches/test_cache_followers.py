@@ -17,11 +17,11 @@ from tokenloom.request.prompt_block_hash import specimen_hash
 from tokenloom.services.coordinator.caches import cache_followers
 from tokenloom.services.coordinator.caches.cache_followers import CacheFollowers
 from tokenloom.services.coordinator.caches.engine_cache import EngineCache
-from tokenloom.services.coordinator.engine_record import EngineRecord
-from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.engines.engine_record import EngineRecord
+from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.engine.control.kv_event_feed import KVEventFeed
-from tokenloom.services.runtime.host.tasks import Failure, Tasks
 from tokenloom.services.runtime.peers.channels import Channels
+from tokenloom.services.runtime.tasks import Failure, Tasks
 from tokenloom.v1 import engine_pb2_grpc
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineState, PickRequest
 from tokenloom.v1.engine_pb2 import WatchKVEventsRequest

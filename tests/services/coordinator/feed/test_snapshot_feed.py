@@ -7,12 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule
 
+from tests.services.coordinator.engines.test_engine_registry import REQUEST, Clock, identity, report
 from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.snapshots import snapshot_of
-from tests.services.coordinator.test_engine_registry import REQUEST, Clock, identity, report
 from tokenloom.request.errors import Unavailable
-from tokenloom.services.coordinator.engine_record import EngineRecord
-from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.engines.engine_record import EngineRecord
+from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.coordinator.feed.change_log import MAX_KEPT
 from tokenloom.services.coordinator.feed.snapshot_feed import MAX_ROWS_PER_SECOND, SnapshotFeed
 from tokenloom.services.runtime.registry.registry_view import RegistryView

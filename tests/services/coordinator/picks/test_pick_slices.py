@@ -9,13 +9,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.loop_clock import settle
+from tests.services.coordinator.engines.test_engine_registry import report
 from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.test_coordinator_servicer import first_report
-from tests.services.coordinator.test_engine_registry import report
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.attentive_clock import AttentiveClock
 from tokenloom.services.coordinator.coordinator_servicer import CoordinatorServicer
-from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.coordinator.picks.pick_metrics import PickMetrics
 from tokenloom.services.coordinator.picks.pick_slices import SLICE_SECONDS, PickSlices
 from tokenloom.services.coordinator.picks.placed import Placed, engine_part

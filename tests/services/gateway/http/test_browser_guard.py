@@ -9,7 +9,7 @@ import pytest
 from tests.services.gateway.fakes import MODEL, FakeMesh
 from tokenloom.request import errors
 from tokenloom.services.gateway.http.browser_guard import BrowserGuard
-from tokenloom.services.runtime.peers.addresses import parse
+from tokenloom.services.runtime.addresses import parse
 
 PAGE = "https://chat.example"
 

@@ -11,8 +11,8 @@ from tests.loop_clock import pass_time, settle
 from tests.services.output_processor.fakes import SOON, FakeCoordinator, serve_coordinator
 from tokenloom.request import errors
 from tokenloom.services.output_processor.placement.pick_stream import ANSWER_SECONDS, PickStream
-from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.channels import open_channel
+from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, PickRequest, PickResult
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.types_pb2 import EngineRole

@@ -25,10 +25,10 @@ from tokenloom.services.output_processor.placement.last_snapshot import EngineKe
 from tokenloom.services.output_processor.placement.left_out import LEFT_OUT_SECONDS, LeftOut
 from tokenloom.services.output_processor.placement.pick_stream import ANSWER_SECONDS
 from tokenloom.services.output_processor.placement.placement import Placer
-from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget
+from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, Position, Subset
 from tokenloom.v1.engine_pb2 import AddRequest
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint

@@ -17,8 +17,8 @@ from tokenloom.services.output_processor.placement.engine_search import EngineSe
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey
 from tokenloom.services.output_processor.request.legs import Legs
 from tokenloom.services.output_processor.request.lifetime import MAX_ENGINE_DEATHS, Lifetime
+from tokenloom.services.output_processor.request.outbox import Outbox
 from tokenloom.services.output_processor.request.sample_output import SampleOutput
-from tokenloom.services.output_processor.stream.outbox import Outbox
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget
 from tokenloom.v1.coordinator_pb2 import EngineIdentity

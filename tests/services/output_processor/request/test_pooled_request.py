@@ -8,7 +8,7 @@ from tests.services.output_processor.fakes import STOP, EngineStream, Gateway, s
 from tests.services.output_processor.harness import Mesh
 from tokenloom.request.errors import QueryLost
 from tokenloom.request.wire_errors import to_proto
-from tokenloom.services.output_processor.stream import outbox
+from tokenloom.services.output_processor.request import outbox
 from tokenloom.v1.engine_pb2 import EngineFrame, Finished
 from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
 from tokenloom.v1.types_pb2 import (

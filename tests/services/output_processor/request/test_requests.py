@@ -15,15 +15,15 @@ from tests.services.output_processor.fakes import LENGTH, SOON, Gateway, submit
 from tests.services.output_processor.harness import Mesh
 from tokenloom.request.errors import TryElsewhere, Unavailable
 from tokenloom.request.sample_seed import sample_seed
-from tokenloom.services.output_processor.metrics import Metrics
 from tokenloom.services.output_processor.request.kept_requests import KeptRequests
+from tokenloom.services.output_processor.request.metrics import Metrics
+from tokenloom.services.output_processor.request.outbox import Outbox
 from tokenloom.services.output_processor.request.requests import Requests
 from tokenloom.services.output_processor.request.room import Room
 from tokenloom.services.output_processor.request.sample_group import SampleGroup
-from tokenloom.services.output_processor.stream.outbox import Outbox
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
-from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget
+from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.engine_pb2 import AddRequest, EngineInput, Finished
 from tokenloom.v1.output_processor_pb2 import RequestFinished
 from tokenloom.v1.types_pb2 import EngineRole, FinishReason

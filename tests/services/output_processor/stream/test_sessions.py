@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from tests.services.output_processor.fakes import SOON, submit
 from tokenloom.request.errors import Unavailable
-from tokenloom.services.output_processor.metrics import Metrics
 from tokenloom.services.output_processor.request.kept_requests import KeptRequests
+from tokenloom.services.output_processor.request.metrics import Metrics
 from tokenloom.services.output_processor.request.requests import Requests
 from tokenloom.services.output_processor.request.room import Room
 from tokenloom.services.output_processor.request.sample_group import SampleGroup

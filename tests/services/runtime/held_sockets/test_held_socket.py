@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.services.runtime.addresses import Address
 from tokenloom.services.runtime.held_sockets.held_socket import adopt
-from tokenloom.services.runtime.peers.addresses import Address
 
 
 def address_of(listener: socket.socket) -> Address:

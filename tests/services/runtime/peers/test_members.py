@@ -6,8 +6,8 @@ import pytest
 
 from tests.loop_clock import pass_time
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.services.runtime.addresses import parse_member
 from tokenloom.services.runtime.peers import members, subset
-from tokenloom.services.runtime.peers.addresses import parse_member
 from tokenloom.services.runtime.peers.members import WIDE_SECONDS, Members
 from tokenloom.services.runtime.peers.subset import Position
 

@@ -4,7 +4,7 @@ import asyncio
 
 from prometheus_client import CollectorRegistry
 
-from tokenloom.services.runtime.host.tasks import first_of
+from tokenloom.services.runtime.tasks import first_of
 from tokenloom.services.runtime.telemetry.loop_turns import LoopTurns
 
 LONGEST = "tokenloom_event_loop_longest_turn_seconds"

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tokenloom.services.runtime.peers import addresses
+from tokenloom.services.runtime import addresses
 from tokenloom.services.runtime.telemetry import metrics_server, process_metrics
 from tokenloom.services.runtime.telemetry.metrics_server import MAX_CONNECTIONS, MetricsServer
 

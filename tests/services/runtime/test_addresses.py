@@ -3,7 +3,7 @@
 import pytest
 
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.runtime.peers import addresses
+from tokenloom.services.runtime import addresses
 
 
 @pytest.mark.parametrize(

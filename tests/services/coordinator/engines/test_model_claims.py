@@ -8,13 +8,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.services.coordinator.engines.test_engine_registry import Clock
 from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.snapshots import snapshot_of
-from tests.services.coordinator.test_engine_registry import Clock
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.errors import Unavailable
-from tokenloom.services.coordinator.engine_record import EngineRecord
-from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.engines.engine_record import EngineRecord
+from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.v1.coordinator_pb2 import (
     ENGINE_STATE_DEAD,
     ENGINE_STATE_DRAINING,

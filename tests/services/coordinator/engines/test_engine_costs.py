@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from tests.services.coordinator.engines.test_engine_placement import Clock, identity, report, request
 from tests.services.coordinator.snapshots import snapshot_of
-from tests.services.coordinator.test_engine_placement import Clock, identity, report, request
-from tokenloom.services.coordinator.defaults import PD_THRESHOLD
-from tokenloom.services.coordinator.engine_placement import Policy
-from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.engines.defaults import PD_THRESHOLD
+from tokenloom.services.coordinator.engines.engine_placement import Policy
+from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.runtime.placement.candidates import BATCH_STEPS
 from tokenloom.services.runtime.placement.rules import RULES
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineState, PlacementRule

@@ -6,8 +6,8 @@ import pytest
 
 from tests.services.coordinator.snapshots import snapshot_of
 from tests.services.coordinator.test_roles import DECODE, PREFILL, Fleet, identity, report
-from tokenloom.services.coordinator.engine_record import PICK_SECONDS
-from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.engines.engine_record import PICK_SECONDS
+from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.v1.coordinator_pb2 import EngineState, PickRequest
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import Fingerprint

@@ -9,20 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from tests.services.coordinator.engines.test_engine_registry import Clock, identity, report
 from tests.services.coordinator.snapshots import snapshot_of
-from tests.services.coordinator.test_engine_registry import Clock, identity, report
 from tokenloom.request.errors import InvalidArgument, TokenloomError
 from tokenloom.services.coordinator.coordinator_servicer import CoordinatorServicer
-from tokenloom.services.coordinator.defaults import PD_THRESHOLD
-from tokenloom.services.coordinator.engine_placement import Policy
-from tokenloom.services.coordinator.engine_registry import Registry
-from tokenloom.services.coordinator.picks.pick_metrics import PickMetrics
-from tokenloom.services.coordinator.report_checks import (
+from tokenloom.services.coordinator.engines.defaults import PD_THRESHOLD
+from tokenloom.services.coordinator.engines.engine_placement import Policy
+from tokenloom.services.coordinator.engines.engine_registry import Registry
+from tokenloom.services.coordinator.engines.report_checks import (
     MAX_BLOCK_SIZE,
     MAX_REQUESTS,
     check_identity,
     check_report,
 )
+from tokenloom.services.coordinator.picks.pick_metrics import PickMetrics
 from tokenloom.services.runtime.placement.rules import cost, score
 from tokenloom.v1.coordinator_pb2 import EngineReport, PickRequest
 from tokenloom.v1.types_pb2 import Fingerprint, Hello

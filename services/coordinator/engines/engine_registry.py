@@ -20,19 +20,19 @@ from tokenloom.v1.coordinator_pb2 import (
 )
 from tokenloom.v1.types_pb2 import Adapter
 
+from ..picks.expiring_picks import ExpiringPicks
+from ..picks.placed import Placed
+from ..picks.prefix_placements import PrefixPlacements
+from ..prefixes.prefix_index import Path, PrefixIndex
+from .changed_engines import ChangedEngines
 from .defaults import PREFIX_INDEX_MIB, SETTLE_SECONDS
 from .engine_costs import EngineCosts
 from .engine_placement import Placement, Policy, check_request
 from .engine_pools import EnginePools
 from .engine_record import LATE_SECONDS, PICK_SECONDS, STANDSTILL_SECONDS, EngineRecord
 from .engine_signs import EngineSigns
-from .feed.changed_engines import ChangedEngines
 from .model_claims import ModelClaims
-from .picks.expiring_picks import ExpiringPicks
-from .picks.placed import Placed
-from .picks.prefix_placements import PrefixPlacements
 from .predecessor import Predecessor
-from .prefixes.prefix_index import Path, PrefixIndex
 from .wanted_adapters import WantedAdapters
 
 JOINS_APART_SECONDS = 0.5

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenloom.services.output_processor.stream.outbox import Outbox, PacedOutbox
+from tokenloom.services.output_processor.request.outbox import Outbox, PacedOutbox
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished, SlotTextLogprobs
 
 additions = st.lists(st.tuples(st.integers(1, 4), st.text(max_size=3), st.lists(st.integers(0, 9), max_size=3)))

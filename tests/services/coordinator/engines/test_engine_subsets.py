@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 
+from tests.services.coordinator.engines.test_engine_placement import EPOCH, Clock, identity, picked, report, request
 from tests.services.coordinator.policies import DEFAULT_POLICY
-from tests.services.coordinator.test_engine_placement import EPOCH, Clock, identity, picked, report, request
 from tokenloom.request.errors import InvalidArgument, Unavailable
-from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.subset import Position
 from tokenloom.v1.coordinator_pb2 import EngineRef, EngineState, PickRequest, Subset

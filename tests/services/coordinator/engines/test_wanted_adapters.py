@@ -6,14 +6,14 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.services.coordinator.engines.test_engine_registry import Clock, identity, report
 from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.snapshots import snapshot_of
 from tests.services.coordinator.test_coordinator_servicer import Coordinator, coordinator, first_report
-from tests.services.coordinator.test_engine_registry import Clock, identity, report
 from tokenloom.request.errors import InvalidArgument, ModelNotFound, ResourceExhausted, Unavailable
-from tokenloom.services.coordinator.engine_record import EngineRecord
-from tokenloom.services.coordinator.engine_registry import Registry
-from tokenloom.services.coordinator.wanted_adapters import LOAD_SECONDS, MAX_ADAPTERS, WantedAdapters
+from tokenloom.services.coordinator.engines.engine_record import EngineRecord
+from tokenloom.services.coordinator.engines.engine_registry import Registry
+from tokenloom.services.coordinator.engines.wanted_adapters import LOAD_SECONDS, MAX_ADAPTERS, WantedAdapters
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns
 from tokenloom.v1.coordinator_pb2 import AdapterChanges, EngineIdentity, EngineState, PickRequest, SetAdapterRequest
 from tokenloom.v1.types_pb2 import Adapter, EngineRole

@@ -5,8 +5,8 @@ import contextlib
 
 import pytest
 
-from tokenloom.services.runtime.host import tasks as module
-from tokenloom.services.runtime.host.tasks import Failure, Tasks, completed, first_of
+from tokenloom.services.runtime import tasks as module
+from tokenloom.services.runtime.tasks import Failure, Tasks, completed, first_of
 
 
 async def test_failures_are_reported_and_cancellation_is_none() -> None:

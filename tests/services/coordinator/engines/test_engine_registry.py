@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.request.errors import Unavailable
-from tokenloom.services.coordinator.engine_registry import MAX_MORE_SECONDS, Registry
-from tokenloom.services.coordinator.engine_signs import LOST_PICKS
+from tokenloom.services.coordinator.engines.engine_registry import MAX_MORE_SECONDS, Registry
+from tokenloom.services.coordinator.engines.engine_signs import LOST_PICKS
 from tokenloom.services.runtime.registry.engine_loads import set_loads
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, EngineState, PickRequest
 from tokenloom.v1.engine_pb2 import PickId

@@ -6,8 +6,8 @@ from tokenloom.services.runtime.placement.rendezvous import name_hash
 from tokenloom.services.runtime.placement.rules import WAITING_WEIGHT
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, EngineState
 
-from .picks.arrived_picks import ArrivedPicks
-from .picks.placed import engine_part
+from ..picks.arrived_picks import ArrivedPicks
+from ..picks.placed import engine_part
 
 PICK_SECONDS = 2.0
 """How long a pick counts that the engine never acknowledges: its output processor died or placed elsewhere."""

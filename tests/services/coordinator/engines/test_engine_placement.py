@@ -4,8 +4,8 @@ import pytest
 
 from tests.services.coordinator.policies import DEFAULT_POLICY
 from tokenloom.request.errors import InvalidArgument, ResourceExhausted, Unavailable
-from tokenloom.services.coordinator.engine_pools import UNLIKE_SECONDS
-from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.services.coordinator.engines.engine_pools import UNLIKE_SECONDS
+from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.coordinator.picks.placed import Placed
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, EngineReport, EngineState, PickRequest
 from tokenloom.v1.engine_pb2 import PickId

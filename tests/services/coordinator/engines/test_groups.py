@@ -6,7 +6,7 @@ import pytest
 
 from tests.loop_clock import settle
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument, NotFound
-from tokenloom.services.coordinator.groups import Groups
+from tokenloom.services.coordinator.engines.groups import Groups
 from tokenloom.v1.coordinator_pb2 import EngineCommand, EngineIdentity, EngineReport
 
 

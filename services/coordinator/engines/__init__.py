@@ -1,0 +1,1 @@
+"""What is known of each engine, which of them are picked, and what they are asked to do."""

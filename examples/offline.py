@@ -3,7 +3,7 @@
 import argparse
 
 from tokenloom import LLM, SamplingParams
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 
 def main() -> None:

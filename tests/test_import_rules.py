@@ -33,7 +33,7 @@ RESERVATION = "tokenloom.request.reservation"
 # The head of a GGUF file, which holds configuration and tokenizer.
 GGUF_FILE = "tokenloom.gguf.gguf_file"
 # What the system allows a process, for workers and services alike.
-CONTROL_GROUPS = "tokenloom.control_groups"
+CONTROL_GROUPS = "tokenloom.process.control_groups"
 # How every process listens on a unix socket.
 UNIX_SOCKET = "tokenloom.process.unix_socket"
 # The table of fall-backs, which every process of a mesh reports.
@@ -41,12 +41,7 @@ FALL_BACKS = "tokenloom.process.fall_backs"
 # Names, checks and errors of requests and of the model's files, for every entrance.
 ABOUT_REQUESTS = (
     "tokenloom.request",
-    "tokenloom.checkpoint",
-    "tokenloom.model_path",
-    "tokenloom.byte_level_tokenizer",
-    "tokenloom.saved_tokenizer",
-    "tokenloom.hub_files",
-    "tokenloom.file_digest",
+    "tokenloom.model_files",
     "tokenloom.gguf",
 )
 SERVICES = ("coordinator", "engine", "gateway", "output_processor", "tokenizer")

@@ -20,7 +20,7 @@ from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.gpu_worker.platform.devices import make_worker
-from tokenloom.model_path import resolve
+from tokenloom.model_files.model_path import resolve
 from tokenloom.request.adapters.adapter_salt import adapter_salt
 
 from ..random_adapter import write_adapter

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tokenloom.checkpoint import load_tokenizer
+from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.supervisor.mesh import Mesh
 
 from ..load.arrivals import Pace, run_load

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from tokenloom.checkpoint import load_tokenizer
+from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.supervisor.layout import MeshOptions
 from tokenloom.supervisor.mesh import Mesh
 

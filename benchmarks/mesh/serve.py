@@ -12,8 +12,8 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import asdict, replace
 from tokenizers import Tokenizer
 
-from tokenloom.checkpoint import load_tokenizer
-from tokenloom.model_path import DEMO_MODEL_NAME, resolve
+from tokenloom.model_files.checkpoint import load_tokenizer
+from tokenloom.model_files.model_path import DEMO_MODEL_NAME, resolve
 
 from ..load.arrivals import Done, LoadResult, Pace, run_load
 from ..load.bodies import Backend, ChatBody, CompletionBody

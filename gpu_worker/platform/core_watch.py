@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from tokenloom.control_groups import cpu_limit, throttled_seconds
+from tokenloom.process.control_groups import cpu_limit, throttled_seconds
 
 from ..kernels.threads import keep_apart, set_kernel_threads, share_cores
 

@@ -5,8 +5,8 @@ from typing import Protocol
 
 import torch
 
-from tokenloom.control_groups import cpu_limit
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
+from tokenloom.process.control_groups import cpu_limit
 
 from ..attention.attention_backend import KVCache
 from ..cuda.sampler import DeviceSampler

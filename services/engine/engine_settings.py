@@ -15,7 +15,7 @@ from tokenloom.engine_core.config import (
     TLSFiles,
     WorkerConfig,
 )
-from tokenloom.model_path import DEMO_MODEL_NAME, expanded, resolve
+from tokenloom.model_files.model_path import DEMO_MODEL_NAME, expanded, resolve
 from tokenloom.request.chat_template import check_chat_template, read_chat_template
 from tokenloom.request.errors import NotFound
 from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS

@@ -4,11 +4,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from tokenloom import checkpoint
 from tokenloom.engine_core.config import WorkerConfig
 from tokenloom.engine_core.wire.core_pooling_params import ModelPooling
 from tokenloom.engine_core.wire.handshake import CoreReady
-from tokenloom.file_digest import Stamp
+from tokenloom.model_files import checkpoint
+from tokenloom.model_files.file_digest import Stamp
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1 import coordinator_pb2, types_pb2
 

@@ -8,8 +8,8 @@ from typing import NoReturn
 
 import grpc.aio
 
-from tokenloom import model_path
 from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
+from tokenloom.model_files import model_path
 from tokenloom.request.errors import FailedPrecondition, TryElsewhere
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import engine_pb2_grpc

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta
 
-from tokenloom.model_path import DEMO_MODEL_NAME
+from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 from tokenloom.services.runtime.host.service_settings import Address, ServiceSettings
 
 Drain: TypeAlias = Literal["finish", "migrate"]

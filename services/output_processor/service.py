@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
-from tokenloom.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_fingerprint
-from tokenloom.control_groups import memory_limit
-from tokenloom.model_path import resolve, served_name
+from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_fingerprint
+from tokenloom.model_files.model_path import resolve, served_name
+from tokenloom.process.control_groups import memory_limit
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1.coordinator_pb2 import EngineIdentity

@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 if TYPE_CHECKING:  # the render worker does not import gRPC
-    from tokenloom.checkpoint import CheckpointInfo
+    from tokenloom.model_files.checkpoint import CheckpointInfo
 
 MAX_RENDERED_CHARS = 8 << 20
 """More text than any context holds; a template that writes more is broken or hostile."""

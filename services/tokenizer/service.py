@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from tokenizers import Tokenizer
 
-from tokenloom.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_fingerprint
-from tokenloom.model_path import resolve, served_name
+from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_fingerprint
+from tokenloom.model_files.model_path import resolve, served_name
 from tokenloom.request.chat_template import read_chat_template
 from tokenloom.request.reasoning import format_of_template
 from tokenloom.services.runtime.host.host import Host

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from tokenloom.model_path import DEMO_MODEL_NAME
+from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 from tokenloom.request.chat_template import check_chat_template
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 

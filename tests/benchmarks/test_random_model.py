@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tokenloom.bench.random_model import write_model
-from tokenloom.checkpoint import CheckpointInfo, load_tokenizer
 from tokenloom.gpu_worker.checkpoint.model_config import load_model_config
+from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer
 
 
 @pytest.fixture(scope="module")

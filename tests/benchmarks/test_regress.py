@@ -10,7 +10,7 @@ from tokenloom.bench import regress
 from tokenloom.bench.peers.compare import PeerFailed
 from tokenloom.bench.regress import Measure, RegressOptions, Turns, decide, named, run_regress, table
 from tokenloom.bench.report.paired import Verdict
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH = RegressOptions(DEMO_MODEL, ROOT, ROOT, ("batch",))

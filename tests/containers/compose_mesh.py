@@ -14,7 +14,7 @@ from openai import OpenAI
 
 from tests.containers.podman import BUILD, HERE, ROOT, podman, run, step
 from tests.hub_mirror import HubMirror
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 URL = "http://127.0.0.1:58000"
 _FILLER = "Read this and wait: one two three four five six seven eight nine ten. " * 12

@@ -20,7 +20,7 @@ from tests.containers.kube_pods import Pod, address_of, make_pod, replica_names,
 from tests.containers.podman import BUILD, podman, run, step
 from tests.containers.processor_time import QUIET, OtherPrograms, container_cpu_seconds
 from tests.hub_mirror import HubMirror
-from tokenloom.certificates import make_separate_certificates
+from tokenloom.supervisor.certificates import make_separate_certificates
 from tools import helm_chart
 
 KEY = "a-key-of-this-test"

@@ -9,7 +9,7 @@ import sys
 from tests.containers import compose_mesh, kube_mesh
 from tests.containers.podman import build_images, podman, prepare, step
 from tests.hub_mirror import HubMirror
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 
 def main() -> int:

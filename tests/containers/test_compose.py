@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from tests.k8s.cluster import WHOLE, build, workloads
 from tests.k8s.test_manifests import SETTINGS
-from tokenloom.certificates import PARTS as CERTIFICATES
 from tokenloom.cli.main import app
 from tokenloom.services.runtime.host.options import options_of
+from tokenloom.supervisor.certificates import PARTS as CERTIFICATES
 
 ROOT = Path(__file__).parents[2]
 TARGETS = set(re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))

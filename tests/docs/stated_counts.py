@@ -5,7 +5,7 @@ import re
 from tokenloom.engine_core.eplb_config import EplbConfig
 from tokenloom.engine_core.scheduling import draft_history
 from tokenloom.engine_core.speculative_config import SpeculativeConfig
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request import output_constraints, sampling_params, validation
 from tokenloom.request.adapters import adapter_name
 from tokenloom.services.coordinator.lease import kubernetes_lease

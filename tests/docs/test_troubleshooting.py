@@ -12,7 +12,10 @@ from tokenloom.services.runtime.host.options import flag, options_of
 from .markdown_page import DOCS, ROOT
 
 PAGE = (DOCS / "operate" / "troubleshooting.md").read_text()
-FOLDERS = ("services", "engine_core", "gpu_worker", "tokenloom/cli", "tokenloom/preflight", "tokenloom/request")
+FOLDERS = (
+    *("services", "engine_core", "gpu_worker"),
+    *(f"tokenloom/{name}" for name in ("cli", "gguf", "model_files", "preflight", "request", "supervisor")),
+)
 FLAGS_OF_COMMANDS = {"--port", "--merge", "--model", "--served-model-name"}
 """Flags of `tokenloom serve` itself, and of other programs."""
 GAP = "…"
@@ -33,7 +36,6 @@ def messages() -> Iterator[str]:
 def literals() -> str:
     """Return the source with adjacent literals joined and placeholders replaced by the gap's mark."""
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    paths += list((ROOT / "tokenloom").glob("*.py")) + list((ROOT / "tokenloom" / "gguf").glob("*.py"))
     text = "\n".join(path.read_text() for path in paths)
     joined = re.sub(r'"\s*\n\s*f?"', "", text)
     return re.sub(r"\{[^{}\n]*\}|%[sdrg]|%\.\d+[fg]", GAP, joined)

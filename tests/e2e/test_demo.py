@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 COMMAND = (sys.executable, "-m", "tokenloom.cli.main", "demo")
 

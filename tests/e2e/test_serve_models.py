@@ -10,8 +10,8 @@ import torch
 
 from tests.e2e.conftest import Serve
 from tests.parity.reference import add_demo_tokenizer, compute_case, save_random
-from tokenloom.checkpoint import load_tokenizer
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.checkpoint import load_tokenizer
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 VOCAB_SIZE = load_tokenizer(DEMO_MODEL).get_vocab_size()
 MESSAGES: Any = [{"role": "user", "content": "What is prefill?"}]

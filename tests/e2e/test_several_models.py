@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from tests.e2e.conftest import Serve
-from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
+from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 
 QUESTION: Any = [{"role": "user", "content": "What is 3 plus 4?"}]
 

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # `examples` is no part of the 
 
 from examples.demo_model import adapters
 from examples.demo_model.tools import assistant, user
-from tokenloom.model_path import DEMO_ADAPTERS
+from tokenloom.model_files.model_path import DEMO_ADAPTERS
 
 ANSWERS = ("8 + 9 = 17.", "Hello, Ann! How can I help you?", '{"name": "Ann"}', "Yes, I am.")
 

@@ -13,7 +13,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2]))  # `examples` is no part of the package
 
 from examples.demo_model import acceptance, evaluate, generate, questions, stories, tools, train
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 
 def test_the_same_seed_writes_the_same_text() -> None:

@@ -13,7 +13,7 @@ from tests.gpu_check.target import GPU, Target
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.platform.devices import make_worker
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 REFERENCES = Path(__file__).parent / "references.json"
 _NUM_TOKENS = 24

@@ -16,7 +16,7 @@ from torch import Tensor
 from tokenloom.gpu_worker.attention.fp8_cache import FP8_KV, to_fp8
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
 from tokenloom.gpu_worker.models.architectures import load_model
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 TEXT = (
     "Here is a story about a dragon. In a little room near the meadow lived a brave dragon called Uma. It was a rainy "

@@ -8,7 +8,6 @@ import kubernetes_validate
 import pytest
 
 from tests.k8s.cluster import KUSTOMIZATIONS, WHOLE, Object, Workload, build, of_kind, selects, workloads
-from tokenloom.certificates import PARTS
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.engines.defaults import PREFIX_INDEX_MIB
 from tokenloom.services.coordinator.lease.kubernetes_api import SERVICE_ACCOUNT
@@ -18,6 +17,7 @@ from tokenloom.services.output_processor.output_processor_settings import Output
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
+from tokenloom.supervisor.certificates import PARTS
 
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "coordinator": CoordinatorSettings,

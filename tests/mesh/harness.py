@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
 from tests.plain_text import PLAIN_TEXT
-from tokenloom.checkpoint import load_tokenizer
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
-from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
+from tokenloom.model_files.checkpoint import load_tokenizer
+from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine.engine_settings import EngineSettings

@@ -26,7 +26,7 @@ from tokenloom.engine_core.fake_workers import hash_worker
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.kv_transfer import kv_copier
 from tokenloom.engine_core.worker import Worker
-from tokenloom.model_path import DEMO_MODEL, resolve
+from tokenloom.model_files.model_path import DEMO_MODEL, resolve
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine.core.core_main import make_transports

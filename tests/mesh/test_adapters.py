@@ -8,7 +8,7 @@ import httpx
 
 from tests.mesh.harness import MODEL
 from tests.mesh.split import SplitMesh
-from tokenloom.model_path import DEMO_ADAPTERS
+from tokenloom.model_files.model_path import DEMO_ADAPTERS
 
 MODULES = tuple(f"{name}={DEMO_ADAPTERS / name}" for name in ("json", "pirate"))
 ENGINE = {"worker": "model", "enable_lora": True, "max_loras": 2, "lora_modules": MODULES}

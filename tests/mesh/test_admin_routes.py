@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from tests.mesh.harness import MODEL, Mesh
-from tokenloom.certificates import make_certificates
+from tokenloom.supervisor.certificates import make_certificates
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

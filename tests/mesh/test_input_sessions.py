@@ -9,8 +9,8 @@ import pytest
 
 from tests.mesh.harness import MODEL, SOON, Mesh
 from tests.ready_channel import ready_channel
-from tokenloom.checkpoint import CheckpointInfo
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.checkpoint import CheckpointInfo
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -18,12 +18,12 @@ from tests.mesh.test_disaggregation import SLOW_PREFILL, prompt_of
 from tests.mesh.test_mutual_tls import channels_of
 from tests.plain_text import PLAIN_TEXT
 from tests.services.coordinator.snapshots import snapshot_of
-from tokenloom.certificates import make_certificates
 from tokenloom.planner.controller import Controller
 from tokenloom.planner.demand import Goals
 from tokenloom.planner.engine_load import ROLES, Role
 from tokenloom.planner.planner import FLIP_SECONDS, Flip, Limits, Plan
 from tokenloom.services.runtime.peers.channels import Channels
+from tokenloom.supervisor.certificates import make_certificates
 
 ONE_AND_THREE = ("prefill", "decode", "decode", "decode")
 QUEUE = [prompt_of(600, seed) for seed in range(8)]

@@ -18,7 +18,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.mesh.harness import Mesh
-from tokenloom.certificates import make_certificates
+from tokenloom.supervisor.certificates import make_certificates
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 ROOT = Path(__file__).parents[2]

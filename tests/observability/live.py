@@ -21,7 +21,7 @@ from tests.e2e.conftest import Served, serving
 from tests.observability import prometheus
 from tests.observability.prometheus import Prometheus
 from tests.observability.queries import Query, queries
-from tokenloom.certificates import make_certificates
+from tokenloom.supervisor.certificates import make_certificates
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 MODEL = "tokenloom-demo"

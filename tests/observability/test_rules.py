@@ -13,7 +13,7 @@ import yaml
 from tests.k8s.cluster import build, of_kind
 from tests.observability.catalogue import ROOT, Pages, entries
 from tests.observability.queries import on_call_queries
-from tokenloom.certificates import PARTS
+from tokenloom.supervisor.certificates import PARTS
 
 FOLDER = ROOT / "observability"
 ALERTS = yaml.safe_load((FOLDER / "prometheus" / "alerts.yml").read_text())

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from tests.parity.identical import Case
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 NUM_TOKENS = 24
 _FAMILY = [1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 40, 48, 63, 64, 65, 80]

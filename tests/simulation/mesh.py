@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from benchmarks.scale.takeover.lease_server import LeaseServer
-from tokenloom.checkpoint import tokenizer_fingerprint
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.checkpoint import tokenizer_fingerprint
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.lease.kubernetes_lease import KubernetesLease
 from tokenloom.services.coordinator.service import CoordinatorService

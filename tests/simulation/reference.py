@@ -5,9 +5,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenloom.checkpoint import CheckpointInfo
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.checkpoint import CheckpointInfo
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
 from tokenloom.services.output_processor.service import load_checkpoint
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer

@@ -22,7 +22,7 @@ import httpx
 
 from benchmarks.mesh.local_mesh import http_url, with_mesh
 from tests.mesh.answers.test_structured_outputs import BOMBS
-from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
+from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.supervisor.layout import MeshOptions
 from tokenloom.supervisor.mesh import Mesh
 

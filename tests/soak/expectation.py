@@ -7,9 +7,9 @@ from typing import Protocol
 
 from tests.mesh.harness import VOCAB_SIZE
 from tests.soak.plan import Ask
-from tokenloom.checkpoint import load_tokenizer
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.checkpoint import load_tokenizer
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request.reasoning import FORMATS, Reasoning, marks_of
 
 

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import jsonschema
 
 from tests.schemas import random_schema
-from tokenloom.checkpoint import CheckpointInfo, load_tokenizer
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, SamplingParams, StructuredOutput
 from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.gpu_worker.platform.devices import CPUWorker
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.engine.core.grammar_config import structured_output_config
 
 MAX_TOKENS = 1200

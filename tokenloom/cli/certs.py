@@ -31,7 +31,7 @@ def certs(
 ) -> None:
     """Make a development CA and a certificate for every part of a mesh. Existing valid certificates are kept."""
     # Imported here: cryptography would slow the start of every other command.
-    from tokenloom.certificates import PARTS, make_certificates, make_separate_certificates, write_file
+    from tokenloom.supervisor.certificates import PARTS, make_certificates, make_separate_certificates, write_file
 
     if by_part and group_readable:
         raise typer.BadParameter("cannot be combined with --by-part", param_hint="--group-readable")

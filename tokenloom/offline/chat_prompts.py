@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from tokenloom.checkpoint import CheckpointInfo
+from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.request.chat_template import read_chat_template
 from tokenloom.services.tokenizer.chat_template import ChatTemplate
 

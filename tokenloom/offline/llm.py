@@ -7,10 +7,10 @@ from typing import Any, cast
 
 from tokenizers import Tokenizer
 
-from tokenloom.checkpoint import CheckpointInfo, load_tokenizer
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.executor import make_executor
-from tokenloom.model_path import resolve, served_name
+from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer
+from tokenloom.model_files.model_path import resolve, served_name
 from tokenloom.request.errors import TokenloomError
 from tokenloom.request.sampling_params import DEFAULT_MAX_LOGPROBS
 from tokenloom.services.engine.core.grammar_config import reasoning_mode

@@ -8,7 +8,7 @@ import msgspec
 
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.wire.lora import LoraAnswer
-from tokenloom.model_path import expanded
+from tokenloom.model_files.model_path import expanded
 
 from .prompts import TokenizedPrompt
 

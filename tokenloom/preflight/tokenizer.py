@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenloom.byte_level_tokenizer import has_byte_level_files
+from tokenloom.model_files.byte_level_tokenizer import has_byte_level_files
 
 from .refusal import Refused
 from .small_files import read_object

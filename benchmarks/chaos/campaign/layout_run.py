@@ -8,8 +8,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tokenloom.checkpoint import load_tokenizer
-from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
+from tokenloom.model_files.checkpoint import load_tokenizer
+from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 
 from ..clients.exchange import ChaosClient
 from ..clients.grpc_client import GrpcClient

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from tokenloom.certificates import make_certificates
 from tokenloom.services.coordinator.lease.kubernetes_api import CONFLICT, NOT_FOUND, ApiError, LeaseApi, Object
 from tokenloom.services.runtime.peers.service_names import dns_name
+from tokenloom.supervisor.certificates import make_certificates
 
 NAMESPACE = "mesh"
 PATH = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"

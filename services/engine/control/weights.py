@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from tokenloom import checkpoint, model_path
+from tokenloom.model_files import checkpoint, model_path
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument
 from tokenloom.v1 import engine_pb2
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from tokenloom.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_file
 from tokenloom.engine_core.config import ReasoningConfig, StructuredOutputConfig
+from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_file
 from tokenloom.process.fall_backs import OF_PROCESS
 from tokenloom.request.errors import NotFound
 from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, format_of_template, marks_of, reasoning_format

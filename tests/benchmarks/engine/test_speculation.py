@@ -4,7 +4,7 @@ import pytest
 
 from tokenloom.bench.engine.speculation import SpeculationOptions, run_speculation, table
 from tokenloom.gpu_worker import model_worker
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 
 def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:

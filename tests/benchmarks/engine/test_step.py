@@ -20,7 +20,7 @@ from tokenloom.bench.engine.step_tables import (
     prefill_table,
 )
 from tokenloom.gpu_worker.checkpoint.model_config import load_model_config
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 
 def test_bandwidth_is_of_all_threads_together() -> None:

@@ -2,7 +2,7 @@
 
 from tokenloom.bench.engine.throughput import ThroughputOptions, run_throughput, table
 from tokenloom.bench.load.datasets import DatasetOptions
-from tokenloom.model_path import DEMO_MODEL_NAME
+from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 
 
 def test_counts_are_those_of_the_prompts() -> None:

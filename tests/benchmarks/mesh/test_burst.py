@@ -9,7 +9,7 @@ from tokenloom.bench.load.open_loop import Shot, Volley
 from tokenloom.bench.mesh.burst import BurstCase, burst_options, summarize, tables, verdicts
 from tokenloom.bench.mesh.observer import longest_turns
 from tokenloom.bench.mesh.overload_case import OverloadCase, Phase
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.runtime.telemetry import metrics_server
 from tokenloom.services.runtime.telemetry.loop_turns import LoopTurns
 

@@ -11,7 +11,7 @@ from tokenloom.bench.mesh import idle
 from tokenloom.bench.mesh.idle import IdleCase, summarize, table
 from tokenloom.bench.mesh.mesh import mesh_options
 from tokenloom.cli.main import app
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 
 def test_each_part_is_held_to_the_limit() -> None:

@@ -18,7 +18,7 @@ from tokenloom.bench.mesh.mesh import (
     summarize,
     tables,
 )
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 CASE = MeshCase(step_ms=20.0, batch=4, seconds=1.0, output_len=10)
 

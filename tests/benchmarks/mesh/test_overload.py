@@ -15,7 +15,7 @@ from tokenloom.bench.mesh.overload_report import (
     tables,
     verdicts,
 )
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 CASE = OverloadCase(seconds=60.0)
 

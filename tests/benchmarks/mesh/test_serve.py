@@ -14,7 +14,7 @@ from tokenloom.bench.load.events import Outcome
 from tokenloom.bench.load.slo import Objectives
 from tokenloom.bench.mesh.serve import ServeOptions, ServeRun, prompts_for, run_serve
 from tokenloom.bench.mesh.serve_report import summarize, table
-from tokenloom.model_path import DEMO_MODEL_NAME
+from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 
 MIXED = DatasetOptions(DatasetName.MIXED, num_prompts=10, input_len=4, output_len=3, long_input_len=20)
 

@@ -9,7 +9,7 @@ from tokenloom.bench.peers.compare import PeerFailed, PeerOptions, num_runs, run
 from tokenloom.bench.peers.workloads import LORA_RANK, WORKLOADS, Workload, adapter_paths
 from tokenloom.bench.random_adapter import write_adapter
 from tokenloom.bench.random_model import write_model
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 
 def test_prompts_share_what_they_should_and_nothing_between_seeds() -> None:

@@ -17,7 +17,7 @@ from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.structured_output.grammar_backend import Grammar, GrammarError
 from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 OPEN = {name: value for name, value in helpers.PERSON.items() if name != "additionalProperties"}
 GOOD = {

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from tokenloom.checkpoint import load_tokenizer
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.config import (
     CacheConfig,
@@ -26,7 +25,8 @@ from tokenloom.engine_core.structured_output.grammar_backend import Grammar
 from tokenloom.engine_core.structured_output.llguidance_backend import LLGuidanceBackend
 from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, SamplingParams, StructuredOutput
 from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.checkpoint import load_tokenizer
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.engine.core.grammar_config import structured_output_config
 
 VOCAB_SIZE = 2048

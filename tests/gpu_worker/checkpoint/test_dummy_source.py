@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from tests.gpu_worker.models.test_models import MODELS
-from tokenloom.checkpoint import dummy_fingerprint
 from tokenloom.gpu_worker.checkpoint.dummy_source import DummySource
 from tokenloom.gpu_worker.model_slot import ModelSlot
 from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
 from tokenloom.gpu_worker.models.self_check import CheckedModel
+from tokenloom.model_files.checkpoint import dummy_fingerprint
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

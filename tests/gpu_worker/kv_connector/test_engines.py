@@ -13,7 +13,7 @@ from tokenloom.engine_core.kv_transfer.kv_messages import KVAcquire
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.kv_connector import nixl
-from tokenloom.model_path import DEMO_ADAPTERS
+from tokenloom.model_files.model_path import DEMO_ADAPTERS
 from tokenloom.request.adapters.adapter_salt import adapter_salt
 
 LENGTHS = (1, 15, 16, 17, 33, 100, 400)

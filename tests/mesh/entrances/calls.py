@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.mesh.harness import MODEL, SOON, Part
 from tests.plain_text import PLAIN_TEXT
 from tests.ready_channel import ready_channel
-from tokenloom.checkpoint import load_tokenizer
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.checkpoint import load_tokenizer
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.service import GatewayService
 from tokenloom.v1 import inference_pb2 as pb

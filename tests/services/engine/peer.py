@@ -15,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from tests.engine_core.client.inproc import AsyncInprocClient
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request import logprob_columns
 from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.engine.service import EngineService

@@ -14,8 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.loop_clock import pass_time, settle
 from tests.ready_channel import ready_channel
 from tests.services.engine.peer import Peer, make_add, make_settings, running_engine
-from tokenloom.checkpoint import tokenizer_fingerprint
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.checkpoint import tokenizer_fingerprint
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.errors import Aborted
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings

@@ -18,8 +18,8 @@ from tests.services.output_processor.fakes import (
     serve_engine,
 )
 from tests.services.output_processor.harness import Mesh
-from tokenloom.checkpoint import load_tokenizer, tokenizer_fingerprint
-from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
+from tokenloom.model_files.checkpoint import load_tokenizer, tokenizer_fingerprint
+from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
 from tokenloom.services.output_processor.service import OutputProcessorService
 from tokenloom.services.output_processor.stream import gateway_session

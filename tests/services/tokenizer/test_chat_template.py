@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tokenloom.checkpoint import CheckpointInfo
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.checkpoint import CheckpointInfo
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.tokenizer.chat_template import ChatTemplate, TemplateRefused, TemplateTooLong
 
 USER = {"role": "user", "content": "What is 2 + 2? <b>é</b>"}

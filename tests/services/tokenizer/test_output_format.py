@@ -2,8 +2,8 @@
 
 import pytest
 
-from tokenloom.checkpoint import CheckpointInfo
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.checkpoint import CheckpointInfo
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.tokenizer.output_format import opens_reasoning, tool_call_parser
 
 LOOP = "{% for call in message.tool_calls %}"

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.ready_channel import ready_channel
-from tokenloom.checkpoint import load_tokenizer, tokenizer_fingerprint
-from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
+from tokenloom.model_files.checkpoint import load_tokenizer, tokenizer_fingerprint
+from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.prefix_schedule import scheduled
 from tokenloom.request.prompt_block_hash import block_hashes

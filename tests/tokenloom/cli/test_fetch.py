@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.hub_mirror import COMMIT, HubMirror
-from tokenloom import hub_files
 from tokenloom.cli.main import app
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files import hub_files
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 runner = CliRunner()
 

@@ -10,7 +10,7 @@ from tests.tokenloom.cli.fake_server import FakeServer
 from tests.tokenloom.gguf.demo_file import add_tokenizer, write_metadata
 from tokenloom.cli.main import app
 from tokenloom.cli.models import checkpoints
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 
 def test_what_a_server_lists(server: FakeServer) -> None:

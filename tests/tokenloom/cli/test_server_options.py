@@ -8,10 +8,10 @@ import typer
 from typer.testing import CliRunner
 
 from tests.tokenloom.cli.fake_server import FakeServer
-from tokenloom.certificates import make_certificates
 from tokenloom.cli.failures import RequestFailed
 from tokenloom.cli.server_options import ApiKey, connect
 from tokenloom.supervisor import state_dir
+from tokenloom.supervisor.certificates import make_certificates
 from tokenloom.supervisor.state_dir import MeshRecord, PartRecord
 
 

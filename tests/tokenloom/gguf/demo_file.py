@@ -9,7 +9,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
 from tests.gpu_worker.checkpoint.gguf.files import write_demo
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 Change = Callable[[gguf.GGUFWriter], object]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tokenloom import LLM, PoolingParams, SamplingParams
-from tokenloom.model_path import DEMO_MODEL_NAME
+from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 
 ANSWERS = {
     "What is the capital of France?": "The capital of France is Paris.",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tokenloom import LLM, SamplingParams
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.preflight.model import check_checkpoint
 from tokenloom.preflight.refusal import Refused
 

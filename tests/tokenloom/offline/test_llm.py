@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from tokenloom import LLM, SamplingParams, StructuredOutputsParams
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.v1.types_pb2 import SamplingParams as wire
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from tests.tokenloom.gguf.demo_file import write_demo_file
 from tokenloom import LLM, SamplingParams, StructuredOutputsParams
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 

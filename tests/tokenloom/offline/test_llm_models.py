@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from tests.parity.reference import add_demo_tokenizer, compute_case, save_random
 from tokenloom import LLM, SamplingParams
-from tokenloom.checkpoint import load_tokenizer
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.checkpoint import load_tokenizer
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 PROMPTS = ["Once upon a time there was a dog that", "The cat"]
 NUM_TOKENS = 12

@@ -17,7 +17,7 @@ from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams as CoreParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest, FinishReason
 from tokenloom.gpu_worker.platform.devices import CPUWorker
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.engine.core.workers import WORKER_COMMAND
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2)

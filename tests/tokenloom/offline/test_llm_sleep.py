@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from tokenloom import SamplingParams
 from tokenloom.engine_core.errors import EnginePausedError, UtilityError
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 STORY = "Once upon a time"

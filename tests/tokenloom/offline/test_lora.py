@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tokenloom import LLM, LoRARequest, SamplingParams
-from tokenloom.model_path import DEMO_ADAPTERS, DEMO_MODEL_NAME
+from tokenloom.model_files.model_path import DEMO_ADAPTERS, DEMO_MODEL_NAME
 
 JSON = LoRARequest("json", DEMO_ADAPTERS / "json")
 PIRATE = LoRARequest("pirate", 1, str(DEMO_ADAPTERS / "pirate"))

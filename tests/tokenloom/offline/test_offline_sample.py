@@ -2,7 +2,6 @@
 
 import pytest
 
-from tokenloom.checkpoint import load_tokenizer
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import (
     EngineCoreOutput,
@@ -11,7 +10,8 @@ from tokenloom.engine_core.wire.messages import (
     Logprobs,
     RoutedExperts,
 )
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.checkpoint import load_tokenizer
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.offline.core_refusal import CoreRefusal
 from tokenloom.offline.offline_sample import OfflineSample, TextSettings
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, Vocabulary

@@ -1,7 +1,7 @@
 import pytest
 
-from tokenloom.checkpoint import load_tokenizer
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.checkpoint import load_tokenizer
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.offline.prompts import as_conversations, as_prompts, plain_message, read_prompt
 from tokenloom.request.errors import InvalidArgument
 

@@ -1,9 +1,9 @@
 import pytest
 
 from tokenloom import Logprob
-from tokenloom.checkpoint import load_tokenizer
 from tokenloom.engine_core.wire.messages import Logprobs
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.checkpoint import load_tokenizer
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.offline.offline_sample import token_logprobs
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from tokenloom.certificates import make_certificates
 from tokenloom.cli.main import app
 from tokenloom.cli.serve import serving
 from tokenloom.preflight import packages, platforms
@@ -19,6 +18,7 @@ from tokenloom.preflight.listening import check_addresses
 from tokenloom.preflight.refusal import Refused
 from tokenloom.preflight.run_directory import check_run_directory
 from tokenloom.process import unix_socket
+from tokenloom.supervisor.certificates import make_certificates
 from tokenloom.supervisor.ports import PortTaken, reserved_ports
 from tokenloom.supervisor.run import Outcome
 from tokenloom.supervisor.state_dir import MeshRecord, mesh_directory, write_record

@@ -10,7 +10,7 @@ from tokenloom.cli.main import app
 from tokenloom.cli.serve import serving
 from tokenloom.gpu_worker.checkpoint.quantization.schemes import METHODS
 from tokenloom.gpu_worker.checkpoint.supported import QUANTIZATION_METHODS
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.preflight.model import check_checkpoint
 from tokenloom.preflight.refusal import Refused
 

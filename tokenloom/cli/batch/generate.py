@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from tokenloom.model_path import DEMO_MODEL_NAME
+from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 
 from ..chat.sampling_options import Stop, Temperature, TopK, TopP
 from ..failures import FAILED, CommandFailed, reported

@@ -13,7 +13,7 @@ from tokenloom.bench.load.slo import Objectives
 from tokenloom.bench.mesh.contenders import Contender, compare, serve_command
 from tokenloom.bench.mesh.disaggregated import report, table, write_plot
 from tokenloom.bench.mesh.serve import ServeOptions
-from tokenloom.model_path import DEMO_MODEL_NAME
+from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.supervisor.ports import reserved_ports
 

@@ -11,7 +11,7 @@ from tokenloom.bench.mesh import idle as idle_bench
 from tokenloom.bench.mesh import mesh as mesh_bench
 from tokenloom.bench.mesh.idle import IdleCase
 from tokenloom.bench.report import machine
-from tokenloom.model_path import DEMO_MODEL_NAME
+from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 
 from ..mesh.model_directory import model_directory
 from .bench_load import AsJson, OutputJson

@@ -16,7 +16,7 @@ from tokenloom.bench.engine.step_tables import (
 from tokenloom.bench.engine.throughput import ThroughputOptions, run_throughput, table
 from tokenloom.bench.load.datasets import DatasetOptions
 from tokenloom.bench.report import machine
-from tokenloom.model_path import DEMO_MODEL_NAME
+from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 from tokenloom.services.runtime.host.options import options_of
 
 from ..mesh.model_directory import model_directory

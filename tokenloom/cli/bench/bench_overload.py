@@ -11,7 +11,7 @@ from tokenloom.bench.mesh import overload_report
 from tokenloom.bench.mesh.burst import BurstCase
 from tokenloom.bench.mesh.overload_case import OverloadCase
 from tokenloom.bench.report import machine
-from tokenloom.model_path import DEMO_MODEL_NAME
+from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 
 from ..mesh.model_directory import model_directory
 from .bench_load import AsJson, OutputJson

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenloom.bench.shared_machine.run import SharedOptions, run_shared, table
-from tokenloom.model_path import DEMO_MODEL_NAME
+from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 
 from ..options import engine_options, offers, parsed
 from .bench_load import AsJson, OutputJson

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from tokenloom.bench.report import machine
-from tokenloom.model_path import DEMO_MODEL_NAME
+from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 
 from ..mesh.model_directory import model_directory
 from .bench_load import AsJson, OutputJson

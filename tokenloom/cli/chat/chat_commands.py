@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Callable
 
-from tokenloom.model_path import expanded
+from tokenloom.model_files.model_path import expanded
 
 from .conversation import Conversation
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tokenloom.model_path import DEMO_ADAPTERS, DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_ADAPTERS, DEMO_MODEL
 from tokenloom.supervisor.layout import MeshOptions
 from tokenloom.supervisor.mesh import Mesh
 from tokenloom.supervisor.output import LineCopier, Tail

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from tokenloom import model_path
+from tokenloom.model_files import model_path
 from tokenloom.preflight.model_place import check_place
 from tokenloom.request.errors import TokenloomError
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 Parts = dict[str, Tensor]
 Quantize = Callable[[Tensor], tuple[Parts, Tensor]]

@@ -8,8 +8,8 @@ import pytest
 from tests.ready_channel import ready_channel
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings, running_engine
 from tests.services.engine.test_coordinator_link import is_serving, running_coordinator, see
-from tokenloom.checkpoint import weights_fingerprint
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
+from tokenloom.model_files.checkpoint import weights_fingerprint
 from tokenloom.services.engine.control import weights
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import engine_pb2

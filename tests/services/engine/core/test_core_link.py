@@ -8,7 +8,7 @@ from tokenloom.engine_core.errors import NotSentError
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.runtime.host.service import running

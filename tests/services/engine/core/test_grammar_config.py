@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.checkpoint import load_tokenizer
 from tokenloom.engine_core.config import ReasoningConfig
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.checkpoint import load_tokenizer
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.engine.core.grammar_config import reasoning_config, reasoning_mode
 from tokenloom.v1 import types_pb2
 

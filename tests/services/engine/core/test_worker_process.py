@@ -15,7 +15,7 @@ from tests.engine_core.processes import has_ended
 from tests.mesh.faults.test_killed_workers import workers_of
 from tests.ready_channel import ready_channel
 from tests.services.engine.peer import Peer, make_add, make_settings
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running

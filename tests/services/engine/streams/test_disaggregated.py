@@ -14,7 +14,7 @@ from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.gpu_worker.kv_connector.kv_transports import make_transports
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.runtime.host.host import Host

@@ -20,12 +20,12 @@ from tests.loop_clock import settle
 from tests.services.gateway.fakes import HEADERS, SOON, FakeMesh
 from tests.services.gateway.http.test_response_counts import CHAT, counted
 from tests.services.gateway.openai.test_chat import post
-from tokenloom.certificates import make_certificates
 from tokenloom.request import errors
 from tokenloom.services.gateway.http import request_body
 from tokenloom.services.gateway.http.response_counts import OTHER
 from tokenloom.services.gateway.http.server import connections, uvicorn_protocol
 from tokenloom.services.gateway.openai.chat import ChatApi
+from tokenloom.supervisor.certificates import make_certificates
 
 HTTP = Path(uvicorn_protocol.__file__).parent
 KEY = {"authorization": "Bearer a key"}

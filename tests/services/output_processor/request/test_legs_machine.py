@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.services.output_processor.fakes import submit
-from tokenloom.checkpoint import load_tokenizer
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.checkpoint import load_tokenizer
+from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.output_processor.placement.engine_link import Attempt, AttemptOwner
 from tokenloom.services.output_processor.placement.engine_search import EngineSearch

@@ -12,8 +12,8 @@ from google.protobuf.duration_pb2 import Duration
 from tests.loop_clock import pass_time
 from tests.services.output_processor.fakes import LENGTH, SOON, STOP, Gateway, submit
 from tests.services.output_processor.harness import Mesh
-from tokenloom.checkpoint import CheckpointInfo
-from tokenloom.model_path import DEMO_MODEL, DEMO_MODEL_NAME
+from tokenloom.model_files.checkpoint import CheckpointInfo
+from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.request import errors
 from tokenloom.services.output_processor.stream import gateway_session
 from tokenloom.services.output_processor.stream.gateway_session import own_copy

@@ -12,9 +12,9 @@ import grpc.aio
 import pytest
 import uvloop
 
-from tokenloom.certificates import make_certificates
 from tokenloom.services.runtime.held_sockets.held_port import HeldPort
 from tokenloom.services.runtime.peers.service_names import dns_name
+from tokenloom.supervisor.certificates import make_certificates
 
 LIMIT = 30.0
 SIZE = 3 << 20

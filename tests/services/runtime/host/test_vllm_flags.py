@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from tests.docs.markdown_page import ROOT
 from tests.services.gateway.fakes import FakeMesh
-from tokenloom.model_path import DEMO_MODEL, resolve
+from tokenloom.model_files.model_path import DEMO_MODEL, resolve
 from tokenloom.preflight.model_config import check_config
 from tokenloom.preflight.refusal import Refused
 from tokenloom.services.gateway.gateway_settings import GatewaySettings

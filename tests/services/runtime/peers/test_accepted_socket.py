@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from tokenloom.certificates import make_certificates
 from tokenloom.services.runtime.peers.accepted_socket import take_socket
+from tokenloom.supervisor.certificates import make_certificates
 
 
 @pytest.fixture(scope="module")

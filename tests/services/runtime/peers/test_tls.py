@@ -9,7 +9,6 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tokenloom.certificates import make_certificates
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
@@ -18,6 +17,7 @@ from tokenloom.services.runtime.peers.certificate import wait_for_files
 from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
 from tokenloom.services.runtime.peers.service_names import dns_name, service_of
 from tokenloom.services.runtime.peers.tls import MeshTLS, PublicTLS
+from tokenloom.supervisor.certificates import make_certificates
 from tokenloom.supervisor.part_health import is_serving
 
 

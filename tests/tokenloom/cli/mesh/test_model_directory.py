@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from tokenloom.cli.mesh.model_directory import model_directory
-from tokenloom.model_path import DEMO_MODEL
+from tokenloom.model_files.model_path import DEMO_MODEL
 
 
 def test_the_demo_model_has_its_own_name() -> None:

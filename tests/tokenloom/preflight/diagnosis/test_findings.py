@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.certificates import make_certificates
 from tokenloom.preflight.diagnosis import engine, host
 from tokenloom.preflight.diagnosis.certificates import examine_certificates
 from tokenloom.preflight.diagnosis.finding import from_check
 from tokenloom.preflight.refusal import Refused
+from tokenloom.supervisor.certificates import make_certificates
 from tokenloom.supervisor.state_dir import root
 
 

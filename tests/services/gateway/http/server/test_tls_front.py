@@ -12,8 +12,8 @@ import pytest
 
 from tests.loop_clock import settle
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
-from tokenloom.certificates import make_certificates
 from tokenloom.services.gateway.http.server import tls_front
+from tokenloom.supervisor.certificates import make_certificates
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from tokenloom import checkpoint, file_digest, model_path
-from tokenloom.checkpoint import CheckpointInfo
+from tokenloom.model_files import checkpoint, file_digest, model_path
+from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.request.errors import InvalidArgument, NotFound
 from tokenloom.v1.types_pb2 import SamplingParams
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from .request.errors import NotFound
+from ..request.errors import NotFound
 
 _DESCRIPTION = ("*.json", "*.jinja", "*.txt")
 _SAFETENSORS = "*.safetensors"

@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from .services.runtime.peers.callers import OPERATOR, PLANNER
-from .services.runtime.peers.service_names import dns_name
+from tokenloom.services.runtime.peers.callers import OPERATOR, PLANNER
+from tokenloom.services.runtime.peers.service_names import dns_name
 
 PARTS = ("gateway", "tokenizer", "output_processor", "coordinator", "engine", OPERATOR, PLANNER, "prometheus")
 """The owners of certificates: the services, the operator of the mesh, the planner, and Prometheus."""

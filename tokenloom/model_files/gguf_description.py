@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from ..gguf import tokenizer
+from ..gguf.gguf_file import GgufFile, read_gguf
 from ..request.errors import InvalidArgument, NotFound
-from ..saved_tokenizer import save_tokenizer
-from . import tokenizer
-from .gguf_file import GgufFile, read_gguf
+from .saved_tokenizer import save_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom import file_digest
-from tokenloom.file_digest import cached_digest, digest_of
+from tokenloom.model_files import file_digest
+from tokenloom.model_files.file_digest import cached_digest, digest_of
 
 
 @pytest.fixture

@@ -6,22 +6,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..gguf.gguf_file import is_gguf
+from ..request import validation
+from ..request.errors import InvalidArgument, NotFound, TokenloomError
+from ..request.narrowing import narrow_sampling
+from ..request.sampling_params import CHECKPOINT_NAMES
+from ..v1 import types_pb2
 from .byte_level_tokenizer import VOCABULARY_FILES, has_byte_level_files, make_byte_level_tokenizer
 from .file_digest import Stamp, cached_digest, digest_of, stamps_of
-from .gguf.description import (
+from .gguf_description import (
     gguf_tokenizer_fingerprint,
     load_gguf_description,
     load_gguf_tokenizer,
     save_gguf_tokenizer,
 )
-from .gguf.gguf_file import is_gguf
 from .hub_files import weight_paths
-from .request import validation
-from .request.errors import InvalidArgument, NotFound, TokenloomError
-from .request.narrowing import narrow_sampling
-from .request.sampling_params import CHECKPOINT_NAMES
 from .saved_tokenizer import save_tokenizer
-from .v1 import types_pb2
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer

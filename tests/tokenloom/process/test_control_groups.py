@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.control_groups import cpu_limit, memory_limit, throttled_seconds
+from tokenloom.process.control_groups import cpu_limit, memory_limit, throttled_seconds
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

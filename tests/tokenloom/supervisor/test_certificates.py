@@ -10,10 +10,10 @@ import yaml
 from cryptography import x509
 from typer.testing import CliRunner
 
-from tokenloom.certificates import PARTS, Pair, make_certificates, make_separate_certificates
 from tokenloom.cli.main import app
 from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
 from tokenloom.services.runtime.peers.tls import MeshTLS
+from tokenloom.supervisor.certificates import PARTS, Pair, make_certificates, make_separate_certificates
 
 
 def test_every_part_has_a_certificate_of_its_name(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ import os
 from importlib import resources
 from pathlib import Path
 
-from .gguf.gguf_file import SUFFIX, is_gguf
+from ..gguf.gguf_file import SUFFIX, is_gguf
+from ..request.errors import NotFound
 from .hub_files import HubCache, download, hub_id
-from .request.errors import NotFound
 
 DEMO_MODEL = Path(str(resources.files("tokenloom.demo_model")))
 """The checkpoint that comes with the package."""

@@ -12,13 +12,14 @@ import grpc.aio
 import httpx
 
 from tests.plain_text import PLAIN_TEXT
+from tests.ready_channel import ready_channel
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.service import GatewayService
 from tokenloom.services.runtime.host.listener import SERVER_OPTIONS
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.local_streams.frames import status
-from tokenloom.services.runtime.peers import channels, hello
+from tokenloom.services.runtime.peers import hello
 from tokenloom.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -399,5 +400,5 @@ class FakeMesh:
 
     @asynccontextmanager
     async def inference(self) -> "AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]":
-        async with channels.open_channel(self.grpc_address) as channel:
+        async with ready_channel(self.grpc_address) as channel:
             yield inference_pb2_grpc.InferenceStub(channel)

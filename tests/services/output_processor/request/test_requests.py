@@ -15,6 +15,7 @@ from tests.services.output_processor.fakes import LENGTH, SOON, Gateway, submit
 from tests.services.output_processor.harness import Mesh
 from tokenloom.request.errors import TryElsewhere, Unavailable
 from tokenloom.request.sample_seed import sample_seed
+from tokenloom.services.output_processor.request import lifetime
 from tokenloom.services.output_processor.request.kept_requests import KeptRequests
 from tokenloom.services.output_processor.request.metrics import Metrics
 from tokenloom.services.output_processor.request.outbox import Outbox
@@ -110,12 +111,15 @@ async def test_one_deadline_ends_them_all(mesh: Mesh) -> None:
     assert {end.error.reason for end in ends.values()} == {"DEADLINE_EXCEEDED"}
 
 
-async def test_a_request_that_cannot_be_placed_fails_as_a_whole(mesh: Mesh) -> None:
+async def test_a_request_that_cannot_be_placed_fails_as_a_whole(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifetime, "_GIVE_UP_SECONDS", 100.0)  # between the last attempt and the deadline
     mesh.coordinator.error = Unavailable("none")
     gateway = await mesh.gateway()
     for engine in mesh.servers:
         await engine.kill()
-    await gateway.send(submit=[submit(1, num_samples=3, timeout=Duration(seconds=1))])
+    await gateway.send(submit=[submit(1, num_samples=3, timeout=Duration(seconds=400))])
+    await mesh.coordinator.next_pick()
+    pass_time(320)
     _, ends = await outputs(gateway, 3)
     assert {end.error.reason for end in ends.values()} == {"UNAVAILABLE"}, "and not DEADLINE_EXCEEDED"
     assert ends[0].error.message.startswith("No engine could take the request before its deadline.")

@@ -88,7 +88,9 @@ async def test_plain_text_is_refused_without_a_traceback(
     async with asyncio.timeout(SOON), mesh.gateway(**settings):
         answer = await hold(mesh.http_address, b"GET /ping HTTP/1.1\r\nHost: a\r\n\r\n")
         assert b"HTTP" not in answer
-    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    # On a loaded machine the gateway warns of links to the mesh, which have nothing to do with this connection.
+    written = [record for record in caplog.records if not record.name.startswith("tokenloom.services.gateway.mesh")]
+    assert not [record for record in written if record.levelno >= logging.WARNING]
 
 
 async def test_a_stop_ends_handshakes(socket_dir: Path, settings: dict[str, Any]) -> None:

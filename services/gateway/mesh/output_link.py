@@ -59,7 +59,7 @@ class OutputLink:
         stream = ProcessStream(self._owner)
         greeted = False
         try:
-            stream.leaving = await self._greet(call)
+            stream.leaving = await self._greet(call, stream)
             # After the hello only: until then an output processor of another model may be at this address.
             greeted, self.stream = True, stream
             if self.changed_at > -math.inf:
@@ -85,11 +85,12 @@ class OutputLink:
         self._backoff = MIN_BACKOFF if greeted else min(self._backoff * 2, MAX_BACKOFF)
         await asyncio.sleep(self._backoff)
 
-    async def _greet(self, call: Call) -> bool:
+    async def _greet(self, call: Call, stream: ProcessStream) -> bool:
         """Exchange hellos; return whether the output processor drains."""
         async with asyncio.timeout(hello.HELLO_SECONDS):
             await call.write(pb.ProcessInput(hello=self._ours))
             frame = await next_frame(call)
         hello.check_hello(frame.hello, fingerprint=self._ours.fingerprint)
         self.mark = mark_of(frame.hello.peer_id)
+        stream.incarnation = self.address, frame.hello.epoch
         return frame.leaving

@@ -181,13 +181,16 @@ class OutputPool:
 
     def on_lost(self, stream: ProcessStream, submissions: list[Submission]) -> None:
         """Place the requests of a stream that has ended."""
-        was_alone = len(submissions) == 1 and not stream.leaving
+        # A silent one may still work, and a broken connection is found out when the output processor is back.
+        seems_ended = len(submissions) == 1 and not stream.leaving and not stream.was_silent
+        ended_alone = stream.incarnation if seems_ended else None
+        connected = [each.stream.incarnation for each in self._links if each.stream is not None]
         cause = Cause.SILENT if stream.was_silent else Cause.GONE
         for submission in submissions:
             if submission.is_sought:
                 self._seek(submission)
                 continue
-            submission.lost(cause, was_alone=was_alone)
+            submission.lost(cause, ended_alone=ended_alone, connected=connected)
             self._wait(submission)
 
     def _connect_all(self) -> bool:

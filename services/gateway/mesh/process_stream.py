@@ -13,7 +13,7 @@ from tokenloom.services.runtime.peers.silence import PeerSilent
 from tokenloom.v1 import output_processor_pb2 as pb
 
 from .frame_rows import FrameRows
-from .submission import Submission
+from .submission import Incarnation, Submission
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.ProcessInput, pb.ProcessFrame]"
 
@@ -54,6 +54,7 @@ class ProcessStream:
 
     Attributes:
         leaving: Whether the output processor drains, so that it gets no new requests.
+        incarnation: The output processor's, once it has said hello.
         was_silent: Whether the stream has ended because the output processor was silent, so that it may still work.
     """
 
@@ -68,6 +69,7 @@ class ProcessStream:
         self._uncredited = 0
         self._ended = False
         self.leaving = self.was_silent = False
+        self.incarnation: Incarnation = ("", 0)
 
     def submit(self, submission: Submission, *, again: bool = False) -> int:
         """Send a request and return its slot. ``again``: it continues what arrived from another stream, or waited."""

@@ -1,6 +1,7 @@
 """Keeps what a request needs to continue on another output processor when its own is lost."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -14,6 +15,8 @@ from .sink import Sink
 MAX_LOSSES_ALONE = 3
 """Output processors that may end while they run a request alone, without any new output of it. Then the request ends,
 because it may be what ends them."""
+Incarnation: TypeAlias = tuple[str, int]
+"""The address and the epoch of an output processor: one that was restarted has another epoch."""
 
 
 class Submission:
@@ -38,8 +41,8 @@ class Submission:
     """
 
     __slots__ = (
+        "_ended_alone",
         "_kept",
-        "_losses_alone",
         "_num_samples",
         "_num_tokens_sent",
         "_refusal",
@@ -95,7 +98,7 @@ class Submission:
         # Without room the request runs, and ends with a retryable error if its output processor is lost.
         self._kept = kept.take(self.num_bytes)
         self._started = now
-        self._losses_alone = 0
+        self._ended_alone = set[Incarnation]()  # bounded by MAX_LOSSES_ALONE
         self._num_tokens_sent = 0
         self._refusal: errors.TokenloomError | None = None
 
@@ -145,8 +148,11 @@ class Submission:
         self._forget_unless_kept()
         return submit
 
-    def lost(self, cause: Cause, *, was_alone: bool) -> None:
-        """Note that its output processor was lost. ``was_alone``: it was the only request there."""
+    def lost(
+        self, cause: Cause, *, ended_alone: Incarnation | None = None, connected: Collection[Incarnation] = ()
+    ) -> None:
+        """Note that its output processor was lost. ``ended_alone``: which one it was, if it seems to have ended, and
+        this was the only request there. ``connected``: those that are connected now."""
         self.refused_by.clear()
         self.unknown_to.clear()
         self.sought_until = 0.0
@@ -154,12 +160,15 @@ class Submission:
         made_progress = self._num_tokens() > self._num_tokens_sent
         self.debt.failed(cause, made_progress=made_progress)
         if made_progress:
-            self._losses_alone = 0
-        self._losses_alone += was_alone
+            self._ended_alone.clear()
+        # One that is back with the same epoch had not ended: it was only the connection that broke.
+        self._ended_alone.difference_update(connected)
+        if ended_alone is not None:
+            self._ended_alone.add(ended_alone)
         if self._submit is None:
             message = "The output processor handling this request became unavailable, and its prompt was too large"
             self.fail(errors.Unavailable(f"{message} to be kept for another one; retry."))
-        elif self._losses_alone >= MAX_LOSSES_ALONE:
+        elif len(self._ended_alone) >= MAX_LOSSES_ALONE:
             message = f"{MAX_LOSSES_ALONE} output processors ended while they ran only this request"
             self.fail(errors.OutputProcessorKiller(f"{message}; report it to the operator before you send it again."))
 

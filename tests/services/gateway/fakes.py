@@ -274,6 +274,7 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
     """Hands requests to the test; ``auto`` answers them by itself."""
 
     def __init__(self) -> None:
+        self.epoch = 1
         self.sessions: list[FakeSession] = []
         self.requests: asyncio.Queue[FakeRequest] = asyncio.Queue()
         self.resumes: asyncio.Queue[tuple[FakeRequest, output_processor_pb2.Resume]] = asyncio.Queue()
@@ -286,7 +287,7 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
         reader = asyncio.create_task(self._read(session, messages))
         self.sessions.append(session)
         try:
-            yield output_processor_pb2.ProcessFrame(hello=hello.make_hello("op", 1, fingerprint=FINGERPRINT))
+            yield output_processor_pb2.ProcessFrame(hello=hello.make_hello("op", self.epoch, fingerprint=FINGERPRINT))
             while True:
                 try:
                     async with asyncio.timeout(hello.HEARTBEAT_SECONDS):

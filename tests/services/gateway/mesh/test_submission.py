@@ -5,7 +5,7 @@ import pytest
 from tokenloom.request import errors
 from tokenloom.request.reservation import AdmissionLimit
 from tokenloom.services.gateway.mesh.collector import Collector
-from tokenloom.services.gateway.mesh.submission import Submission
+from tokenloom.services.gateway.mesh.submission import MAX_LOSSES_ALONE, Submission
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget
 from tokenloom.v1.output_processor_pb2 import Submit
 from tokenloom.v1.types_pb2 import Prompt, SamplingParams
@@ -67,9 +67,27 @@ def test_a_request_that_waits_for_another_output_processor_has_its_prompt(ends_s
     repeated.resume(1)
     repeated.unknown_to.append("first stream")
     if ends_search is Submission.lost:
-        repeated.lost(Cause.GONE, was_alone=False)
+        repeated.lost(Cause.GONE)
     else:
         repeated.moved("second stream", Cause.GONE, errors.TryElsewhere("leaving"))
         assert repeated.refused_by == ["second stream"]
     repeated.settle()
     assert (repeated.can_begin, repeated.is_accepted, repeated.unknown_to) == (True, True, [])
+
+
+def test_output_processors_whose_connections_broke_were_not_ended_by_a_request() -> None:
+    alone = submission(PROMPT_BYTES)
+    for moment in range(2 * MAX_LOSSES_ALONE):
+        lost, other = ("a", 1), ("b", 1)
+        if moment % 2:
+            lost, other = other, lost
+        alone.lost(Cause.GONE, ended_alone=lost, connected=[other])
+    assert not alone.collector.failed
+
+
+def test_output_processors_that_are_restarted_again_and_again_end_the_request_that_was_alone_there() -> None:
+    alone = submission(PROMPT_BYTES)
+    for epoch in range(MAX_LOSSES_ALONE):
+        assert not alone.collector.failed
+        alone.lost(Cause.GONE, ended_alone=("a", epoch), connected=[("b", 1)])
+    assert alone.collector.failed

@@ -20,7 +20,7 @@ _GROUPS = {
     "Ask a server": ("chat.chat", "chat.complete", "batch.run_batch", "models"),
     "Run without a server": ("batch.generate",),
     "Manage a mesh": ("mesh.ps", "mesh.top", "mesh.plan", "mesh.scale", "serve.config", "doctor", "certs"),
-    "Measure": ("mesh.chaos", "bench.bench"),
+    "Measure": ("bench.chaos", "bench.bench"),
     "Install": ("build_kernels", "completion"),
 }
 

@@ -10,7 +10,7 @@ from tokenloom.supervisor.output import LineCopier, Tail
 from tokenloom.supervisor.run import run_mesh
 
 from ..failures import INTERRUPTED
-from ..mesh.model_directory import model_directory
+from ..model_directory import model_directory
 from ..server import Server
 from .batch_work import BatchWork
 

@@ -17,10 +17,9 @@ from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.supervisor.ports import reserved_ports
 
-from ..mesh.model_directory import model_directory
+from ..model_directory import model_directory
 from ..options import built, offers
-from .bench_load import AsJson, Goodput, MoreObjectives, OutputJson, Plot
-from .bench_output import bars, failures, show
+from .bench_output import AsJson, Goodput, MoreObjectives, OutputJson, Plot, bars, failures, show
 
 _OBJECTIVES = ["ttft:1000", "tpot:100"]
 _DEFAULTS = ServeOptions(

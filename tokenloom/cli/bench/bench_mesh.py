@@ -1,21 +1,25 @@
-"""``tokenloom bench mesh`` measures the cost of the services around an engine."""
+"""Benchmarks of the services around an engine: ``tokenloom bench mesh``, ``overload`` and ``scale``."""
 
 import asyncio
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
+from tokenloom.bench.mesh import burst as burst_bench
 from tokenloom.bench.mesh import idle as idle_bench
 from tokenloom.bench.mesh import mesh as mesh_bench
+from tokenloom.bench.mesh import overload as overload_bench
+from tokenloom.bench.mesh import overload_report
+from tokenloom.bench.mesh.burst import BurstCase
 from tokenloom.bench.mesh.idle import IdleCase
+from tokenloom.bench.mesh.overload_case import OverloadCase
 from tokenloom.bench.report import machine
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 
-from ..mesh.model_directory import model_directory
-from .bench_load import AsJson, OutputJson
-from .bench_output import bars, failures, show
+from ..model_directory import model_directory
+from .bench_output import AsJson, OutputJson, bars, failures, progress, show
 
 _STEPS_MS, _BATCHES = [4.0, 10.0, 20.0], [64, 256]
 
@@ -71,3 +75,83 @@ def _measure_idle(model: Path, case: IdleCase, *, as_json: bool, output_json: Pa
         report = {"machine": machine.describe(), **asyncio.run(idle_bench.run_idle(model, case))}
     show(report, [idle_bench.table(report)], as_json=as_json, path=output_json)
     raise typer.Exit(1 if report["busy"] else 0)
+
+
+_DEFAULTS = OverloadCase()
+
+
+def overload(
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds of overload.")] = _DEFAULTS.seconds,
+    times: Annotated[float, typer.Option(min=1, help="The overload, as a multiple of the peak.")] = _DEFAULTS.times,
+    peak_seconds: Annotated[
+        float, typer.Option(min=1, help="Seconds at the peak, for comparison.")
+    ] = _DEFAULTS.peak_seconds,
+    recovery_seconds: Annotated[
+        float, typer.Option(min=1, help="Seconds at half of the peak afterwards.")
+    ] = _DEFAULTS.recovery_seconds,
+    step_ms: Annotated[float, typer.Option(min=1, help="Milliseconds that a step waits.")] = _DEFAULTS.step_ms,
+    batch: Annotated[int, typer.Option(min=1, help="Requests that run at the same time.")] = _DEFAULTS.batch,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = _DEFAULTS.output_len,
+    max_queue_seconds: Annotated[
+        float, typer.Option(min=0.01, help="Seconds that the gateway lets a request wait.")
+    ] = _DEFAULTS.max_queue_seconds,
+    hogs: Annotated[
+        int, typer.Option("--hogs", "--hog", min=0, help="Processes that take all the CPU they get meanwhile.")
+    ] = _DEFAULTS.hogs,
+    burst: Annotated[
+        int, typer.Option(min=0, help="Send so many requests at once instead of all that; the times have no effect.")
+    ] = 0,
+    admit_all: Annotated[bool, typer.Option("--admit-all", help="Let all requests of the burst wait.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the arrivals.")] = _DEFAULTS.seed,
+    model: Annotated[str, typer.Option(help="Checkpoint whose tokenizer is used.")] = DEMO_MODEL_NAME,
+    output_json: OutputJson = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a local mesh at its peak, at a multiple of it and at half of it; measure goodput, refusals and recovery."""
+    path, _ = model_directory(model, None)
+    case = OverloadCase(
+        seconds,
+        times,
+        peak_seconds,
+        recovery_seconds,
+        step_ms,
+        batch,
+        output_len,
+        max_queue_seconds,
+        hogs,
+        seed,
+    )
+
+    def on_phase(name: str) -> None:
+        typer.echo(f"{name} …", err=True)
+
+    report: dict[str, Any] = {"machine": machine.describe()}
+    with failures():
+        if burst:
+            report |= asyncio.run(burst_bench.run_burst(path, BurstCase(burst, case, admit_all), on_phase))
+            tables, verdicts = burst_bench.tables(report), burst_bench.verdicts(report)
+        else:
+            report |= asyncio.run(overload_bench.run_case(path, case, on_phase))
+            tables, verdicts = overload_report.tables(report), overload_report.verdicts(report)
+    show(report, tables, as_json=as_json, path=output_json)
+    raise typer.Exit(0 if all(is_met for *_, is_met in verdicts) else 1)
+
+
+def scale(
+    engines: Annotated[
+        list[int] | None,
+        typer.Argument(metavar="[ENGINES]...", min=1, help="Numbers of fake engines. [default: 10, 100, 1000]"),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds of each measurement.")] = 10.0,
+    output_json: OutputJson = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a coordinator with fake engines and output processors that follow it; kill it, and see the engines rejoin."""
+    from tokenloom.bench.scale import scale as scale_bench  # gRPC and the services
+
+    counts = engines or scale_bench.ENGINES
+    with failures(), progress() as bars:
+        task = bars.add_task("meshes", total=len(counts))
+        report = scale_bench.run(counts, seconds, lambda: bars.advance(task))
+    show(report, [scale_bench.table(report)], as_json=as_json, path=output_json)
+    raise typer.Exit(1 if any(case["exceeded"] for case in report["cases"]) else 0)

@@ -1,4 +1,4 @@
-"""``tokenloom bench throughput`` and ``step`` measure the engine without a mesh."""
+"""Benchmarks of an engine without a mesh: ``throughput``, ``step``, ``speculation``, ``shared`` and ``kv``."""
 
 import sys
 from pathlib import Path
@@ -19,10 +19,9 @@ from tokenloom.bench.report import machine
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 from tokenloom.services.runtime.host.options import options_of
 
-from ..mesh.model_directory import model_directory
+from ..model_directory import model_directory
 from ..options import built, engine_options, offers, parsed
-from .bench_load import AsJson, OutputJson
-from .bench_output import failures, show
+from .bench_output import AsJson, OutputJson, failures, progress, show
 
 _BATCH = DatasetOptions(num_prompts=32)
 Model = Annotated[str, typer.Option(help="Checkpoint directory, GGUF file or hub id.")]
@@ -95,3 +94,69 @@ def step(
     if attention:
         shown.append(attention_table(attention))
     show(report, shown, as_json=as_json, path=output_json)
+
+
+def speculation(
+    model: Annotated[str, typer.Option(help="Checkpoint directory, GGUF file or hub id.")] = DEMO_MODEL_NAME,
+    drafts: Annotated[int, typer.Option(min=1, max=32, help="Most drafts of a request in a step.")] = 6,
+    tokens: Annotated[int, typer.Option(min=8, max=300, help="Tokens of each answer.")] = 96,
+    rounds: Annotated[int, typer.Option(min=1, help="Answers of each case, with drafts and without in turns.")] = 3,
+    threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0: the library decides.")] = 0,
+    output_json: OutputJson = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure scripted answers with drafts and without, in turns: drafts of which 70 % are right, n-grams on text that
+    repeats its prompt and on random text, and 32 streams at once."""
+    # Imported here because it imports torch.
+    from tokenloom.bench.engine.speculation import SpeculationOptions, run_speculation, table
+
+    path, name = model_directory(model, None)
+    with failures():
+        rows = run_speculation(SpeculationOptions(path, drafts, tokens, rounds, threads))
+    report = {"machine": machine.describe(), "model": name, "speculation": rows}
+    show(report, [table(rows)], as_json=as_json, path=output_json)
+
+
+@offers(engine_options("dtype", "quantization", "num_threads"))
+def shared(
+    model: Annotated[str, typer.Option(help="Checkpoint directory, GGUF file or hub id.")] = DEMO_MODEL_NAME,
+    requests: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once. [default: 1, 32]")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that each request generates.")] = 64,
+    hogs: Annotated[int, typer.Option(min=0, help="Busy loops next to the engine; 0: do not measure this.")] = 2,
+    quota: Annotated[float, typer.Option(min=0, help="Cores of a CPU limit; 0: do not measure this.")] = 0.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Shortest time of a measurement.")] = 4.0,
+    turns: Annotated[int, typer.Option(min=1, help="Measurements of each case, in turns.")] = 3,
+    output_json: OutputJson = None,
+    as_json: AsJson = False,
+    **engine: Any,
+) -> None:
+    """Measure which share of its tokens/s an engine keeps next to busy loops, and under the CPU limit of a control
+    group, which this machine must let the command make."""
+    from tokenloom.bench.shared_machine.run import SharedOptions, run_shared, table
+
+    sizes = tuple(requests or (1, 32))
+    with failures():
+        report = run_shared(SharedOptions(model, sizes, tokens, hogs, quota, seconds, turns, parsed(engine)))
+    show(report, [table(report)], as_json=as_json, path=output_json)
+
+
+def kv(
+    ways: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[WAY]...", help="shm, socket, nixl or offload; by default all that work on this machine."
+        ),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Seconds for each way and shape.")] = 1.0,
+    pool_mib: Annotated[int, typer.Option(min=4, help="Size of each pool in MiB; a quarter of it moves.")] = 256,
+    output_json: OutputJson = None,
+    as_json: AsJson = False,
+) -> None:
+    """Move KV blocks between processes by every transport, in turns, and compare with a copy in one process."""
+    from tokenloom.bench.kv import kv_transfer as kv_bench  # torch, seconds
+    from tokenloom.bench.kv.kv_shape import SHAPES
+
+    with failures(), progress() as bars:
+        task = bars.add_task("shapes", total=len(SHAPES))
+        report = kv_bench.run(ways or [], pool_mib << 20, seconds, lambda: bars.advance(task))
+    show(report, kv_bench.tables(report), as_json=as_json, path=output_json)

@@ -1,10 +1,10 @@
-"""Shows the progress and the results of benchmarks."""
+"""Common options of the benchmarks' commands, named as in `vllm bench serve`, and how their results are shown."""
 
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
@@ -70,3 +70,16 @@ def failures() -> Iterator[None]:
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
+
+
+Goodput = Annotated[
+    list[str] | None,
+    typer.Option(help="Objectives in ms that a request must meet to count as good: ttft:500 tpot:50 e2el:5000."),
+]
+MoreObjectives = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[OBJECTIVE]...", help="Further values of --goodput.", show_default=False),
+]
+Plot = Annotated[Path | None, typer.Option(help="Write the distributions of the latencies to this SVG file.")]
+OutputJson = Annotated[Path | None, typer.Option(help="Write the JSON to this file.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]

@@ -18,8 +18,7 @@ from tokenloom.supervisor.state_dir import read_part_state, running_meshes
 
 from ..options import built, offers
 from ..server_options import ApiKey
-from .bench_load import AsJson, Goodput, MoreObjectives, Plot
-from .bench_output import bars, failures, show
+from .bench_output import AsJson, Goodput, MoreObjectives, Plot, bars, failures, show
 
 _DEFAULTS = ServeOptions()
 

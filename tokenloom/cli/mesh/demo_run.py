@@ -18,10 +18,10 @@ from tokenloom.supervisor.run import run_mesh
 from ..chat.chat_client import Answer, stream_chat
 from ..chat.timeline_table import timeline_table
 from ..failures import INTERRUPTED, reported
+from ..model_directory import model_directory
 from ..serve.prechecks import check_model
 from ..server import Server
 from ..tables import plain_console
-from .model_directory import model_directory
 
 _ADAPTERS = ("json", "pirate")
 """LoRA adapters of the demo model."""

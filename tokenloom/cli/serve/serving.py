@@ -17,7 +17,7 @@ from tokenloom.supervisor.output import LineCopier, bare, prefixed, unbuffered
 from tokenloom.supervisor.run import run_mesh
 
 from ..failures import reported
-from ..mesh.model_directory import model_directory
+from ..model_directory import model_directory
 from ..options import built
 from .prechecks import check_host, check_model, warn_of_variables
 from .serve_config import service_flags

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from tokenloom.cli.mesh.model_directory import model_directory
+from tokenloom.cli.model_directory import model_directory
 from tokenloom.model_files.model_path import DEMO_MODEL
 
 

@@ -8,7 +8,7 @@ from tokenloom.model_files import model_path
 from tokenloom.preflight.model_place import check_place
 from tokenloom.request.errors import TokenloomError
 
-from ..failures import reported
+from .failures import reported
 
 
 def model_directory(

@@ -11,10 +11,9 @@ from tokenloom.bench.chaos.campaign.options import CAMPAIGNS, ChaosOptions
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.supervisor.output import Tail, WriteLine
 
-from ..bench.bench_load import AsJson, OutputJson
-from ..bench.bench_output import show
 from ..failures import CommandFailed, reported
 from ..options import built, offers
+from .bench_output import AsJson, OutputJson, show
 
 _NAMES = ", ".join(CAMPAIGNS)
 

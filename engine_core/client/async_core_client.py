@@ -66,18 +66,24 @@ class AsyncClient(Protocol):
 
 
 class PendingCalls:
-    """Matches the answers of utility calls to their callers."""
+    """Sends utility calls, and matches their answers to their callers."""
 
     def __init__(self) -> None:
         self._ids = itertools.count(1)
+        self._sending = set[asyncio.Future[None]]()  # bounded by the calls that were made and not sent yet
         self._waiting: dict[int, asyncio.Future[object]] = {}  # bounded by the callers that wait
 
     async def make(self, method: str, args: Sequence[object], send: Callable[[UtilityCall], Awaitable[None]]) -> object:
-        """Send a call and wait for its answer."""
+        """Send a call and wait for its answer. The call is sent even if its caller is cancelled meanwhile."""
         call = UtilityCall(next(self._ids), method, [to_raw(arg) for arg in args])
         future = self._waiting[call.call_id] = asyncio.get_running_loop().create_future()
+        # Callers note what a call changes when they make it: with a pause that was dropped before its first byte was
+        # written, an engine would show a pause that its core knows nothing of.
+        sending = asyncio.ensure_future(send(call))
+        self._sending.add(sending)
+        sending.add_done_callback(self._sent)
         try:
-            await send(call)
+            await asyncio.shield(sending)
             return await future
         finally:
             del self._waiting[call.call_id]
@@ -93,6 +99,11 @@ class PendingCalls:
             except Exception as error:
                 future.set_exception(error)
         return True
+
+    def _sent(self, sending: asyncio.Future[None]) -> None:
+        self._sending.discard(sending)
+        if not sending.cancelled():
+            sending.exception()  # its caller may not ask for it any more
 
     def fail(self, error: Exception) -> None:
         """Fail all calls that wait."""

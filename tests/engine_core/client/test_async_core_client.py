@@ -15,14 +15,15 @@ from tests.engine_core.client.inproc import AsyncInprocClient
 from tests.engine_core.helpers import make_config, make_pooling, make_request
 from tests.engine_core.processes import failing_core, has_ended
 from tests.engine_core.wire.test_embedding_rows import expected, make_mixed, make_wide
-from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
+from tests.loop_clock import settle
+from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient, PendingCalls
 from tokenloom.engine_core.config import EngineConfig, WorkerConfig
 from tokenloom.engine_core.errors import EngineDeadError, EngineStartError, NotSentError, UtilityError
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.wire.core_pooling_params import PoolingTask
 from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, UtilityCall
 from tokenloom.engine_core.wire.pieces import IOV_MAX
 from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.wire.serialization import MAX_INLINE_BYTES
@@ -284,3 +285,25 @@ async def test_rows_of_a_request_that_was_cancelled_while_half_sent_are_not_repl
         token_ids = await collect(client, 2)
     assert token_ids == {request.request_id: expected(request, vocab_size) for request in (first, second)}
     await client.close()
+
+
+async def test_a_call_is_sent_in_its_turn_though_its_caller_was_cancelled_before() -> None:
+    calls, may_write, sent = PendingCalls(), asyncio.Lock(), list[str]()
+
+    async def send(call: UtilityCall) -> None:
+        async with may_write:
+            sent.append(call.method)
+
+    async with may_write:  # another message is being written
+        pause, resume = (asyncio.create_task(calls.make(method, (), send)) for method in ("pause", "resume"))
+        await asyncio.sleep(0)
+        pause.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pause
+    await settle()
+    assert sent == ["pause", "resume"]
+    calls.fail(EngineDeadError("the test has ended"))
+    with pytest.raises(EngineDeadError):
+        await resume
+    assert not calls._waiting
+    assert not calls._sending

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from .http.app import Handler, Routes
-from .http.exchange import Exchange
+from .http.http_exchange import HttpExchange
 from .http.json_body import OFF_LOOP_BYTES
 from .served_mesh import ServedMesh
 from .served_meshes import ServedMeshes
@@ -55,7 +55,7 @@ class ModelDoor:
         }
 
     def _by_model(self, path: str) -> Handler:
-        async def handle(exchange: Exchange) -> None:
+        async def handle(exchange: HttpExchange) -> None:
             body = await exchange.read_body(self._max_body_bytes)
             # Scanned for the name before it is decoded: only the routes of that model know which fields are valid. With
             # one mesh there is no scan.

@@ -11,7 +11,7 @@ from typing import Any
 from tokenloom.services.gateway.http.app import STOPPED, App, Routes
 from tokenloom.services.gateway.http.byte_budget import ByteBudget
 from tokenloom.services.gateway.http.client_flow import ClientFlow
-from tokenloom.services.gateway.http.exchange import DIRECT_WRITER, JSON, REQUEST_BODY
+from tokenloom.services.gateway.http.http_exchange import DIRECT_WRITER, JSON, REQUEST_BODY
 from tokenloom.services.gateway.http.request_body import ClientDisconnected, RequestBody
 from tokenloom.services.gateway.tenants.api_keys import ApiKeys
 from tokenloom.services.gateway.tenants.tenant import Tenant

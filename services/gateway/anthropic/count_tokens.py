@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ..adapters.model_names import ModelNames
 from ..generation.job import Chat
-from ..http.exchange import Exchange
+from ..http.http_exchange import HttpExchange
 from ..http.json_body import BodyParser
 from ..http.sse import encode_json
 from ..http.time_limit import limited
@@ -28,7 +28,7 @@ class CountTokens:
     timeout: float
     """Seconds that a call may take."""
 
-    async def __call__(self, exchange: Exchange) -> None:
+    async def __call__(self, exchange: HttpExchange) -> None:
         with await exchange.read_body(self.max_body_bytes) as received:
             chat = await self.parser.read(received.data, self._chat)
         async with limited(self.timeout):

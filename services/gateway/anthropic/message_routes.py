@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ..http.app import Routes
-from ..http.endpoint import Endpoint
+from ..http.endpoint import GenerationEndpoint
 from ..http.error_form import ErrorForm
 from .count_tokens import CountTokens
 from .error_body import error_body
@@ -14,5 +14,5 @@ _FORM = ErrorForm(error_body, event_name=b"error")
 ERROR_FORMS: Mapping[str, ErrorForm] = {MESSAGES: _FORM, COUNT_TOKENS: _FORM}
 
 
-def message_routes(messages: Endpoint, count_tokens: CountTokens) -> Routes:
+def message_routes(messages: GenerationEndpoint, count_tokens: CountTokens) -> Routes:
     return {MESSAGES: {"POST": messages}, COUNT_TOKENS: {"POST": count_tokens}}

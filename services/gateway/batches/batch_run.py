@@ -9,7 +9,7 @@ from typing import BinaryIO, Protocol
 
 from ..files.disk import Disk
 from ..files.file_room import FileRoom
-from ..http.internal_call import Reply
+from ..http.internal_call import InternalResponse
 from ..tenants.tenant import Tenant
 from .batch import Batch
 from .batch_lines import InputLines, LineError, LineRequest, answer_line, error_line, expiry_of
@@ -27,7 +27,7 @@ LONGEST_WAIT = 30.0
 class Calls(Protocol):
     """Sends requests to the gateway's own API."""
 
-    async def post(self, path: str, body: bytes, tenant: Tenant) -> Reply:
+    async def post(self, path: str, body: bytes, tenant: Tenant) -> InternalResponse:
         """Return the response to a body."""
 
 
@@ -148,7 +148,7 @@ class BatchRun:
         self._results.show(self._batch)
         self._around.metrics.ended[outcome].inc()
 
-    async def _reply(self, line: LineRequest) -> Reply | None:
+    async def _reply(self, line: LineRequest) -> InternalResponse | None:
         """Return the response to a line, which is sent again while it is refused for load; None when it is too late."""
         around, wait = self._around, 1.0
         while (left := self._batch.expires_at - around.now()) > 0:

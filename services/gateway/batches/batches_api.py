@@ -11,7 +11,7 @@ from ..files.files_api import PURPOSE, id_of
 from ..files.page_query import PageQuery
 from ..files.stored_file import new_file_id
 from ..http.app import Routes
-from ..http.exchange import Exchange
+from ..http.http_exchange import HttpExchange
 from ..http.json_body import decode_object
 from ..http.sse import encode_json
 from ..openai.openai_models import Body, BodyReader
@@ -46,24 +46,24 @@ class BatchesApi:
             "/v1/batches/*/cancel": {"POST": self.cancel},
         }
 
-    async def create(self, exchange: Exchange) -> None:
+    async def create(self, exchange: HttpExchange) -> None:
         """Begin a batch."""
         with await exchange.read_body(MAX_BODY_BYTES) as received:
             batch = self._read(decode_object(received.data), exchange.tenant.name)
         await self.runner.create(batch)
         await self._respond(exchange, batch)
 
-    async def list_batches(self, exchange: Exchange) -> None:
+    async def list_batches(self, exchange: HttpExchange) -> None:
         """Answer with the tenant's batches."""
         query = PageQuery.read(exchange.query, most=100, default=20, names=("after", "limit"))
         batches = [batch.to_object() for batch in self.batches.of(exchange.tenant.name)]
         await exchange.respond(200, encode_json(query.page(batches)))
 
-    async def retrieve(self, exchange: Exchange) -> None:
+    async def retrieve(self, exchange: HttpExchange) -> None:
         """Answer with a batch."""
         await self._respond(exchange, self.batches.get(id_of(exchange), exchange.tenant.name))
 
-    async def cancel(self, exchange: Exchange) -> None:
+    async def cancel(self, exchange: HttpExchange) -> None:
         """Stop a batch; the answers that are there are kept."""
         batch = self.batches.get(id_of(exchange), exchange.tenant.name)
         await self.runner.cancel(batch)
@@ -94,7 +94,7 @@ class BatchesApi:
         batch.begin("validating", now)
         return batch
 
-    async def _respond(self, exchange: Exchange, batch: Batch) -> None:
+    async def _respond(self, exchange: HttpExchange, batch: Batch) -> None:
         await exchange.respond(200, encode_json(batch.to_object()))
 
 

@@ -12,7 +12,7 @@ from ..files.file_store import FileLimits, FileStore
 from ..files.files_api import FilesApi
 from ..gateway_settings import GatewaySettings
 from ..http.app import Routes
-from ..http.exchange import Exchange
+from ..http.http_exchange import HttpExchange
 from ..http.internal_call import InternalCalls
 from ..openai.openai_models import BodyReader
 from ..tenants.api_keys import ApiKeys
@@ -75,7 +75,7 @@ async def open_batches(settings: GatewaySettings, host: Host, keys: ApiKeys) -> 
 def absent_routes() -> Routes:
     """Return the routes of a gateway without ``--batch-dir``, which say so."""
 
-    async def refuse(exchange: Exchange) -> NoReturn:
+    async def refuse(exchange: HttpExchange) -> NoReturn:
         raise NotFound("This gateway keeps no files and runs no batches; start it with --batch-dir DIR.")
 
     return {path: dict.fromkeys(("GET", "POST", "DELETE"), refuse) for path in _PATHS}

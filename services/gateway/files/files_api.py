@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenloom.request.errors import InvalidArgument, NotFound, Unavailable
 
 from ..http.app import Routes
-from ..http.exchange import Exchange, UnsupportedEncoding
+from ..http.http_exchange import HttpExchange, UnsupportedEncoding
 from ..http.sse import encode_json
 from .disk import Disk
 from .file_room import FileRoom
@@ -41,7 +41,7 @@ class FilesApi:
             "/v1/files/*/content": {"GET": self.content},
         }
 
-    async def upload(self, exchange: Exchange) -> None:
+    async def upload(self, exchange: HttpExchange) -> None:
         """Store a file. The body goes to disk as it arrives."""
         boundary = boundary_of(exchange.headers.get(b"content-type", b""))
         if exchange.headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
@@ -64,7 +64,7 @@ class FilesApi:
                 await self.disk.run_anyway(lambda: path.unlink(missing_ok=True))
         await exchange.respond(200, encode_json(file.to_object()))
 
-    async def list_files(self, exchange: Exchange) -> None:
+    async def list_files(self, exchange: HttpExchange) -> None:
         """Answer with the tenant's files."""
         names = ("after", "limit", "order", "purpose")
         query = PageQuery.read(exchange.query, most=MAX_ITEMS, default=MAX_ITEMS, names=names)
@@ -73,12 +73,12 @@ class FilesApi:
         ]
         await exchange.respond(200, encode_json(query.page(files)))
 
-    async def retrieve(self, exchange: Exchange) -> None:
+    async def retrieve(self, exchange: HttpExchange) -> None:
         """Answer with the description of a file."""
         file = self.store.get(id_of(exchange), exchange.tenant.name)
         await exchange.respond(200, encode_json(file.to_object()))
 
-    async def delete(self, exchange: Exchange) -> None:
+    async def delete(self, exchange: HttpExchange) -> None:
         """Remove a file."""
         file_id = id_of(exchange)
         try:
@@ -87,7 +87,7 @@ class FilesApi:
             raise storage_fails(error) from error
         await exchange.respond(200, encode_json({"id": file_id, "object": "file", "deleted": True}))
 
-    async def content(self, exchange: Exchange) -> None:
+    async def content(self, exchange: HttpExchange) -> None:
         """Send what a file holds, piece by piece."""
         file = self.store.get(id_of(exchange), exchange.tenant.name)
         try:
@@ -96,7 +96,7 @@ class FilesApi:
         except FileNotFoundError:  # it was deleted before it was open
             raise NotFound(f"no file {file.id!r} is stored here") from None
 
-    async def _send(self, exchange: Exchange, file: StoredFile, descriptor: int) -> None:
+    async def _send(self, exchange: HttpExchange, file: StoredFile, descriptor: int) -> None:
         length = str(file.size).encode()
         await exchange.start(200, [(b"content-type", b"application/octet-stream"), (b"content-length", length)])
         is_wanted = exchange.method != "HEAD"
@@ -104,7 +104,7 @@ class FilesApi:
             await exchange.write(piece)
         await exchange.finish()
 
-    async def _receive(self, exchange: Exchange, boundary: bytes, path: Path, room: FileRoom) -> Upload:
+    async def _receive(self, exchange: HttpExchange, boundary: bytes, path: Path, room: FileRoom) -> Upload:
         """Write the file of a form to ``path``. ``room``: grows with it."""
         digits = exchange.headers.get(b"content-length", b"")
         length = int(digits) if digits.isdigit() else None
@@ -128,6 +128,6 @@ def storage_fails(error: OSError) -> Unavailable:
     return Unavailable(f"the gateway cannot store this now: {error.strerror}; retry later", retry_after=RETRY_SECONDS)
 
 
-def id_of(exchange: Exchange) -> str:
+def id_of(exchange: HttpExchange) -> str:
     """Return the id in a path such as ``/v1/files/ID/content``."""
     return exchange.path.split("/")[3]

@@ -8,7 +8,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from tokenloom.request.errors import InvalidArgument
 
-from ..http.exchange import UnsupportedMediaType
+from ..http.http_exchange import UnsupportedMediaType
 from .disk import write_all
 
 if TYPE_CHECKING:

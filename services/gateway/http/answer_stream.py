@@ -8,14 +8,14 @@ from ..generation.delivered import Delivered
 from ..generation.generation import Generation
 from ..mesh.collector import Delta
 from ..openai.event_ids import EventId
-from .exchange import Exchange, Headers
+from .http_exchange import Headers, HttpExchange
 from .turn_share import TurnShare
 
 VALUES_PER_SLICE = 4096
 """Log probabilities that one request may shape in one turn of the event loop: a few milliseconds."""
 
 
-class Answer(Protocol):
+class AnswerShaper(Protocol):
     """Shapes the output of one request."""
 
     def first_events(self) -> bytes:
@@ -49,9 +49,9 @@ class AnswerStream:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: HttpExchange,
         generation: Generation,
-        answer: Answer,
+        answer: AnswerShaper,
         turns: TurnShare,
         headers: Callable[[], Headers],
     ) -> None:

@@ -15,13 +15,13 @@ from ..tenants.api_keys import ApiKeys
 from ..tenants.tenant_shares import TenantShares
 from .browser_guard import BrowserGuard
 from .error_form import ErrorForm
-from .exchange import Exchange, Headers, MethodNotAllowed, Receive, Send
+from .http_exchange import Headers, HttpExchange, MethodNotAllowed, Receive, Send
 from .request_body import ClientDisconnected
 from .response_counts import OTHER, ResponseCounts
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[Exchange], Awaitable[None]]
+Handler = Callable[[HttpExchange], Awaitable[None]]
 Routes = Mapping[str, Mapping[str, Handler]]
 """Path to method to handler. A path may hold one ``*``, which stands for the id of an object."""
 
@@ -89,7 +89,7 @@ class App:
         # Bare ASGI. With Starlette's router, request and streaming response a token costs the gateway as much for
         # answers of 256 tokens, and 90 instead of 80 µs for those of 16; limits, disconnects and errors in a stream are
         # ours in either case.
-        exchange = Exchange(scope, send)
+        exchange = HttpExchange(scope, send)
         # A context variable, so that the generation can fill in the record without each layer between passing it on;
         # uvicorn runs every request in a task of its own.
         CURRENT_RECORD.set(exchange.record)
@@ -115,7 +115,7 @@ class App:
         else:
             self._end(exchange, exchange.status)
 
-    def _end(self, exchange: Exchange, status: int, reason: str = "") -> None:
+    def _end(self, exchange: HttpExchange, status: int, reason: str = "") -> None:
         """Count and record how a request has ended. ``reason``: of an error."""
         if (refused := exchange.body.refused_by_protocol) is not None:
             status, reason = refused
@@ -131,7 +131,7 @@ class App:
                 reason=reason,
             )
 
-    async def _report(self, exchange: Exchange, error: errors.TokenloomError) -> None:
+    async def _report(self, exchange: HttpExchange, error: errors.TokenloomError) -> None:
         """Count an error, log it and send it to the client. A function of its own: a name for the error in the frame
         that has caught it would keep both alive until the garbage collector runs."""
         self._end(exchange, exchange.status or error.http_status, error.reason)
@@ -143,7 +143,7 @@ class App:
         with contextlib.suppress(TimeoutError):
             await exchange.fail(error)
 
-    def _handler(self, exchange: Exchange) -> Handler:
+    def _handler(self, exchange: HttpExchange) -> Handler:
         """Return what handles the request. Raises for a client without a key before it reveals which paths exist."""
         if self._cors is not None and self._cors.is_preflight(exchange):
             return self._cors.answer
@@ -172,7 +172,7 @@ class App:
                 return route, methods
         return OTHER, None
 
-    def _authorize(self, exchange: Exchange, *, is_admin: bool) -> None:
+    def _authorize(self, exchange: HttpExchange, *, is_admin: bool) -> None:
         """Check the client's key; where none is needed, check that the request may come from its page."""
         keys = self._admin_keys if is_admin else self._keys
         is_internal = exchange.internal_tenant is not None
@@ -206,7 +206,7 @@ class Cors:
         self._any = "*" in origins
         self._origins = frozenset(origin.rstrip("/").encode() for origin in origins)
 
-    def allow(self, exchange: Exchange) -> None:
+    def allow(self, exchange: HttpExchange) -> None:
         """Add the headers that a browser expects to the response, if the page's origin is allowed."""
         origin = exchange.headers.get(b"origin")
         if origin is not None and (self._any or origin in self._origins):
@@ -216,11 +216,11 @@ class Cors:
                 (b"vary", b"origin"),
             )
 
-    def is_preflight(self, exchange: Exchange) -> bool:
+    def is_preflight(self, exchange: HttpExchange) -> bool:
         """Return whether a browser asks what it may send."""
         return exchange.method == "OPTIONS" and b"access-control-request-method" in exchange.headers
 
-    async def answer(self, exchange: Exchange) -> None:
+    async def answer(self, exchange: HttpExchange) -> None:
         """Answer a preflight. A page of another origin gets no headers, and its browser gives up."""
         headers: Headers = ()
         if exchange.extra_headers:

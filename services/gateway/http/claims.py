@@ -8,12 +8,12 @@ from ..generation.claim import NEW, Claim, claim_key, fingerprint, tokens_of
 from ..generation.job import Chat, Job
 from ..openai.event_ids import FIELD, MAX_OUTPUTS, NO_EVENT, parse_event_id
 from ..openai.openai_models import Options
-from .exchange import Exchange
+from .http_exchange import HttpExchange
 
 KEY_FIELD = "Idempotency-Key"
 
 
-def read_claim(exchange: Exchange, body: bytes | bytearray, job: Job, options: Options) -> tuple[Options, Claim]:
+def read_claim(exchange: HttpExchange, body: bytes | bytearray, job: Job, options: Options) -> tuple[Options, Claim]:
     """Return the options and the claim of a call, as its headers ask.
 
     Raises ``InvalidArgument`` for a header that is malformed, or that the request cannot have.

@@ -18,10 +18,10 @@ from ..generation.job import Job
 from ..openai.openai_models import Body, Options
 from ..tenants.tenant import Tenant
 from . import orca, sse
-from .answer_stream import Answer, AnswerStream, Slices
+from .answer_stream import AnswerShaper, AnswerStream, Slices
 from .claims import read_claim
-from .exchange import Exchange
-from .exchange import Headers as HeaderPairs
+from .http_exchange import Headers as HeaderPairs
+from .http_exchange import HttpExchange
 from .json_body import BodyParser
 from .pieces import respond_in_pieces
 from .turn_share import TurnShare
@@ -42,7 +42,7 @@ MAX_NAME = 64
 """Limits the length of each."""
 
 
-class Api(Protocol):
+class GenerationApi(Protocol):
     """Reads the bodies of an API and makes its answers."""
 
     @property
@@ -52,15 +52,15 @@ class Api(Protocol):
     def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
 
-    def answer(self, generation: Generation, options: Options) -> Answer:
+    def answer(self, generation: Generation, options: Options) -> AnswerShaper:
         """Return what shapes the answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class GenerationEndpoint:
     """Runs an API that generates."""
 
-    api: Api
+    api: GenerationApi
     generator: Generator
     names: ModelNames
     parser: BodyParser
@@ -69,10 +69,10 @@ class Endpoint:
     """Limits the answers that begin and end in one turn of the event loop."""
     stream_headers: HeaderPairs = sse.HEADERS
 
-    async def __call__(self, exchange: Exchange) -> None:
+    async def __call__(self, exchange: HttpExchange) -> None:
         await self.run(exchange, [await self.read(exchange)])
 
-    async def run(self, exchange: Exchange, asked: list[Asked]) -> None:
+    async def run(self, exchange: HttpExchange, asked: list[Asked]) -> None:
         """Answer what was read. ``asked`` holds it alone and is emptied: its prompts must not live as long as the
         answer."""
         options, claim = asked[0][1:]
@@ -89,7 +89,7 @@ class Endpoint:
                 else:
                     await _whole(exchange, generation, answer, self._headers(exchange, options))
 
-    async def read(self, exchange: Exchange) -> Asked:
+    async def read(self, exchange: HttpExchange) -> Asked:
         """Return what the body asks for, and which request of the mesh it is."""
         with await exchange.read_body(self.max_body_bytes) as received:
             job, options = await self.parser.read(received.data, partial(self._job, exchange.tenant))
@@ -110,10 +110,10 @@ class Endpoint:
         job, options = self.api.read(body, tenant)
         return job if adapter is None else replace(job, adapter=adapter), options
 
-    def _stream_headers(self, exchange: Exchange, options: Options) -> HeaderPairs:
+    def _stream_headers(self, exchange: HttpExchange, options: Options) -> HeaderPairs:
         return (*self.stream_headers, *self._headers(exchange, options))
 
-    def _headers(self, exchange: Exchange, options: Options) -> HeaderPairs:
+    def _headers(self, exchange: HttpExchange, options: Options) -> HeaderPairs:
         """Return the mesh's present load, if the client asks for it, and the fields that had no effect."""
         wanted = exchange.headers.get(orca.REQUEST_HEADER)
         load = () if wanted is None else orca.response_headers(wanted, self.generator.mesh_load)
@@ -135,14 +135,14 @@ def listed(names: Sequence[str]) -> bytes:
     return ", ".join(fit).encode()
 
 
-def trace_headers(exchange: Exchange) -> Headers:
+def trace_headers(exchange: HttpExchange) -> Headers:
     """Return the headers of the trace that the client has begun."""
     if b"traceparent" not in exchange.headers:
         return NO_HEADERS
     return pick_headers((name.decode("latin-1"), value) for name, value in exchange.headers.items())
 
 
-async def _whole(exchange: Exchange, generation: Generation, answer: Answer, headers: HeaderPairs) -> None:
+async def _whole(exchange: HttpExchange, generation: Generation, answer: AnswerShaper, headers: HeaderPairs) -> None:
     """Collect the output, shape it and write it, in slices between which the event loop runs."""
     slices = Slices()
     while not generation.done:

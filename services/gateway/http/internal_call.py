@@ -10,12 +10,12 @@ from ..tenants.tenant import Tenant
 from ..tenants.tenant_share import TenantShare
 from .app import App
 from .byte_budget import ByteBudget
-from .exchange import DIRECT_WRITER, INTERNAL_TENANT, JSON, REQUEST_BODY
+from .http_exchange import DIRECT_WRITER, INTERNAL_TENANT, JSON, REQUEST_BODY
 from .request_body import too_large
 
 
 @dataclass(slots=True)
-class Reply:
+class InternalResponse:
     """Holds a response.
 
     Attributes:
@@ -50,9 +50,9 @@ class InternalCalls:
         self._app = app
         self._budget = budget
 
-    async def post(self, path: str, body: bytes, tenant: Tenant) -> Reply:
+    async def post(self, path: str, body: bytes, tenant: Tenant) -> InternalResponse:
         """Return the response to a JSON body. The request is sheddable: it is refused first under load."""
-        reply, pieces = Reply(), list[bytes]()
+        reply, pieces = InternalResponse(), list[bytes]()
 
         async def send(message: dict[str, Any]) -> None:
             if message["type"] == "http.response.start":

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 
-from .exchange import JSON, Exchange, Headers
+from .http_exchange import JSON, Headers, HttpExchange
 
 PIECE_BYTES = 256 << 10
 """Bytes of an answer that are shaped or written in one turn of the event loop."""
@@ -11,7 +11,7 @@ _BLOCKS_PER_TURN = 32
 """A small block may take long to make too."""
 
 
-async def respond_in_pieces(exchange: Exchange, body: Iterator[bytes], headers: Headers = ()) -> None:
+async def respond_in_pieces(exchange: HttpExchange, body: Iterator[bytes], headers: Headers = ()) -> None:
     """Send a JSON response whose body is made in small blocks. The response begins after its last block was made, so an
     error that is raised meanwhile has a status of its own."""
     pieces: list[bytes] = []

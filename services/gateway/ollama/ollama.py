@@ -8,7 +8,7 @@ from ..generation.generation import Generation
 from ..generation.job import Job
 from ..health import MeshHealth
 from ..http.app import Routes
-from ..http.endpoint import Api, Endpoint
+from ..http.endpoint import GenerationApi, GenerationEndpoint
 from ..http.error_form import ErrorForm
 from ..openai.chat import ChatApi
 from ..openai.openai_models import Body, Options
@@ -45,7 +45,9 @@ class OllamaApi:
         return OllamaAnswer(generation, options, is_chat=self.is_chat)
 
 
-def ollama_routes(chats: ChatApi, endpoint: Callable[[Api], Endpoint], health: MeshHealth) -> Routes:
+def ollama_routes(
+    chats: ChatApi, endpoint: Callable[[GenerationApi], GenerationEndpoint], health: MeshHealth
+) -> Routes:
     """``health``: knows the limits of the model, once an engine serves it."""
     plans = chats.plans
     capabilities = ["completion", *(["tools"] if plans.tools else []), *(["thinking"] if plans.reasoning else [])]

@@ -6,7 +6,7 @@ from importlib import resources
 
 from ..health import MeshHealth
 from ..http.app import Handler
-from ..http.exchange import Exchange
+from ..http.http_exchange import HttpExchange
 from ..http.sse import encode_json
 from .document import document
 
@@ -21,7 +21,7 @@ def _page() -> bytes:
     return resources.files(__package__).joinpath("page.html").read_bytes()
 
 
-async def _docs(exchange: Exchange) -> None:
+async def _docs(exchange: HttpExchange) -> None:
     # The page runs only its own script and connects only to its own server.
     policy = b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
     headers = [(b"content-security-policy", policy)]
@@ -31,7 +31,7 @@ async def _docs(exchange: Exchange) -> None:
 def document_routes(health: MeshHealth, *, admin: bool, batches: bool) -> Mapping[str, Mapping[str, Handler]]:
     """Return the routes by path. ``admin``: the gateway has admin routes; ``batches``: it has files and batches."""
 
-    async def openapi(exchange: Exchange) -> None:
+    async def openapi(exchange: HttpExchange) -> None:
         limits = health.limits()
         embeds = limits is not None and limits.hidden_size > 0
         await exchange.respond(200, _document(admin=admin, embeds=embeds, batches=batches))

@@ -72,7 +72,7 @@ _ASKING = {
 }
 OPERATIONS = (
     Operation("get", "/v1/models", "The served model", answers.ModelList),
-    Operation("get", "/v1/models/{model}", "One model", answers.Model, path_parameter="model"),
+    Operation("get", "/v1/models/{model}", "One model", answers.ModelCard, path_parameter="model"),
     Operation(
         "post",
         "/v1/chat/completions",
@@ -105,7 +105,7 @@ OPERATIONS = (
         "post",
         "/v1/messages",
         "Answer in a conversation, in Anthropic's form",
-        answers.Message,
+        answers.AnthropicMessage,
         _MESSAGES,
         streams=True,
         error=MessageErrorResponse,
@@ -139,9 +139,9 @@ OPERATIONS = (
     Operation("get", "/ping", "As /health", answers.Status, may_be_away=True, is_open=True),
     Operation("post", "/ping", "As /health", answers.Status, may_be_away=True, is_open=True),
     Operation("get", "/version", "Version of the gateway", answers.Version),
-    Operation("get", "/load", "Load of this gateway", answers.Load),
+    Operation("get", "/load", "Load of this gateway", answers.ServerLoad),
     Operation("get", "/server_info", "The mesh behind this gateway", answers.ServerInfo),
-    Operation("get", "/model_info", "The model, as SGLang reports it to routers", answers.ModelInfo),
+    Operation("get", "/model_info", "The model, as SGLang reports it to routers", answers.ServedModelInfo),
     Operation("get", "/metrics", "Prometheus metrics"),
 )
 _PAGE: Mapping[str, Mapping[str, Any]] = {

@@ -36,7 +36,7 @@ class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: Annotated[int, Meta(description="Output tokens that are reasoning, without the marks around it.")]
 
 
-class Usage(msgspec.Struct, omit_defaults=True):
+class UsageInfo(msgspec.Struct, omit_defaults=True):
     """Counts of tokens in all prompts and outputs."""
 
     prompt_tokens: Annotated[int, Meta(description="Tokens of the prompts.")]
@@ -55,7 +55,7 @@ class FunctionCall(msgspec.Struct):
     arguments: Annotated[str, Meta(description="JSON as the model wrote it.")]
 
 
-class ToolCall(msgspec.Struct):
+class FunctionToolCall(msgspec.Struct):
     """One call of a tool."""
 
     id: Annotated[str, Meta(description="Repeat it as tool_call_id in the tool's answer.")]
@@ -70,7 +70,7 @@ class AssistantMessage(msgspec.Struct, omit_defaults=True):
     content: Annotated[str | None, Meta(description="The text; null if there are only tool calls.")]
     reasoning: Annotated[str | None, Meta(description="Reasoning before the answer.")] = None
     reasoning_content: Annotated[str | None, Meta(description="Older name of reasoning.")] = None
-    tool_calls: Annotated[list[ToolCall] | None, Meta(description="Calls that the model makes.")] = None
+    tool_calls: Annotated[list[FunctionToolCall] | None, Meta(description="Calls that the model makes.")] = None
 
 
 class ChatChoice(msgspec.Struct):
@@ -92,7 +92,7 @@ class ChatCompletion(msgspec.Struct):
     created: Annotated[int, Meta(description="Unix time, seconds.")]
     model: Annotated[str, Meta(description="The served model.")]
     choices: Annotated[list[ChatChoice], Meta(description="One choice for each sample.")]
-    usage: Annotated[Usage, Meta(description="Token counts.")]
+    usage: Annotated[UsageInfo, Meta(description="Token counts.")]
 
 
 class TextChoice(msgspec.Struct):
@@ -113,7 +113,7 @@ class Completion(msgspec.Struct):
     created: Annotated[int, Meta(description="Unix time, seconds.")]
     model: Annotated[str, Meta(description="The served model.")]
     choices: Annotated[list[TextChoice], Meta(description="One choice for each sample of each prompt.")]
-    usage: Annotated[Usage, Meta(description="Token counts.")]
+    usage: Annotated[UsageInfo, Meta(description="Token counts.")]
 
 
 class Response(msgspec.Struct):
@@ -147,7 +147,7 @@ class MessageUsage(msgspec.Struct):
     output_tokens: Annotated[int, Meta(description="Tokens of the output.")]
 
 
-class Message(msgspec.Struct):
+class AnthropicMessage(msgspec.Struct):
     """The assistant's turn, in Anthropic's form."""
 
     id: Annotated[str, Meta(description="Id of the answer.")]
@@ -166,7 +166,7 @@ class TokenCount(msgspec.Struct):
     input_tokens: Annotated[int, Meta(description="Tokens of the prompt.")]
 
 
-class Model(msgspec.Struct):
+class ModelCard(msgspec.Struct):
     """A served model."""
 
     id: Annotated[str, Meta(description="Its name in requests.")]
@@ -180,7 +180,7 @@ class ModelList(msgspec.Struct):
     """The served models."""
 
     object: Annotated[Literal["list"], Meta(description="Kind of this object.")]
-    data: Annotated[list[Model], Meta(description="The one served model.")]
+    data: Annotated[list[ModelCard], Meta(description="The one served model.")]
 
 
 class TokenizeResponse(msgspec.Struct):
@@ -234,7 +234,7 @@ class Version(msgspec.Struct):
     version: Annotated[str, Meta(description="Version of the tokenloom package.")]
 
 
-class Load(msgspec.Struct):
+class ServerLoad(msgspec.Struct):
     """The load of this gateway."""
 
     server_load: Annotated[int, Meta(description="Number of outputs in progress.")]
@@ -263,7 +263,7 @@ class ServerInfo(msgspec.Struct):
     engines: Annotated[list[EngineInfo], Meta(description="Engines that the coordinator knows.")]
 
 
-class ModelInfo(msgspec.Struct):
+class ServedModelInfo(msgspec.Struct):
     """The model in the form in which SGLang's servers report it to routers."""
 
     model_path: Annotated[str, Meta(description="The served model.")]

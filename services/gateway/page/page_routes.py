@@ -6,7 +6,7 @@ from urllib.parse import parse_qs
 from tokenloom.services.runtime.host.host import Host
 
 from ..http.app import PAGE_FILES, Handler, Routes
-from ..http.exchange import Exchange
+from ..http.http_exchange import HttpExchange
 from ..http.response_counts import ResponseCounts
 from ..http.sse import encode_json
 from ..served_mesh import ServedMesh
@@ -22,7 +22,7 @@ def page_routes(meshes: ServedMeshes, host: Host, counts: ResponseCounts, root: 
     host.spawn(traffics.run(), name="traffic of the last ten minutes")
     files = static_files()
 
-    async def index(exchange: Exchange) -> None:
+    async def index(exchange: HttpExchange) -> None:
         wants_page = b"text/html" in exchange.headers.get(b"accept", b"")
         await (files[INDEX] if wants_page else root)(exchange)
 
@@ -38,7 +38,7 @@ def _json(meshes: ServedMeshes, describe: Callable[[ServedMesh], object]) -> Han
     """Return a handler that describes the mesh of the model that the query names, the first one by default. Browsers
     do not keep the answer."""
 
-    async def handler(exchange: Exchange) -> None:
+    async def handler(exchange: HttpExchange) -> None:
         names = parse_qs(exchange.query.decode("latin-1")).get("model")
         mesh = meshes.pick(names[-1]) if names else meshes.first
         await exchange.respond(200, encode_json(describe(mesh)), headers=[(b"cache-control", b"no-store")])

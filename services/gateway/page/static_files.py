@@ -7,7 +7,7 @@ from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 
-from ..http.exchange import Exchange
+from ..http.http_exchange import HttpExchange
 
 INDEX = "index.html"
 _TYPES: Mapping[str, bytes] = {
@@ -42,7 +42,7 @@ class StaticFile:
     content_type: bytes
     etag: bytes
 
-    async def __call__(self, exchange: Exchange) -> None:
+    async def __call__(self, exchange: HttpExchange) -> None:
         """Send the file, or 304 without it if the browser has this content already."""
         headers = (*_HEADERS, (b"etag", self.etag))
         if self.etag in exchange.headers.get(b"if-none-match", b""):

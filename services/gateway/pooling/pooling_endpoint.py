@@ -6,7 +6,7 @@ from functools import partial
 
 from ..adapters.model_names import ModelNames
 from ..http.endpoint import IGNORED_HEADER, listed, trace_headers
-from ..http.exchange import Exchange
+from ..http.http_exchange import HttpExchange
 from ..http.json_body import BodyParser
 from ..http.pieces import respond_in_pieces
 from ..openai.openai_models import Body
@@ -26,7 +26,7 @@ class PoolingEndpoint:
     parser: BodyParser
     max_body_bytes: int
 
-    async def __call__(self, exchange: Exchange) -> None:
+    async def __call__(self, exchange: HttpExchange) -> None:
         with await exchange.read_body(self.max_body_bytes) as received:
             job, shape, ignored = await self.parser.read(received.data, partial(self._read, exchange.tenant))
         if exchange.internal_tenant is not None:

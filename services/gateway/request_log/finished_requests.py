@@ -14,7 +14,7 @@ class FinishedRequests:
 
     Attributes:
         recent: The last requests.
-        clock: Returns monotonic seconds, as :attr:`Exchange.began` is.
+        clock: Returns monotonic seconds, as :attr:`HttpExchange.began` is.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Shows the last requests to operators."""
 
 from ..http.app import Routes
-from ..http.exchange import Exchange
+from ..http.http_exchange import HttpExchange
 from ..http.sse import encode_json
 from .finished_request import LastRequests
 from .recent_requests import RecentRequests
@@ -10,7 +10,7 @@ from .recent_requests import RecentRequests
 def request_routes(recent: RecentRequests) -> Routes:
     """Return ``GET /requests``: the last requests of this gateway."""
 
-    async def last_requests(exchange: Exchange) -> None:
+    async def last_requests(exchange: HttpExchange) -> None:
         await exchange.respond(200, encode_json(LastRequests(list(recent))))
 
     return {"/requests": {"GET": last_requests}}

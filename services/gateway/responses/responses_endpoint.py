@@ -8,8 +8,8 @@ from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.host import Host
 
 from ..generation.generator import Generator
-from ..http.endpoint import Asked, Endpoint
-from ..http.exchange import Exchange
+from ..http.endpoint import Asked, GenerationEndpoint
+from ..http.http_exchange import HttpExchange
 from ..http.sse import encode_json
 from .response_answer import ResponseRequest, head_of, response_of
 from .response_store import ResponseStore, StoredResponse
@@ -20,14 +20,14 @@ from .responses import ResponsesApi
 class ResponsesEndpoint:
     """Answers with a response, or with one that a client asks for later."""
 
-    endpoint: Endpoint
+    endpoint: GenerationEndpoint
     api: ResponsesApi
     generator: Generator
     store: ResponseStore
     host: Host
     """Owns what runs in the background."""
 
-    async def __call__(self, exchange: Exchange) -> None:
+    async def __call__(self, exchange: HttpExchange) -> None:
         asked = [await self.endpoint.read(exchange)]
         request = asked[0][1].request
         assert isinstance(request, ResponseRequest)
@@ -41,17 +41,17 @@ class ResponsesEndpoint:
         stored.cancel = task.cancel
         await exchange.respond(200, encode_json(response))
 
-    async def retrieve(self, exchange: Exchange) -> None:
+    async def retrieve(self, exchange: HttpExchange) -> None:
         """Answer with a stored response."""
         await _respond(exchange, self._stored(exchange).response)
 
-    async def delete(self, exchange: Exchange) -> None:
+    async def delete(self, exchange: HttpExchange) -> None:
         """Drop a stored response; end its generation."""
         response_id = _id_of(exchange)
         self.store.delete(response_id, exchange.tenant.name)
         await _respond(exchange, {"id": response_id, "object": "response", "deleted": True})
 
-    async def cancel(self, exchange: Exchange) -> None:
+    async def cancel(self, exchange: HttpExchange) -> None:
         """End the generation of a response in the background; do nothing if it has ended."""
         stored = self._stored(exchange)
         if stored.cancel is not None:
@@ -60,7 +60,7 @@ class ResponsesEndpoint:
             stored = self._stored(exchange)
         await _respond(exchange, stored.response)
 
-    def _stored(self, exchange: Exchange) -> StoredResponse:
+    def _stored(self, exchange: HttpExchange) -> StoredResponse:
         return self.store.get(_id_of(exchange), exchange.tenant.name)
 
     async def _run(self, asked: list[Asked], request: ResponseRequest, stored: StoredResponse) -> None:
@@ -94,9 +94,9 @@ def _failure(error: errors.TokenloomError) -> dict[str, str]:
     return {"code": code, "message": error.message}
 
 
-def _id_of(exchange: Exchange) -> str:
+def _id_of(exchange: HttpExchange) -> str:
     return exchange.path.split("/")[3]
 
 
-async def _respond(exchange: Exchange, answer: dict[str, Any]) -> None:
+async def _respond(exchange: HttpExchange, answer: dict[str, Any]) -> None:
     await exchange.respond(200, encode_json(answer))

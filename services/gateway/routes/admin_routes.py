@@ -9,7 +9,7 @@ from tokenloom.request import errors
 from tokenloom.v1 import engine_pb2 as pb
 
 from ..http.app import Handler
-from ..http.exchange import Exchange
+from ..http.http_exchange import HttpExchange
 from ..http.sse import encode_json
 from ..mesh.engine_calls import Ask, EngineCalls, alive, checked
 from ..served_meshes import ServedMeshes
@@ -41,55 +41,55 @@ class AdminRoutes:
             "/stop_profile": {"POST": self.stop_profile},
         }
 
-    async def pause(self, exchange: Exchange) -> None:
+    async def pause(self, exchange: HttpExchange) -> None:
         """``mode``: what happens to running requests; ``clear_cache``: whether to drop cached prefixes too."""
         query = Query(exchange.query, ("mode", "clear_cache"))
         mode = _MODES[query.choice("mode", _MODES, "abort")]
         request = pb.PauseRequest(mode=mode, clear_cache=query.boolean("clear_cache", True))
         await self._do(exchange, "paused", lambda stub: stub.Pause(request))
 
-    async def resume(self, exchange: Exchange) -> None:
+    async def resume(self, exchange: HttpExchange) -> None:
         Query(exchange.query)
         await self._do(exchange, "resumed", lambda stub: stub.Resume(pb.ResumeRequest()))
 
-    async def is_paused(self, exchange: Exchange) -> None:
+    async def is_paused(self, exchange: HttpExchange) -> None:
         """Answer whether every engine is paused."""
         infos = await self._ask(lambda stub: stub.GetEngineInfo(pb.GetEngineInfoRequest()))
         engines = {name: info.pause_mode != pb.PAUSE_MODE_UNSPECIFIED for name, info in infos.items()}
         await exchange.respond(200, encode_json({"is_paused": all(engines.values()), "engines": engines}))
 
-    async def sleep(self, exchange: Exchange) -> None:
+    async def sleep(self, exchange: HttpExchange) -> None:
         """``level``: how deep, 0 to 2; ``mode``: what happens to running requests."""
         query = Query(exchange.query, ("level", "mode"))
         mode = _MODES[query.choice("mode", _MODES, "abort")]
         request = pb.SleepRequest(level=int(query.choice("level", ("0", "1", "2"), "1")), mode=mode)
         await self._do(exchange, "asleep", lambda stub: stub.Sleep(request))
 
-    async def wake_up(self, exchange: Exchange) -> None:
+    async def wake_up(self, exchange: HttpExchange) -> None:
         """``tags``: what to wake; none: everything."""
         tags = Query(exchange.query, ("tags",)).choices("tags", _TAGS)
         request = pb.WakeUpRequest(tags=[_TAGS[tag] for tag in tags])
         await self._do(exchange, "awake", lambda stub: stub.WakeUp(request))
 
-    async def is_sleeping(self, exchange: Exchange) -> None:
+    async def is_sleeping(self, exchange: HttpExchange) -> None:
         """Answer whether every engine sleeps."""
         answers = await self._ask(lambda stub: stub.IsSleeping(pb.IsSleepingRequest()))
         engines = {name: answer.sleeping for name, answer in answers.items()}
         await exchange.respond(200, encode_json({"is_sleeping": all(engines.values()), "engines": engines}))
 
-    async def reset_prefix_cache(self, exchange: Exchange) -> None:
+    async def reset_prefix_cache(self, exchange: HttpExchange) -> None:
         """``reset_running_requests``: preempt running requests instead of refusing."""
         preempt = Query(exchange.query, ("reset_running_requests",)).boolean("reset_running_requests", False)
         request = pb.ResetPrefixCacheRequest(preempt_running=preempt)
         await self._do(exchange, "reset", lambda stub: stub.ResetPrefixCache(request))
 
-    async def start_profile(self, exchange: Exchange) -> None:
+    async def start_profile(self, exchange: HttpExchange) -> None:
         await self._do(exchange, "recording", lambda stub: stub.StartProfile(pb.StartProfileRequest()))
 
-    async def stop_profile(self, exchange: Exchange) -> None:
+    async def stop_profile(self, exchange: HttpExchange) -> None:
         await self._do(exchange, "written", lambda stub: stub.StopProfile(pb.StopProfileRequest()))
 
-    async def _do(self, exchange: Exchange, status: str, send: "Ask[object]") -> None:
+    async def _do(self, exchange: HttpExchange, status: str, send: "Ask[object]") -> None:
         engines = list(await self._ask(send))
         await exchange.respond(200, encode_json({"status": status, "engines": engines}))
 

@@ -7,7 +7,7 @@ from ..anthropic.message_routes import message_routes
 from ..anthropic.messages import MessagesApi
 from ..gateway_settings import GatewaySettings
 from ..http.app import Routes
-from ..http.endpoint import Api, Endpoint
+from ..http.endpoint import GenerationApi, GenerationEndpoint
 from ..http.json_body import BodyParser
 from ..http.response_counts import ResponseCounts
 from ..http.turn_share import ANSWERS_PER_TURN, TurnShare
@@ -56,8 +56,8 @@ def api_routes(
     count_tokens = CountTokens(parser, reader, mesh.tokenizers, mesh.models, limit, timeout)
     responses = ResponsesApi(reader, chats, mesh.models, store)
 
-    def endpoint(api: Api) -> Endpoint:
-        return Endpoint(api, mesh.generator, mesh.models, parser, limit, answers)
+    def endpoint(api: GenerationApi) -> GenerationEndpoint:
+        return GenerationEndpoint(api, mesh.generator, mesh.models, parser, limit, answers)
 
     return {
         "/v1/chat/completions": {"POST": endpoint(chats)},

@@ -10,7 +10,7 @@ from tokenloom.request.adapters.adapter_name import check_adapter_name
 
 from ..adapters.mesh_adapters import MeshAdapters
 from ..http.app import Handler
-from ..http.exchange import Exchange
+from ..http.http_exchange import HttpExchange
 from ..http.sse import encode_json
 from ..mesh.engine_calls import EngineCalls
 from ..openapi.lora_schemas import AdapterBody, LoadAdapter, PinAdapter
@@ -39,7 +39,7 @@ class LoraRoutes:
             "/v1/lora_adapters": {"GET": self.show},
         }
 
-    async def load(self, exchange: Exchange) -> None:
+    async def load(self, exchange: HttpExchange) -> None:
         """Load an adapter on all engines or on none."""
         body = await _read(exchange, LoadAdapter)
         name = check_adapter_name(body.lora_name, "lora_name")
@@ -49,12 +49,12 @@ class LoraRoutes:
         engines = await adapters.load(name, body.lora_path, in_place=body.load_inplace)
         await exchange.respond(200, encode_json({"status": "loaded", "engines": engines}))
 
-    async def unload(self, exchange: Exchange) -> None:
+    async def unload(self, exchange: HttpExchange) -> None:
         body = await _read(exchange, AdapterBody)
         engines = await self._of(self._meshes.pick(body.base_model_name)).unload(body.lora_name)
         await exchange.respond(200, encode_json({"status": "unloaded", "engines": engines}))
 
-    async def pin(self, exchange: Exchange) -> None:
+    async def pin(self, exchange: HttpExchange) -> None:
         """``pinned``: false ends the pinning."""
         body = await _read(exchange, PinAdapter)
         adapters = self._of(self._meshes.pick(body.base_model_name))
@@ -63,7 +63,7 @@ class LoraRoutes:
             200, encode_json({"status": "pinned" if body.pinned else "unpinned", "engines": engines})
         )
 
-    async def show(self, exchange: Exchange) -> None:
+    async def show(self, exchange: HttpExchange) -> None:
         """Answer with the adapters of all models, and what each engine has of them."""
         found = [await self._states(mesh) for mesh in self._meshes]
         await exchange.respond(200, encode_json({"adapters": [each for states in found for each in states]}))
@@ -93,7 +93,7 @@ class LoraRoutes:
         return self._adapters[mesh.model]
 
 
-async def _read(exchange: Exchange, form: type[T]) -> T:
+async def _read(exchange: HttpExchange, form: type[T]) -> T:
     with await exchange.read_body(MAX_BODY_BYTES) as received:
         try:
             return msgspec.json.decode(received.data, type=form)

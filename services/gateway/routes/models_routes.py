@@ -6,7 +6,7 @@ from functools import partial
 
 from ..health import PARTS, PartState
 from ..http.app import Routes
-from ..http.exchange import Exchange
+from ..http.http_exchange import HttpExchange
 from ..http.sse import encode_json
 from ..served_meshes import ServedMeshes
 from .status_routes import get, health_object, model_object, model_of, respond_health
@@ -29,7 +29,7 @@ class ModelsRoutes:
             "/ping": {"GET": self.health, "POST": self.health},
         }
 
-    async def health(self, exchange: Exchange) -> None:
+    async def health(self, exchange: HttpExchange) -> None:
         """Answer 200 while any model is answered: a balancer that stopped sending requests would end all models.
 
         The body has the state of each model, and of each part in all meshes together.
@@ -51,7 +51,7 @@ class ModelsRoutes:
         }
         return models | {name: self._adapter(name) for name in self._meshes.listed() if name not in models}
 
-    async def adapter(self, exchange: Exchange) -> None:
+    async def adapter(self, exchange: HttpExchange) -> None:
         """Describe the LoRA adapter of the path. Raises ``ModelNotFound``."""
         await exchange.respond(200, encode_json(self._adapter(model_of(exchange))))
 

@@ -15,7 +15,7 @@ from ..adapters.model_names import ModelNames
 from ..generation.generator import Generator
 from ..health import MeshHealth, PartState
 from ..http.app import Handler, Routes
-from ..http.exchange import Exchange
+from ..http.http_exchange import HttpExchange
 from ..http.sse import encode_json
 from ..mesh.engine_words import engine_words
 from ..mesh.mesh_view import MeshView
@@ -64,22 +64,22 @@ class StatusRoutes:
             "/metrics": {"GET": self.metrics},
         }
 
-    async def health(self, exchange: Exchange) -> None:
+    async def health(self, exchange: HttpExchange) -> None:
         """Answer 200 when a request would be answered, otherwise 503; the body names each part's state."""
         health = self._health
         await respond_health(exchange, health_object(health.parts(), health.missing(), health.fall_backs()))
 
-    async def root(self, exchange: Exchange) -> None:
+    async def root(self, exchange: HttpExchange) -> None:
         text = f"Tokenloom serves {self._model}. /docs describes the API.\n"
         await exchange.respond(200, text.encode(), b"text/plain; charset=utf-8")
 
-    async def adapter(self, exchange: Exchange) -> None:
+    async def adapter(self, exchange: HttpExchange) -> None:
         """Describe the LoRA adapter of the path. Raises ``ModelNotFound``."""
         name = model_of(exchange)
         self._models.find(name)
         await exchange.respond(200, encode_json(self._model_object(name)))
 
-    async def metrics(self, exchange: Exchange) -> None:
+    async def metrics(self, exchange: HttpExchange) -> None:
         page, content_type = metrics_page(self._registry, exchange.headers.get(b"accept", b"").decode("latin-1"))
         await exchange.respond(200, page, content_type.encode())
 
@@ -103,7 +103,7 @@ class StatusRoutes:
         return model_object(name, self._model, self._health.limits(), self._created, parent=parent)
 
 
-def model_of(exchange: Exchange) -> str:
+def model_of(exchange: HttpExchange) -> str:
     """Return the model that a path under ``/v1/models/`` names; names may contain slashes."""
     return exchange.path.split("/", 3)[3]
 
@@ -144,7 +144,7 @@ def health_object(
     return body
 
 
-async def respond_health(exchange: Exchange, body: Mapping[str, object]) -> None:
+async def respond_health(exchange: HttpExchange, body: Mapping[str, object]) -> None:
     """Send a state with the status that probes read."""
     if body["status"] == "unavailable":
         await exchange.respond(503, encode_json(body), headers=[(b"retry-after", b"1")])
@@ -161,7 +161,7 @@ def ollama_tags(names: Iterable[str]) -> dict[str, object]:
 def get(describe: Callable[[], object]) -> Mapping[str, Handler]:
     """Return the methods of a path that answers GET with what ``describe`` returns."""
 
-    async def handler(exchange: Exchange) -> None:
+    async def handler(exchange: HttpExchange) -> None:
         await exchange.respond(200, encode_json(describe()))
 
     return {"GET": handler}

@@ -13,7 +13,7 @@ from ..generation.job import Chat
 from ..health import MeshHealth
 from ..http.app import Handler
 from ..http.endpoint import IGNORED_HEADER, listed
-from ..http.exchange import Exchange
+from ..http.http_exchange import HttpExchange
 from ..http.json_body import BodyParser
 from ..http.sse import encode_json
 from ..http.time_limit import limited
@@ -56,7 +56,7 @@ class TokenizeRoutes:
     def routes(self) -> Mapping[str, Mapping[str, Handler]]:
         return {"/tokenize": {"POST": self.tokenize}, "/detokenize": {"POST": self.detokenize}}
 
-    async def tokenize(self, exchange: Exchange) -> None:
+    async def tokenize(self, exchange: HttpExchange) -> None:
         request = await self._read(exchange, self._tokenize_request)
         async with limited(self.timeout):
             prompt = await self._encode(request)
@@ -70,7 +70,7 @@ class TokenizeRoutes:
         headers = [(IGNORED_HEADER, listed(request.ignored))] if request.ignored else []
         await exchange.respond(200, encode_json(answer), headers=headers)
 
-    async def detokenize(self, exchange: Exchange) -> None:
+    async def detokenize(self, exchange: HttpExchange) -> None:
         token_ids = await self._read(exchange, self._token_ids)
         async with limited(self.timeout):
             text = (await self.tokenizers.decode(token_ids, skip_special_tokens=False)).text
@@ -88,7 +88,7 @@ class TokenizeRoutes:
         )
         return encoded.prompts[0]
 
-    async def _read(self, exchange: Exchange, read: Callable[[Body], T]) -> T:
+    async def _read(self, exchange: HttpExchange, read: Callable[[Body], T]) -> T:
         with await exchange.read_body(self.max_body_bytes) as received:
             return await self.parser.read(received.data, read)
 

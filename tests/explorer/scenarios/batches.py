@@ -18,7 +18,7 @@ from tokenloom.services.gateway.batches import batch_store
 from tokenloom.services.gateway.batches.open_batches import Batches
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.http.app import App
-from tokenloom.services.gateway.http.internal_call import Reply
+from tokenloom.services.gateway.http.internal_call import InternalResponse
 from tokenloom.services.gateway.tenants.tenant import Tenant
 
 _MESH: dict[str, Any] = {
@@ -56,9 +56,9 @@ class _Calls:
         self._world = world
         self.answered: Counter[tuple[str, str]] = Counter()
 
-    async def post(self, path: str, body: bytes, tenant: Tenant) -> Reply:
+    async def post(self, path: str, body: bytes, tenant: Tenant) -> InternalResponse:
         await self._world.step(6)
-        return Reply(200, {}, b'{"ok":1}')
+        return InternalResponse(200, {}, b'{"ok":1}')
 
 
 class Store:

@@ -23,7 +23,7 @@ _MAX_LOOKS = 32
 OnRefused = Callable[[int, str], None]
 
 
-class Connection(Protocol):
+class ClientConnection(Protocol):
     """Describes what is needed of a connection."""
 
     @property
@@ -50,14 +50,14 @@ class Connections:
         self._limit = limit
         self._per_peer = per_peer
         # The connection that was looked at longest ago, or not at all, is first. Both are bounded by `limit`.
-        self._all: OrderedDict[Connection, str] = OrderedDict()
-        self._of_peer: dict[str, OrderedDict[Connection, str]] = {}
+        self._all: OrderedDict[ClientConnection, str] = OrderedDict()
+        self._of_peer: dict[str, OrderedDict[ClientConnection, str]] = {}
         self._logged_at = -LOG_SECONDS
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def admit(self, connection: Connection, peer: str) -> bool:
+    def admit(self, connection: ClientConnection, peer: str) -> bool:
         """Count a new connection and return True, or return False if the limits leave no room.
 
         ``peer``: the client's address; empty for a unix socket.
@@ -76,7 +76,7 @@ class Connections:
             self._of_peer.setdefault(peer, OrderedDict())[connection] = peer
         return True
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: ClientConnection) -> None:
         """Forget a connection that was closed; no effect if it was not admitted or is forgotten already."""
         peer = self._all.pop(connection, "")
         if peer and (group := self._of_peer.get(peer)) is not None:
@@ -97,7 +97,7 @@ class Connections:
                 self.remove(connection)
                 connection.close_idle()
 
-    def _close_idle(self, group: "OrderedDict[Connection, str]") -> bool:
+    def _close_idle(self, group: "OrderedDict[ClientConnection, str]") -> bool:
         """Close an idle connection of a group. Returns False if none was found."""
         for _ in range(min(_MAX_LOOKS, len(group))):
             connection = next(iter(group))

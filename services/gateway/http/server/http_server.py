@@ -17,7 +17,7 @@ from tokenloom.services.runtime.peers.tls import PublicTLS
 
 from ..app import STOPPED, App
 from ..byte_budget import ByteBudget
-from ..exchange import FAREWELL_SECONDS
+from ..http_exchange import FAREWELL_SECONDS
 from ..turn_share import REQUESTS_PER_TURN, TurnShare
 from .connections import MIN_IDLE_SECONDS, Connections
 from .tls_front import TlsFronts

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from ..byte_budget import ByteBudget
 from ..client_flow import ClientFlow
-from ..exchange import DIRECT_WRITER, REQUEST_BODY, DirectWriter, Watchers
+from ..http_exchange import DIRECT_WRITER, REQUEST_BODY, DirectWriter, Watchers
 from ..request_body import RequestBody
 from ..turn_share import TurnShare
 from .connections import CONNECTION_LIMIT, NO_RESPONSE, Connections

@@ -20,19 +20,19 @@ from tokenloom.services.gateway.batches.batch_task import BatchLimits
 from tokenloom.services.gateway.files.disk import Disk
 from tokenloom.services.gateway.files.file_store import FileLimits, FileStore
 from tokenloom.services.gateway.files.stored_file import StoredFile, new_file_id
-from tokenloom.services.gateway.http.internal_call import Reply
+from tokenloom.services.gateway.http.internal_call import InternalResponse
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT, Tenant
 
 PATH = "/v1/completions"
 NOW = 1000.0
 SOON = 30.0
 """Bound of every wait: a hang is a failure."""
-Answer = Callable[[bytes], Awaitable[Reply]]
+Answer = Callable[[bytes], Awaitable[InternalResponse]]
 
 
-async def at_once(body: bytes) -> Reply:
+async def at_once(body: bytes) -> InternalResponse:
     """Answer, without a turn of the event loop."""
-    return Reply(200, {}, b'{"ok":1}')
+    return InternalResponse(200, {}, b'{"ok":1}')
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -48,7 +48,7 @@ class Calls:
     def __init__(self) -> None:
         self.answer: Answer = at_once
 
-    async def post(self, path: str, body: bytes, tenant: Tenant) -> Reply:
+    async def post(self, path: str, body: bytes, tenant: Tenant) -> InternalResponse:
         assert path == PATH
         return await self.answer(body)
 

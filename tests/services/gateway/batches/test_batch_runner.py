@@ -17,22 +17,22 @@ from tokenloom.services.gateway.batches.batch import Batch
 from tokenloom.services.gateway.batches.batch_lines import LineRequest, error_line, expiry_of
 from tokenloom.services.gateway.batches.batch_task import LONGEST_RETRY_SECONDS
 from tokenloom.services.gateway.files.stored_file import StoredFile
-from tokenloom.services.gateway.http.internal_call import Reply
+from tokenloom.services.gateway.http.internal_call import InternalResponse
 
 GOOD = [b'{"custom_id":"c%d","url":"/v1/completions","body":{}}' % number for number in range(3)]
 BAD = b'{"custom_id":"bad","url":"/v1/elsewhere","body":{}}'
 
 
-async def never(body: bytes) -> Reply:
+async def never(body: bytes) -> InternalResponse:
     await asyncio.Event().wait()
     raise AssertionError
 
 
-def after(count: int) -> Callable[[bytes], Awaitable[Reply]]:
+def after(count: int) -> Callable[[bytes], Awaitable[InternalResponse]]:
     """Return what answers so many lines, and no further one."""
     left = count
 
-    async def answer(body: bytes) -> Reply:
+    async def answer(body: bytes) -> InternalResponse:
         nonlocal left
         left -= 1
         return await (at_once(body) if left >= 0 else never(body))
@@ -100,7 +100,7 @@ async def test_a_batch_ends_when_a_full_disk_has_room_again(
         async with Desk(tmp_path).open() as desk:
             going_on = asyncio.Event()
 
-            async def answer(body: bytes) -> Reply:
+            async def answer(body: bytes) -> InternalResponse:
                 await going_on.wait()
                 return await at_once(body)
 
@@ -136,7 +136,7 @@ async def test_a_batch_whose_results_cannot_be_written_fails_with_those_it_has(t
         async with Desk(tmp_path, concurrency=1).open() as desk:
             answers = 0
 
-            async def answer(body: bytes) -> Reply:
+            async def answer(body: bytes) -> InternalResponse:
                 nonlocal answers
                 answers += 1
                 writes.is_full = answers == 2
@@ -226,9 +226,9 @@ async def test_the_input_of_a_batch_that_is_being_created_stays(tmp_path: Path) 
 
 
 async def test_batches_that_run_at_once_share_the_bytes_of_their_tenant(tmp_path: Path) -> None:
-    async def answer(body: bytes) -> Reply:
+    async def answer(body: bytes) -> InternalResponse:
         await asyncio.sleep(0)
-        return Reply(200, {}, b'"%s"' % (b"x" * 500))
+        return InternalResponse(200, {}, b'"%s"' % (b"x" * 500))
 
     async with Desk(tmp_path, tenant_bytes=8000).open() as desk:
         desk.calls.answer = answer
@@ -262,7 +262,7 @@ async def test_a_batch_needs_places_for_its_results(tmp_path: Path) -> None:
 async def test_a_line_that_the_gateway_fails_to_run_fails_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def answer(body: bytes) -> Reply:
+    async def answer(body: bytes) -> InternalResponse:
         if b"1" in body:
             raise ValueError("a bug")
         return await at_once(body)

@@ -7,8 +7,8 @@ from typing import cast
 import pytest
 
 from tokenloom.services.gateway.generation.generation import Generation
-from tokenloom.services.gateway.http.answer_stream import Answer, AnswerStream
-from tokenloom.services.gateway.http.exchange import Exchange, Headers
+from tokenloom.services.gateway.http.answer_stream import AnswerShaper, AnswerStream
+from tokenloom.services.gateway.http.http_exchange import Headers, HttpExchange
 from tokenloom.services.gateway.http.turn_share import TurnShare
 from tokenloom.services.gateway.mesh.collector import Collector, Delta
 from tokenloom.v1.output_processor_pb2 import RequestFinished
@@ -92,9 +92,9 @@ class Streamed:
     def __init__(self, turns: TurnShare | None = None) -> None:
         self.generation, self.exchange = FakeGeneration(), FakeExchange()
         stream = AnswerStream(
-            cast(Exchange, self.exchange),
+            cast(HttpExchange, self.exchange),
             cast(Generation, self.generation),
-            cast(Answer, FakeAnswer()),
+            cast(AnswerShaper, FakeAnswer()),
             turns or TurnShare(8),
             lambda: (),
         )

@@ -12,7 +12,7 @@ import pytest
 
 from tests.services.gateway.fakes import MODEL, FakeMesh, FakeRequest
 from tokenloom.services.gateway.http import answer_stream, pieces
-from tokenloom.services.gateway.http.exchange import Exchange
+from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.openai import chat, openai_logprobs
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, SlotTextLogprobs
 from tokenloom.v1.types_pb2 import Logprobs
@@ -85,14 +85,14 @@ async def most_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Count
 
         return call
 
-    async def write(exchange: Exchange, body: bytes) -> None:
+    async def write(exchange: HttpExchange, body: bytes) -> None:
         now["bytes"] += len(body)
         await original(exchange, body)
 
-    original = Exchange.write
+    original = HttpExchange.write
     monkeypatch.setattr(chat, "chat_entry", counted(openai_logprobs.chat_entry))
     monkeypatch.setattr(openai_logprobs.CompletionLogprobs, "add", counted(openai_logprobs.CompletionLogprobs.add))
-    monkeypatch.setattr(Exchange, "write", write)
+    monkeypatch.setattr(HttpExchange, "write", write)
 
     async def watch() -> None:
         while True:

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.services.gateway.fakes import HEADERS, MODEL, SOON, FakeMesh
-from tests.services.gateway.http.test_exchange import FakeConnection
+from tests.services.gateway.http.test_http_exchange import FakeConnection
 from tokenloom.request import errors
 from tokenloom.services.gateway.http.byte_budget import ByteBudget
 from tokenloom.services.gateway.http.request_body import UNREAD_BYTES, BodyTimeout, ClientDisconnected, RequestBody

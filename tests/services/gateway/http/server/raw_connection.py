@@ -7,7 +7,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from tokenloom.services.gateway.http.byte_budget import ByteBudget
-from tokenloom.services.gateway.http.exchange import Exchange
+from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.http.server.connections import Connections
 from tokenloom.services.gateway.http.server.http_server import KEEP_ALIVE_SECONDS
 from tokenloom.services.gateway.http.server.uvicorn_protocol import GatewayProtocol
@@ -96,7 +96,7 @@ class Connection:
 
     async def _app(self, scope: dict[str, Any], receive: object, send: Any) -> None:
         self.scopes.append(scope)
-        exchange = Exchange(scope, send)
+        exchange = HttpExchange(scope, send)
         with exchange.body:
             if self.reads:
                 await exchange.read_body(MIB)

@@ -12,7 +12,7 @@ from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import HEADERS, MODEL, SOON, FakeMesh
 from tests.services.gateway.http.server.raw_connection import MIB, READ_BYTES, Connection
 from tokenloom.services.gateway.http.client_flow import LOOK_SECONDS
-from tokenloom.services.gateway.http.exchange import DIRECT_WRITER, Exchange
+from tokenloom.services.gateway.http.http_exchange import DIRECT_WRITER, HttpExchange
 from tokenloom.services.gateway.http.server import uvicorn_protocol
 from tokenloom.services.gateway.http.server.uvicorn_protocol import (
     HEAD_SECONDS,
@@ -184,7 +184,7 @@ async def test_a_request_that_is_cut_with_those_behind_it_is_no_error(
 
     async def app(scope: dict[str, Any], receive: object, send: Any) -> None:
         if (number := next(numbers)) < num_answered:
-            await Exchange(scope, send).respond(200, b"ok")
+            await HttpExchange(scope, send).respond(200, b"ok")
             return
         lost = asyncio.Event()
         scope["extensions"][DIRECT_WRITER].watch(lost.set)

@@ -143,7 +143,7 @@ class DirectWriter:
         self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
-class Exchange:
+class HttpExchange:
     """Holds a request and the state of its response, so that an error is reported in a form that is still possible.
 
     Attributes:

@@ -10,11 +10,11 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from tokenloom.request import errors
 from tokenloom.services.gateway.http.byte_budget import ByteBudget
 from tokenloom.services.gateway.http.client_flow import ClientFlow
-from tokenloom.services.gateway.http.exchange import (
+from tokenloom.services.gateway.http.http_exchange import (
     DIRECT_WRITER,
     REQUEST_BODY,
     DirectWriter,
-    Exchange,
+    HttpExchange,
     UnsupportedMediaType,
     Watchers,
 )
@@ -166,7 +166,7 @@ class Client:
         self.connection = FakeConnection()
         extensions = {DIRECT_WRITER: self.connection.writer, REQUEST_BODY: self.connection.body}
         scope = {"method": "POST", "path": "/", "headers": headers, "query_string": b"", "extensions": extensions}
-        self.exchange = Exchange(scope, cast(Any, self.connection.cycle.send))
+        self.exchange = HttpExchange(scope, cast(Any, self.connection.cycle.send))
 
     def send_body(self, body: bytes) -> None:
         self.connection.body.arrive(body)
@@ -257,7 +257,7 @@ async def test_a_final_error_says_that_it_must_not_be_retried(cls: type[errors.T
     scope = {"method": "POST", "path": "/", "query_string": b"", "headers": [], "extensions": extensions}
     error = cls("what was wrong")
     error.retry_after = 1.5
-    await Exchange(scope, send).fail(error)
+    await HttpExchange(scope, send).fail(error)
     headers = dict(sent[0]["headers"])
     assert (headers.get(b"x-should-retry"), headers.get(b"retry-after")) == (
         (b"false", None) if cls.is_final else (None, b"2")

@@ -45,7 +45,18 @@ def _overlap(one: Address, other: Address) -> bool:
     """Return whether two sockets that listen exclude each other: on one port, at one host or at all of them."""
     if one.path or other.path:
         return one.path == other.path
-    return one.port == other.port and (one.host == other.host or not _ANY.isdisjoint((one.host, other.host)))
+    if one.port != other.port:
+        return False
+    return not _ANY.isdisjoint((one.host, other.host)) or not _numbers(one.host).isdisjoint(_numbers(other.host))
+
+
+def _numbers(host: str) -> frozenset[str]:
+    """Return the IP addresses of a host, of ``localhost`` those of the machine itself; the host if it has none."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):  # `_try` says what is wrong with it
+        return frozenset((host,))
+    return frozenset(str(address[0]) for *_, address in found)
 
 
 def _listened(flags: Iterable[str]) -> Iterable[tuple[str, str]]:

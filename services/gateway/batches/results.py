@@ -1,6 +1,7 @@
 """Appends the results of a batch to its two files; several results share one write."""
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -50,6 +51,8 @@ class Results:
         self._paths = outputs, errors
         self._clock = clock
         self._files: list[int] = []
+        self._ends: list[int] = []
+        """Of each file, where its last whole line ends; more may be there if a write failed."""
         self._synced_at = clock()
         self._pending: _Pending | None = None
         self._writer: asyncio.Task[None] | None = None
@@ -111,19 +114,27 @@ class Results:
             pending.written.set_result(None)
 
     def _append(self, pending: _Pending) -> None:
-        ends = [os.lseek(descriptor, 0, os.SEEK_END) for descriptor in self._files]
+        self._drop_rest()
         try:
             for descriptor, lines in zip(self._files, (pending.outputs, pending.errors), strict=True):
                 if lines:
                     write_all(descriptor, b"".join(lines))
-        except Exception:  # the disk is full: no half of a line may be followed by another line
-            for descriptor, end in zip(self._files, ends, strict=True):
-                os.ftruncate(descriptor, end)
+            # Not after each write: a sync takes milliseconds, and the disk is shared by all batches. What a failed
+            # machine loses is answered again.
+            if self._clock() - self._synced_at >= SYNC_SECONDS:
+                self._sync()
+        except Exception:  # none of these lines has a result, so none may stay
+            with contextlib.suppress(OSError):  # otherwise what comes next tries again, before it writes
+                self._drop_rest()
             raise
-        # Not after each write: a sync takes milliseconds, and the disk is shared by all batches. What a failed machine
-        # loses is answered again.
-        if self._clock() - self._synced_at >= SYNC_SECONDS:
-            self._sync()
+        self._ends = [os.lseek(descriptor, 0, os.SEEK_END) for descriptor in self._files]
+
+    def _drop_rest(self) -> None:
+        """Drop what a write that failed has left: no half of a line may be followed by another line."""
+        for descriptor, end in zip(self._files, self._ends, strict=True):
+            if os.lseek(descriptor, 0, os.SEEK_END) != end:
+                os.ftruncate(descriptor, end)
+                os.lseek(descriptor, end, os.SEEK_SET)
 
     def _sync(self) -> None:
         for descriptor in self._files:
@@ -145,11 +156,14 @@ class Results:
                     counts[index] += 1
                 end = file.tell()
             os.ftruncate(descriptor, end)
+            os.lseek(descriptor, end, os.SEEK_SET)
+            self._ends.append(end)
             self.num_bytes += end
         self.num_outputs, self.num_errors = counts
 
     def _close(self) -> None:
         try:
+            self._drop_rest()
             self._sync()
         finally:
             while self._files:

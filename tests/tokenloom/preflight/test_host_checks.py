@@ -91,8 +91,10 @@ def test_a_taken_port_for_metrics_is_named(taken: int, tmp_path: Path) -> None:
     assert "choose another address or port" in message
 
 
-def test_parts_cannot_share_a_port() -> None:
-    flags = {"engine": ("--metrics-listen=127.0.0.1:9100",), "tokenizer": ("--metrics-listen=127.0.0.1:9100",)}
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_parts_cannot_share_a_port(host: str) -> None:
+    port = next(filter(_is_free, range(20_000, 30_000, 7)))
+    flags = {"engine": (f"--metrics-listen=127.0.0.1:{port}",), "tokenizer": (f"--metrics-listen={host}:{port}",)}
     with pytest.raises(Refused, match="2 parts cannot listen on one port: use port 0"):
         check_addresses(flags, {"engine": 2})
     with pytest.raises(Refused, match="engine has the same port"):

@@ -88,6 +88,56 @@ async def test_what_fails_in_one_file_is_taken_back_in_the_other(
     assert ((tmp_path / "out").read_bytes(), (tmp_path / "err").read_bytes()) == (answer(1), wrong)
 
 
+async def test_half_a_line_that_cannot_be_dropped_at_once_is_dropped_before_the_next(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = Results(disk, tmp_path / "out", tmp_path / "err")
+    await results.open(10)
+    await results.add(1, answer(1), is_error=False)
+
+    def fails(descriptor: int, data: object) -> None:
+        if isinstance(data, bytes):
+            os.write(descriptor, data[:5])
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results_module, "write_all", fails)
+        patch.setattr(os, "ftruncate", fails)
+        for number in (2, 3):
+            with pytest.raises(OSError, match="Input/output error"):
+                await results.add(number, answer(number), is_error=False)
+    await results.add(2, answer(2), is_error=False)
+    assert (tmp_path / "out").read_bytes() == answer(1) + answer(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(results_module, "write_all", fails)
+        patch.setattr(os, "ftruncate", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            await results.add(3, answer(3), is_error=False)
+    await results.close()
+    assert (tmp_path / "out").read_bytes() == answer(1) + answer(2)
+
+
+async def test_a_line_whose_sync_fails_is_not_there_twice(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    results = Results(disk, tmp_path / "out", tmp_path / "err", lambda: now)
+    await results.open(10)
+    now = SYNC_SECONDS
+
+    def fails(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            await results.add(1, answer(1), is_error=False)
+    await results.add(1, answer(1), is_error=False)
+    await results.close()
+    assert (tmp_path / "out").read_bytes() == answer(1)
+    assert results.num_outputs == 1
+
+
 class SlowDisk(Executor):
     """Runs each call at once, except those that it holds back until :meth:`go_on`."""
 

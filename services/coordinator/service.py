@@ -7,9 +7,9 @@ from prometheus_client import Gauge
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.liveness import StallAwareClock
 from tokenloom.services.runtime.placement.rules import RULES
 
-from .attentive_clock import AttentiveClock
 from .caches.cache_followers import CacheFollowers
 from .coordinator_servicer import CoordinatorServicer, add_to_server
 from .coordinator_settings import CoordinatorSettings
@@ -54,7 +54,7 @@ class CoordinatorService:
         host.spawn(lease.keep(), name="lease")
 
     async def start(self, host: Host) -> None:
-        clock = AttentiveClock(asyncio.get_running_loop().time)
+        clock = StallAwareClock(asyncio.get_running_loop().time)
         registry = Registry(
             host.epoch,
             clock,

@@ -13,13 +13,13 @@ from tokenloom.model_files.model_path import resolve, served_name
 from tokenloom.process.control_groups import memory_limit
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.hello import make_hello
+from tokenloom.services.runtime.streams.client_stream import INITIAL_CREDIT
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.output_processor_pb2 import ProcessInput
 from tokenloom.v1.output_processor_pb2_grpc import OutputProcessorServicer, add_OutputProcessorServicer_to_server
 from tokenloom.v1.types_pb2 import Fingerprint, Hello
 
 from .output_processor_settings import Drain, OutputProcessorSettings
-from .placement.engine_link import INITIAL_CREDIT
 from .placement.engine_links import EngineLinks
 from .placement.placement import Placer
 from .request.kept_requests import KeptRequests

@@ -79,7 +79,6 @@ class Attempts:
         self._builder = builder
         self._clock = clock
         self._random = random
-        self._last_slot = 0
         # By slot: key and expiry of finished prefills whose KV may still be held. Bounded by the leases that can exist.
         self._held: dict[int, tuple[str, float]] = {}
 
@@ -103,12 +102,6 @@ class Attempts:
             pooling_task=None if request.pooling_params is None else request.pooling_params.task,
         )
         return attempt
-
-    def check_slot(self, slot: int) -> None:
-        """Check that slots only grow, so that no two attempts share one. Raises ``InvalidArgument``."""
-        if slot <= self._last_slot:
-            raise errors.InvalidArgument(f"slot {slot} follows slot {self._last_slot}; slots must increase", "slot")
-        self._last_slot = slot
 
     def refuse(self, add: engine_pb2.AddRequest, error: BaseException) -> None:
         """Answer an Add that never became live."""

@@ -8,14 +8,8 @@ from typing import TypeAlias
 
 import grpc.aio
 
-from tokenloom.request.errors import (
-    DeadlineExceeded,
-    FailedPrecondition,
-    ResourceExhausted,
-    TokenloomError,
-)
-from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, NO_CREDIT_SECONDS, Credit
-from tokenloom.services.runtime.tasks import first_of
+from tokenloom.request.errors import DeadlineExceeded, TokenloomError
+from tokenloom.services.runtime.streams.server_stream import ServerStream
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.v1 import engine_pb2, types_pb2
 
@@ -34,7 +28,7 @@ ADDS_PER_TURN = 16
 Context: TypeAlias = "grpc.aio.ServicerContext[engine_pb2.EngineInput, engine_pb2.EngineFrame]"
 
 
-class ConnectStream:
+class ConnectStream(ServerStream[engine_pb2.EngineInput, engine_pb2.EngineFrame]):
     """Serves a stream from the peer's Hello to its end. All its tasks end with :meth:`run`."""
 
     def __init__(
@@ -51,13 +45,12 @@ class ConnectStream:
     ) -> None:
         """``random`` draws leases and seeds. ``kv``: None if this engine moves no KV and computes every prompt.
         ``frame_interval``: as in :class:`FramePace`."""
+        super().__init__()
         self._core = core
         self._load = load
         self._kv = kv
-        self._loop = asyncio.get_running_loop()
         self._builder = FrameBuilder(peer.max_message_bytes)
         owner, lease_seconds = (kv.owner, kv.lease_seconds) if kv is not None else (None, 0.0)
-        self._changed = asyncio.Event()  # wakes the writer: there is data, credit or an end
         self._attempts = Attempts(
             stream_id,
             limits,
@@ -68,12 +61,7 @@ class ConnectStream:
             kv_owner=owner,
             lease_seconds=lease_seconds,
         )
-        self._credit = Credit(peer.initial_credit)
         self._pace = FramePace(frame_interval, self._changed.set, self._loop)
-        self._idle = asyncio.Event()
-        self._half_closed = False
-        self._closing: TokenloomError | None = None
-        self._written_at = self._loop.time()
 
     async def run(
         self,
@@ -85,24 +73,20 @@ class ConnectStream:
         """Serve the stream to its end. ``first`` is the message with the peer's Hello. Raises what ended the stream,
         unless the peer half-closed it."""
         try:
-            await first_of(self._write(context, hello), self._read(first, requests), self._keep_alive())
+            await self.serve(first, requests, context.write, engine_pb2.EngineFrame(hello=hello, step=self._load.step))
         finally:
             # No await here: this also runs when the stream was reset and the task is cancelled.
             self._core.end(self._attempts.drop_all())
             self._core.drop_leases(self._attempts.drop_leases())
             self._pace.close()
-            self._idle.set()
+
+    @property
+    def has_data(self) -> bool:
+        return self._builder.has_data
 
     @property
     def is_idle(self) -> bool:
-        """Whether every request has been answered and the answers were sent."""
         return not self._attempts.live and not self._builder.has_data
-
-    async def wait_idle(self) -> None:
-        """Wait until the stream is idle or has ended."""
-        self._idle.clear()
-        self._changed.set()  # the writer checks and sets the event
-        await self._idle.wait()
 
     def fail_live(self, error: TokenloomError) -> None:
         """End all live attempts with ``error``; the stream continues."""
@@ -112,26 +96,12 @@ class ConnectStream:
     def close(self, error: TokenloomError) -> None:
         """Fail all live attempts, send what credit allows, and end the stream with ``error``."""
         self.fail_live(error)
-        self._closing = error
-        self._changed.set()
+        super().close(error)
 
     # Input
 
-    async def _read(self, first: engine_pb2.EngineInput, requests: AsyncIterator[engine_pb2.EngineInput]) -> None:
-        await self._receive(first)
-        async for message in requests:
-            if message.HasField("hello"):
-                raise FailedPrecondition("hello: only the first message of a stream may carry one")
-            await self._receive(message)
-        self._half_closed = True
-        self._changed.set()
-        await asyncio.Event().wait()  # the writer ends the stream once everything is answered
-
     async def _receive(self, message: engine_pb2.EngineInput) -> None:
         """Process one message: add, then accept, then stop_at, then abort."""
-        if message.credit:
-            self._credit.grant(message.credit)
-            self._changed.set()
         for count, add in enumerate(message.add, 1):
             await self._add(add)
             # A message may hold hundreds of requests. In one turn their checks would delay the frames of all that run.
@@ -151,7 +121,7 @@ class ConnectStream:
         self._changed.set()
 
     async def _add(self, add: engine_pb2.AddRequest) -> None:
-        self._attempts.check_slot(add.slot)
+        self._take_slot(add.slot)
         try:
             self._load.admit(add)
             attempt = self._attempts.open(add)
@@ -161,7 +131,7 @@ class ConnectStream:
             self._changed.set()
             return
         if len(self._attempts.live) == 1:
-            self._written_at = self._loop.time()  # the time without a frame counts from here
+            self._begin_beats()
         if add.HasField("timeout"):
             seconds = add.timeout.ToNanoseconds() / 1e9
             # Deadlines are kept here, so that the core needs no clock: a step is short compared with any deadline.
@@ -192,24 +162,8 @@ class ConnectStream:
 
     # Output
 
-    async def _write(self, context: Context, hello: types_pb2.Hello) -> None:
-        await self._send(context, engine_pb2.EngineFrame(hello=hello, step=self._load.step))
-        while not self._is_done():
-            if (frame := self._next_frame()) is not None:
-                await self._send(context, frame)
-            elif self._is_beat_due():
-                beat = engine_pb2.EngineFrame(step=self._load.step, paused=self._load.is_paused)
-                await self._send(context, beat)
-            else:
-                if self.is_idle:
-                    self._idle.set()
-                await self._changed.wait()
-                self._changed.clear()
-        if self._closing is not None:
-            raise self._closing
-
     def _next_frame(self) -> engine_pb2.EngineFrame | None:
-        """Return what is to be sent now, within credit: all that waits, or between two frames only what is urgent."""
+        # All that waits, or between two frames only what is urgent.
         builder = self._builder
         if not builder.has_data:
             return None
@@ -224,27 +178,5 @@ class ConnectStream:
         self._pace.sent(len(self._attempts.live))
         return builder.take(self._load.step)
 
-    async def _send(self, context: Context, frame: engine_pb2.EngineFrame) -> None:
-        self._written_at = self._loop.time()
-        await context.write(frame)
-
-    def _is_done(self) -> bool:
-        if self._closing is not None:
-            return not (self._builder.has_data and self._credit.left)
-        return self._half_closed and self.is_idle
-
-    def _is_beat_due(self) -> bool:
-        return not self.is_idle and self._loop.time() - self._written_at >= HEARTBEAT_SECONDS
-
-    # Time
-
-    async def _keep_alive(self) -> None:
-        """Wake the writer for heartbeats, and end the stream of a peer that grants no credit."""
-        while True:
-            due = self._written_at + HEARTBEAT_SECONDS - self._loop.time()
-            await asyncio.sleep(due if due > 0 else HEARTBEAT_SECONDS)
-            if self._credit.is_withheld(wanted=self._builder.has_data):
-                reason = f"no credit for {NO_CREDIT_SECONDS:g} s while frames wait"
-                raise ResourceExhausted(reason, retry_after=None)
-            if self._is_beat_due():
-                self._changed.set()
+    def _beat(self) -> engine_pb2.EngineFrame:
+        return engine_pb2.EngineFrame(step=self._load.step, paused=self._load.is_paused)

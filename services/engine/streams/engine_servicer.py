@@ -5,9 +5,9 @@ import itertools
 from collections.abc import AsyncIterator
 from random import Random
 
-from tokenloom.request.errors import FailedPrecondition, TokenloomError
-from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello
-from tokenloom.v1 import engine_pb2, engine_pb2_grpc, types_pb2
+from tokenloom.request.errors import TokenloomError
+from tokenloom.services.runtime.streams.server_stream import receive_hello
+from tokenloom.v1 import engine_pb2, engine_pb2_grpc
 
 from ..core.core_link import CoreLink
 from ..identity import Identity
@@ -45,7 +45,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     ) -> None:
         """Serve one stream; engine.proto has the contract."""
         hello = self._identity.hello()
-        first = await _receive_hello(request_iterator, hello)
+        first = await receive_hello(request_iterator, hello)
         stream = ConnectStream(
             next(self._stream_ids),
             first.hello,
@@ -84,19 +84,3 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                     await ended.wait()
         except TimeoutError:
             pass  # the peer does not read: its stream breaks when the server stops
-
-
-async def _receive_hello(
-    requests: AsyncIterator[engine_pb2.EngineInput], ours: types_pb2.Hello
-) -> engine_pb2.EngineInput:
-    try:
-        async with asyncio.timeout(HELLO_SECONDS):
-            first = await anext(requests)
-    except (TimeoutError, StopAsyncIteration):
-        raise FailedPrecondition(f"hello: none arrived within {HELLO_SECONDS:g} s") from None
-    if not first.HasField("hello"):
-        raise FailedPrecondition("hello: the first message of a stream must carry one")
-    # Checked before any request: at the address of a pod another engine, or a later incarnation of this one, may
-    # answer.
-    check_hello(first.hello, peer_id=ours.peer_id, epoch=ours.epoch, fingerprint=ours.fingerprint)
-    return first

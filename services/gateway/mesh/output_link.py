@@ -5,16 +5,12 @@ import logging
 import math
 from collections.abc import Callable
 
-import grpc.aio
-
-from tokenloom.request import errors
-from tokenloom.services.runtime.peers import hello
-from tokenloom.services.runtime.peers.silence import was_silent
-from tokenloom.services.runtime.tasks import first_of
+from tokenloom.services.runtime.peers.hello import check_hello
+from tokenloom.services.runtime.peers.silence import describe, was_silent
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
-from .process_stream import Call, ProcessStream, StreamNotNeeded, StreamOwner, next_frame
+from .process_stream import ProcessStream, StreamNotNeeded, StreamOwner
 from .request_ids import UNKNOWN_MARK, mark_of
 
 log = logging.getLogger(__name__)
@@ -55,42 +51,32 @@ class OutputLink:
 
     async def connect(self, stub: "output_processor_pb2_grpc.OutputProcessorAsyncStub") -> None:
         """Keep one incarnation of the stream to its end, then back off."""
-        call = stub.Process()
-        stream = ProcessStream(self._owner)
-        greeted = False
+        stream = ProcessStream(self._owner, self._is_needed)
         try:
-            stream.leaving = await self._greet(call, stream)
-            # After the hello only: until then an output processor of another model may be at this address.
-            greeted, self.stream = True, stream
-            if self.changed_at > -math.inf:
-                self.changed_at = asyncio.get_running_loop().time()
-            log.info("connected to output processor %s", self.address)
-            self._owner.on_open()
-            await first_of(stream.write(call), stream.watch(self._is_needed), stream.read(call))
-        except (grpc.aio.AioRpcError, errors.TokenloomError, asyncio.InvalidStateError, TimeoutError) as error:
-            level = logging.WARNING if greeted and not isinstance(error, StreamNotNeeded) else logging.DEBUG
-            reason = error.code().name if isinstance(error, grpc.aio.AioRpcError) else error
-            log.log(level, "output processor %s: %s", self.address, reason)
+            message = pb.ProcessInput(hello=self._ours)
+            error = await stream.serve(stub.Process(), message, lambda frame: self._greet(stream, frame))
+            was_used = self.stream is stream
+            level = logging.WARNING if was_used and not isinstance(error, StreamNotNeeded) else logging.DEBUG
+            log.log(level, "output processor %s: %s", self.address, describe(error))
             stream.was_silent = was_silent(error)
-        except Exception:  # of a message that cannot be: it ends this stream and not the gateway
-            log.exception("the stream to output processor %s ended", self.address)
         finally:
-            call.cancel()  # otherwise the call and its requests would stay alive on the other side
-            self.stream = None
-            if greeted:
+            if was_used := self.stream is stream:
+                self.stream = None
                 self.changed_at = asyncio.get_running_loop().time()
             # Detached before they are placed again: a late frame of the old stream must not reach a collector that
             # already gets the output from the new one.
             self._owner.on_lost(stream, stream.end())
-        self._backoff = MIN_BACKOFF if greeted else min(self._backoff * 2, MAX_BACKOFF)
+        self._backoff = MIN_BACKOFF if was_used else min(self._backoff * 2, MAX_BACKOFF)
         await asyncio.sleep(self._backoff)
 
-    async def _greet(self, call: Call, stream: ProcessStream) -> bool:
-        """Exchange hellos; return whether the output processor drains."""
-        async with asyncio.timeout(hello.HELLO_SECONDS):
-            await call.write(pb.ProcessInput(hello=self._ours))
-            frame = await next_frame(call)
-        hello.check_hello(frame.hello, fingerprint=self._ours.fingerprint)
+    def _greet(self, stream: ProcessStream, frame: pb.ProcessFrame) -> None:
+        """Begin to use a stream whose output processor has said hello. Raises ``FailedPrecondition``."""
+        # After the hello only: until then an output processor of another model may be at this address.
+        check_hello(frame.hello, fingerprint=self._ours.fingerprint)
         self.mark = mark_of(frame.hello.peer_id)
-        stream.incarnation = self.address, frame.hello.epoch
-        return frame.leaving
+        stream.leaving, stream.incarnation = frame.leaving, (self.address, frame.hello.epoch)
+        self.stream = stream
+        if self.changed_at > -math.inf:
+            self.changed_at = asyncio.get_running_loop().time()
+        log.info("connected to output processor %s", self.address)
+        self._owner.on_open()

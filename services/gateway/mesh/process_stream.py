@@ -1,30 +1,20 @@
 """Holds one stream to an output processor: sends requests, and hands the frames' output to their collectors."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol, TypeAlias
-
-import grpc.aio
+from typing import Protocol
 
 from tokenloom.request import errors, wire_errors
-from tokenloom.services.runtime.peers import hello
-from tokenloom.services.runtime.peers.silence import PeerSilent
+from tokenloom.services.runtime.liveness import LivenessTimer
+from tokenloom.services.runtime.streams.client_stream import ClientStream
 from tokenloom.v1 import output_processor_pb2 as pb
 
 from .frame_rows import FrameRows
 from .submission import Incarnation, Submission
 
-Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.ProcessInput, pb.ProcessFrame]"
-
-INITIAL_CREDIT = 64
-"""Frames in flight. A frame holds the tokens of one step, so this is more than a second of decoding."""
-MESSAGE_BYTES = 4 << 20
-"""Limit on the prompts that share one message, below every message limit. A larger prompt has a message of its own."""
-IDLE_TICKS = round(60 / hello.HEARTBEAT_SECONDS)
+IDLE_SECONDS = 60.0
 """The stream to an output processor that this gateway does not work with any more ends so long after its last request:
 a request that is sought may come back to it."""
-SILENT_TICKS = round(hello.SILENCE_SECONDS / hello.HEARTBEAT_SECONDS)
 
 
 class StreamNotNeeded(errors.Unavailable):
@@ -49,7 +39,7 @@ class StreamOwner(Protocol):
         """Called when a stream has ended, with the requests that were live on it. No output of it follows."""
 
 
-class ProcessStream:
+class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, Submission]):
     """Holds one incarnation of a stream; it is not reused after it has ended.
 
     Attributes:
@@ -58,15 +48,12 @@ class ProcessStream:
         was_silent: Whether the stream has ended because the output processor was silent, so that it may still work.
     """
 
-    def __init__(self, owner: StreamOwner) -> None:
+    def __init__(self, owner: StreamOwner, is_needed: Callable[[], bool] = lambda: True) -> None:
+        """``is_needed``: returns whether the stream stays open without requests."""
+        super().__init__(pb.ProcessInput)
         self._owner = owner
-        self._slots: dict[int, Submission] = {}  # bounded by the requests that the gateway admits
-        self._next_slot = 1
-        self._outbox: deque[pb.ProcessInput] = deque()  # bounded by the same; `write` empties it
-        self._outbox_bytes = 0
-        self._outbox_filled = asyncio.Event()
-        self._silent_ticks = self._idle_ticks = 0
-        self._uncredited = 0
+        self._is_needed = is_needed
+        self._unused = LivenessTimer()
         self._ended = False
         self.leaving = self.was_silent = False
         self.incarnation: Incarnation = ("", 0)
@@ -74,24 +61,18 @@ class ProcessStream:
     def submit(self, submission: Submission, *, again: bool = False) -> int:
         """Send a request and return its slot. ``again``: it continues what arrived from another stream, or waited."""
         assert not self._ended
-        if not self._slots:
-            self._silent_ticks = 0
-        slot = self._next_slot
-        self._next_slot += 1
-        self._slots[slot] = submission
+        slot = self._take_slot(submission)
         if submission.is_sought:
             self._message_after(ends_only=True).resume.append(submission.resume(slot))
             return slot
         submit = submission.again(slot, now=asyncio.get_running_loop().time()) if again else submission.first(slot)
-        # Messages are cut by bytes and not by requests: two large prompts of embeddings in one message exceeded gRPC's
-        # limit, which ended the stream of all requests.
         num_bytes = submission.num_bytes + 4 * sum(len(journal.token_ids) for journal in submit.journals)
         self._message_after(num_bytes).submit.append(submit)
         return slot
 
     def cancel(self, slot: int) -> None:
         """End a request if it is live; no more output reaches its collector."""
-        if self._slots.pop(slot, None) is not None and not self._ended:
+        if self.slots.pop(slot, None) is not None and not self._ended:
             self._message().cancel_slots.append(slot)
 
     def withdraw(self, request_id: str, tenant: str) -> None:
@@ -102,49 +83,20 @@ class ProcessStream:
     def end(self) -> list[Submission]:
         """Detach all requests and return them: the stream is gone, and its late frames reach no collector."""
         self._ended = True
-        submissions = list(self._slots.values())
-        self._slots.clear()
-        return submissions
+        return self.detach()
 
-    async def write(self, call: Call) -> None:
-        """Send what is in the outbox, until cancelled. What is added while a write waits shares a message."""
-        while True:
-            await self._outbox_filled.wait()
-            message = self._outbox.popleft()
-            if not self._outbox:
-                self._outbox_filled.clear()
-                self._outbox_bytes = 0
-            await call.write(message)
+    def _look(self) -> None:
+        if self._unused.look(owes=not self.slots) >= IDLE_SECONDS and not self._is_needed():
+            raise StreamNotNeeded("the stream is not needed any more")
 
-    async def read(self, call: Call) -> None:
-        """Hand out frames, until the stream fails. Answers that begin are written before others get their tokens."""
-        while True:
-            for _ in self.deal(await next_frame(call)):
-                # The heads of new answers are written before a whole frame is dealt: 0.3 instead of 1.2 ms pass from
-                # the arrival of the frame to the head, and the client does not have 63 other events to read first.
-                await asyncio.sleep(0)
-
-    async def watch(self, is_needed: Callable[[], bool] = lambda: True) -> None:
-        """Raise :class:`PeerSilent` when the output processor owes a heartbeat for longer than its event loop
-        can be busy. Counts ticks, not time: a pause of this process is one tick, however long.
-
-        ``is_needed``: returns whether the stream stays open without requests.
-        """
-        while self._silent_ticks < SILENT_TICKS:
-            await asyncio.sleep(hello.HEARTBEAT_SECONDS)
-            self._silent_ticks = self._silent_ticks + 1 if self._slots else 0
-            self._idle_ticks = 0 if self._slots else self._idle_ticks + 1
-            if self._idle_ticks >= IDLE_TICKS and not is_needed():
-                raise StreamNotNeeded("the stream is not needed any more")
-        raise PeerSilent("the output processor is silent")
-
-    def deal(self, frame: pb.ProcessFrame) -> Iterator[None]:
+    def receive(self, frame: pb.ProcessFrame) -> Iterator[None]:
         """Hand a frame's columns to their collectors, and grant credit for it. Yields between the first tokens of
         answers, which are at the beginning of a frame, and what follows them.
 
         Raises :class:`errors.FailedPrecondition` when the columns do not fit together.
         """
-        self._silent_ticks = 0
+        # The heads of new answers are written before a whole frame is dealt: 0.3 instead of 1.2 ms pass from the
+        # frame's arrival to the head, and the client does not have 63 other events to read first.
         self.leaving = self.leaving or frame.leaving
         rows = FrameRows(frame)
         logprobs_of = self._deal_prompts(frame.logprobs) if frame.logprobs else {}
@@ -155,7 +107,7 @@ class ProcessStream:
                 yield
             has_begun = not token_index
             end = start + count
-            if (target := self._slots.get(slot)) is not None:
+            if (target := self.slots.get(slot)) is not None:
                 index, token_ids = target.first_index + sample, rows.token_ids[start:end]
                 if logprobs_of or ending:
                     key = slot, sample
@@ -171,10 +123,10 @@ class ProcessStream:
     def _deal_ends(self, frame: pb.ProcessFrame) -> None:
         """Hand out what follows a frame's tokens."""
         for part in frame.pooled:
-            if (target := self._slots.get(part.slot)) is not None:
+            if (target := self.slots.get(part.slot)) is not None:
                 target.collector.put_pooled(target.first_index, part)
         for slot in frame.engine_death_slots:
-            if (submission := self._slots.get(slot)) is not None:
+            if (submission := self.slots.get(slot)) is not None:
                 submission.engine_deaths += 1
         for finished in frame.finished:
             self._finish(finished)
@@ -187,33 +139,27 @@ class ProcessStream:
         for each in logprobs:
             if not each.prompt:
                 of_tokens.setdefault((each.slot, each.sample_index), []).append(each)
-            elif (target := self._slots.get(each.slot)) is not None:
+            elif (target := self.slots.get(each.slot)) is not None:
                 target.num_prompt_logprobs += len(each.logprobs.sampled)
                 target.collector.put_prompt(target.first_index, each)
         return of_tokens
 
     def _finish(self, finished: pb.RequestFinished) -> None:
-        if (target := self._slots.get(finished.slot)) is None:
+        if (target := self.slots.get(finished.slot)) is None:
             return
         if finished.HasField("error") and finished.error.reason == errors.TryElsewhere.reason:
             self.cancel(finished.slot)  # its other samples move with it
             self._owner.on_moved(self, target, wire_errors.from_proto(finished.error))
             return
         if finished.error.reason == errors.RequestLost.reason and target.is_sought:
-            del self._slots[finished.slot]
+            del self.slots[finished.slot]
             self._owner.on_unknown(self, target)
             return
         target.num_live -= 1
         if not target.num_live:
-            del self._slots[finished.slot]
+            del self.slots[finished.slot]
             target.release()
         target.collector.finish(target.first_index + finished.sample_index, finished)
-
-    def _grant(self) -> None:
-        self._uncredited += 1
-        if self._uncredited >= INITIAL_CREDIT // 2:
-            self._message().credit += self._uncredited
-            self._uncredited = 0
 
     def _message_after(self, num_bytes: int = 0, *, ends_only: bool = False) -> pb.ProcessInput:
         """Return a message for a request that begins, or that resumes (``ends_only``).
@@ -225,26 +171,5 @@ class ProcessStream:
         if self._outbox:
             last = self._outbox[-1]
             if last.cancel_slots or last.withdraw or (last.resume and not ends_only):
-                self._add_message(num_bytes)
-                return self._outbox[-1]
+                return self._new_message(num_bytes)
         return self._message(num_bytes)
-
-    def _message(self, num_bytes: int = 0) -> pb.ProcessInput:
-        """Return the message under construction, with room for so much of a request."""
-        self._outbox_bytes += num_bytes
-        if not self._outbox or self._outbox_bytes > MESSAGE_BYTES:
-            self._add_message(num_bytes)
-        return self._outbox[-1]
-
-    def _add_message(self, num_bytes: int) -> None:
-        self._outbox.append(pb.ProcessInput())
-        self._outbox_bytes = num_bytes
-        self._outbox_filled.set()
-
-
-async def next_frame(call: Call) -> pb.ProcessFrame:
-    """Return the next frame. Raises ``Unavailable`` at the end of the stream."""
-    frame = await call.read()
-    if not isinstance(frame, pb.ProcessFrame):
-        raise errors.Unavailable("the output processor ended the stream")
-    return frame

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
 from tokenloom.request import errors, wire_errors
-from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, NO_CREDIT_SECONDS, Credit, check_hello
+from tokenloom.services.runtime.streams.server_stream import ServerStream, receive_hello
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.output_processor_pb2 import (
     ProcessFrame,
@@ -28,25 +28,19 @@ SUBMITS_PER_TURN = 8
 """So many requests of a message are made before the event loop serves those that run. Making one takes about 1 ms."""
 
 
-class Session:
+class Session(ServerStream[ProcessInput, ProcessFrame]):
     """Serves one ``Process`` stream. At its end, requests that can be resumed continue; all others are aborted."""
 
     def __init__(self, hello: Hello, requests: Requests) -> None:
         """``hello``: what this process sends first."""
+        super().__init__()
         self._hello = hello
         self._requests = requests
         self._live: dict[int, SampleGroup | PooledRequest] = {}  # by slot; bounded by the requests that may be live
-        self._last_slot = 0
-        self._credit = Credit()
-        self._wake = asyncio.Event()
         # The writer runs after an engine's frame was passed on completely, so that one step is one frame here too.
-        self._outbox = Outbox(self._wake.set)
-        self._half_closed = False
+        self._outbox = Outbox(self._changed.set)
         self._leaving = self._has_left = False
-        self._failure: BaseException | None = None
-        self._tasks = Tasks(self.abandon)
-        self._loop = asyncio.get_running_loop()
-        self._written_at = 0.0
+        self._tasks = Tasks(self.abort)
 
     async def run(
         self, messages: AsyncIterator[ProcessInput], write: Callable[[ProcessFrame], Awaitable[object]]
@@ -57,56 +51,48 @@ class Session:
         Raises what ends the stream: a wrong hello, a reused slot, no credit for too long.
         """
         messages = aiter(messages)
-        kept, peer = self._requests.kept, None
+        kept = self._requests.kept
+        first = await receive_hello(messages, self._hello)
+        peer = first.hello.peer_id, first.hello.epoch
+        # Before anything of the new stream is read: the gateway submits again what this incarnation of it has lost, and
+        # the kept copies would run beside that.
+        kept.connect(peer)
+        self._has_left = self._leaving
         try:
-            first = await anext(messages, None)
-            if first is None:
-                return
-            ours = self._hello
-            check_hello(first.hello, peer_id=ours.peer_id, epoch=ours.epoch, fingerprint=ours.fingerprint)
-            self._credit.grant(first.hello.initial_credit)
-            peer = first.hello.peer_id, first.hello.epoch
-            # Before anything of the new stream is read: the gateway submits again what this incarnation of it has lost,
-            # and the kept copies would run beside that.
-            kept.connect(peer)
-            self._has_left = self._leaving
-            await write(ProcessFrame(hello=ours, leaving=self._leaving))
-            self._tasks.spawn(self._read(first, messages), name="gateway-read")
-            self._tasks.spawn(self._keep_awake(), name="gateway-heartbeat")
-            while (frame := await self._next_frame()) is not None:
-                await write(frame)
+            await self.serve(first, messages, write, ProcessFrame(hello=self._hello, leaving=self._leaving))
         finally:
-            if peer is not None:
-                # Before the loop below, which keeps a request only if its gateway has no other stream here.
-                kept.disconnect(peer)
+            # Before the loop below, which keeps a request only if its gateway has no other stream here.
+            kept.disconnect(peer)
             for group in list(self._live.values()):
-                if peer is None or not isinstance(group, SampleGroup) or not kept.lose(group, peer):
+                if not isinstance(group, SampleGroup) or not kept.lose(group, peer):
                     group.cancel()
             await self._tasks.close()
+
+    @property
+    def has_data(self) -> bool:
+        return bool(self._outbox)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._live and not self._outbox
 
     def leave(self) -> None:
         """Report to the gateway that this output processor takes no new requests. What is refused comes after that."""
         self._leaving = True
-        self._wake.set()
+        self._changed.set()
 
     def move(self, error: errors.TokenloomError) -> None:
         """End the live requests with an error that makes the gateway send them to another output processor."""
         for group in list(self._live.values()):
             group.fail(error)
 
-    def half_close(self) -> None:
-        """End the stream when no request is live and all frames were sent, as if the gateway had closed its side."""
-        self._half_closed = True
-        self._wake.set()
-
-    async def _read(self, first: ProcessInput, messages: AsyncIterator[ProcessInput]) -> None:
-        await self._receive(first)
-        async for message in messages:
-            await self._receive(message)
-        self.half_close()
-
     async def _receive(self, message: ProcessInput) -> None:
-        self._take_slots(message)
+        # In the order of their numbers. Read in the order of the message's fields, all new requests came first: a
+        # resumed one with a lower number ended the whole stream, and the gateway sent the same message again on the
+        # next stream, without end.
+        slots = [each.slot for each in message.submit]
+        for slot in sorted(slots + [each.slot for each in message.resume]) if message.resume else slots:
+            self._take_slot(slot)
         for start in range(0, len(message.submit), SUBMITS_PER_TURN):
             if start:
                 await asyncio.sleep(0)
@@ -119,9 +105,6 @@ class Session:
                 group.cancel()
         for each in message.withdraw:
             self._requests.kept.withdraw(each.request_id, each.tenant)
-        if message.credit:
-            self._credit.grant(message.credit)
-            self._wake.set()
 
     async def _submit_some(self, submits: Sequence[Submit]) -> None:
         # Engines are asked for first, so that the requests are made while the coordinator answers.
@@ -173,7 +156,7 @@ class Session:
 
     def _begin(self, slot: int, group: SampleGroup | PooledRequest) -> None:
         if not self._live:
-            self._written_at = self._loop.time()  # the first heartbeat is due from now on
+            self._begin_beats()
         self._live[slot] = group
 
     def _taken(self, slot: int) -> None:
@@ -181,57 +164,18 @@ class Session:
         if self._live.pop(slot, None) is not None:
             self._refuse(slot, errors.Aborted("The answer continues in another call, which has resumed it."))
 
-    def _take_slots(self, message: ProcessInput) -> None:
-        """Check that the slots of a message are new. Requests that begin and that resume share the numbers, and the
-        message does not say in which order the gateway gave them out."""
-        # Read in the order of the message's fields, all new requests came first: a resumed one with a lower number
-        # ended the whole stream, and the gateway sent the same message again on the next stream, without end.
-        slots = [each.slot for each in message.submit]
-        if message.resume:
-            slots = sorted(slots + [each.slot for each in message.resume])
-        for slot in slots:
-            if slot <= self._last_slot:
-                raise errors.InvalidArgument(f"slot {slot} is not greater than the last one, {self._last_slot}", "slot")
-            self._last_slot = slot
-
     def _refuse(self, slot: int, error: BaseException) -> None:
         reason = FinishReason.FINISH_REASON_ERROR
         self._outbox.finish(RequestFinished(slot=slot, reason=reason, error=wire_errors.to_proto(error)))
 
-    def abandon(self, error: BaseException) -> None:
-        """End the stream with an error, whatever is live."""
-        self._failure = error
-        self._wake.set()
+    def _next_frame(self) -> ProcessFrame | None:
+        if self._leaving and not self._has_left:  # like a heartbeat, it needs no credit
+            self._has_left = True
+            return ProcessFrame(leaving=True)
+        return self._outbox.take() if self._outbox and self._credit.take() else None
 
-    async def _next_frame(self) -> ProcessFrame | None:
-        """Return the next frame to send, None when there will be none."""
-        while True:
-            if self._failure is not None:
-                raise self._failure
-            now = self._loop.time()
-            if self._leaving and not self._has_left:  # like a heartbeat, it needs no credit
-                self._has_left = True
-                return ProcessFrame(leaving=True)
-            if self._outbox:
-                if self._credit.take():
-                    self._written_at = now
-                    return self._outbox.take()
-            elif self._half_closed and not self._live:
-                return None
-            if (self._live or self._outbox) and now - self._written_at >= HEARTBEAT_SECONDS:
-                self._written_at = now
-                return ProcessFrame()
-            await self._wake.wait()
-            self._wake.clear()
-
-    async def _keep_awake(self) -> None:
-        """Wake the writer for heartbeats, and end the stream of a gateway that grants no credit."""
-        while True:
-            due = self._written_at + HEARTBEAT_SECONDS - self._loop.time()
-            await asyncio.sleep(due if due > 0 else HEARTBEAT_SECONDS)
-            if self._credit.is_withheld(wanted=bool(self._outbox)):
-                raise errors.ResourceExhausted(f"The gateway granted no credit for {NO_CREDIT_SECONDS:g} s.")
-            self._wake.set()
+    def _beat(self) -> ProcessFrame:
+        return ProcessFrame()
 
 
 def own_copy(submit: Submit) -> Submit:

@@ -54,7 +54,7 @@ class Sessions:
             if self._leaving:
                 session.half_close()
             else:
-                session.abandon(errors.Unavailable("The output processor is shutting down; retry."))
+                session.abort(errors.Unavailable("The output processor is shutting down; retry."))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FLUSH_SECONDS):
                 await self._empty.wait()

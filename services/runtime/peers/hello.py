@@ -4,14 +4,12 @@ The first message in each direction is a Hello: name, incarnation and what the s
 frames, and the sender takes one credit per frame.
 """
 
-import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.v1 import types_pb2
 
 from .message_limit import MAX_MESSAGE_BYTES
-from .patience import Patience
 
 PROTOCOL_VERSION = 1
 HEARTBEAT_SECONDS = 0.5
@@ -113,50 +111,3 @@ def _show(value: object) -> str:
     if isinstance(value, bytes):
         return value.hex()[:12] or "empty"
     return repr(value)
-
-
-class Credit:
-    """Counts the frames that the peer is ready to receive. It has one waiter at a time, the stream's writer."""
-
-    def __init__(self, initial: int = 0, clock: Callable[[], float] | None = None) -> None:
-        """``clock`` returns seconds; None for the time of the running event loop."""
-        self._left = initial
-        self._granted = asyncio.Event()
-        self._has_granted = False  # since the last call of `is_withheld`
-        self._patience = Patience(NO_CREDIT_SECONDS, clock or asyncio.get_running_loop().time)
-        if initial:
-            self._granted.set()
-
-    @property
-    def left(self) -> int:
-        return self._left
-
-    def grant(self, frames: int) -> None:
-        """Add ``frames`` that the peer granted."""
-        self._left += frames
-        self._has_granted = True
-        if self._left > 0:
-            self._granted.set()
-
-    def take(self) -> bool:
-        """Take one; return False when none is left: the sender then merges what it has with what comes."""
-        if self._left <= 0:
-            return False
-        self._left -= 1
-        if self._left == 0:
-            self._granted.clear()
-        return True
-
-    def is_withheld(self, *, wanted: bool) -> bool:
-        """Return whether the peer has granted nothing for :data:`NO_CREDIT_SECONDS` while frames waited for it.
-
-        To be called at every heartbeat. ``wanted``: whether frames wait now.
-        """
-        # A grant in the meantime counts even if it was used up at once: a slow reader is not a hung one.
-        owes = wanted and self._left <= 0 and not self._has_granted
-        self._has_granted = False
-        return self._patience.is_over(owes=owes)
-
-    async def wait(self) -> None:
-        """Return once there is credit, without taking any."""
-        await self._granted.wait()

@@ -23,3 +23,10 @@ def was_silent(error: BaseException) -> bool:
         return False
     details = error.details() or ""
     return details == SILENT or _KEEPALIVE in details
+
+
+def describe(error: BaseException) -> str:
+    """Return why a stream ended, for the log."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

@@ -142,14 +142,14 @@ async def run(
             frame = part.step([size] * count)
             if number == num_frames - 1 and not arrives:
                 break
-            list(stream.deal(frame))
+            list(stream.receive(frame))
             while not collector.done and (collector._pending or collector.failed):
                 for delta in await collector.take():
                     answer.take(delta)
             if collector.done:
                 return answer
         assert stream.end() == [submission]
-        list(stream.deal(frame))  # a late frame, doubled or not, reaches no client
+        list(stream.receive(frame))  # a late frame, doubled or not, reaches no client
     raise AssertionError("the request did not end")
 
 

@@ -22,8 +22,8 @@ from tokenloom.model_files.checkpoint import load_tokenizer, tokenizer_fingerpri
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
 from tokenloom.services.output_processor.service import OutputProcessorService
-from tokenloom.services.output_processor.stream import gateway_session
 from tokenloom.services.runtime.host.service import running
+from tokenloom.services.runtime.streams import server_stream
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
@@ -139,7 +139,7 @@ def roles() -> list[EngineRole]:
 async def mesh(
     socket_dir: Path, roles: list[EngineRole], hang_timeout: float, heartbeat: float, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Mesh]:
-    monkeypatch.setattr(gateway_session, "HEARTBEAT_SECONDS", heartbeat)
+    monkeypatch.setattr(server_stream, "HEARTBEAT_SECONDS", heartbeat)
     fingerprint = Fingerprint(model=DEMO_MODEL_NAME, tokenizer=tokenizer_fingerprint(DEMO_MODEL))
     engines = [
         FakeEngine(

@@ -13,12 +13,12 @@ from tests.services.coordinator.engines.test_engine_registry import report
 from tests.services.coordinator.policies import DEFAULT_POLICY
 from tests.services.coordinator.test_coordinator_servicer import first_report
 from tokenloom.request.errors import Unavailable
-from tokenloom.services.coordinator.attentive_clock import AttentiveClock
 from tokenloom.services.coordinator.coordinator_servicer import CoordinatorServicer
 from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.coordinator.picks.pick_metrics import PickMetrics
 from tokenloom.services.coordinator.picks.pick_slices import SLICE_SECONDS, PickSlices
 from tokenloom.services.coordinator.picks.placed import Placed, engine_part
+from tokenloom.services.runtime.liveness import StallAwareClock
 from tokenloom.v1.coordinator_pb2 import (
     EngineIdentity,
     EngineReport,
@@ -179,7 +179,7 @@ async def report_every_second(engines: list[Engine], time: Time) -> None:
 async def test_no_engine_is_dead_after_five_thousand_picks_at_one_moment() -> None:
     """Each pick takes 3 ms, so that all together take longer than an engine may be silent."""
     time = Time()
-    clock = AttentiveClock(time)
+    clock = StallAwareClock(time)
     registry = Registry(1, clock, policy=DEFAULT_POLICY, settle_seconds=0.0)
     pick = registry.pick
 

@@ -11,8 +11,9 @@ from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeRequest
 from tokenloom.request import errors
 from tokenloom.services.gateway.mesh.collector import Collector
-from tokenloom.services.gateway.mesh.process_stream import INITIAL_CREDIT, ProcessStream
+from tokenloom.services.gateway.mesh.process_stream import ProcessStream
 from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, SILENCE_SECONDS
+from tokenloom.services.runtime.streams.client_stream import INITIAL_CREDIT
 from tokenloom.v1.output_processor_pb2 import ProcessFrame
 
 BODY = {"model": MODEL, "prompt": "a", "max_tokens": 100}
@@ -154,13 +155,13 @@ async def test_answers_that_begin_are_read_before_others_get_their_tokens() -> N
     stream, older, newer = ProcessStream(owner), Collector(1), Collector(1)
     for slot, collector in ((1, older), (2, newer)):
         target: Any = SimpleNamespace(first_index=0, collector=collector)
-        stream._slots[slot] = target
-    for _ in stream.deal(ProcessFrame(slot=[1], text=["a"], token_index=[0], token_ids=[5])):
+        stream.slots[slot] = target
+    for _ in stream.receive(ProcessFrame(slot=[1], text=["a"], token_index=[0], token_ids=[5])):
         raise AssertionError("nothing follows the first token")
     reader = asyncio.create_task(newer.take())
     await asyncio.sleep(0)
     frame = ProcessFrame(slot=[2, 1], text=["x", "b"], token_index=[0, 1], token_ids=[7, 6])
-    for _ in stream.deal(frame):
+    for _ in stream.receive(frame):
         await asyncio.sleep(0)
         assert [delta.text for delta in reader.result()] == ["x"]
         assert older.num_tokens(0) == 1

@@ -84,7 +84,7 @@ DEALT: dict[int, asyncio.Event] = {}
 
 @pytest.fixture(autouse=True)
 def observed_deals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    deal = ProcessStream.deal
+    deal = ProcessStream.receive
 
     def deal_and_report(stream: ProcessStream, frame: ProcessFrame) -> Iterator[None]:
         yield from deal(stream, frame)
@@ -92,7 +92,7 @@ def observed_deals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             if slot in DEALT:
                 DEALT[slot].set()
 
-    monkeypatch.setattr(ProcessStream, "deal", deal_and_report)
+    monkeypatch.setattr(ProcessStream, "receive", deal_and_report)
     yield
     DEALT.clear()
 

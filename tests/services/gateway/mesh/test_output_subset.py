@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
-from tokenloom.request.errors import RequestLost, Unavailable
+from tokenloom.request.errors import RequestLost
 from tokenloom.services.gateway.mesh import process_stream
-from tokenloom.services.gateway.mesh.process_stream import ProcessStream
-from tokenloom.services.runtime.peers import hello, subset
+from tokenloom.services.gateway.mesh.process_stream import ProcessStream, StreamNotNeeded
+from tokenloom.services.runtime.liveness import LivenessTimer
+from tokenloom.services.runtime.peers import subset
 from tokenloom.v1.coordinator_pb2 import Position
-from tokenloom.v1.output_processor_pb2 import ProcessFrame, Submit
 
 BODY = {"model": MODEL, "prompt": "ab", "max_tokens": 100}
 LOST = RequestLost("The request is not known.")
@@ -45,17 +45,23 @@ async def test_a_gateway_works_with_its_subset_and_seeks_among_all(socket_dir: P
 
 
 async def test_a_stream_that_is_not_needed_ends_when_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_stream, "IDLE_TICKS", 2)
-    monkeypatch.setattr(hello, "HEARTBEAT_SECONDS", 0.001)
+    monkeypatch.setattr(process_stream, "IDLE_SECONDS", 1.0)
     owner: Any = object()
-    stream, live, needed = ProcessStream(owner), Submit(slot=1), [True]
-    watching = asyncio.create_task(stream.watch(lambda: needed[0]))
-    stream._slots[1] = live  # type: ignore[assignment]
-    needed[0] = False
-    for _ in range(5):
-        await asyncio.sleep(0.002)
-        list(stream.deal(ProcessFrame()))
-    assert not watching.done(), "it has a request"
-    stream._slots.clear()
-    with pytest.raises(Unavailable, match="not needed"):
-        await asyncio.wait_for(watching, SOON)
+    needed, now = True, 100.0
+    stream = ProcessStream(owner, lambda: needed)
+    stream._unused = LivenessTimer(lambda: now)
+
+    def look() -> None:
+        nonlocal now
+        for _ in range(3):
+            now += 0.5
+            stream._look()
+
+    look()
+    needed = False
+    submission: Any = object()
+    stream.slots[1] = submission
+    look()
+    stream.slots.clear()
+    with pytest.raises(StreamNotNeeded):
+        look()

@@ -9,9 +9,9 @@ from tests.loop_clock import pass_time, settle
 from tests.services.output_processor.fakes import LENGTH, SOON, STOP, EngineStream, submit
 from tests.services.output_processor.harness import Mesh
 from tokenloom.request.errors import ResourceExhausted, Unavailable
-from tokenloom.services.output_processor.placement import engine_link
 from tokenloom.services.runtime.local_streams.call import SILENT
 from tokenloom.services.runtime.peers import retry_budget
+from tokenloom.services.runtime.streams import client_stream
 from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, Finished
 from tokenloom.v1.types_pb2 import FinishReason, PromptEmbeds
 
@@ -54,7 +54,8 @@ def _finish(stream: EngineStream, add: AddRequest, index: int, ids: list[int]) -
 
 
 async def test_a_silent_engine_is_dead(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_link, "_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(client_stream, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(client_stream, "SILENCE_SECONDS", 0.8)
     gateway = await mesh.gateway()
     stream, _ = await mesh.started(gateway, submit(1))
     other = await mesh.engines[1].next_stream()
@@ -64,7 +65,8 @@ async def test_a_silent_engine_is_dead(mesh: Mesh, monkeypatch: pytest.MonkeyPat
 
 async def test_a_request_is_not_blamed_for_silence(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine may be frozen, or the link cut: the request is tried again, however often."""
-    monkeypatch.setattr(engine_link, "_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(client_stream, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(client_stream, "SILENCE_SECONDS", 0.8)
     gateway = await mesh.gateway()
     stream, _ = await mesh.started(gateway, submit(1))
     for turn in (1, 0):
@@ -77,7 +79,7 @@ async def test_a_request_is_not_blamed_for_silence(mesh: Mesh, monkeypatch: pyte
 
 @pytest.mark.parametrize("hang_timeout", [0.3])
 async def test_an_engine_whose_step_stands_still_is_hung(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_link, "_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(client_stream, "LOOK_SECONDS", 0.02)
     gateway = await mesh.gateway()
     stream, _ = await mesh.started(gateway, submit(1))
     beats = asyncio.create_task(_beat(stream))
@@ -89,7 +91,7 @@ async def test_an_engine_whose_step_stands_still_is_hung(mesh: Mesh, monkeypatch
 
 @pytest.mark.parametrize("hang_timeout", [0.1])
 async def test_the_step_of_a_paused_engine_may_stand_still(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_link, "_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(client_stream, "LOOK_SECONDS", 0.02)
     gateway = await mesh.gateway()
     stream, (slot,) = await mesh.started(gateway, submit(1))
     for _ in range(30):
@@ -205,7 +207,8 @@ def _lose_connection(stream: EngineStream) -> None:
 async def test_a_request_whose_engines_fall_silent_one_after_the_other_waits_for_the_budget(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, fall_silent: Callable[[EngineStream], None]
 ) -> None:
-    monkeypatch.setattr(engine_link, "_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(client_stream, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(client_stream, "SILENCE_SECONDS", 0.8)
     monkeypatch.setattr(retry_budget, "MAX_RETRIES", 0.0)
     gateway = await mesh.gateway()
     stream, _ = await mesh.started(gateway, submit(1), submit(2))

@@ -34,7 +34,7 @@ def read_object(file: Path) -> dict[str, Any]:
     check_content(file)
     try:
         values = json.loads(file.read_bytes())
-    except ValueError as error:  # also for bytes that are not UTF-8
+    except (ValueError, RecursionError) as error:  # bytes that are not UTF-8; brackets nested beyond the stack
         raise Refused(f"{file} is not JSON ({error}): {_AGAIN}") from None
     if not isinstance(values, dict):
         raise Refused(f"{file} must hold a JSON object, not {type(values).__name__}: {_AGAIN}")

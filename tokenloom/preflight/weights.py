@@ -91,7 +91,7 @@ def _read_header(file: Path) -> dict[str, Any]:
         header: dict[str, Any] = json.loads(text)
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         needed = 8 + length + max(ends, default=0)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise Refused(f"{file} is not a safetensors file: its header is no JSON object of tensors: {_AGAIN}") from None
     if size < needed:
         raise Refused(f"{file} is cut off: it has {size:,} bytes, and its header describes {needed:,}: {_AGAIN}")

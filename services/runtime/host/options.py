@@ -133,7 +133,7 @@ class Option:
         """Return a struct from JSON, from a table of a file, or from itself."""
         try:
             return msgspec.convert(msgspec.json.decode(value) if isinstance(value, str) else value, self.annotation)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:  # the latter: brackets nested beyond the stack
             known = ", ".join(field.name for field in msgspec.structs.fields(self.type))
             raise ValueError(f"{error}; expected {self.expected} with keys among {known}") from None
 

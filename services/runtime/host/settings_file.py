@@ -16,7 +16,7 @@ def read_file(path: Path) -> dict[str, Any]:
         values = parse(path.read_text())
     except OSError as error:
         raise ValueError(f"--config: cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: brackets nested beyond the stack
         raise ValueError(f"--config: {path.name} cannot be parsed: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"--config: {path.name} does not hold a table of settings")

@@ -162,6 +162,7 @@ ODD = [
     ),
     Odd("config as a page", write("config.json", WEB_PAGE), "config.json holds a web page", "hf download"),
     Odd("config cut off", write("config.json", '{"architectures": ['), "config.json is not JSON", "download"),
+    Odd("config nested deeply", write("config.json", "[" * 100_000), "config.json is not JSON", "download"),
     Odd("config as a list", write("config.json", "[]"), "config.json must hold a JSON object", "download"),
     Odd("config in another encoding", write("config.json", b"\xff\xfe{}"), "config.json", "download"),
     Odd("config as a pointer", write("config.json", POINTER), "config.json is a git-lfs pointer", "git lfs pull"),

@@ -45,7 +45,10 @@ class Conversation:
 
     def load(self, path: Path) -> None:
         """Replace the messages by those of a file. Raises ``OSError``, or ``ValueError`` for another content."""
-        messages = json.loads(path.read_text())
+        try:
+            messages = json.loads(path.read_text())
+        except RecursionError:
+            raise ValueError("its brackets are nested too deeply") from None
         if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
             raise ValueError("expected a list of messages, each with a role and a content")
         self.system = "\n".join(message["content"] for message in messages if message["role"] == "system")

@@ -147,6 +147,7 @@ def test_a_struct_is_written_as_json_as_a_table_or_as_itself(value: object) -> N
         ('{"method": "three"}', "'three' - at `$.method`"),
         ('{"method": "one", "count": 0}', "`int` >= 1 - at `$.count`"),
         ("{method: one}", "malformed"),
+        ("[" * 100_000, "expected a JSON object"),
         ([1], "got `array`"),
     ],
 )

@@ -36,7 +36,9 @@ def test_what_was_saved_is_loaded(conversation: Conversation, tmp_path: Path) ->
     assert other.messages == conversation.messages
 
 
-@pytest.mark.parametrize("text", ["{}", "[1]", '[{"role": "tool", "content": ""}]', '[{"role": "user"}]', "no JSON"])
+@pytest.mark.parametrize(
+    "text", ["{}", "[1]", '[{"role": "tool", "content": ""}]', '[{"role": "user"}]', "no JSON", "[" * 100_000]
+)
 def test_what_is_no_chat_is_refused(conversation: Conversation, tmp_path: Path, text: str) -> None:
     (tmp_path / "chat.json").write_text(text)
     with pytest.raises(ValueError):

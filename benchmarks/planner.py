@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.wire.messages import SchedulerStats
+from tokenloom.engine_core.data.messages import SchedulerStats
 from tokenloom.planner.demand import Goals
 from tokenloom.planner.engine_load import EngineLoad, Role
 from tokenloom.planner.planner import Limits, Plan, Planner

@@ -6,29 +6,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
-from .adapters import Adapters
-from .config import EngineConfig
 from .control.pausing import Pausing
 from .control.sessions import Sessions
 from .control.sleeping import Sleeping
-from .core_ready import core_ready
-from .data_parallel.facts import parallel_config_hash, parallel_facts
-from .encoder_config import encoder_config
-from .errors import ExecutorFailedError
-from .executor.executor import Executor, PoolSpec
-from .executor.step_in_flight import StepInFlight, drain, take_oldest
-from .executor.worker_adapters import WorkerAdapters
-from .kv_cache.kv_cache_config import KVCacheConfig
-from .kv_cache.kv_cache_size import has_waves, size_kv_cache
-from .kv_transfer.core_kv import CoreKV
-from .kv_transfer.kv_connector import StepTransfers, take_news
-from .pending_output import PendingOutput
-from .process.step_pulse import StepPulse
-from .scheduling.scheduler import Scheduler
-from .scheduling.step_reports import IterationLog, dump_failed_step
-from .structured_output.manager import GrammarStep, StructuredOutputManager
-from .wire.handshake import WarmUp
-from .wire.messages import (
+from .control.step_watchdog import StepWatchdog
+from .core_ready import core_ready, parallel_config_hash, parallel_facts
+from .data.config import EngineConfig
+from .data.errors import ExecutorFailedError
+from .data.handshake import WarmUp
+from .data.kv_cache_config import KVCacheConfig
+from .data.messages import (
     AcceptTokens,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -36,8 +23,20 @@ from .wire.messages import (
     ExpertLoads,
     SchedulerStats,
 )
-from .wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from .worker import ModelInfo
+from .data.model_info import ModelInfo
+from .data.pending_output import PendingOutput
+from .data.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .encoder_config import encoder_config
+from .executor.executor import Executor, PoolSpec
+from .executor.step_in_flight import StepInFlight, drain, take_oldest
+from .executor.worker_adapters import WorkerAdapters
+from .kv_cache.kv_cache_size import has_waves, size_kv_cache
+from .kv_transfer.core_kv import CoreKV
+from .kv_transfer.kv_connector import StepTransfers, take_news
+from .scheduling.adapters import Adapters
+from .scheduling.scheduler import Scheduler
+from .scheduling.step_reports import IterationLog, dump_failed_step
+from .structured_output.manager import GrammarStep, StructuredOutputManager
 
 # A worker that hangs, or whose device failed, was noticed only when a request was lost. The front asks every 10 s and
 # waits for 60, as long as the coordinator waits for a step.
@@ -54,12 +53,12 @@ class EngineCore:
         executor: Executor,
         kv: CoreKV | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
-        pulse: StepPulse | None = None,
+        watchdog: StepWatchdog | None = None,
     ) -> None:
         """Load the model and size the KV cache.
 
         Raises ``ValueError`` naming a setting or a feature of the model that does not work. ``kv`` moves KV blocks in
-        and out of the pool, if given. ``clock`` returns nanoseconds. ``pulse`` shows how
+        and out of the pool, if given. ``clock`` returns nanoseconds. ``watchdog`` shows how
         far the step in work is.
         """
         self.executor = executor
@@ -95,8 +94,8 @@ class EngineCore:
         warm_up = self._initialize_kv_cache(config, kv_cache, model)
         if self.scheduler.drafts is not None:
             self.scheduler.drafts.free_rows = warm_up.free_rows or None
-        self._pulse = pulse or StepPulse(clock=lambda: clock() / 1e9)
-        self._pulse.warmed_up(warm_up.seconds)
+        self._watchdog = watchdog or StepWatchdog(clock=lambda: clock() / 1e9)
+        self._watchdog.warmed_up(warm_up.seconds)
         self.steps_in_flight: deque[StepInFlight] = deque()
         """Steps that the executor has begun and whose results are not processed yet, oldest first."""
         # Loads planned with a step wait for one step before it, not for several.
@@ -239,7 +238,7 @@ class EngineCore:
                 self._unsampled = scheduled, transfers
             else:
                 masks = self._grammars.start_step(scheduled, requests)
-        self._pulse.began(scheduled.total_num_scheduled_tokens)
+        self._watchdog.began(scheduled.total_num_scheduled_tokens)
         self.num_begun += 1
         try:
             self.executor.execute_model(scheduled)
@@ -285,7 +284,7 @@ class EngineCore:
         """Forget the steps in flight, and let every request begin anew."""
         self.steps_in_flight.clear()
         self._unsampled = None
-        self._pulse.failed()
+        self._watchdog.failed()
         if self._iterations is not None:
             self._iterations.abandon()
         self.scheduler.recover_from_failed_step(finished_req_ids)
@@ -294,7 +293,7 @@ class EngineCore:
         self, step: StepInFlight, result: ModelRunnerOutput, take_aborts: Callable[[], Iterable[str]]
     ) -> list[EngineCoreOutput]:
         # First, so that the time of a step does not hold what the core does with its results.
-        self.scheduler.note_step_time(step.scheduled, self._pulse.ended())
+        self.scheduler.note_step_time(step.scheduled, self._watchdog.ended())
         if step.transfers is not None:
             # As soon as the step has ended: a reader on another engine waits for these tokens.
             step.transfers.step_ended()

@@ -1,12 +1,15 @@
 """What a core says of itself when its model is loaded and its KV cache is there."""
 
+import hashlib
+import json
+
 from tokenloom.process.fall_backs import OF_PROCESS
 
-from .adapters import Adapters
-from .config import EngineConfig
-from .kv_cache.kv_cache_config import KVCacheConfig
-from .wire.handshake import CoreReady, WarmUp
-from .worker import ModelInfo
+from .data.config import EngineConfig
+from .data.handshake import CoreReady, WarmUp
+from .data.kv_cache_config import KVCacheConfig
+from .data.model_info import ModelInfo
+from .scheduling.adapters import Adapters
 
 
 def core_ready(
@@ -37,3 +40,27 @@ def core_ready(
         has_waves=has_waves,
         fall_backs=list(dict.fromkeys((*model.fall_backs, *OF_PROCESS.own()))),
     )
+
+
+def parallel_facts(config: EngineConfig, ready: CoreReady) -> dict[str, str]:
+    """Return the settings and properties that the ranks of a group compare, by name."""
+    named = {
+        "model's numerics": ready.numerics,
+        "kv_layout": ready.kv_layout,
+        "block_size": ready.block_size,
+        "vocab_size": ready.vocab_size,
+        "max_model_len": ready.max_model_len,
+        "speculative_config": config.speculative,
+        "enable_lora": config.lora.enable,
+        "tensor_parallel_size": config.parallel.tensor_parallel_size,
+        "decode_context_parallel_size": config.parallel.decode_context_parallel_size,
+        "enable_expert_parallel": config.parallel.enable_expert_parallel,
+        "enable_eplb": config.parallel.enable_eplb,
+        "eplb_config": config.parallel.eplb_config,
+    }
+    return {name: str(value) for name, value in named.items()}
+
+
+def parallel_config_hash(facts: dict[str, str]) -> bytes:
+    """Return a digest of the facts, which the coordinator compares."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()[:8]

@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from tokenloom.process.fall_backs import OF_PROCESS
 
-from .config import EngineConfig
+from .data.config import EngineConfig
 
 _STEPS = 2
 """Steps in flight, whose requests hold blocks at the same time."""

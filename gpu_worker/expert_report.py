@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.wire.messages import ExpertBalance, ExpertLoads, RoutedExperts
+from tokenloom.engine_core.data.messages import ExpertBalance, ExpertLoads, RoutedExperts
 
 from .batch.input_batch import StepInputs
 from .models.expert_routes import ExpertRoutes

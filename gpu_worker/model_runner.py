@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.messages import ExpertLoads, RoutedExperts
+from tokenloom.engine_core.data.pending_output import PendingOutput
+from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
-from tokenloom.engine_core.pending_output import PendingOutput
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import ExpertLoads, RoutedExperts
-from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 from .attention.attention_backend import AttentionBackend, IntArray, KVCache
 from .batch.expected_tokens import ExpectedTokens

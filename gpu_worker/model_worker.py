@@ -8,19 +8,19 @@ from pathlib import Path
 
 import torch
 
-from tokenloom.engine_core.config import EngineConfig
-from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
-from tokenloom.engine_core.kv_cache.kv_groups import KVGroup, model_groups
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.data.core_pooling_params import ModelPooling
+from tokenloom.engine_core.data.handshake import WarmUp
+from tokenloom.engine_core.data.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.data.kv_groups import KVGroup, model_groups
+from tokenloom.engine_core.data.lora import LoraInfo
+from tokenloom.engine_core.data.model_info import FreedMemory, ModelInfo
+from tokenloom.engine_core.data.pending_output import PendingOutput
+from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
-from tokenloom.engine_core.pending_output import PendingOutput
-from tokenloom.engine_core.process.process_memory import resident_bytes
-from tokenloom.engine_core.wire.core_pooling_params import ModelPooling
-from tokenloom.engine_core.wire.handshake import WarmUp
-from tokenloom.engine_core.wire.lora import LoraInfo
-from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from tokenloom.engine_core.worker import FreedMemory, ModelInfo
 from tokenloom.process.fall_backs import OF_PROCESS
+from tokenloom.process.process_memory import resident_bytes
 
 from .attention.attention_backend import AttentionBackend
 from .attention.attention_backends import make_attention_backend
@@ -66,7 +66,7 @@ from .warm_up import (
 
 
 class ModelWorker:
-    """Fulfils :class:`tokenloom.engine_core.worker.Worker`."""
+    """Fulfils :class:`tokenloom.engine_core.executor.worker.Worker`."""
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
         check_device(config, platform)

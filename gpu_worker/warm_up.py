@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from tokenloom.engine_core.config import SchedulerConfig
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.config import SchedulerConfig
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 
 from .model_runner import ModelRunner
 

@@ -98,7 +98,9 @@ def test_the_walk_sees_the_structs_of_every_process() -> None:
 
 def test_a_field_that_nothing_reads_is_found() -> None:
     """An option that is only passed on as a flag, and named in a table of options, is not read."""
-    assert unread(Definition("engine_core/config.py", "CacheConfig", ("engines_per_host",))) == ["engines_per_host"]
+    assert unread(Definition("engine_core/data/config.py", "CacheConfig", ("engines_per_host",))) == [
+        "engines_per_host"
+    ]
 
 
 def test_every_field_of_the_coordinator_s_messages_is_read() -> None:

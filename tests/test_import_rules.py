@@ -32,12 +32,8 @@ ROUTED_ROWS = "tokenloom.request.routed_rows"
 RESERVATION = "tokenloom.request.reservation"
 # The head of a GGUF file, which holds configuration and tokenizer.
 GGUF_FILE = "tokenloom.gguf.gguf_file"
-# What the system allows a process, for workers and services alike.
-CONTROL_GROUPS = "tokenloom.process.control_groups"
-# How every process listens on a unix socket.
-UNIX_SOCKET = "tokenloom.process.unix_socket"
-# The table of fall-backs, which every process of a mesh reports.
-FALL_BACKS = "tokenloom.process.fall_backs"
+# What every process has: its limits, its end with its parent, sockets, a directory to meet in, its fall-backs.
+OF_PROCESSES = "tokenloom.process"
 # Names, checks and errors of requests and of the model's files, for every entrance.
 ABOUT_REQUESTS = (
     "tokenloom.request",
@@ -48,30 +44,12 @@ SERVICES = ("coordinator", "engine", "gateway", "output_processor", "tokenizer")
 
 # What worker code may take from the engine core: its plain data and protocols, none of its machinery.
 PLAIN_DATA = {
-    f"tokenloom.engine_core.{name}"
-    for name in (
-        "adapter_files",
-        "config",
-        "eplb_config",
-        "kv_cache.kv_cache_config",
-        "kv_cache.kv_groups",
-        "kv_cache.pool_memory",
-        "kv_transfer.device_memory",
-        "kv_transfer.kv_connector",
-        "kv_transfer.kv_messages",
-        "kv_transfer.kv_transport",
-        "pending_output",
-        "process.process_memory",
-        "wire.core_pooling_params",
-        "wire.core_sampling_params",
-        "wire.embedding_rows",
-        "wire.handshake",
-        "wire.lora",
-        "wire.messages",
-        "wire.pieces",
-        "wire.scheduler_output",
-        "worker",
-    )
+    "tokenloom.engine_core.data",
+    *(
+        f"tokenloom.engine_core.{name}"
+        for name in ("executor.worker", "kv_cache.pool_memory", "kv_transfer.device_memory", "kv_transfer.kv_transport")
+    ),
+    "tokenloom.engine_core.wire.pieces",
 }
 
 _MODULE_NAME = re.compile(r"tokenloom(\.[a-z_][a-z0-9_]*)+")
@@ -194,7 +172,7 @@ def _is_parent(name: str, packages: Sequence[str]) -> bool:
         ("import json, zmq", 0),
         ("from ..gateway import sse", 2),
         ("from .. import gateway", 1),
-        ("import tokenloom.engine_core.scheduling.request", 1),
+        ("import tokenloom.engine_core.data.request", 1),
         ("from tokenloom.gpu_worker.sampler import x", 2),
         ("def f():\n    import torch.nn", 1),
         ("if TYPE_CHECKING:\n    from torch import Tensor", 2),
@@ -232,12 +210,11 @@ def test_engine_core(module: Module) -> None:
         REASONING,
         ROUTED_ROWS,
         RESERVATION,
-        UNIX_SOCKET,
-        FALL_BACKS,
+        OF_PROCESSES,
     ]
     if module.name == "tokenloom.engine_core.fake_workers.checkpoint_sizes":
         allowed.append(GGUF_FILE)
-    if module.name == "tokenloom.engine_core.lora_config":
+    if module.name == "tokenloom.engine_core.data.lora_config":
         allowed += ["tokenloom.request.adapters.adapter_name", "tokenloom.request.errors"]
     assert not violations("tokenloom.engine_core", allowed, third_party=libraries, never=never, modules=[module])
 
@@ -245,7 +222,7 @@ def test_engine_core(module: Module) -> None:
 def test_gpu_worker() -> None:
     package, allowed = (
         "tokenloom.gpu_worker",
-        [*sorted(PLAIN_DATA), SAMPLING_PARAMS, RESERVATION, GGUF_FILE, CONTROL_GROUPS, FALL_BACKS],
+        [*sorted(PLAIN_DATA), SAMPLING_PARAMS, RESERVATION, GGUF_FILE, OF_PROCESSES],
     )
     assert not violations(package, allowed, never=("grpc", "asyncio"))
     # Only the folder for that library's models, which is imported when one is loaded.
@@ -255,28 +232,28 @@ def test_gpu_worker() -> None:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_services(service: str) -> None:
-    allowed = ["tokenloom.services.runtime", *ABOUT_REQUESTS, CONTROL_GROUPS, UNIX_SOCKET, FALL_BACKS, "tokenloom.v1"]
+    allowed = ["tokenloom.services.runtime", *ABOUT_REQUESTS, OF_PROCESSES, "tokenloom.v1"]
     if service == "engine":
         allowed += ["tokenloom.engine_core", "tokenloom.gpu_worker"]
     assert not violations(f"tokenloom.services.{service}", allowed, never=("torch", "transformers"))
 
 
 def test_runtime_knows_no_service() -> None:
-    allowed = [*ABOUT_REQUESTS, UNIX_SOCKET, FALL_BACKS, "tokenloom.v1"]
+    allowed = [*ABOUT_REQUESTS, OF_PROCESSES, "tokenloom.v1"]
     assert not violations("tokenloom.services.runtime", allowed, never=("torch", "transformers"))
 
 
 def test_what_is_about_requests_knows_no_server() -> None:
     """The client and the offline API use it too."""
     third_party = {"google", "grpc", "msgspec", "numpy", "huggingface_hub", "tokenizers"}
-    allowed = [*ABOUT_REQUESTS, "tokenloom.v1", FALL_BACKS, "tokenloom.demo_model", "tokenloom.demo_adapters"]
+    allowed = [*ABOUT_REQUESTS, "tokenloom.v1", OF_PROCESSES, "tokenloom.demo_model", "tokenloom.demo_adapters"]
     for package in ABOUT_REQUESTS:
         assert not violations(package, allowed, third_party=third_party)
 
 
-@pytest.mark.parametrize("module", [RESERVATION, UNIX_SOCKET, FALL_BACKS])
+@pytest.mark.parametrize("module", [RESERVATION, OF_PROCESSES])
 def test_what_every_process_uses_imports_no_code_of_ours(module: str) -> None:
-    """Reservations, sockets and fall-backs: the engine core, its workers and every service hold them."""
+    """The engine core, its workers and every service hold them."""
     assert not violations(module, third_party=set())
 
 

@@ -10,10 +10,10 @@ import time
 from dataclasses import dataclass
 
 from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.executor import make_executor
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.messages import EngineCoreRequest
+from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.engine.core.workers import make_worker
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenloom.engine_core.config import KVCacheDtype
+from tokenloom.engine_core.data.config import KVCacheDtype
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, LoraConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, LoraConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.gpu_worker.platform.devices import make_worker
 from tokenloom.model_files.model_path import resolve
 from tokenloom.request.adapters.adapter_salt import adapter_salt

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from tokenloom.engine_core.config import (
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import (
     AttentionBackendName,
     CacheConfig,
     Dtype,
@@ -17,10 +18,9 @@ from tokenloom.engine_core.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, load_model_config
 from tokenloom.gpu_worker.layers.linear import make_linear
 from tokenloom.gpu_worker.platform.devices import CPUWorker

@@ -16,11 +16,17 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import (
+    CacheConfig,
+    EngineConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.gpu_worker.model_runner import ModelRunner
 from tokenloom.gpu_worker.platform.devices import CPUWorker
 from tokenloom.gpu_worker.speculation.ngram import NgramProposer

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from tokenloom.engine_core import worker
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
-from tokenloom.engine_core.worker import ModelInfo
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.handshake import WarmUp
+from tokenloom.engine_core.data.messages import EngineCoreRequest
+from tokenloom.engine_core.data.model_info import ModelInfo
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
 from tokenloom.gpu_worker.model_runner import ModelRunner
 
@@ -40,7 +41,8 @@ class StepLoop:
             cache=CacheConfig(num_blocks=rows * (_MAX_MODEL_LEN // _BLOCK)),
             scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget),
         )
-        self._core = EngineCore(config, _executor(_Worker(rows)))
+        worker: Any = _Worker(rows)
+        self._core = EngineCore(config, UniProcExecutor(worker))
         params = SamplingParams(max_tokens=_MAX_MODEL_LEN, seed=0, **SAMPLING[sampling])
         for index in range(rows):
             prompt = [(index * 7 + position) % VOCABULARY for position in range(_CONTEXT)]
@@ -67,15 +69,6 @@ class StepLoop:
         return spent[steps // 2] / 1e3
 
 
-def _executor(worker: Any) -> Any:
-    """Trees of the first version have no executors: there the core calls its worker."""
-    try:
-        from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-    except ImportError:
-        return worker
-    return UniProcExecutor(worker)
-
-
 class _Worker:
     """Runs the model runner with a model without layers."""
 
@@ -89,12 +82,12 @@ class _Worker:
         return sys.maxsize
 
     def initialize_kv_cache(self, kv_cache: Any, memory: Any = None) -> Any:
-        """Make the runner; also for older trees, which pass the number of blocks and expect nothing back."""
+        """Make the runner."""
         batch = InputBatch(self._rows, _MAX_MODEL_LEN, _BLOCK)
         model: Any = _Model(self._rows)
         backend: Any = _Backend()
-        self._runner: Any = ModelRunner(model, backend, batch, getattr(kv_cache, "num_blocks", kv_cache))
-        return getattr(worker, "WarmUp", lambda: None)()
+        self._runner: Any = ModelRunner(model, backend, batch, kv_cache.num_blocks)
+        return WarmUp()
 
     def execute_model(self, scheduled: Any) -> Any:
         return self._runner.execute(scheduled)  # also after it returned the tokens

@@ -5,12 +5,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from tokenloom.engine_core.config import CacheConfig, SchedulerConfig
-from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.data.config import CacheConfig, SchedulerConfig
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.data.messages import EngineCoreRequest
+from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
-from tokenloom.engine_core.wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
 
 from ..load.datasets import DatasetOptions, make_prompts

@@ -5,7 +5,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenloom.engine_core.wire.messages import SchedulerStats
+from tokenloom.engine_core.data.messages import SchedulerStats
 from tokenloom.services.engine.queue_rates import QueueRates
 from tokenloom.services.engine.step_rates import StepRates
 from tokenloom.v1.coordinator_pb2 import EngineReport, EngineState

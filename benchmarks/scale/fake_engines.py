@@ -5,7 +5,7 @@ import sys
 
 import uvloop
 
-from tokenloom.engine_core.wire.messages import SchedulerStats
+from tokenloom.engine_core.data.messages import SchedulerStats
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.services.engine.coordinator_link import CoordinatorLink
 from tokenloom.services.engine.kv.kv_peers import EngineRegistry

@@ -12,15 +12,15 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from ..config import EngineConfig
-from ..errors import EngineDeadError, NotSentError
-from ..kv_transfer.kv_messages import KVCall, KVEvent
+from ..data.config import EngineConfig
+from ..data.errors import EngineDeadError, NotSentError
+from ..data.handshake import CoreReady
+from ..data.kv_messages import KVCall, KVEvent
+from ..data.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..process.core_io import ENGINE_CORE_DEAD
 from ..process.core_launch import CoreProcess
-from ..process.step_pulse import Pulse, PulseMemory
+from ..process.pulse_memory import Pulse, PulseMemory
 from ..wire.array_arena import ArrayArena, Loan
-from ..wire.handshake import CoreReady
-from ..wire.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..wire.serialization import Decoder, encode, to_raw
 from .async_socket import AsyncSocket
 

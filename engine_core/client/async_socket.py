@@ -5,7 +5,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ..errors import EngineDeadError, NotSentError
+from ..data.errors import EngineDeadError, NotSentError
 from ..wire.frames import FrameReader, head
 from ..wire.pieces import NO_MEMORY, RETRY_SECONDS, Pieces
 from ..wire.serialization import Frame

@@ -4,12 +4,12 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from ..config import EngineConfig
-from ..control.core_calls import CoreCalls
 from ..core import EngineCore
-from ..errors import EnginePausedError, UtilityError
+from ..core_calls import CoreCalls
+from ..data.config import EngineConfig
+from ..data.errors import EnginePausedError, UtilityError
+from ..data.messages import EngineCoreOutputs, EngineCoreRequest, UtilityCall
 from ..executor.executor import Executor
-from ..wire.messages import EngineCoreOutputs, EngineCoreRequest, UtilityCall
 from ..wire.serialization import to_raw
 
 

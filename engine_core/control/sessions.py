@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from ..data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from ..scheduling.scheduler import Scheduler
-from ..wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 MAX_INPUTS = 1024
 """Limits the inputs of a session that wait for their turns, because a faulty client may only send."""

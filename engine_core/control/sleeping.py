@@ -4,11 +4,11 @@ from concurrent.futures import Future
 
 import msgspec
 
-from ..errors import ExecutorFailedError
+from ..data.errors import ExecutorFailedError
+from ..data.model_info import FreedMemory
 from ..executor.executor import Executor
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_planner import PauseState
-from ..worker import FreedMemory
 from .pausing import Pausing
 
 LEVELS = (0, 1, 2)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..config import ParallelConfig
 from ..core import EngineCore
+from ..data.config import ParallelConfig
 from .frames import Frames, decoder_of
 from .group_address import check_address, connect
 from .group_secret import new_nonce, prove_to_hub, read_secret

@@ -6,7 +6,8 @@ import socket
 import threading
 import time
 
-from ..rendezvous_dir import RendezvousDir
+from tokenloom.process.rendezvous_dir import RendezvousDir
+
 from .frames import Frames, decoder_of
 from .group_address import is_of_this_host, listen, meeting_place, notice_loss
 from .group_secret import challenge_rank

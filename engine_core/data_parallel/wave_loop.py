@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from ..config import ParallelConfig
 from ..core import EngineCore
-from ..errors import GroupLostError
-from ..waves import Waves, WaveState
-from ..wire.messages import EngineCoreOutputs, GroupState
+from ..data.config import ParallelConfig
+from ..data.errors import GroupLostError
+from ..data.messages import EngineCoreOutputs, GroupState
 from .messages import MAX_RANKS, Called, Newcomers, Outcome, ToRank, Vote, Want, Welcome
+from .waves import Waves, WaveState
 
 
 class Ballot(Protocol):

@@ -5,14 +5,15 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from ..kv_cache.kv_cache_config import KVCacheConfig
+from ..data.handshake import WarmUp
+from ..data.kv_cache_config import KVCacheConfig
+from ..data.model_info import ModelInfo
+from ..data.pending_output import PendingOutput
+from ..data.scheduler_output import GrammarOutput, SchedulerOutput
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool
-from ..pending_output import PendingOutput
-from ..wire.handshake import WarmUp
-from ..wire.scheduler_output import GrammarOutput, SchedulerOutput
 from ..wire.serialization import call_with_raw, to_raw
-from ..worker import ModelInfo, Worker
+from .worker import Worker
 
 # Names arrive from clients, so what may be called is listed: getattr alone would offer every method of the worker.
 CLIENT_METHODS: Final = frozenset({"profile", "resident_bytes"})

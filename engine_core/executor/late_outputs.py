@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ..pending_output import PendingOutput
-from ..wire.scheduler_output import ModelRunnerOutput
+from ..data.pending_output import PendingOutput
+from ..data.scheduler_output import ModelRunnerOutput
 
 
 class LateOutputs:

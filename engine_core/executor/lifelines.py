@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
-from ..errors import ExecutorFailedError
+from ..data.errors import ExecutorFailedError
 
 _CONNECT_SECONDS = 10.0
 # Ray takes tens of seconds to call a silent node dead, and until then every request of the engine waits. A network that

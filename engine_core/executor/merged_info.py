@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ..worker import ModelInfo
+from ..data.model_info import ModelInfo
 from .rank_pools import merged_layout
 
 

@@ -8,17 +8,18 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from ..config import EngineConfig
-from ..errors import ExecutorFailedError, WorkerLostError
-from ..kv_cache.kv_cache_config import KVCacheConfig
+from tokenloom.process.rendezvous_dir import RendezvousDir
+
+from ..data.config import EngineConfig
+from ..data.errors import ExecutorFailedError, WorkerLostError
+from ..data.handshake import WarmUp
+from ..data.kv_cache_config import KVCacheConfig
+from ..data.model_info import ModelInfo
+from ..data.pending_output import PendingOutput
+from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..kv_transfer.kv_transport import KVPool
-from ..pending_output import PendingOutput
-from ..rendezvous_dir import RendezvousDir
 from ..wire.array_arena import ArrayArena
-from ..wire.handshake import WarmUp
-from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import Decoder, Frame, encode, from_raw, to_raw
-from ..worker import ModelInfo
 from .executor import PoolSpec
 from .merged_info import merged_info
 from .rank_answers import joined_results

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..errors import ExecutorFailedError, RanksDifferError, WorkerLostError
+from ..data.errors import ExecutorFailedError, RanksDifferError, WorkerLostError
 
 
 def joined_results(answers: Sequence[object | Exception]) -> list[object]:

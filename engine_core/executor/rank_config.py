@@ -4,7 +4,7 @@ import os
 
 from msgspec.structs import replace
 
-from ..config import EngineConfig
+from ..data.config import EngineConfig
 
 
 def rank_config(config: EngineConfig, rank: int, rendezvous: str, num_on_host: int) -> EngineConfig:

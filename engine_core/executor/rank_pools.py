@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..kv_cache.kv_cache_config import KVCacheConfig
+from ..data.handshake import WarmUp
+from ..data.kv_cache_config import KVCacheConfig
 from ..kv_cache.pool_memory import PoolMemory, create_memfd, whole_pages
 from ..kv_transfer.kv_transport import KVPool, KVRegion
-from ..wire.handshake import WarmUp
-from ..worker import Worker
+from .worker import Worker
 
 
 class RankPool(msgspec.Struct, frozen=True):

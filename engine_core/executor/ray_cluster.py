@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import EngineConfig
-from ..errors import ExecutorFailedError
+from ..data.config import EngineConfig
+from ..data.errors import ExecutorFailedError
 
 _PLACEMENT_SECONDS = 60.0
 """How long the cluster may take to make room for the workers."""

@@ -11,15 +11,15 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ..config import EngineConfig
-from ..errors import ExecutorFailedError, WorkerLostError
-from ..kv_cache.kv_cache_config import KVCacheConfig
+from ..data.config import EngineConfig
+from ..data.errors import ExecutorFailedError, WorkerLostError
+from ..data.handshake import WarmUp
+from ..data.kv_cache_config import KVCacheConfig
+from ..data.model_info import ModelInfo
+from ..data.pending_output import PendingOutput
+from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..kv_transfer.kv_transport import KVPool
-from ..pending_output import PendingOutput
-from ..wire.handshake import WarmUp
-from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import Decoder, encode, from_raw, to_raw
-from ..worker import ModelInfo, Worker
 from .executor import PoolSpec
 from .lifelines import Lifelines
 from .merged_info import merged_info
@@ -28,6 +28,7 @@ from .rank_config import most_in_flight, rank_config
 from .rank_pools import RankPool, RankPools
 from .ray_cluster import connect, gpus_of_worker, reserve
 from .ray_worker import RayPlace, RayWorker, SampleMessage
+from .worker import Worker
 
 _POLL_SECONDS = 0.2
 """How often to check, while an answer is awaited, that all workers are there."""

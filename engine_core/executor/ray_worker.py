@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ..config import EngineConfig
-from ..kv_cache.kv_cache_config import KVCacheConfig
+from ..data.config import EngineConfig
+from ..data.kv_cache_config import KVCacheConfig
+from ..data.pending_output import await_output
+from ..data.scheduler_output import GrammarOutput, SchedulerOutput
 from ..kv_cache.pool_memory import PoolMemory
-from ..pending_output import await_output
-from ..wire.scheduler_output import GrammarOutput, SchedulerOutput
 from ..wire.serialization import Decoder, Frame, encode
-from ..worker import Worker
 from .executor import call_worker
 from .lifelines import open_lifeline
 from .rank_pools import make_rank_pool
+from .worker import Worker
 
 
 class SampleMessage(msgspec.Struct, array_like=True, gc=False):

@@ -4,9 +4,9 @@ import contextlib
 from collections import deque
 from typing import NamedTuple
 
+from ..data.pending_output import PendingOutput
+from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from ..kv_transfer.kv_connector import StepTransfers
-from ..pending_output import PendingOutput
-from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 
 class StepInFlight(NamedTuple):

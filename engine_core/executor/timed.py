@@ -5,9 +5,9 @@ import sys
 import time
 from collections.abc import Callable
 
+from ..data.pending_output import PendingOutput
+from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..fake_workers.timed_worker import TimedWorker
-from ..pending_output import PendingOutput
-from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from .uniproc import UniProcExecutor
 
 _PR_SET_TIMERSLACK = 29

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 
-from ..errors import ExecutorFailedError
-from ..kv_cache.kv_cache_config import KVCacheConfig
+from ..data.errors import ExecutorFailedError
+from ..data.handshake import WarmUp
+from ..data.kv_cache_config import KVCacheConfig
+from ..data.model_info import ModelInfo
+from ..data.pending_output import PendingOutput, as_pending
+from ..data.scheduler_output import GrammarOutput, SchedulerOutput
 from ..kv_transfer.kv_transport import KVPool
-from ..pending_output import PendingOutput, as_pending
-from ..wire.handshake import WarmUp
-from ..wire.scheduler_output import GrammarOutput, SchedulerOutput
 from ..wire.serialization import from_raw, to_raw
-from ..worker import ModelInfo, Worker
 from .executor import PoolSpec, call_worker
+from .worker import Worker
 
 
 class UniProcExecutor:

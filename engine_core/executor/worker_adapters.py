@@ -4,8 +4,8 @@ import logging
 
 import msgspec
 
-from ..errors import RanksDifferError, WorkerLostError
-from ..wire.lora import LoraInfo
+from ..data.errors import RanksDifferError, WorkerLostError
+from ..data.lora import LoraInfo
 from .executor import Executor
 
 log = logging.getLogger(__name__)

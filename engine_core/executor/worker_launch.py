@@ -7,9 +7,10 @@ from pathlib import Path
 
 import zmq
 
-from ..config import EngineConfig
-from ..errors import ExecutorFailedError
-from ..rendezvous_dir import RendezvousDir
+from tokenloom.process.rendezvous_dir import RendezvousDir
+
+from ..data.config import EngineConfig
+from ..data.errors import ExecutorFailedError
 from ..wire.array_arena import ArenaAddress
 from ..wire.serialization import Decoder, encode
 from .worker_messages import WorkerFailed, WorkerHello, WorkerInit, WorkerReady

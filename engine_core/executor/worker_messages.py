@@ -4,10 +4,10 @@ import enum
 
 import msgspec
 
-from ..config import EngineConfig
-from ..kv_cache.kv_cache_config import KVCacheConfig
+from ..data.config import EngineConfig
+from ..data.kv_cache_config import KVCacheConfig
+from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput
 from ..wire.array_arena import ArenaAddress
-from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput
 
 
 class WorkerHello(msgspec.Struct, tag="HELLO"):

@@ -7,16 +7,17 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from ..config import EngineConfig
+from tokenloom.process.process_guard import ProcessGuard
+
+from ..data.config import EngineConfig
+from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from ..kv_cache.pool_memory import PoolMemory
-from ..process.process_guard import ProcessGuard
 from ..wire.array_arena import ArenaReader
-from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import Decoder, Frame, encode, to_raw
-from ..worker import Worker
 from .executor import call_worker
 from .late_outputs import LateOutputs
 from .rank_pools import RankPool, make_rank_pool
+from .worker import Worker
 from .worker_launch import remove_socket
 from .worker_messages import (
     PoolCall,

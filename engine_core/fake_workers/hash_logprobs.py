@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..wire.messages import Logprobs
+from ..data.messages import Logprobs
 
 
 def hash_logprobs(

@@ -3,10 +3,10 @@
 import zlib
 from pathlib import Path
 
-from ..adapter_files import read_adapter_files, read_rank
-from ..lora_config import LoraConfig
-from ..wire.lora import LoraInfo
-from ..wire.scheduler_output import SchedulerOutput
+from ..data.adapter_files import read_adapter_files, read_rank
+from ..data.lora import LoraInfo
+from ..data.lora_config import LoraConfig
+from ..data.scheduler_output import SchedulerOutput
 
 
 class HashLoras:

@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-from ..wire.core_pooling_params import ModelPooling, PoolingParams, PoolingTask
+from ..data.core_pooling_params import ModelPooling, PoolingParams, PoolingTask
 
 Floats = npt.NDArray[np.float32]
 NUM_CLASSES = 2

@@ -5,9 +5,9 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 
-from ..wire.core_sampling_params import SamplingParams
-from ..wire.embedding_rows import EmbedsSpan
-from ..wire.scheduler_output import NewRequestData
+from ..data.core_sampling_params import SamplingParams
+from ..data.embedding_rows import EmbedsSpan
+from ..data.scheduler_output import NewRequestData
 
 
 class HashRow:

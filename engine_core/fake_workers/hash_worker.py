@@ -13,20 +13,21 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ..config import EngineConfig
-from ..kv_cache.kv_cache_config import KVCacheConfig
-from ..kv_cache.kv_groups import NULL_BLOCK
+from tokenloom.process.process_memory import resident_bytes
+
+from ..data.config import EngineConfig
+from ..data.core_pooling_params import PoolingParams
+from ..data.core_sampling_params import SamplingParams
+from ..data.embedding_rows import EmbedsSpan
+from ..data.handshake import WarmUp
+from ..data.kv_cache_config import KVCacheConfig
+from ..data.kv_groups import NULL_BLOCK
+from ..data.lora import LoraInfo
+from ..data.messages import Logprobs
+from ..data.model_info import FreedMemory, ModelInfo
+from ..data.scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool, KVRegion
-from ..process.process_memory import resident_bytes
-from ..wire.core_pooling_params import PoolingParams
-from ..wire.core_sampling_params import SamplingParams
-from ..wire.embedding_rows import EmbedsSpan
-from ..wire.handshake import WarmUp
-from ..wire.lora import LoraInfo
-from ..wire.messages import Logprobs
-from ..wire.scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from ..worker import FreedMemory, ModelInfo
 from .checkpoint_sizes import read_sizes
 from .hash_logprobs import hash_logprobs
 from .hash_loras import HashLoras, adapter_mark

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ..config import EngineConfig
-from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..data.config import EngineConfig
+from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from .hash_pooling import Floats, hash_pooled
 from .hash_worker import HashWorker, allowed_tokens
 

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from .kv_groups import NULL_BLOCK
+from ..data.kv_groups import NULL_BLOCK
 
 _ALWAYS_HELD = 1 << 62
 

@@ -1,6 +1,6 @@
 """Gives the blocks of groups keys of their own, while KV events name one hash for each block of tokens."""
 
-from .kv_events import KVEventLog
+from ..data.kv_events import KVEventLog
 
 
 def group_key(block_hash: bytes, group: int) -> bytes:

@@ -6,12 +6,12 @@ of tokens ``index``, or ``NULL_BLOCK`` if the group does not keep it.
 
 from collections.abc import Sequence
 
-from ..config import CacheConfig
-from ..scheduling.request import Request
+from ..data.config import CacheConfig
+from ..data.kv_events import KVEventLog
+from ..data.kv_groups import NULL_BLOCK, KVGroup, KVNeed, first_seen_block
+from ..data.request import Request
 from .block_pool import BlockPool
 from .group_events import FirstGroupEvents, group_key
-from .kv_events import KVEventLog
-from .kv_groups import NULL_BLOCK, KVGroup, KVNeed, first_seen_block
 from .prefix_search import find_prefix
 from .request_hashes import RequestHasher
 

@@ -1,9 +1,9 @@
 """Gives requests KV blocks for their tokens, and finds blocks that already hold them."""
 
-from ..config import CacheConfig
-from ..scheduling.request import Request
+from ..data.config import CacheConfig
+from ..data.kv_events import KVEventLog
+from ..data.request import Request
 from .block_pool import BlockPool
-from .kv_events import KVEventLog
 from .request_hashes import RequestHasher
 
 

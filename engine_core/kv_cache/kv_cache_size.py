@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from ..config import EngineConfig
-from ..worker import ModelInfo
-from .kv_cache_config import KVCacheConfig
-from .kv_groups import KVNeed
+from ..data.config import EngineConfig
+from ..data.kv_cache_config import KVCacheConfig
+from ..data.kv_groups import KVNeed
+from ..data.model_info import ModelInfo
 from .kv_manager import largest_chunk
 
 

@@ -2,11 +2,11 @@
 
 from typing import TypeAlias
 
-from ..config import CacheConfig, SchedulerConfig
+from ..data.config import CacheConfig, SchedulerConfig
+from ..data.kv_cache_config import KVCacheConfig
+from ..data.kv_events import KVEventLog
 from .grouped_kv_cache_manager import GroupedKVCacheManager
-from .kv_cache_config import KVCacheConfig
 from .kv_cache_manager import KVCacheManager
-from .kv_events import KVEventLog
 
 KVManager: TypeAlias = KVCacheManager | GroupedKVCacheManager
 

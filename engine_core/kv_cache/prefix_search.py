@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from ..data.kv_groups import NULL_BLOCK, first_seen_block
 from .group_events import group_key
-from .kv_groups import NULL_BLOCK, first_seen_block
 
 
 def find_prefix(

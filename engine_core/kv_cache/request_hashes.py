@@ -2,8 +2,8 @@
 
 from tokenloom.request.prompt_block_hash import hash_block
 
-from ..scheduling.request import Request
-from ..wire.embedding_rows import block_salt
+from ..data.embedding_rows import block_salt
+from ..data.request import Request
 
 
 def hash_next_block(request: Request, block_size: int, seed: bytes) -> None:

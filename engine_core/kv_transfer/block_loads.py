@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..kv_cache.kv_groups import NULL_BLOCK
-from .kv_messages import KVEvent, KVTarget, KVVerdict, KVVerify
+from ..data.kv_groups import NULL_BLOCK
+from ..data.kv_messages import KVEvent, KVTarget, KVVerdict, KVVerify
 from .kv_transport import KVTransferError
 
 _MAX_EARLY = 4096

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config import EngineConfig, KVConfig
+from ..data.config import EngineConfig, KVConfig
 from .failpoints import Failpoints
 from .kv_connector import KVConnector
 from .kv_service import KVService

@@ -21,9 +21,9 @@ from typing import Protocol
 
 import msgspec
 
+from ..data.request import Request
+from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.block_pool import BlockPool
-from ..scheduling.request import Request
-from ..wire.scheduler_output import SchedulerOutput
 from .kv_transport import KVPool
 
 

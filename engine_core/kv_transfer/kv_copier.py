@@ -7,9 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 
+from ..data.kv_messages import KVTarget
 from .block_loads import CopyTask
 from .failpoints import Failpoints
-from .kv_messages import KVTarget
 from .kv_transport import KVPool, KVReader, KVTransferError, KVTransport
 
 log = logging.getLogger(__name__)

@@ -8,12 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor
 
-from ..config import KVConfig
-from .block_loads import CopyTask, LoadOrder, LoadResult, Loads
-from .endpoints import Endpoints
-from .failpoints import Failpoints
-from .kv_copier import NUM_THREADS, KVCopier
-from .kv_messages import (
+from ..data.config import KVConfig
+from ..data.kv_messages import (
     KVAcquire,
     KVAnswer,
     KVCall,
@@ -26,6 +22,10 @@ from .kv_messages import (
     KVVerdict,
     KVVerify,
 )
+from .block_loads import CopyTask, LoadOrder, LoadResult, Loads
+from .endpoints import Endpoints
+from .failpoints import Failpoints
+from .kv_copier import NUM_THREADS, KVCopier
 from .kv_transport import KVPool, KVTransferError, KVTransport
 from .leases import LeaseTable, random_id
 

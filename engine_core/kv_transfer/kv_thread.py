@@ -7,8 +7,8 @@ import threading
 
 import zmq
 
+from ..data.kv_messages import KVCall
 from ..wire.serialization import Decoder, encode
-from .kv_messages import KVCall
 from .kv_service import KVService
 
 

@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ..data.kv_messages import KV_FAILURES
 from ..kv_cache.pool_memory import PoolMemory
 from .device_memory import Bytes as Bytes
 from .device_memory import DeviceMemory
-from .kv_messages import KV_FAILURES
 
 IntArray = npt.NDArray[np.integer[Any]]
 BlockIds = Sequence[int] | IntArray
@@ -30,7 +30,7 @@ class KVTransferError(Exception):
     """Raised when blocks cannot be moved, so that the request's KV must be computed again.
 
     Attributes:
-        reason: One of :data:`tokenloom.engine_core.kv_transfer.kv_messages.KV_FAILURES`.
+        reason: One of :data:`tokenloom.engine_core.data.kv_messages.KV_FAILURES`.
         detail: Text for the log. It may contain addresses, so it is never sent to a client.
     """
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from ..data.request import Request
+from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.block_pool import BlockPool
-from ..scheduling.request import Request
-from ..wire.scheduler_output import SchedulerOutput
 from .kv_connector import KVConnector, KVConnectorMetadata, KVConnectorOutput, KVConnectorStats
 from .kv_transport import KVPool
 

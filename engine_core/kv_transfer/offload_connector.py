@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from ..config import CacheConfig
+from ..data.config import CacheConfig
+from ..data.request import Request
+from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.block_pool import BlockPool
 from ..kv_cache.request_hashes import hash_next_block
-from ..scheduling.request import Request
-from ..wire.scheduler_output import SchedulerOutput
 from .kv_connector import KVConnectorMetadata, KVConnectorOutput, KVConnectorStats
 from .kv_transport import KVPool
 from .offload_groups import find_tier_hits

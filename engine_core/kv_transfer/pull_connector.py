@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Sequence
 
+from ..data.embedding_rows import content_salt
+from ..data.kv_groups import NULL_BLOCK
+from ..data.kv_messages import KVTarget
+from ..data.request import Request, RequestStatus
+from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.block_pool import BlockPool
-from ..kv_cache.kv_groups import NULL_BLOCK
-from ..scheduling.request import Request, RequestStatus
-from ..wire.embedding_rows import content_salt
-from ..wire.scheduler_output import SchedulerOutput
 from .block_loads import LoadOrder, LoadResult
 from .failpoints import Failpoints
 from .kv_connector import KVConnectorMetadata, KVConnectorOutput, KVConnectorStats
-from .kv_messages import KVTarget
 from .kv_service import KVService
 from .kv_transport import KVPool
 from .leases import Lease, prompt_digest

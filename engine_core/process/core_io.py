@@ -8,10 +8,10 @@ import threading
 import time
 from typing import Final
 
+from ..data.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..data_parallel.messages import ToRank
 from ..wire.array_arena import ArenaReader
 from ..wire.frames import FrameReceiver, FrameSender
-from ..wire.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..wire.serialization import Decoder, Frame
 
 ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"

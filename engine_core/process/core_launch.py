@@ -8,11 +8,12 @@ from pathlib import Path
 
 import zmq
 
-from ..config import EngineConfig
-from ..errors import EngineConfigError, EngineStartError
-from ..rendezvous_dir import RendezvousDir
+from tokenloom.process.rendezvous_dir import RendezvousDir
+
+from ..data.config import EngineConfig
+from ..data.errors import EngineConfigError, EngineStartError
+from ..data.handshake import CoreFailed, CoreHello, CoreInit, CoreReady
 from ..wire.array_arena import ArenaAddress
-from ..wire.handshake import CoreFailed, CoreHello, CoreInit, CoreReady
 from ..wire.serialization import Decoder, encode
 
 _POLL_MS = 100

@@ -17,26 +17,28 @@ from typing import Final, cast
 
 import zmq
 
-from ..config import EngineConfig, ParallelConfig
-from ..control.core_calls import CoreCalls
+from tokenloom.process.process_guard import ProcessGuard
+
+from ..control.step_watchdog import StepWatchdog
 from ..core import EngineCore
+from ..core_calls import CoreCalls
+from ..data.config import EngineConfig, ParallelConfig
+from ..data.errors import GroupLostError, WorkerLostError
+from ..data.handshake import CoreFailed, CoreHello, CoreInit
+from ..data.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..data_parallel.group_link import GroupLink, join_group
 from ..data_parallel.messages import ToRank
 from ..data_parallel.wave_loop import WaveLoop
-from ..errors import GroupLostError, WorkerLostError
+from ..data_parallel.waves import WaveState
 from ..executor.executor import Executor
 from ..kv_transfer.core_kv import CoreKV, make_core_kv
 from ..kv_transfer.kv_thread import KVThread
 from ..kv_transfer.kv_transport import KVTransport
-from ..waves import WaveState
 from ..wire.array_arena import ArenaReader
-from ..wire.handshake import CoreFailed, CoreHello, CoreInit
-from ..wire.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..wire.serialization import Decoder, encode
 from .core_io import InputItem, InputMessage, InputThread, OutputSocket
 from .core_launch import remove_sockets
-from .process_guard import ProcessGuard
-from .step_pulse import StepPulse, inherited_cells
+from .pulse_memory import inherited_cells
 from .worker_replacement import WorkerReplacement
 
 log = logging.getLogger(__name__)
@@ -241,8 +243,8 @@ def run_engine_core(
             init = _shake_hands(handshake)
             try:
                 kv = make_core_kv(init.config, make_transports(init.config))
-                pulse = StepPulse(inherited_cells(init.pulse_fd) if init.pulse_fd is not None else None)
-                core = EngineCore(init.config, make_executor(init.config), kv, pulse=pulse)
+                watchdog = StepWatchdog(inherited_cells(init.pulse_fd) if init.pulse_fd is not None else None)
+                core = EngineCore(init.config, make_executor(init.config), kv, watchdog=watchdog)
                 link = join_group(init.config.parallel, core) if core.has_waves else None
             except Exception as error:
                 handshake.send_multipart(encode(_failed(error)))

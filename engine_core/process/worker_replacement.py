@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from ..core import EngineCore
-from ..errors import ExecutorFailedError
+from ..data.errors import ExecutorFailedError
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ if requests for the others never end.
 
 from collections.abc import Collection, Iterable, Sequence
 
-from .request import Request
+from ..data.request import Request
 
 # A batch is not emptied for each new adapter, which would cost tokens/s, and none waits for ever: after so many passes
 # other adapters pause until a slot is free. Requests for the base model go on.

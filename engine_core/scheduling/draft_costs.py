@@ -4,7 +4,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable
 
-from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 # Free rows say what verifying costs and not what drafting costs: with recorded steps one stream of the demo model fell
 # to 0.91 of its tokens with a draft model and to 0.54 with an EAGLE head, so time itself decides.

@@ -7,14 +7,14 @@ step has left over: no other request waits for them, and none is preempted for t
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from ..config import SpeculativeConfig
+from ..data.config import SpeculativeConfig
+from ..data.draft_counts import SpecDecodingStats
+from ..data.draft_history import DraftHistory
+from ..data.request import Request
+from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from ..kv_cache.kv_manager import KVManager
 from ..structured_output.manager import StructuredOutputManager
-from ..wire.draft_counts import SpecDecodingStats
-from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .draft_costs import DraftCosts
-from .draft_history import DraftHistory
-from .request import Request
 
 
 class Drafts:

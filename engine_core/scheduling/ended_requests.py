@@ -2,12 +2,12 @@
 
 from collections.abc import Collection
 
-from ..adapters import Adapters
+from ..data.messages import EngineCoreOutput, ErrorKind
+from ..data.request import Request, RequestStatus, mark_finished
 from ..kv_cache.kv_manager import KVManager
-from ..kv_transfer.remote_kv import RemoteKV
 from ..structured_output.manager import StructuredOutputManager
-from ..wire.messages import EngineCoreOutput, ErrorKind
-from .request import Request, RequestStatus, mark_finished
+from .adapters import Adapters
+from .remote_kv import RemoteKV
 from .seats import LiveTenants
 from .stats_recorder import StatsRecorder
 from .steps_in_flight import StepsInFlight

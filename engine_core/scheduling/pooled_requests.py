@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from ..wire.core_pooling_params import ModelPooling, PoolingTask
-from ..wire.messages import EngineCoreOutput
+from ..data.core_pooling_params import ModelPooling, PoolingTask
+from ..data.messages import EngineCoreOutput
+from ..data.request import Request
 from .query_vectors import Floats, QueryVectors
-from .request import Request
 
 NO_GENERATION = "this model generates no tokens; it serves the pooling tasks {}"
 

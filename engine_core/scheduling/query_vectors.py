@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..wire.core_pooling_params import LateInteraction
-from ..wire.messages import EngineCoreOutput, ErrorKind
+from ..data.core_pooling_params import LateInteraction
+from ..data.messages import EngineCoreOutput, ErrorKind
 
 Floats = npt.NDArray[np.float32]
 _SECONDS = 60.0

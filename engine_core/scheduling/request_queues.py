@@ -5,7 +5,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import chain
 
-from .request import Request
+from ..data.request import Request
 
 
 def priority_key(request: Request) -> tuple[int, int, str]:

@@ -4,22 +4,22 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from ..adapters import Adapters
-from ..config import CacheConfig, SchedulerConfig, SpeculativeConfig
-from ..kv_cache.kv_cache_config import KVCacheConfig
-from ..kv_cache.kv_events import KVEventLog
+from ..data.config import CacheConfig, SchedulerConfig, SpeculativeConfig
+from ..data.core_pooling_params import ModelPooling
+from ..data.kv_cache_config import KVCacheConfig
+from ..data.kv_events import KVEventLog
+from ..data.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, ErrorKind, SchedulerStats
+from ..data.request import Request, RequestStatus, finish_status
+from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from ..kv_cache.kv_manager import make_kv_manager
 from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler
-from ..kv_transfer.remote_kv import RemoteKV
 from ..structured_output.compile_queue import CompileQueueFull
 from ..structured_output.manager import FIELD, StructuredOutputManager
-from ..wire.core_pooling_params import ModelPooling
-from ..wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, ErrorKind, SchedulerStats
-from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .adapters import Adapters
 from .drafts import Drafts
 from .ended_requests import EndedRequests
 from .pooled_requests import PooledRequests
-from .request import Request, RequestStatus, finish_status
+from .remote_kv import RemoteKV
 from .request_queues import FCFSQueue, PriorityQueue, WaitingRequests
 from .seats import LiveTenants
 from .stats_recorder import StatsRecorder

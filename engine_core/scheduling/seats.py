@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from .request import Request
+from ..data.request import Request
 
 # One request with n = 128 and 20 log probabilities made another tenant's p99 to the first token 2.7 times as long: they
 # take time in the step, in the frames and in each service behind it.

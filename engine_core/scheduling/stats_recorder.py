@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from ..config import CacheConfig, SchedulerConfig
+from ..data.config import CacheConfig, SchedulerConfig
+from ..data.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, PrefillStats, SchedulerStats
+from ..data.request import Request
 from ..kv_cache.block_pool import BlockPool
-from ..wire.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, PrefillStats, SchedulerStats
-from .request import Request
 from .request_queues import WaitingRequests
 
 

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 
-from ..adapters import Adapters
-from ..config import SchedulerConfig
+from ..data.config import SchedulerConfig
+from ..data.messages import EngineCoreOutput
+from ..data.request import Request, RequestStatus
+from ..data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from ..kv_cache.kv_manager import KVManager
-from ..kv_transfer.remote_kv import RemoteKV
-from ..wire.messages import EngineCoreOutput
-from ..wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from .adapters import Adapters
 from .prompt_share import PromptShare
-from .request import Request, RequestStatus
+from .remote_kv import RemoteKV
 from .request_queues import WaitingRequests, priority_key
 from .seats import LiveTenants, count_seats, index_to_preempt, rows_to_defer, seat_to_take_back
 from .stats_recorder import StatsRecorder

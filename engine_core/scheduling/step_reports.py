@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from ..config import ObservabilityConfig
-from ..wire.messages import SchedulerStats
-from ..wire.scheduler_output import SchedulerOutput
-from .request import Request
+from ..data.config import ObservabilityConfig
+from ..data.messages import SchedulerStats
+from ..data.request import Request
+from ..data.scheduler_output import SchedulerOutput
 
 log = logging.getLogger(__name__)
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
+from ..data.messages import EngineCoreOutput, Logprobs
+from ..data.request import Request, RequestStatus, finish_status, mark_finished
+from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from ..structured_output.manager import FAILED, FIELD
-from ..wire.messages import EngineCoreOutput, Logprobs
-from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .drafts import Drafts
 from .ended_requests import EndedRequests
 from .pooled_requests import PooledRequests
-from .request import Request, RequestStatus, finish_status, mark_finished
 from .request_queues import WaitingRequests
 from .stats_recorder import StatsRecorder
 from .steps_in_flight import StepsInFlight

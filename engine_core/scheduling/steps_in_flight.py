@@ -8,8 +8,8 @@ ended may have been scheduled once more, and the token of that step is dropped.
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from .request import Request
+from ..data.request import Request
+from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 
 class StepsInFlight:

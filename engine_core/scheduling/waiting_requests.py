@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..adapters import Adapters
-from ..config import SchedulerConfig
+from ..data.config import SchedulerConfig
+from ..data.request import Request, RequestStatus
 from ..kv_cache.kv_manager import KVManager
-from ..kv_transfer.remote_kv import RemoteKV
-from .request import Request, RequestStatus
+from .adapters import Adapters
+from .remote_kv import RemoteKV
 from .request_queues import WaitingRequests
 
 

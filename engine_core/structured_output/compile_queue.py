@@ -8,7 +8,7 @@ that it neither saves up turns nor pays for what it used while no other tenant w
 from collections import Counter
 from concurrent.futures import Future
 
-from ..wire.core_sampling_params import StructuredOutput
+from ..data.core_sampling_params import StructuredOutput
 from .compiler_process import CompilerUnavailable
 from .grammar_backend import CompiledGrammar
 

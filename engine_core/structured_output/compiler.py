@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ..config import StructuredOutputConfig
-from ..wire.core_sampling_params import StructuredOutput
+from ..data.config import StructuredOutputConfig
+from ..data.core_sampling_params import StructuredOutput
 from .compile_queue import Compile, CompileQueue
 from .compiler_process import CompilerProcess, CompilerUnavailable, Setup, make_backend
 from .grammar_backend import CompiledGrammar, GrammarError, StructuredOutputBackend

@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..wire.core_sampling_params import StructuredOutput
+from ..data.core_sampling_params import StructuredOutput
 
 Bitmask = npt.NDArray[np.int32]
 """[ceil(vocab / 32)] or [n, ceil(vocab / 32)]: token t is allowed if bit t % 32 of word t // 32 is set."""

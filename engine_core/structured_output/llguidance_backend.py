@@ -9,7 +9,7 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark, is_lark_syntax
 
-from ..wire.core_sampling_params import GrammarKind, StructuredOutput
+from ..data.core_sampling_params import GrammarKind, StructuredOutput
 from .grammar_backend import Bitmask, GrammarError
 from .json_schema import close_objects
 from .structural_tag_lark import quoted, structural_tag_grammar

@@ -10,10 +10,10 @@ import numpy as np
 
 from tokenloom.request.reasoning import Reasoning
 
-from ..config import ReasoningConfig, StructuredOutputConfig
-from ..scheduling.request import Request, RequestStatus
-from ..wire.core_sampling_params import SamplingParams, StructuredOutput
-from ..wire.scheduler_output import GrammarOutput, SchedulerOutput
+from ..data.config import ReasoningConfig, StructuredOutputConfig
+from ..data.core_sampling_params import SamplingParams, StructuredOutput
+from ..data.request import Request, RequestStatus
+from ..data.scheduler_output import GrammarOutput, SchedulerOutput
 from .compile_queue import CompileQueueFull
 from .compiler import GrammarCompiler
 from .compiler_process import CompilerUnavailable

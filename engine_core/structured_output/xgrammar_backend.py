@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import xgrammar  # pyright: ignore[reportMissingImports]  # comes with the extra of that name
 
-from ..wire.core_sampling_params import GrammarKind, StructuredOutput
+from ..data.core_sampling_params import GrammarKind, StructuredOutput
 from .grammar_backend import Bitmask, GrammarError, bitmask_of
 from .json_schema import close_objects
 

@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers import AutoTokenizer
 
-from tokenloom.engine_core.config import (
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import (
     CacheConfig,
     Dtype,
     EngineConfig,
@@ -25,11 +26,10 @@ from tokenloom.engine_core.config import (
     SpeculativeConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.draft_counts import SpecDecodingStats
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.draft_counts import SpecDecodingStats
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.gpu_worker.platform.devices import make_worker
 
 Rule = Literal["strict", "probabilistic"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from tokenloom.engine_core.kv_cache.kv_groups import KVGroup
+from tokenloom.engine_core.data.kv_groups import KVGroup
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
 from .attention_backend import AttentionBackend, AttentionPlan, IntArray, KVCache

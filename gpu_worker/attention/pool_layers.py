@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from tokenloom.engine_core.kv_cache.kv_groups import KVGroup, describe_groups, layers_per_group
+from tokenloom.engine_core.data.kv_groups import KVGroup, describe_groups, layers_per_group
 
 from ..checkpoint.model_config import ModelConfig
 from .attention_backend import AttentionBackend

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import Logprobs
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.messages import Logprobs
 
 from ..cuda.logprob_arrays import MOST_LISTED
 from ..cuda.sampler import DeviceSampler

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 
 Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tokenloom.engine_core.config import KVCacheDtype
+from tokenloom.engine_core.data.config import KVCacheDtype
 from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.process.fall_backs import OF_PROCESS
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.config import LoadFormat
+from tokenloom.engine_core.data.config import LoadFormat
 from tokenloom.gguf.gguf_file import is_gguf
 
 from ..layers.interface import Adapt

@@ -6,7 +6,7 @@ from typing import Self
 
 from torch import Tensor
 
-from tokenloom.engine_core.wire.messages import Logprobs
+from tokenloom.engine_core.data.messages import Logprobs
 
 from .device_link import DeviceLink, Event
 from .logprob_arrays import FoundLogprobs, LogprobArrays

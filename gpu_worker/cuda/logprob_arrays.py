@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from tokenloom.engine_core.wire.messages import Logprobs
+from tokenloom.engine_core.data.messages import Logprobs
 
 MOST_LISTED = 1024
 """Tokens of one row whose log probabilities the device lists; a row that asks for more comes to the host."""

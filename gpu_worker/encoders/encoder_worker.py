@@ -9,17 +9,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tokenloom.engine_core.config import EngineConfig
-from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.data.core_pooling_params import ModelPooling, PoolingParams
+from tokenloom.engine_core.data.handshake import WarmUp
+from tokenloom.engine_core.data.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.data.lora import LoraInfo
+from tokenloom.engine_core.data.model_info import FreedMemory, ModelInfo
+from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
-from tokenloom.engine_core.process.process_memory import resident_bytes
-from tokenloom.engine_core.wire.core_pooling_params import ModelPooling, PoolingParams
-from tokenloom.engine_core.wire.handshake import WarmUp
-from tokenloom.engine_core.wire.lora import LoraInfo
-from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from tokenloom.engine_core.worker import FreedMemory, ModelInfo
 from tokenloom.process.fall_backs import OF_PROCESS
+from tokenloom.process.process_memory import resident_bytes
 
 from ..checkpoint.weights import FileStamps, check_unchanged, file_stamps
 from ..platform.affinity import bind_to
@@ -49,7 +49,7 @@ class _Offered(NamedTuple):
 # A worker of its own: an encoder keeps no KV and draws no token, and most of the model worker is about both. The
 # scheduler needs no second path, since blocks without bytes cost nothing.
 class EncoderWorker:
-    """Fulfils :class:`tokenloom.engine_core.worker.Worker`."""
+    """Fulfils :class:`tokenloom.engine_core.executor.worker.Worker`."""
 
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
         self._config = config

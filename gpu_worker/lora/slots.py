@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenloom.engine_core.config import LoraConfig
-from tokenloom.engine_core.wire.lora import LoraInfo
+from tokenloom.engine_core.data.config import LoraConfig
+from tokenloom.engine_core.data.lora import LoraInfo
 
 from ..batch.input_batch import StepInputs
 from ..kernels.compiler import KernelsUnavailable

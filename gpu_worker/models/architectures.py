@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from tokenloom.engine_core.config import LoadFormat
+from tokenloom.engine_core.data.config import LoadFormat
 from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.process.fall_backs import OF_PROCESS
 

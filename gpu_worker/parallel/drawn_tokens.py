@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
+from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 
 from ..batch.input_batch import InputBatch, Ints
 from .group import Ranks

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.config import EplbConfig, ParallelConfig
+from tokenloom.engine_core.data.config import EplbConfig, ParallelConfig
 
 from .expert_exchange import ExpertExchange
 from .sharding import ONLY_PLACE, Place

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from tokenloom.engine_core.config import EngineConfig, ParallelConfig
+from tokenloom.engine_core.data.config import EngineConfig, ParallelConfig
 
 from ..checkpoint.expert_switches import ExpertSwitches
 from ..checkpoint.model_config import ModelConfig

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tokenloom.engine_core.config import ParallelConfig
+from tokenloom.engine_core.data.config import ParallelConfig
 
 from .group import ALONE, Group, Ranks, make_balancer
 from .recordable_group import RecordableGroup

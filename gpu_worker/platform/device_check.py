@@ -1,6 +1,6 @@
 """Refuses options that a device does not support, before anything is loaded."""
 
-from tokenloom.engine_core.config import EngineConfig
+from tokenloom.engine_core.data.config import EngineConfig
 
 from .platform import Platform
 

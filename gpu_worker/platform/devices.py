@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from tokenloom.engine_core.config import EngineConfig
-from tokenloom.engine_core.worker import Worker
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.executor.worker import Worker
 
 from ..checkpoint.supported import ENCODERS
 from ..encoders.encoder_worker import EncoderWorker

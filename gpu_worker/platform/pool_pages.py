@@ -5,9 +5,9 @@ import mmap
 import threading
 from collections.abc import Callable
 
+from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
-from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 
 # The system zeroes a huge page in 0.2 ms, and takes 7 to 25 ms where the host of a virtual machine has to find the
 # memory; a step that begins blocks in all layers waited for eight of them. With pages ahead 32 streams of tiny-fp32 had

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from tokenloom.engine_core.wire.core_pooling_params import PoolingParams
+from tokenloom.engine_core.data.core_pooling_params import PoolingParams
 
 from .pooler import Pooler, PromptStates
 

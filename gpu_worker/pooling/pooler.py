@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenloom.engine_core.config import WorkerConfig
-from tokenloom.engine_core.wire.core_pooling_params import ModelPooling, PoolingParams, PoolingTask
+from tokenloom.engine_core.data.config import WorkerConfig
+from tokenloom.engine_core.data.core_pooling_params import ModelPooling, PoolingParams, PoolingTask
 
 from .class_head import ClassHead, class_labels
 from .projection import Projection, project

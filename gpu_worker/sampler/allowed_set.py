@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 
 _COLUMNS = 64  # of the maxima that bound the k-th value from below: few elements pass, and the pass stays cheap
 CHUNK_ELEMENTS = 1 << 15

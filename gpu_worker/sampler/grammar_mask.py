@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.wire.scheduler_output import GrammarOutput
+from tokenloom.engine_core.data.scheduler_output import GrammarOutput
 
 
 def allow_only(grammar: GrammarOutput, req_ids: Sequence[str], logits: npt.NDArray[np.float32]) -> None:

@@ -3,8 +3,8 @@
 import threading
 from collections.abc import Iterable
 
-from tokenloom.engine_core.wire.messages import Logprobs
-from tokenloom.engine_core.wire.scheduler_output import ModelRunnerOutput
+from tokenloom.engine_core.data.messages import Logprobs
+from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput
 
 from ..cuda.device_link import Event
 from ..cuda.drawn_rows import DrawnRows
@@ -12,7 +12,7 @@ from ..cuda.sampler import NO_CHOICE
 
 
 class PendingStep:
-    """Fulfils :class:`tokenloom.engine_core.pending_output.PendingOutput`. Any thread may wait for it."""
+    """Fulfils :class:`tokenloom.engine_core.data.pending_output.PendingOutput`. Any thread may wait for it."""
 
     def __init__(self, output: ModelRunnerOutput, drawn: DrawnRows, indices: list[int], *, has_masks: bool) -> None:
         """``output``: without tokens yet. ``indices`` [S]: the requests of the step that drew. ``has_masks``: whether

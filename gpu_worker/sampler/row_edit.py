@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 
 from .seen_tokens import SeenTokens
 

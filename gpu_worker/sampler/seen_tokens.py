@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 
 
 class SeenTokens:

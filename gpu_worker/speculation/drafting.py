@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from tokenloom.engine_core.config import KVCacheDtype, SpeculativeConfig
+from tokenloom.engine_core.data.config import KVCacheDtype, SpeculativeConfig
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory, PoolPart
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion
 

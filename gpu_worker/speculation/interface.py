@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
+from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 
 from ..attention.attention_backend import IntArray
 from ..batch.input_batch import Ints, StepInputs

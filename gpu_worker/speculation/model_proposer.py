@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
+from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 
 from ..attention.attention_backend import AttentionBackend, KVCache
 from ..batch.input_batch import InputBatch, Ints, StepInputs

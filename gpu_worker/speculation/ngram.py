@@ -5,7 +5,7 @@ from itertools import takewhile
 
 from torch import Tensor
 
-from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
+from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 
 from ..batch.input_batch import InputBatch, Ints, StepInputs
 from .interface import StepArrays

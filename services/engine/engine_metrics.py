@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from tokenloom.engine_core.config import SpeculativeConfig
-from tokenloom.engine_core.wire.handshake import CoreReady
-from tokenloom.engine_core.wire.messages import (
+from tokenloom.engine_core.data.config import SpeculativeConfig
+from tokenloom.engine_core.data.handshake import CoreReady
+from tokenloom.engine_core.data.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     FinishReason,

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from msgspec import Meta
 from msgspec.structs import replace
 
-from tokenloom.engine_core.config import (
+from tokenloom.engine_core.data.config import (
     EngineConfig,
     LoraConfig,
     SchedulerConfig,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from tokenloom.engine_core.wire.messages import ExpertLoads
+from tokenloom.engine_core.data.messages import ExpertLoads
 
 _TOKENS = "tokenloom_expert_tokens", "Tokens that each expert computed, over all layers with experts."
 _IMBALANCE = (

@@ -4,9 +4,9 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from tokenloom.engine_core.config import WorkerConfig
-from tokenloom.engine_core.wire.core_pooling_params import ModelPooling
-from tokenloom.engine_core.wire.handshake import CoreReady
+from tokenloom.engine_core.data.config import WorkerConfig
+from tokenloom.engine_core.data.core_pooling_params import ModelPooling
+from tokenloom.engine_core.data.handshake import CoreReady
 from tokenloom.model_files import checkpoint
 from tokenloom.model_files.file_digest import Stamp
 from tokenloom.services.runtime.peers.hello import make_hello

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tokenloom.engine_core.wire.lora import LoraState
-from tokenloom.engine_core.wire.messages import EngineCoreOutputs, GroupState, SchedulerStats
+from tokenloom.engine_core.data.lora import LoraState
+from tokenloom.engine_core.data.messages import EngineCoreOutputs, GroupState, SchedulerStats
 from tokenloom.request.errors import ResourceExhausted, TryElsewhere
 from tokenloom.v1 import engine_pb2
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 
-from tokenloom.engine_core.wire.lora import LoraState
+from tokenloom.engine_core.data.lora import LoraState
 from tokenloom.services.runtime.telemetry.process_metrics import VLLM
 
 _RUNNING, _WAITING = "tokenloom_lora_requests_running", "tokenloom_lora_requests_waiting"

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from tokenloom.engine_core.wire.messages import SchedulerStats
+from tokenloom.engine_core.data.messages import SchedulerStats
 
 _HALF_LIFE_SECONDS: Final = 5.0
 _HALF_LIFE_REQUESTS: Final = 32.0

@@ -5,7 +5,7 @@ import logging
 from dataclasses import dataclass
 from typing import NoReturn
 
-from tokenloom.engine_core.errors import EngineDeadError
+from tokenloom.engine_core.data.errors import EngineDeadError
 from tokenloom.request.errors import EngineDied, FailedPrecondition, TryElsewhere, Unavailable
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import coordinator_pb2, types_pb2

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily
 
-from tokenloom.engine_core.wire.draft_counts import SpecDecodingStats
+from tokenloom.engine_core.data.draft_counts import SpecDecodingStats
 from tokenloom.services.runtime.telemetry.process_metrics import VLLM
 
 _TEXTS = {

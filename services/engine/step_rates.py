@@ -3,7 +3,7 @@
 import math
 from typing import Final
 
-from tokenloom.engine_core.wire.messages import SchedulerStats
+from tokenloom.engine_core.data.messages import SchedulerStats
 
 _SECONDS: Final = 10.0
 """Time constant of the averages: what happened so long ago has lost 63 % of its weight."""

@@ -11,7 +11,7 @@ import torch
 from typer.main import get_command
 
 from tokenloom.cli.main import app
-from tokenloom.engine_core.config import EngineConfig, KVConfig, LoraConfig, ParallelConfig, SpeculativeConfig
+from tokenloom.engine_core.data.config import EngineConfig, KVConfig, LoraConfig, ParallelConfig, SpeculativeConfig
 from tokenloom.gpu_worker.kernels import triton
 from tokenloom.gpu_worker.parallel.local_config import check_options
 from tokenloom.gpu_worker.platform.device_check import check_device

@@ -3,13 +3,19 @@
 import functools
 from collections.abc import Sequence
 
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.executor import make_executor
+from tokenloom.engine_core.data.config import (
+    CacheConfig,
+    EngineConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
+from tokenloom.engine_core.data.core_pooling_params import PoolingParams, PoolingTask
+from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING, SamplingParams
+from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
+from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
-from tokenloom.engine_core.wire.core_pooling_params import PoolingParams, PoolingTask
-from tokenloom.engine_core.wire.core_sampling_params import DRAWS_NOTHING, SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest
 
 VOCAB_SIZE = 97
 

@@ -1,11 +1,11 @@
 """Makes and steps a scheduler without a worker."""
 
 from tests.engine_core.invariants import check_counts, check_scheduler
-from tokenloom.engine_core.config import CacheConfig, SchedulerConfig
-from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.data.config import CacheConfig, SchedulerConfig
+from tokenloom.engine_core.data.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.data.messages import EngineCoreOutput
+from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
-from tokenloom.engine_core.wire.messages import EngineCoreOutput
-from tokenloom.engine_core.wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 
 class Clock:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.engine_core.client.blocking import SyncClient
-from tokenloom.engine_core.wire.messages import EngineCoreOutput
+from tokenloom.engine_core.data.messages import EngineCoreOutput
 
 FAILING_CORE = """
 import argparse, os, sys

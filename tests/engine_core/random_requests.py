@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from tests.engine_core.helpers import VOCAB_SIZE
+from tokenloom.engine_core.data.messages import FinishReason
+from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.wire.messages import FinishReason
-from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 
 MAX_MODEL_LEN = 48
 

@@ -3,12 +3,12 @@ import pytest
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_core, make_request, tokens_of
 from tests.engine_core.invariants import check_idle
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.handshake import CoreReady
+from tokenloom.engine_core.data.messages import FinishReason
+from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_pooling import hash_pooling
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.wire.handshake import CoreReady
-from tokenloom.engine_core.wire.messages import FinishReason
-from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 
 
 def test_ready_reports_the_sizes_of_the_core() -> None:

@@ -9,8 +9,8 @@ from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request, make_worker
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.messages import EngineCoreOutput
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
-from tokenloom.engine_core.wire.messages import EngineCoreOutput
 
 PROMPTS = {name: [seed] * 9 for seed, name in enumerate("abc")}
 NUM_TOKENS = 6

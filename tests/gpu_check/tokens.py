@@ -10,8 +10,8 @@ from typing import Any
 from tests.gpu_check.driver import Driver, Requests
 from tests.gpu_check.rows import Rows
 from tests.gpu_check.target import GPU, Target
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.platform.devices import make_worker
 from tokenloom.model_files.model_path import DEMO_MODEL
 
@@ -108,8 +108,8 @@ def _with_core(
     """Compute the requests with an engine core, whose scheduler preempts some if the blocks do not suffice."""
     try:
         from tokenloom.engine_core.core import EngineCore
-        from tokenloom.engine_core.executor import make_executor
-        from tokenloom.engine_core.wire.messages import EngineCoreRequest
+        from tokenloom.engine_core.data.messages import EngineCoreRequest
+        from tokenloom.engine_core.executor.make_executor import make_executor
     except ImportError as error:
         rows.add(f"tokens, {dtype}, {name}", note=f"not run: {error}")
         return []

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from tests.gpu_worker.platform.device_platform import ApartPlatform
 from tokenloom import demo_model
-from tokenloom.engine_core.config import (
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import (
     CacheConfig,
     EngineConfig,
     KVConfig,
@@ -19,11 +20,10 @@ from tokenloom.engine_core.config import (
     SpeculativeConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.gpu_worker import model_worker
 from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.model_worker import ModelWorker

@@ -16,16 +16,16 @@ from tests.engine_core.client.inproc import AsyncInprocClient
 from tests.engine_core.invariants import check_idle
 from tests.mesh.harness import SOON, VOCAB_SIZE, Mesh, Part
 from tests.services.coordinator.snapshots import snapshot_of
-from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.engine_core.executor.threaded import ThreadedExecutor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.executor.worker import Worker
 from tokenloom.engine_core.fake_workers import hash_worker
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.kv_transfer import kv_copier
-from tokenloom.engine_core.worker import Worker
 from tokenloom.model_files.model_path import DEMO_MODEL, resolve
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService

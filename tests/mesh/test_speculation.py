@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.mesh.asking import Answer, ask
 from tests.mesh.split import POLL_SECONDS, SplitMesh
 from tests.mesh.test_disaggregation import prompt_of
-from tokenloom.engine_core.wire.draft_counts import SpecDecodingStats
+from tokenloom.engine_core.data.draft_counts import SpecDecodingStats
 
 DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5}}
 LENGTHS = (1, 15, 16, 17, 33, 256, 500)

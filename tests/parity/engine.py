@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from tokenloom.engine_core.config import (
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import (
     CacheConfig,
     EngineConfig,
     KVCacheDtype,
@@ -14,11 +15,10 @@ from tokenloom.engine_core.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.messages import EngineCoreRequest, SchedulerStats
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest, SchedulerStats
 from tokenloom.gpu_worker.platform.devices import make_worker
 from tokenloom.request.adapters.adapter_salt import adapter_salt
 

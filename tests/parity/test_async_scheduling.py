@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from tokenloom import LLM, SamplingParams, StructuredOutputsParams
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams as CoreParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest, FinishReason, Logprobs
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams as CoreParams
+from tokenloom.engine_core.data.messages import EngineCoreRequest, FinishReason, Logprobs
 from tokenloom.request.sampling_params import RepetitionDetectionParams
 
 BUDGET = 48  # tokens of a step: prompts take several

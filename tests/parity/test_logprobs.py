@@ -7,8 +7,8 @@ import transformers
 
 from tests.parity.engine import Engine
 from tests.parity.reference import MODELS, NUM_TOKENS
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest, Logprobs
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.messages import EngineCoreRequest, Logprobs
 
 TOP = 5
 ATOL = 1e-4

@@ -14,7 +14,7 @@ from tests.gpu_worker.lora.random_adapter import merge, save_adapter
 from tests.parity.engine import Engine
 from tests.parity.identical import Case, assert_identical
 from tests.parity.reference import compute_case, save_random
-from tokenloom.engine_core.config import LoraConfig
+from tokenloom.engine_core.data.config import LoraConfig
 from tokenloom.gpu_worker.lora.adapter import Layout
 from tokenloom.request.adapters.adapter_salt import adapter_salt
 

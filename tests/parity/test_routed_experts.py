@@ -10,8 +10,8 @@ import transformers
 
 from tests.parity.engine import Engine
 from tests.parity.reference import save_random
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.request.routed_experts import to_array
 from tokenloom.request.routed_rows import RoutedRows
 

@@ -8,19 +8,19 @@ from random import Random
 from typing import Any
 
 from tokenloom.engine_core.client.async_core_client import PendingCalls
-from tokenloom.engine_core.config import EngineConfig, KVConfig
-from tokenloom.engine_core.control.core_calls import CoreCalls
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.errors import EngineDeadError
+from tokenloom.engine_core.core_calls import CoreCalls
+from tokenloom.engine_core.data.config import EngineConfig, KVConfig
+from tokenloom.engine_core.data.errors import EngineDeadError
+from tokenloom.engine_core.data.handshake import CoreReady
+from tokenloom.engine_core.data.kv_messages import KVCall, KVEvent
+from tokenloom.engine_core.data.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, UtilityCall
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.kv_transfer.core_kv import make_core_kv
 from tokenloom.engine_core.kv_transfer.failpoints import Failpoints
-from tokenloom.engine_core.kv_transfer.kv_messages import KVCall, KVEvent
 from tokenloom.engine_core.kv_transfer.kv_service import KVService
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
-from tokenloom.engine_core.wire.handshake import CoreReady
-from tokenloom.engine_core.wire.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, UtilityCall
 
 from .plan import Plan
 

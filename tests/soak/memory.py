@@ -20,10 +20,10 @@ import psutil
 
 from tokenloom.bench.random_model import SHAPES, write_model
 from tokenloom.engine_core.client.async_core_client import AsyncMPClient
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.handshake import CoreReady
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.handshake import CoreReady
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.services.engine.core.core_start import CORE_COMMAND
 
 MIB = 1 << 20

@@ -28,15 +28,15 @@ from tests.engine_core.planned_steps import make_scheduler
 from tests.gpu_worker.attention.steps import BLOCK_SIZE, CPU, make_step, rules, run_rule, shape
 from tests.gpu_worker.kernels.own_builds import builder, use_builds
 from tests.gpu_worker.lora.test_layers import INPUTS, TOLERANCE, Layer
-from tokenloom.engine_core.scheduling.scheduler import Scheduler
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
-from tokenloom.engine_core.wire.scheduler_output import (
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.data.scheduler_output import (
     CachedRequestData,
     ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
 )
+from tokenloom.engine_core.scheduling.scheduler import Scheduler
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule

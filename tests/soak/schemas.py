@@ -11,10 +11,10 @@ import jsonschema
 
 from tests.schemas import random_schema
 from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.data.core_sampling_params import GrammarKind, SamplingParams, StructuredOutput
+from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, SamplingParams, StructuredOutput
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.gpu_worker.platform.devices import CPUWorker
 from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL

@@ -19,7 +19,7 @@ import msgspec
 
 from tests.engine_core.data_parallel.cores import Group
 from tests.engine_core.helpers import make_request
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 
 _MOST_LIVE = 64

@@ -1,6 +1,6 @@
 """The end of a request that the engine core refuses or fails."""
 
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, FinishReason
+from tokenloom.engine_core.data.messages import EngineCoreOutput, FinishReason
 
 
 class CoreRefusal(Exception):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tokenloom.engine_core.config import EngineConfig, StructuredOutputConfig
+from tokenloom.engine_core.data.config import EngineConfig, StructuredOutputConfig
 from tokenloom.services.runtime.host.options import UnknownOption, build
 
 DEFAULTS = EngineConfig(structured_output=StructuredOutputConfig())

@@ -8,7 +8,7 @@ from typing import Any, cast
 from tokenizers import Tokenizer
 
 from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.executor import make_executor
+from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer
 from tokenloom.model_files.model_path import resolve, served_name
 from tokenloom.request.errors import TokenloomError

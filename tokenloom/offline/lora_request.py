@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.wire.lora import LoraAnswer
+from tokenloom.engine_core.data.lora import LoraAnswer
 from tokenloom.model_files.model_path import expanded
 
 from .prompts import TokenizedPrompt

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.errors import EnginePausedError
-from tokenloom.engine_core.wire.messages import EngineCoreOutput
+from tokenloom.engine_core.data.errors import EnginePausedError
+from tokenloom.engine_core.data.messages import EngineCoreOutput
 
 from .core_refusal import CoreRefusal
 from .offline_request import OfflineRequest

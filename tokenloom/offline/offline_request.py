@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tokenloom.engine_core.wire.messages import EngineCoreOutput
+from tokenloom.engine_core.data.messages import EngineCoreOutput
 
 from .offline_sample import OfflineSample
 from .outputs import RequestOutput, RequestOutputKind

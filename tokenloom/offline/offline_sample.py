@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
+from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
 from tokenloom.request.reasoning import Reasoning
 from tokenloom.request.routed_experts import to_array
 from tokenloom.request.routed_rows import RoutedRows

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest
+from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
 
 from . import core_refusal
 from .pooling_outputs import PoolingOutput, PoolingRequestOutput

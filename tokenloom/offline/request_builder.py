@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 from tokenizers import Tokenizer
 
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.request import bad_words, validation
 from tokenloom.request.adapters.adapter_salt import adapter_salt

@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Awaitable, Callable
 
-from tokenloom.engine_core.errors import EngineDeadError, NotSentError
-from tokenloom.engine_core.wire.messages import GroupState
+from tokenloom.engine_core.data.errors import EngineDeadError, NotSentError
+from tokenloom.engine_core.data.messages import GroupState
 from tokenloom.request.errors import InvalidArgument
 
 from ..core.core_link import CoreLink

@@ -7,7 +7,7 @@ from itertools import islice
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from tokenloom.engine_core.kv_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from tokenloom.request.errors import Aborted, InvalidArgument
 from tokenloom.v1 import engine_pb2
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from tokenloom.engine_core.wire.lora import LoraAnswer, LoraErrorKind, LoraState
+from tokenloom.engine_core.data.lora import LoraAnswer, LoraErrorKind, LoraState
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, TokenloomError
 from tokenloom.request.wire_errors import of_exception
 from tokenloom.v1 import coordinator_pb2, engine_pb2, types_pb2

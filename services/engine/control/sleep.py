@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tokenloom.engine_core.control.sleeping import LEVELS
-from tokenloom.engine_core.worker import FreedMemory
+from tokenloom.engine_core.data.model_info import FreedMemory
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import engine_pb2
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from tokenloom.engine_core.client.async_core_client import AsyncClient
-from tokenloom.engine_core.errors import EngineDeadError, NotSentError, UtilityError
-from tokenloom.engine_core.wire.handshake import CoreReady
-from tokenloom.engine_core.wire.messages import AcceptTokens, EngineCoreOutputs
+from tokenloom.engine_core.data.errors import EngineDeadError, NotSentError, UtilityError
+from tokenloom.engine_core.data.handshake import CoreReady
+from tokenloom.engine_core.data.messages import AcceptTokens, EngineCoreOutputs
 from tokenloom.request.errors import FailedPrecondition, Internal, TokenloomError, TryElsewhere, Unavailable
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import Tracer

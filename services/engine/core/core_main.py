@@ -11,8 +11,8 @@ from pathlib import Path
 from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
 
 with uncollected_imports():
-    from tokenloom.engine_core.config import EngineConfig
-    from tokenloom.engine_core.executor import make_executor
+    from tokenloom.engine_core.data.config import EngineConfig
+    from tokenloom.engine_core.executor.make_executor import make_executor
     from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
     from tokenloom.engine_core.process.core_process import run_engine_core
     from tokenloom.services.runtime.peers.certificate_files import CertificateFiles

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from msgspec import inspect
 
-from tokenloom.engine_core.wire.core_sampling_params import DRAWS_NOTHING, GrammarKind, SamplingParams, StructuredOutput
-from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING, GrammarKind, SamplingParams, StructuredOutput
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.request import validation
 from tokenloom.request.errors import DeadlineExceeded, InvalidArgument
 from tokenloom.request.narrowing import rows

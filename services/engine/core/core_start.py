@@ -5,7 +5,7 @@ import logging
 import sys
 
 from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
-from tokenloom.engine_core.errors import EngineConfigError, EngineStartError
+from tokenloom.engine_core.data.errors import EngineConfigError, EngineStartError
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.telemetry import process_metrics

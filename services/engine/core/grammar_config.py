@@ -5,7 +5,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from tokenloom.engine_core.config import ReasoningConfig, StructuredOutputConfig
+from tokenloom.engine_core.data.config import ReasoningConfig, StructuredOutputConfig
 from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer, tokenizer_file
 from tokenloom.process.fall_backs import OF_PROCESS
 from tokenloom.request.errors import NotFound

@@ -1,6 +1,6 @@
 """Turns the pooling parameters of an ``AddRequest`` into the engine core's: checked against what the model pools."""
 
-from tokenloom.engine_core.wire.core_pooling_params import LateInteraction, PoolingParams, PoolingTask
+from tokenloom.engine_core.data.core_pooling_params import LateInteraction, PoolingParams, PoolingTask
 from tokenloom.request import validation
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import engine_pb2, types_pb2

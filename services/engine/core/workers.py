@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Callable
 
-from tokenloom.engine_core.config import EngineConfig
-from tokenloom.engine_core.worker import Worker
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.executor.worker import Worker
 from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
 
 WORKER_COMMAND = (sys.executable, "-m", "tokenloom.services.engine.core.worker_main")

@@ -6,15 +6,8 @@ import itertools
 from collections.abc import Callable
 from typing import Protocol
 
-from tokenloom.engine_core.errors import EngineDeadError
-from tokenloom.engine_core.kv_transfer.kv_messages import (
-    KVAnswer,
-    KVCall,
-    KVEvent,
-    KVRemoteProgress,
-    KVVerdict,
-    KVVerify,
-)
+from tokenloom.engine_core.data.errors import EngineDeadError
+from tokenloom.engine_core.data.kv_messages import KVAnswer, KVCall, KVEvent, KVRemoteProgress, KVVerdict, KVVerify
 from tokenloom.request.errors import Unavailable
 
 

@@ -11,11 +11,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from tokenloom.engine_core.kv_transfer.kv_messages import KVRemoteProgress, KVVerdict, KVVerify
+from tokenloom.engine_core.data.embedding_rows import content_salt
+from tokenloom.engine_core.data.kv_messages import KVRemoteProgress, KVVerdict, KVVerify
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
-from tokenloom.engine_core.wire.embedding_rows import content_salt
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request.errors import TokenloomError, Unavailable
 from tokenloom.request.wire_errors import of_exception

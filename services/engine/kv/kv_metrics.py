@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from tokenloom.engine_core.kv_transfer.kv_messages import KV_FAILURES
-from tokenloom.engine_core.wire.messages import SchedulerStats
+from tokenloom.engine_core.data.kv_messages import KV_FAILURES
+from tokenloom.engine_core.data.messages import SchedulerStats
 from tokenloom.services.runtime.telemetry.fast_metrics import Counter as FastCounter
 
 PREFIX = "tokenloom_"

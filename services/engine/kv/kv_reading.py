@@ -7,7 +7,7 @@ from typing import NoReturn, TypeVar
 
 import grpc.aio
 
-from tokenloom.engine_core.kv_transfer.kv_messages import KV_FAILURES, KVTarget
+from tokenloom.engine_core.data.kv_messages import KV_FAILURES, KVTarget
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.request import errors, wire_errors
 from tokenloom.v1 import kv_transfer_pb2

@@ -6,7 +6,7 @@ from typing import Any
 
 from google.protobuf import duration_pb2
 
-from tokenloom.engine_core.kv_transfer.kv_messages import KVAcquire, KVAnswer, KVProgress, KVRelease, KVRenew
+from tokenloom.engine_core.data.kv_messages import KVAcquire, KVAnswer, KVProgress, KVRelease, KVRenew
 from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument, Unimplemented
 from tokenloom.services.runtime.host.grpc_limits import GrpcLimits

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tokenloom.engine_core.wire.core_pooling_params import PoolingTask
-from tokenloom.engine_core.wire.messages import EngineCoreRequest, FinishReason, PrefillStats
+from tokenloom.engine_core.data.core_pooling_params import PoolingTask
+from tokenloom.engine_core.data.messages import EngineCoreRequest, FinishReason, PrefillStats
 from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.services.runtime.telemetry.tracing import Headers
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable
 
-from tokenloom.engine_core.wire.messages import EngineCoreEvent, FinishReason
+from tokenloom.engine_core.data.messages import EngineCoreEvent, FinishReason
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import Headers, Tracer
 

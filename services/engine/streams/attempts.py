@@ -5,8 +5,8 @@ from random import Random
 
 import msgspec
 
-from tokenloom.engine_core.wire.draft_counts import DraftCounts
-from tokenloom.engine_core.wire.messages import (
+from tokenloom.engine_core.data.draft_counts import DraftCounts
+from tokenloom.engine_core.data.messages import (
     AcceptTokens,
     EngineCoreOutput,
     ErrorKind,

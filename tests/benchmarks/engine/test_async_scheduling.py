@@ -1,7 +1,7 @@
 """`bench.async_scheduling` on a worker that does not even wait."""
 
 from tokenloom.bench.engine.async_scheduling import Case, run_case
-from tokenloom.engine_core.config import WorkerConfig
+from tokenloom.engine_core.data.config import WorkerConfig
 
 
 def test_each_pair_has_a_speed_with_and_without() -> None:

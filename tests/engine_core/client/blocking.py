@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from tokenloom.engine_core.config import EngineConfig
-from tokenloom.engine_core.errors import EngineDeadError
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.data.errors import EngineDeadError
+from tokenloom.engine_core.data.handshake import CoreReady
+from tokenloom.engine_core.data.messages import EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from tokenloom.engine_core.process.core_io import ENGINE_CORE_DEAD
 from tokenloom.engine_core.process.core_launch import CoreProcess
 from tokenloom.engine_core.wire.array_arena import ArrayArena
 from tokenloom.engine_core.wire.frames import FrameReceiver, FrameSender
-from tokenloom.engine_core.wire.handshake import CoreReady
-from tokenloom.engine_core.wire.messages import EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from tokenloom.engine_core.wire.serialization import Decoder, to_raw
 from tokenloom.services.engine.core.core_start import CORE_COMMAND
 

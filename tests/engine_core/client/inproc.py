@@ -9,19 +9,19 @@ import zmq
 import zmq.asyncio
 
 from tokenloom.engine_core.client.async_core_client import PendingCalls
-from tokenloom.engine_core.config import EngineConfig
-from tokenloom.engine_core.control.core_calls import CoreCalls
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, EngineStartError
+from tokenloom.engine_core.core_calls import CoreCalls
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.data.errors import EngineConfigError, EngineDeadError, EngineStartError
+from tokenloom.engine_core.data.handshake import CoreReady
+from tokenloom.engine_core.data.kv_messages import KVCall, KVEvent
+from tokenloom.engine_core.data.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, UtilityCall
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.kv_transfer.core_kv import make_core_kv
-from tokenloom.engine_core.kv_transfer.kv_messages import KVCall, KVEvent
 from tokenloom.engine_core.kv_transfer.kv_service import KVService
 from tokenloom.engine_core.kv_transfer.kv_thread import KVThread
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
 from tokenloom.engine_core.process.core_io import INPUT_QUEUE_SIZE, InputMessage
-from tokenloom.engine_core.wire.handshake import CoreReady
-from tokenloom.engine_core.wire.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, UtilityCall
 from tokenloom.engine_core.wire.serialization import Decoder, encode
 
 

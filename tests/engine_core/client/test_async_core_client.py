@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 
 from tests.engine_core.client.inproc import AsyncInprocClient
+from tests.engine_core.data.test_embedding_rows import expected, make_mixed, make_wide
 from tests.engine_core.helpers import make_config, make_pooling, make_request
 from tests.engine_core.processes import failing_core, has_ended
-from tests.engine_core.wire.test_embedding_rows import expected, make_mixed, make_wide
 from tests.loop_clock import settle
 from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient, PendingCalls
-from tokenloom.engine_core.config import EngineConfig, WorkerConfig
-from tokenloom.engine_core.errors import EngineDeadError, EngineStartError, NotSentError, UtilityError
+from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
+from tokenloom.engine_core.data.core_pooling_params import PoolingTask
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.data.errors import EngineDeadError, EngineStartError, NotSentError, UtilityError
+from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, UtilityCall
+from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.wire.core_pooling_params import PoolingTask
-from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, UtilityCall
 from tokenloom.engine_core.wire.pieces import IOV_MAX
-from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.wire.serialization import MAX_INLINE_BYTES
 from tokenloom.services.engine.core.core_start import CORE_COMMAND
 

@@ -6,16 +6,16 @@ import msgspec
 import pytest
 
 from tests.engine_core.client.blocking import SyncClient, SyncMPClient
+from tests.engine_core.data.test_embedding_rows import expected, make_mixed, make_wide
 from tests.engine_core.helpers import make_config, make_request
 from tests.engine_core.processes import collect, wait_until
-from tests.engine_core.wire.test_embedding_rows import expected, make_mixed, make_wide
 from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.config import ParallelConfig, WorkerConfig
-from tokenloom.engine_core.errors import UtilityError
+from tokenloom.engine_core.data.config import ParallelConfig, WorkerConfig
+from tokenloom.engine_core.data.errors import UtilityError
+from tokenloom.engine_core.data.messages import FinishReason
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import DEFAULT_VOCAB_SIZE, HashWorker, expected_tokens
 from tokenloom.engine_core.wire.array_arena import MIN_BYTES
-from tokenloom.engine_core.wire.messages import FinishReason
 
 # Steps take a moment, so that what is asked in the middle of a request comes in the middle of it.
 CONFIG = msgspec.structs.replace(make_config(), worker=WorkerConfig(model="", worker="hash", step_seconds=0.002))

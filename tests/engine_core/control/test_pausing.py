@@ -3,9 +3,9 @@ import pytest
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_core, make_request, tokens_of
 from tests.engine_core.invariants import check_scheduler
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.messages import FinishReason
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.engine_core.scheduling.step_planner import PauseState
-from tokenloom.engine_core.wire.messages import FinishReason
 
 
 def busy_core(**settings: object) -> EngineCore:

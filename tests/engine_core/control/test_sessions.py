@@ -5,9 +5,9 @@ from tests.engine_core.helpers import VOCAB_SIZE, finish, make_core, make_reques
 from tests.engine_core.invariants import check_idle
 from tokenloom.engine_core.control import sessions
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
-from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 
 def part(prompt: list[int], max_tokens: int = 5, *, last: bool = False) -> EngineCoreRequest:

@@ -8,11 +8,11 @@ from tests.engine_core.executor.ranks import Ranks, make_ranked_core
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_core, make_request, make_worker, tokens_of
 from tests.engine_core.invariants import check_scheduler
 from tests.engine_core.kv_transfer.kv_pair import Pair
-from tokenloom.engine_core.control.core_calls import CoreCalls
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.errors import ExecutorFailedError, RanksDifferError
+from tokenloom.engine_core.core_calls import CoreCalls
+from tokenloom.engine_core.data.errors import ExecutorFailedError, RanksDifferError
+from tokenloom.engine_core.data.messages import FinishReason
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.wire.messages import FinishReason
 
 
 def pool_is_empty(core: EngineCore) -> bool:

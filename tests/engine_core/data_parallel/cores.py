@@ -11,8 +11,8 @@ import msgspec
 
 from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.helpers import make_config
-from tokenloom.engine_core.config import EngineConfig
-from tokenloom.engine_core.wire.messages import (
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.data.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     ExpertLoads,

@@ -11,7 +11,7 @@ import pytest
 from tests.engine_core.data_parallel.cores import Group, start_rank
 from tests.engine_core.helpers import make_request
 from tests.engine_core.processes import has_ended, wait_until
-from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError
+from tokenloom.engine_core.data.errors import EngineConfigError, EngineDeadError
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 
 

@@ -4,13 +4,13 @@ import msgspec
 import pytest
 
 from tests.engine_core.helpers import make_config, make_request
-from tokenloom.engine_core.config import ParallelConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import ParallelConfig
 from tokenloom.engine_core.data_parallel.messages import Called, Outcome, Verdict, Vote, Want, Welcome
 from tokenloom.engine_core.data_parallel.wave_loop import WaveLoop
+from tokenloom.engine_core.data_parallel.waves import STEPS_BETWEEN_VOTES
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.waves import STEPS_BETWEEN_VOTES
 
 
 class Votes:

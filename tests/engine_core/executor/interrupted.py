@@ -3,9 +3,9 @@
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
+from tokenloom.engine_core.data.pending_output import PendingOutput
+from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.executor.executor import Executor
-from tokenloom.engine_core.pending_output import PendingOutput
-from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 T = TypeVar("T")
 

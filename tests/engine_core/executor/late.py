@@ -3,12 +3,12 @@
 from collections import deque
 from collections.abc import Callable
 
+from tokenloom.engine_core.data.pending_output import PendingOutput, as_pending
+from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.threaded import ThreadedExecutor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.pending_output import PendingOutput, as_pending
-from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from tokenloom.engine_core.worker import Worker
+from tokenloom.engine_core.executor.worker import Worker
 
 
 class LateExecutor(UniProcExecutor):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tokenloom.engine_core.errors import ExecutorFailedError
+from tokenloom.engine_core.data.errors import ExecutorFailedError
 from tokenloom.engine_core.executor.lifelines import Lifelines, open_lifeline
 
 WORKER = """

@@ -2,8 +2,8 @@ import msgspec
 import pytest
 
 from tests.engine_core.helpers import make_config, make_worker
-from tokenloom.engine_core.config import ParallelConfig
-from tokenloom.engine_core.executor import make_executor
+from tokenloom.engine_core.data.config import ParallelConfig
+from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.executor.threaded import ThreadedExecutor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 

@@ -14,16 +14,16 @@ import pytest
 import zmq
 
 from tests.engine_core.client.blocking import SyncMPClient
+from tests.engine_core.data.test_embedding_rows import expected, make_mixed, make_wide
 from tests.engine_core.helpers import finish, make_config, make_request, tokens_of
 from tests.engine_core.invariants import check_idle
 from tests.engine_core.processes import collect, has_ended, wait_until
-from tests.engine_core.wire.test_embedding_rows import expected, make_mixed, make_wide
-from tokenloom.engine_core.config import EngineConfig, ParallelConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.errors import EngineDeadError, ExecutorFailedError, RanksDifferError, WorkerLostError
+from tokenloom.engine_core.data.config import EngineConfig, ParallelConfig
+from tokenloom.engine_core.data.errors import EngineDeadError, ExecutorFailedError, RanksDifferError, WorkerLostError
+from tokenloom.engine_core.data.kv_events import AllBlocksCleared
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import DEFAULT_VOCAB_SIZE, expected_tokens
-from tokenloom.engine_core.kv_cache.kv_events import AllBlocksCleared
 from tokenloom.services.engine.core.workers import WORKER_COMMAND
 
 FAILING_WORKER = """

@@ -1,6 +1,6 @@
 import pytest
 
-from tokenloom.engine_core.errors import ExecutorFailedError, RanksDifferError, WorkerLostError
+from tokenloom.engine_core.data.errors import ExecutorFailedError, RanksDifferError, WorkerLostError
 from tokenloom.engine_core.executor.rank_answers import joined_results
 
 REFUSED, FAILED = ValueError("no such file"), ExecutorFailedError("worker 1: OSError: the disk failed")

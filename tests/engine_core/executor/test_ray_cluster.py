@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from tokenloom.engine_core.config import EngineConfig, WorkerConfig
+from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
 from tokenloom.engine_core.executor.ray_cluster import gpus_of_worker
 
 

@@ -4,12 +4,12 @@ import pytest
 
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_core, make_request, make_worker, tokens_of
 from tests.engine_core.invariants import check_idle
-from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.errors import ExecutorFailedError
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.data.errors import ExecutorFailedError
+from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.executor.threaded import ThreadedExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
 def test_a_core_with_async_scheduling_gives_every_request_its_tokens() -> None:

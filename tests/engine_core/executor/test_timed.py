@@ -4,12 +4,12 @@ import msgspec
 import pytest
 
 from tests.engine_core.helpers import finish, make_config, make_request, tokens_of
-from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.executor import make_executor
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
+from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.executor.timed import TimedExecutor
 from tokenloom.engine_core.fake_workers.timed_worker import TimedWorker
-from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, SchedulerOutput
 
 STEP = 4.0
 

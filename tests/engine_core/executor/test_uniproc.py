@@ -2,10 +2,10 @@ import msgspec
 import pytest
 
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_worker
-from tokenloom.engine_core.errors import ExecutorFailedError
+from tokenloom.engine_core.data.errors import ExecutorFailedError
+from tokenloom.engine_core.data.handshake import WarmUp
+from tokenloom.engine_core.data.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
-from tokenloom.engine_core.wire.handshake import WarmUp
 
 
 def test_results_of_calls_by_name_are_plain_data() -> None:

@@ -6,11 +6,11 @@ from msgspec.structs import replace
 from tests.engine_core.adapter_dirs import make_adapter
 from tests.engine_core.executor.ranks import Ranks
 from tests.engine_core.helpers import make_config
-from tokenloom.engine_core.config import LoraConfig
-from tokenloom.engine_core.errors import ExecutorFailedError, RanksDifferError
+from tokenloom.engine_core.data.config import LoraConfig
+from tokenloom.engine_core.data.errors import ExecutorFailedError, RanksDifferError
+from tokenloom.engine_core.data.lora import LoraInfo
 from tokenloom.engine_core.executor.worker_adapters import WorkerAdapters
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
-from tokenloom.engine_core.wire.lora import LoraInfo
 
 
 class Rank(HashWorker):

@@ -7,16 +7,16 @@ import pytest
 
 from tests.engine_core.helpers import VOCAB_SIZE, make_config
 from tests.tokenloom.gguf.demo_file import write_demo_file
-from tokenloom.engine_core.config import EngineConfig, WorkerConfig
-from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.scheduler_output import (
+from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.data.scheduler_output import (
     CachedRequestData,
     GrammarOutput,
     NewRequestData,
     SchedulerOutput,
 )
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 

@@ -7,10 +7,10 @@ import pytest
 
 from tests.engine_core.helpers import make_config
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.timed_worker import TimedWorker
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
 
 
 def run(core: EngineCore, requests: int, prompt_len: int = 6, max_tokens: int = 5) -> dict[str, list[int]]:

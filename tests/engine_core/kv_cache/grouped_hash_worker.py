@@ -7,11 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.engine_core.helpers import VOCAB_SIZE
-from tokenloom.engine_core.config import EngineConfig
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.data.kv_groups import KVGroup
+from tokenloom.engine_core.data.model_info import ModelInfo
+from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
-from tokenloom.engine_core.kv_cache.kv_groups import KVGroup
-from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
-from tokenloom.engine_core.worker import ModelInfo
 
 WINDOWS = (None, 9, 9, 20)
 """Two windows, one of them in two groups."""

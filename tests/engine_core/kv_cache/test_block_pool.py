@@ -1,7 +1,7 @@
 import pytest
 
+from tokenloom.engine_core.data.kv_groups import NULL_BLOCK
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
-from tokenloom.engine_core.kv_cache.kv_groups import NULL_BLOCK
 
 
 def fill(pool: BlockPool, *hashes: bytes) -> list[int]:

@@ -7,12 +7,12 @@ import pytest
 from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_pool
 from tests.engine_core.kv_cache.grouped_hash_worker import groups_of
-from tokenloom.engine_core.config import CacheConfig
+from tokenloom.engine_core.data.config import CacheConfig
+from tokenloom.engine_core.data.kv_events import BlockRemoved, BlockStored, KVEventLog
+from tokenloom.engine_core.data.kv_groups import NULL_BLOCK, partition_layers
+from tokenloom.engine_core.data.request import RemoteKVState, Request
 from tokenloom.engine_core.kv_cache.group_events import group_key
 from tokenloom.engine_core.kv_cache.grouped_kv_cache_manager import GroupedKVCacheManager
-from tokenloom.engine_core.kv_cache.kv_events import BlockRemoved, BlockStored, KVEventLog
-from tokenloom.engine_core.kv_cache.kv_groups import NULL_BLOCK, partition_layers
-from tokenloom.engine_core.scheduling.request import RemoteKVState, Request
 from tokenloom.request.prompt_block_hash import block_hashes
 
 BLOCK = 4

@@ -2,11 +2,11 @@ import pytest
 
 from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_pool
-from tokenloom.engine_core.config import CacheConfig
+from tokenloom.engine_core.data.config import CacheConfig
+from tokenloom.engine_core.data.kv_events import BlockRemoved, BlockStored, KVEventLog
+from tokenloom.engine_core.data.request import Request
 from tokenloom.engine_core.kv_cache import request_hashes
 from tokenloom.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from tokenloom.engine_core.kv_cache.kv_events import BlockRemoved, BlockStored, KVEventLog
-from tokenloom.engine_core.scheduling.request import Request
 from tokenloom.request.prompt_block_hash import hash_block
 
 

@@ -1,11 +1,11 @@
 import msgspec
 import pytest
 
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.data.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.data.kv_groups import KVGroup
+from tokenloom.engine_core.data.model_info import ModelInfo
 from tokenloom.engine_core.kv_cache.kv_cache_size import size_kv_cache
-from tokenloom.engine_core.kv_cache.kv_groups import KVGroup
-from tokenloom.engine_core.worker import ModelInfo
 
 MODEL = ModelInfo(vocab_size=10, max_model_len=1000, kv_bytes_per_token=100, kv_layout="", numerics="")
 

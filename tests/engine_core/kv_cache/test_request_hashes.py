@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.data.messages import EngineCoreRequest
+from tokenloom.engine_core.data.request import Request
 from tokenloom.engine_core.kv_cache.request_hashes import RequestHasher
-from tokenloom.engine_core.scheduling.request import Request
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.request import prompt_block_hash
 from tokenloom.request.prompt_block_hash import block_hashes
 

@@ -11,13 +11,9 @@ import msgspec
 from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
 from tests.engine_core.kv_cache.grouped_hash_worker import GroupedHashWorker
-from tokenloom.engine_core.config import KVConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
-from tokenloom.engine_core.kv_transfer.block_loads import LoadOrder
-from tokenloom.engine_core.kv_transfer.core_kv import CoreKV
-from tokenloom.engine_core.kv_transfer.failpoints import Failpoints
-from tokenloom.engine_core.kv_transfer.kv_messages import (
+from tokenloom.engine_core.data.config import KVConfig
+from tokenloom.engine_core.data.kv_messages import (
     KVAcquire,
     KVAnswer,
     KVCall,
@@ -29,11 +25,15 @@ from tokenloom.engine_core.kv_transfer.kv_messages import (
     KVVerdict,
     KVVerify,
 )
+from tokenloom.engine_core.data.messages import AcceptTokens, EngineCoreOutput, FinishReason
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+from tokenloom.engine_core.kv_transfer.block_loads import LoadOrder
+from tokenloom.engine_core.kv_transfer.core_kv import CoreKV
+from tokenloom.engine_core.kv_transfer.failpoints import Failpoints
 from tokenloom.engine_core.kv_transfer.kv_service import KVService
 from tokenloom.engine_core.kv_transfer.kv_transport import BlockIds, KVPool, copy_blocks
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.engine_core.kv_transfer.pull_connector import PullConnector
-from tokenloom.engine_core.wire.messages import AcceptTokens, EngineCoreOutput, FinishReason
 
 
 class MemoryTransport:

@@ -11,12 +11,12 @@ import msgspec
 from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request, tokens_of
 from tests.engine_core.kv_cache.grouped_hash_worker import GroupedHashWorker
-from tokenloom.engine_core.config import KVConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import KVConfig
+from tokenloom.engine_core.data.messages import EngineCoreOutput
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.kv_transfer.core_kv import make_core_kv
 from tokenloom.engine_core.kv_transfer.offload_tier import TierLoad
-from tokenloom.engine_core.wire.messages import EngineCoreOutput
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 8 * BLOCK_SIZE

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.engine_core.kv_transfer.kv_pair import Clock
+from tokenloom.engine_core.data.kv_messages import KVEvent, KVTarget, KVVerdict, KVVerify
 from tokenloom.engine_core.kv_transfer.block_loads import CopyTask, LoadOrder, LoadResult, Loads
-from tokenloom.engine_core.kv_transfer.kv_messages import KVEvent, KVTarget, KVVerdict, KVVerify
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 
 TARGET = KVTarget(b"acquisition", "memory", b"endpoint", [10, 11, 12, 13], [1, 1, 1, 1], 14)

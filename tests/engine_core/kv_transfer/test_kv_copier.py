@@ -1,9 +1,9 @@
 from concurrent.futures import ThreadPoolExecutor
 
+from tokenloom.engine_core.data.kv_messages import KVTarget
 from tokenloom.engine_core.kv_transfer.block_loads import CopyTask
 from tokenloom.engine_core.kv_transfer.failpoints import Failpoints
 from tokenloom.engine_core.kv_transfer.kv_copier import KVCopier
-from tokenloom.engine_core.kv_transfer.kv_messages import KVTarget
 
 
 def test_a_copy_that_comes_after_the_end_is_dropped() -> None:

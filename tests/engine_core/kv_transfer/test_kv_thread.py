@@ -12,21 +12,13 @@ import pytest
 from tests.engine_core.client.inproc import AsyncInprocClient
 from tests.engine_core.helpers import make_config, make_request
 from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
-from tokenloom.engine_core.config import EngineConfig, KVConfig
-from tokenloom.engine_core.errors import EngineDeadError
+from tokenloom.engine_core.data.config import EngineConfig, KVConfig
+from tokenloom.engine_core.data.errors import EngineDeadError
+from tokenloom.engine_core.data.kv_messages import KVAcquire, KVAnswer, KVCall, KVRelease, KVTarget, KVVerdict, KVVerify
+from tokenloom.engine_core.data.messages import EngineCoreOutput, FinishReason
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import DEFAULT_VOCAB_SIZE, HashWorker, expected_tokens
-from tokenloom.engine_core.kv_transfer.kv_messages import (
-    KVAcquire,
-    KVAnswer,
-    KVCall,
-    KVRelease,
-    KVTarget,
-    KVVerdict,
-    KVVerify,
-)
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, FinishReason
 from tokenloom.gpu_worker.kv_connector.kv_transports import make_transports
 from tokenloom.services.engine.core.core_start import CORE_COMMAND
 

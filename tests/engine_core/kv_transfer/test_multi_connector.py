@@ -4,6 +4,8 @@ from typing import Any
 import pytest
 
 from tests.engine_core.helpers import make_request
+from tokenloom.engine_core.data.request import Request
+from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
 from tokenloom.engine_core.kv_transfer.kv_connector import (
     KVConnectorMetadata,
@@ -13,8 +15,6 @@ from tokenloom.engine_core.kv_transfer.kv_connector import (
     take_news,
 )
 from tokenloom.engine_core.kv_transfer.multi_connector import MultiConnector
-from tokenloom.engine_core.scheduling.request import Request
-from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, SchedulerOutput
 
 EMPTY = SchedulerOutput([], CachedRequestData([], [], [], {}), {}, 0, [], [])
 

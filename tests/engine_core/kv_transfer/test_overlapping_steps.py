@@ -6,9 +6,9 @@ from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import VOCAB_SIZE
 from tests.engine_core.invariants import check_idle
 from tests.engine_core.kv_transfer.kv_pair import Engine, Pair
-from tokenloom.engine_core.config import KVConfig
+from tokenloom.engine_core.data.config import KVConfig
+from tokenloom.engine_core.data.messages import FinishReason
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
-from tokenloom.engine_core.wire.messages import FinishReason
 
 
 def make_pair(**settings: object) -> Pair:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreOutputs
 from tokenloom.engine_core.process.core_io import ENGINE_CORE_DEAD, OutputSocket
 from tokenloom.engine_core.wire.frames import FrameReceiver
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreOutputs
 from tokenloom.engine_core.wire.serialization import Decoder
 
 

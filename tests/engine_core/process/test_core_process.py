@@ -13,11 +13,11 @@ import pytest
 from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.helpers import make_config, make_core, make_request
 from tests.engine_core.processes import collect, failing_core, has_ended, wait_until
-from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, EngineStartError, WorkerLostError
+from tokenloom.engine_core.data.errors import EngineConfigError, EngineDeadError, EngineStartError, WorkerLostError
+from tokenloom.engine_core.data.messages import EngineCoreOutputs, FinishReason, RequestType
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.engine_core.process.core_process import EngineCoreProc
 from tokenloom.engine_core.wire.frames import FrameReceiver
-from tokenloom.engine_core.wire.messages import EngineCoreOutputs, FinishReason, RequestType
 from tokenloom.engine_core.wire.serialization import Decoder
 
 ORPHAN_MAKER = """

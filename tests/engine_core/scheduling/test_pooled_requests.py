@@ -5,8 +5,8 @@ import pytest
 
 from tests.engine_core.helpers import finish, make_core, make_pooling, make_request, tokens_of
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.wire.core_pooling_params import LateInteraction, PoolingTask
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, ErrorKind, FinishReason
+from tokenloom.engine_core.data.core_pooling_params import LateInteraction, PoolingTask
+from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, ErrorKind, FinishReason
 
 PROMPT = list(range(20, 50))
 

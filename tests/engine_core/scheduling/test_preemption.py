@@ -5,8 +5,8 @@ import pytest
 from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_scheduler
 from tests.engine_core.planned_steps import make_scheduler, step
+from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
-from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 
 
 def new_ids(scheduled: SchedulerOutput) -> list[str]:

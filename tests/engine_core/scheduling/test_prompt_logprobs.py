@@ -2,10 +2,10 @@
 
 import pytest
 
-from tokenloom.engine_core.kv_transfer.kv_messages import KVTarget
-from tokenloom.engine_core.scheduling.request import Request
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest, Logprobs
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.kv_messages import KVTarget
+from tokenloom.engine_core.data.messages import EngineCoreRequest, Logprobs
+from tokenloom.engine_core.data.request import Request
 
 PROMPT = list(range(10))
 

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.engine_core.helpers import make_request
-from tokenloom.engine_core.scheduling.request import Request
+from tokenloom.engine_core.data.request import Request
 from tokenloom.engine_core.scheduling.request_queues import FCFSQueue, PriorityQueue, WaitingRequests
 
 Queue = FCFSQueue | PriorityQueue | WaitingRequests

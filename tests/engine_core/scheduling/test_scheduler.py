@@ -3,8 +3,8 @@ import pytest
 from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tests.engine_core.planned_steps import make_scheduler, step
-from tokenloom.engine_core.wire.messages import FinishReason, LogitsStats, PrefillStats
-from tokenloom.engine_core.wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from tokenloom.engine_core.data.messages import FinishReason, LogitsStats, PrefillStats
+from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 
 def new_ids(scheduled: SchedulerOutput) -> list[str]:

@@ -32,16 +32,16 @@ from tests.engine_core.random_requests import (
     StepLostError,
     expect,
 )
-from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.control.pausing import PauseMode
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from tokenloom.engine_core.data.kv_groups import KVNeed
+from tokenloom.engine_core.data.messages import FinishReason
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
-from tokenloom.engine_core.kv_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from tokenloom.engine_core.kv_cache.kv_groups import KVNeed
 from tokenloom.engine_core.kv_cache.kv_manager import largest_chunk
 from tokenloom.engine_core.scheduling.draft_costs import DraftCosts
 from tokenloom.engine_core.scheduling.waiting_requests import SchedulingPolicy
-from tokenloom.engine_core.wire.messages import FinishReason
 
 SESSION = "session"
 

@@ -14,8 +14,8 @@ from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_requ
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tests.engine_core.planned_steps import make_scheduler, step
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.request import Request
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
-from tokenloom.engine_core.scheduling.request import Request
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
 from tokenloom.engine_core.scheduling.seats import COSTLY_ROWS, index_to_preempt
 from tokenloom.engine_core.scheduling.step_planner import PauseState

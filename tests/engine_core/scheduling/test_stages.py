@@ -7,10 +7,10 @@ from msgspec.structs import replace
 from tests.engine_core.executor.late import LateExecutor
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_request, make_worker, tokens_of
 from tests.engine_core.invariants import check_idle
-from tokenloom.engine_core.config import ParallelConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import ParallelConfig
+from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
-from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 
 
 class Recording(LateExecutor):

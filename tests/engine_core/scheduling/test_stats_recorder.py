@@ -1,6 +1,6 @@
 from tests.engine_core.helpers import make_request
 from tests.engine_core.planned_steps import make_scheduler, step
-from tokenloom.engine_core.wire.messages import EngineCoreEventType, EngineCoreOutput
+from tokenloom.engine_core.data.messages import EngineCoreEventType, EngineCoreOutput
 
 
 def test_outputs_carry_the_events_since_the_previous_output() -> None:

@@ -3,8 +3,8 @@ from msgspec.structs import replace
 from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_counts
 from tests.engine_core.planned_steps import make_scheduler, step
+from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
-from tokenloom.engine_core.wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 
 def test_a_long_prefill_leaves_room_for_short_ones() -> None:

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_request, make_worker
-from tokenloom.engine_core.config import ObservabilityConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.executor import make_executor
+from tokenloom.engine_core.data.config import ObservabilityConfig
+from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
+from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.scheduling.step_reports import IterationLog
-from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, SchedulerOutput
 
 
 class FailingWorker(HashWorker):

@@ -6,10 +6,10 @@ from tests.engine_core.executor.late import LateExecutor
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_request, make_worker, tokens_of
 from tests.engine_core.invariants import check_idle
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.messages import EngineCoreOutput, ErrorKind, FinishReason
+from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, ErrorKind, FinishReason
-from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
 class NotingWorker(HashWorker):

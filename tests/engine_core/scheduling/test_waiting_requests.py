@@ -2,7 +2,7 @@ import pytest
 
 from tests.engine_core.helpers import make_request
 from tests.engine_core.planned_steps import make_scheduler, step
-from tokenloom.engine_core.wire.messages import ErrorKind, FinishReason
+from tokenloom.engine_core.data.messages import ErrorKind, FinishReason
 
 
 @pytest.mark.parametrize(("full", "admitted"), [(True, ["a"]), (False, ["a", "b"])])

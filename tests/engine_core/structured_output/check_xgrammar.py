@@ -12,11 +12,11 @@ import msgspec
 from tests.engine_core.structured_output import helpers
 from tests.engine_core.structured_output.structural_tags import CASES
 from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.config import EngineConfig, WorkerConfig
+from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
+from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.structured_output.grammar_backend import Grammar, GrammarError
-from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
 from tokenloom.model_files.model_path import DEMO_MODEL
 
 OPEN = {name: value for name, value in helpers.PERSON.items() if name != "additionalProperties"}

@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.config import (
+from tokenloom.engine_core.data.config import (
     CacheConfig,
     EngineConfig,
     ReasoningConfig,
@@ -18,13 +18,13 @@ from tokenloom.engine_core.config import (
     StructuredOutputConfig,
     WorkerConfig,
 )
+from tokenloom.engine_core.data.core_sampling_params import GrammarKind, SamplingParams, StructuredOutput
+from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
 from tokenloom.engine_core.executor.threaded import ThreadedExecutor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.structured_output.grammar_backend import Grammar
 from tokenloom.engine_core.structured_output.llguidance_backend import LLGuidanceBackend
-from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, SamplingParams, StructuredOutput
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.engine.core.grammar_config import structured_output_config

@@ -3,7 +3,7 @@
 import json
 from typing import Any, NamedTuple
 
-from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
+from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
 from tokenloom.request.structural_tags import current_form
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from tests.engine_core.structured_output.helpers import PERSON, VOCAB_SIZE, backend, config, json_schema
+from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
 from tokenloom.engine_core.structured_output.compiler_process import (
     CompilerProcess,
     CompilerUnavailable,
@@ -14,7 +15,6 @@ from tokenloom.engine_core.structured_output.compiler_process import (
 )
 from tokenloom.engine_core.structured_output.grammar_backend import GrammarError
 from tokenloom.engine_core.structured_output.llguidance_backend import LLGuidanceBackend
-from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
 
 
 def test_llguidance_is_the_default_backend() -> None:

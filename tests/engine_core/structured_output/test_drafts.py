@@ -16,11 +16,11 @@ from tests.engine_core.structured_output.helpers import (
     run,
     token_ids_of,
 )
-from tokenloom.engine_core.config import ReasoningConfig
+from tokenloom.engine_core.data.config import ReasoningConfig
+from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.fake_workers.hash_row import HashRow
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
-from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.request.reasoning import ReasoningMarks
 
 MARKS = ReasoningMarks((2001,), (2002,), begins_inside=False)

@@ -8,7 +8,7 @@ from tests.engine_core.executor.interrupted import InterruptedExecutor
 from tests.engine_core.executor.late import LateExecutor
 from tests.engine_core.structured_output.helpers import PERSON, VOCAB_SIZE, config, json_schema, make_request
 from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 
 CONFIG = EngineConfig(

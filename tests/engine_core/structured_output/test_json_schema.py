@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.engine_core.structured_output.helpers import backend, tokenizer
+from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
 from tokenloom.engine_core.structured_output.json_schema import close_objects
-from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
 
 NAMED: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 CLOSED = {**NAMED, "additionalProperties": False}

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine_core.structured_output.helpers import EOS, PERSON, allowed, backend, encode, start
+from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
 from tokenloom.engine_core.structured_output.grammar_backend import GrammarError
-from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
 
 GBNF = 'root ::= "a" ("b" | [c-d])* "e"'
 LARK = 'start: "a" /[bcd]*/ "e"'

@@ -19,13 +19,13 @@ from tests.engine_core.structured_output.helpers import (
     text_of,
 )
 from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.scheduling.request import RequestStatus
+from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
+from tokenloom.engine_core.data.messages import ErrorKind, FinishReason
+from tokenloom.engine_core.data.request import RequestStatus
 from tokenloom.engine_core.structured_output.compile_queue import CompileQueue
 from tokenloom.engine_core.structured_output.compiler import NUM_COMPILERS
 from tokenloom.engine_core.structured_output.manager import FAILED, StructuredOutputManager
 from tokenloom.engine_core.structured_output.request_constraint import RequestConstraint
-from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
-from tokenloom.engine_core.wire.messages import ErrorKind, FinishReason
 
 DATE = StructuredOutput(GrammarKind.REGEX, r"20\d\d-(0[1-9]|1[0-2])")
 BOMB = json_schema({"type": "integer", "multipleOf": 99_999_989})

@@ -16,10 +16,10 @@ from tests.engine_core.structured_output.helpers import (
     run,
     token_ids_of,
 )
-from tokenloom.engine_core.config import ReasoningConfig
+from tokenloom.engine_core.data.config import ReasoningConfig
+from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
+from tokenloom.engine_core.data.messages import EngineCoreRequest, FinishReason
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
-from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
-from tokenloom.engine_core.wire.messages import EngineCoreRequest, FinishReason
 from tokenloom.request.reasoning import ReasoningMarks
 
 DATE = StructuredOutput(GrammarKind.REGEX, r"20\d\d-(0[1-9]|1[0-2])")

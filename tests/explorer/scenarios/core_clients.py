@@ -15,16 +15,16 @@ from tests.explorer.world import World
 from tokenloom.engine_core.client import async_core_client
 from tokenloom.engine_core.client.async_core_client import AsyncMPClient
 from tokenloom.engine_core.client.async_socket import AsyncSocket
-from tokenloom.engine_core.errors import EngineDeadError
-from tokenloom.engine_core.wire.array_arena import MIN_BYTES, ArenaReader
-from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
-from tokenloom.engine_core.wire.messages import (
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.data.errors import EngineDeadError
+from tokenloom.engine_core.data.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     RequestType,
     UtilityCall,
     UtilityOutput,
 )
+from tokenloom.engine_core.wire.array_arena import MIN_BYTES, ArenaReader
 from tokenloom.engine_core.wire.serialization import Decoder, encode, to_raw
 
 NUM_REQUESTS = 6

@@ -11,7 +11,7 @@ from typing import Any
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
 from tests.explorer.world import World
 from tests.simulation.core_client import CoreClient
-from tokenloom.engine_core.wire.messages import EngineCoreOutputs
+from tokenloom.engine_core.data.messages import EngineCoreOutputs
 from tokenloom.request import errors
 from tokenloom.services.engine.control.pause import Pause
 from tokenloom.services.engine.control.sleep import Sleep

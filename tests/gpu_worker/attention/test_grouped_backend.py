@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, Step, make_step, shape
-from tokenloom.engine_core.kv_cache.kv_groups import KVGroup
+from tokenloom.engine_core.data.kv_groups import KVGroup
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.grouped_backend import GroupedBackend

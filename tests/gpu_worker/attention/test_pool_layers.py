@@ -2,7 +2,7 @@ from typing import Any
 
 import torch
 
-from tokenloom.engine_core.kv_cache.kv_groups import KVGroup
+from tokenloom.engine_core.data.kv_groups import KVGroup
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.attention.grouped_backend import GroupedBackend
 from tokenloom.gpu_worker.attention.pool_layers import PoolLayers

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gpu_worker.sampler.variants import VARIANTS, params, peaked
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.batch.drawer import Drawer
 from tokenloom.gpu_worker.batch.members import Members
 from tokenloom.gpu_worker.kernels.threads import set_kernel_threads

@@ -6,8 +6,8 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.batch import input_batch
 from tokenloom.gpu_worker.batch.input_batch import InputBatch, StepInputs
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.cuda.logprob_arrays import FoundLogprobs
 from tokenloom.gpu_worker.cuda.sampler import NO_CHOICE, DeviceSampler
 from tokenloom.gpu_worker.cuda.seen_counts import SEEN

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.scheduler_output import (
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.scheduler_output import (
     CachedRequestData,
     GrammarOutput,
     ModelRunnerOutput,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.gpu_worker.cuda.host_draw import HostKernels, make_device_sampler
 from tests.gpu_worker.cuda.sampling_params import PARAMS
 from tests.gpu_worker.cuda.sampling_steps import VOCAB, Steps, bitmask, check_equal
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.scheduler_output import GrammarOutput
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.scheduler_output import GrammarOutput
 from tokenloom.gpu_worker.cuda import sampler as device_sampling
 from tokenloom.gpu_worker.cuda import seen_counts
 from tokenloom.gpu_worker.cuda.device_link import HostLink

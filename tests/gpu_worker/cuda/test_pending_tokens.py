@@ -3,7 +3,7 @@
 import torch
 
 from tests.gpu_worker.cuda.late_link import LateLink
-from tokenloom.engine_core.wire.scheduler_output import ModelRunnerOutput
+from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput
 from tokenloom.gpu_worker.cuda.device_link import HostLink
 from tokenloom.gpu_worker.cuda.drawn_rows import DrawnRows
 from tokenloom.gpu_worker.cuda.pending_tokens import PendingTokens

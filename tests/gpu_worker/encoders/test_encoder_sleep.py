@@ -8,11 +8,11 @@ import pytest
 
 from tests.gpu_worker.pooling.small_models import PROMPTS, make_checkpoint, make_config
 from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.errors import EnginePausedError, UtilityError
+from tokenloom.engine_core.data.core_pooling_params import PoolingParams, PoolingTask
+from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING
+from tokenloom.engine_core.data.errors import EnginePausedError, UtilityError
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.wire.core_pooling_params import PoolingParams, PoolingTask
-from tokenloom.engine_core.wire.core_sampling_params import DRAWS_NOTHING
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.gpu_worker.platform.devices import make_worker
 
 LARGE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}

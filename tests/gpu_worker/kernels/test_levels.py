@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from tokenloom.engine_core.config import ProcessorLevel
+from tokenloom.engine_core.data.config import ProcessorLevel
 from tokenloom.gpu_worker.kernels import levels
 from tokenloom.gpu_worker.kernels.levels import LEVELS, available_levels, limit_level, native_flags, processor_features
 

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from tests.gpu_worker.platform.device_platform import ApartPlatform
 from tokenloom import demo_model
-from tokenloom.engine_core.config import (
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import (
     CacheConfig,
     EngineConfig,
     KVCacheDtype,
@@ -17,16 +18,15 @@ from tokenloom.engine_core.config import (
     SpeculativeConfig,
     WorkerConfig,
 )
-from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.kv_messages import KVAcquire, KVAnswer, KVRelease, KVTarget, KVVerdict, KVVerify
+from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.kv_transfer.core_kv import make_core_kv
-from tokenloom.engine_core.kv_transfer.kv_messages import KVAcquire, KVAnswer, KVRelease, KVTarget, KVVerdict, KVVerify
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.gpu_worker.kv_connector.kv_transports import make_transports
 from tokenloom.gpu_worker.kv_connector.tcp_socket import SocketTransport
 from tokenloom.gpu_worker.model_worker import ModelWorker

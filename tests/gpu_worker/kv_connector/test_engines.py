@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.gpu_worker.kv_connector.engine_pair import MAKE, MODEL, Engine, MakeExecutor, Pair, mp, uni
-from tokenloom.engine_core.config import LoraConfig, SpeculativeConfig
-from tokenloom.engine_core.kv_transfer.kv_messages import KVAcquire
+from tokenloom.engine_core.data.config import LoraConfig, SpeculativeConfig
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.kv_messages import KVAcquire
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.kv_connector import nixl
 from tokenloom.model_files.model_path import DEMO_ADAPTERS
 from tokenloom.request.adapters.adapter_salt import adapter_salt

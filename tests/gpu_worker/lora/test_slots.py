@@ -8,7 +8,7 @@ import pytest
 from tests.gpu_worker.lora.random_adapter import save_adapter
 from tests.parity.engine import Engine
 from tests.parity.reference import save_random
-from tokenloom.engine_core.config import LoraConfig
+from tokenloom.engine_core.data.config import LoraConfig
 from tokenloom.gpu_worker.lora.layers import LoraLinear
 
 PROMPT = list(range(3, 23))

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from tests.gpu_worker.parallel.rank_threads import parallel
 from tokenloom import demo_model
-from tokenloom.engine_core.config import EngineConfig, LoraConfig, SpeculativeConfig, WorkerConfig
+from tokenloom.engine_core.data.config import EngineConfig, LoraConfig, SpeculativeConfig, WorkerConfig
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, load_model_config
 from tokenloom.gpu_worker.models.architectures import ModelLoader
 from tokenloom.gpu_worker.parallel.group import Ranks, place_of

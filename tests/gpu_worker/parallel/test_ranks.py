@@ -9,7 +9,7 @@ import pytest
 from tests.gpu_worker.parallel.rank_threads import RankThreads, parallel
 from tests.parity.engine import Engine
 from tokenloom import demo_model
-from tokenloom.engine_core.config import EngineConfig
+from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.executor.executor import Executor
 
 DEMO = Path(demo_model.__file__).parent

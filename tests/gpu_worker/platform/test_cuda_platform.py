@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tokenloom.engine_core.config import EngineConfig, KVConfig
+from tokenloom.engine_core.data.config import EngineConfig, KVConfig
 from tokenloom.gpu_worker.platform.cuda_platform import CUDAPlatform
 from tokenloom.gpu_worker.platform.device_check import check_device
 

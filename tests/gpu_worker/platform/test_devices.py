@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tokenloom.engine_core.config import EngineConfig, WorkerConfig
+from tokenloom.engine_core.data.config import EngineConfig, WorkerConfig
 from tokenloom.gpu_worker.platform.cuda_platform import kv_share
 from tokenloom.gpu_worker.platform.devices import CPUWorker, make_worker
 

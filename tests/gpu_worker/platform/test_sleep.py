@@ -8,14 +8,14 @@ import torch
 
 from tests.gpu_worker.conftest import SaveCheckpoint
 from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.errors import UtilityError
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.errors import UtilityError
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.process.process_memory import resident_bytes
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.gpu_worker.platform.devices import CPUWorker
 from tokenloom.gpu_worker.platform.memory import return_freed
+from tokenloom.process.process_memory import resident_bytes
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 160

@@ -9,12 +9,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.data.core_pooling_params import PoolingParams, PoolingTask
+from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING
+from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.wire.core_pooling_params import PoolingParams, PoolingTask
-from tokenloom.engine_core.wire.core_sampling_params import DRAWS_NOTHING
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest
 from tokenloom.gpu_worker.platform.devices import make_worker
 
 VOCAB_SIZE = 120

@@ -17,10 +17,10 @@ from tests.gpu_worker.pooling.small_models import (
     save_pooling,
     states,
 )
-from tokenloom.engine_core.config import PoolerConfig
-from tokenloom.engine_core.wire.core_pooling_params import PoolingParams, PoolingTask
-from tokenloom.engine_core.wire.core_sampling_params import DRAWS_NOTHING, SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.engine_core.data.config import PoolerConfig
+from tokenloom.engine_core.data.core_pooling_params import PoolingParams, PoolingTask
+from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING, SamplingParams
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 
 
 @pytest.mark.parametrize("budget", [256, 12])

@@ -7,11 +7,17 @@ from typing import Any
 import pytest
 
 from tokenloom import demo_model
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import (
+    CacheConfig,
+    EngineConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.gpu_worker.model_worker import ModelWorker
 from tokenloom.gpu_worker.platform.devices import CPUWorker
 

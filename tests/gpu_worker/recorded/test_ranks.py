@@ -7,8 +7,8 @@ import pytest
 
 from tests.gpu_worker.parallel.rank_threads import RankThreads, parallel
 from tests.gpu_worker.recorded.test_engines import DEMO_MODEL, generate
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.model_worker import ModelWorker
 from tokenloom.gpu_worker.parallel import shared_group

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.sampler import Sampler, make_logits_processors
 
 ROW = 3

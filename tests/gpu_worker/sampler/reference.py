@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 
 
 def penalized(logits, params: SamplingParams, prompt, output):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.gpu_worker.sampler import reference
 from tests.gpu_worker.sampler.processing import Row, sample
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.sampler import make_logits_processors
 
 VOCAB, DRAWS = 120, 10_000

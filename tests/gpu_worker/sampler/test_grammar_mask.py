@@ -1,6 +1,6 @@
 import numpy as np
 
-from tokenloom.engine_core.wire.scheduler_output import GrammarOutput
+from tokenloom.engine_core.data.scheduler_output import GrammarOutput
 from tokenloom.gpu_worker.sampler.grammar_mask import allow_only, force
 
 

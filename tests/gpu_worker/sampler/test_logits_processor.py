@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.sampler import LogitsProcessors, make_logits_processors
 
 PLAIN = SamplingParams(max_tokens=9, seed=1)

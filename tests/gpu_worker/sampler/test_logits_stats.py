@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.sampler.logits_stats import LogitsMeter
 
 

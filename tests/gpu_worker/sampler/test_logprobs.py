@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.sampler import LogprobRows
 from tokenloom.gpu_worker.sampler.logprobs import logprobs_of
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.gpu_worker.sampler import reference
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.sampler import SeenTokens, make_logits_processors
 
 VOCAB = 300

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from tokenloom import demo_model
-from tokenloom.engine_core.wire.messages import Logprobs
-from tokenloom.engine_core.wire.scheduler_output import (
+from tokenloom.engine_core.data.messages import Logprobs
+from tokenloom.engine_core.data.scheduler_output import (
     CachedRequestData,
     GrammarOutput,
     NewRequestData,

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 
 from tests.gpu_worker.speculation.steps import BLOCK_SIZE, DEMO_MODEL, NUM_BLOCKS, Driver
 from tests.gpu_worker.speculation.test_verify import NUM_TOKENS, PLAIN, STATEFUL, params
-from tokenloom.engine_core.config import SpeculativeConfig
+from tokenloom.engine_core.data.config import SpeculativeConfig
+from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
-from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, SchedulerOutput
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.attention.cache import make_kv_pool
 from tokenloom.gpu_worker.batch.input_batch import InputBatch

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, SchedulerOutput
+from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
 from tokenloom.gpu_worker.speculation.ngram import NgramProposer, SuffixIndex
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.gpu_worker.cuda.host_draw import make_device_sampler
 from tests.gpu_worker.speculation.steps import Driver
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 
 VOCAB = 2048
 NUM_TOKENS = 24

@@ -12,9 +12,9 @@ from safetensors.numpy import save
 from tests.mesh.harness import MODEL, Mesh
 from tests.mesh.split import SplitMesh
 from tests.ready_channel import ready_channel
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.fake_workers.hash_row import embeds_ids
 from tokenloom.engine_core.fake_workers.hash_worker import HIDDEN_SIZE
-from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

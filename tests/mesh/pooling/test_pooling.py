@@ -12,8 +12,8 @@ import pytest
 
 from tests.mesh.harness import MODEL, Mesh
 from tests.ready_channel import ready_channel
+from tokenloom.engine_core.data.core_pooling_params import PoolingParams, PoolingTask
 from tokenloom.engine_core.fake_workers.hash_pooling import hash_pooled
-from tokenloom.engine_core.wire.core_pooling_params import PoolingParams, PoolingTask
 from tokenloom.services.gateway.generation.job import Job
 from tokenloom.services.gateway.pooling.pooling_job import PoolingJob
 from tokenloom.services.gateway.pooling.vector_json import numbers

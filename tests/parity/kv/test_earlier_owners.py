@@ -7,12 +7,12 @@ import pytest
 import torch
 import transformers
 
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, WorkerConfig
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.gpu_worker.platform.devices import make_worker
 
 HIDDEN_SIZE, HEADS = 96, 4  # heads of 24, which the C++ kernels do not support

@@ -8,8 +8,8 @@ import pytest
 from tests.parity.engine import Engine
 from tests.parity.identical import Case, assert_identical
 from tokenloom import demo_model
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 
 MODEL = Path(demo_model.__file__).parent
 NUM_TOKENS = 16

@@ -15,7 +15,7 @@ from tests.parity.identical import Case, assert_identical
 from tests.parity.ranks.test_data_parallel import EXPERTS, alone
 from tests.parity.ranks.test_ranks import Logits
 from tests.parity.reference import save_random
-from tokenloom.engine_core.config import (
+from tokenloom.engine_core.data.config import (
     CacheConfig,
     EngineConfig,
     EplbConfig,
@@ -23,9 +23,9 @@ from tokenloom.engine_core.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.executor import Executor
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.gpu_worker.model_worker import ModelWorker
 
 EPLB = EplbConfig(window_size=6, step_interval=6, num_redundant_experts=2, move_bytes=16 << 10)

@@ -8,11 +8,11 @@ import pytest
 
 from tests.engine_core.data_parallel.cores import Group
 from tests.parity.reference import save_random
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.executor import make_executor
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.messages import EngineCoreRequest
+from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.services.engine.core.workers import make_worker
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}

@@ -10,7 +10,7 @@ from tests.gpu_worker.parallel.rank_threads import RankThreads, parallel
 from tests.parity.engine import Engine
 from tests.parity.identical import Case, assert_identical
 from tests.parity.reference import SMALL_CONFIGS, save_random
-from tokenloom.engine_core.config import EngineConfig
+from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.executor.executor import Executor
 
 VOCAB = 503

@@ -13,13 +13,13 @@ import pytest
 from tests.gpu_worker.parallel.rank_threads import parallel
 from tests.parity.engine import Engine
 from tests.parity.reference import SMALL_CONFIGS, save_random
-from tokenloom.engine_core.config import EngineConfig
-from tokenloom.engine_core.errors import WorkerLostError
-from tokenloom.engine_core.executor import make_executor
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.errors import WorkerLostError
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.executor import Executor
+from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.engine.core.workers import WORKER_COMMAND, make_worker
 

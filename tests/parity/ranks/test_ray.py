@@ -19,10 +19,10 @@ from tests.mesh.harness import SOON, Mesh
 from tests.parity.engine import Engine
 from tests.parity.ranks.test_ranks_kv import GREEDY, PROMPT, of_two
 from tests.parity.reference import SMALL_CONFIGS, save_random
-from tokenloom.engine_core.config import EngineConfig, ParallelConfig, WorkerConfig
-from tokenloom.engine_core.errors import ExecutorFailedError, WorkerLostError
-from tokenloom.engine_core.executor import make_executor
+from tokenloom.engine_core.data.config import EngineConfig, ParallelConfig, WorkerConfig
+from tokenloom.engine_core.data.errors import ExecutorFailedError, WorkerLostError
 from tokenloom.engine_core.executor.executor import Executor
+from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.executor.ray_executor import RayExecutor
 from tokenloom.services.engine.core.workers import make_worker
 

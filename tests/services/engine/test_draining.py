@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_service, make_settings, running_engine
+from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 from tokenloom.services.runtime.host.service import running
 from tokenloom.v1.types_pb2 import FINISH_REASON_LENGTH
 

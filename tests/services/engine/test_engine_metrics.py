@@ -5,10 +5,10 @@ from prometheus_client import CollectorRegistry
 
 from tests.services.engine.peer import make_add
 from tests.services.engine.streams.test_attempts import make_attempts
-from tokenloom.engine_core.config import SpeculativeConfig
-from tokenloom.engine_core.wire.draft_counts import SpecDecodingStats
-from tokenloom.engine_core.wire.handshake import CoreReady
-from tokenloom.engine_core.wire.messages import (
+from tokenloom.engine_core.data.config import SpeculativeConfig
+from tokenloom.engine_core.data.draft_counts import SpecDecodingStats
+from tokenloom.engine_core.data.handshake import CoreReady
+from tokenloom.engine_core.data.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     ExpertBalance,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.engine_core.config import EngineConfig, SpeculativeConfig
+from tokenloom.engine_core.data.config import EngineConfig, SpeculativeConfig
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.services.engine.engine_settings import EngineSettings, for_checkpoint
 

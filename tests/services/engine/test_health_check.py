@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from tests.ready_channel import ready_channel
 from tests.services.engine.peer import Peer, make_add, make_settings, running_engine
 from tests.services.engine.test_coordinator_link import is_serving, running_coordinator, see
+from tokenloom.engine_core.data.model_info import ModelInfo
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
-from tokenloom.engine_core.worker import ModelInfo
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.services.engine import health_check
 from tokenloom.services.engine.health_check import HealthCheck

@@ -1,6 +1,6 @@
 import pytest
 
-from tokenloom.engine_core.wire.messages import EngineCoreOutputs, SchedulerStats
+from tokenloom.engine_core.data.messages import EngineCoreOutputs, SchedulerStats
 from tokenloom.request.errors import ResourceExhausted, Unavailable
 from tokenloom.services.engine.load import LoadTracker
 from tokenloom.v1.engine_pb2 import AddRequest, PickId

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry
 
-from tokenloom.engine_core.wire.lora import LoraState
+from tokenloom.engine_core.data.lora import LoraState
 from tokenloom.services.engine.lora_metrics import LoraMetrics
 
 FIXED = {"model_name": "m", "engine": "e"}

@@ -18,8 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.engine_core.processes import has_ended
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings, running_engine
+from tokenloom.engine_core.data.model_info import ModelInfo
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.worker import ModelInfo
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.engine.engine_settings import EngineSettings

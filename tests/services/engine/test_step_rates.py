@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenloom.engine_core.wire.messages import SchedulerStats
+from tokenloom.engine_core.data.messages import SchedulerStats
 from tokenloom.services.engine.step_rates import StepRates
 
 

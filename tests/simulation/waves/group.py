@@ -23,7 +23,7 @@ from tokenloom.engine_core.data_parallel.messages import (
     Welcome,
 )
 from tokenloom.engine_core.data_parallel.rounds import Letters, Rounds
-from tokenloom.engine_core.waves import STEPS_BETWEEN_VOTES, Waves, WaveState
+from tokenloom.engine_core.data_parallel.waves import STEPS_BETWEEN_VOTES, Waves, WaveState
 from tokenloom.services.coordinator.engines.wave_starts import WaveStarts
 
 

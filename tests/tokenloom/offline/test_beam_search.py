@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tokenloom import BeamSearchParams, SamplingParams
-from tokenloom.engine_core.errors import EnginePausedError
+from tokenloom.engine_core.data.errors import EnginePausedError
 
 STORY = "Once upon a time"
 

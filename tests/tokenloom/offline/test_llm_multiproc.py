@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from tests.engine_core.processes import has_ended
 from tokenloom import LLM, SamplingParams
 from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, ParallelConfig, WorkerConfig
-from tokenloom.engine_core.errors import ExecutorFailedError, UtilityError
-from tokenloom.engine_core.executor import make_executor
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, ParallelConfig, WorkerConfig
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams as CoreParams
+from tokenloom.engine_core.data.errors import ExecutorFailedError, UtilityError
+from tokenloom.engine_core.data.messages import EngineCoreRequest, FinishReason
+from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams as CoreParams
-from tokenloom.engine_core.wire.messages import EngineCoreRequest, FinishReason
 from tokenloom.gpu_worker.platform.devices import CPUWorker
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.engine.core.workers import WORKER_COMMAND

@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tokenloom import SamplingParams
-from tokenloom.engine_core.errors import EnginePausedError, UtilityError
+from tokenloom.engine_core.data.errors import EnginePausedError, UtilityError
 from tokenloom.model_files.model_path import DEMO_MODEL
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)

@@ -3,8 +3,8 @@
 import pytest
 
 from tokenloom import RequestOutputKind
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.engine_core.wire.messages import (
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,

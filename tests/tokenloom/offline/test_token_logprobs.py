@@ -1,7 +1,7 @@
 import pytest
 
 from tokenloom import Logprob
-from tokenloom.engine_core.wire.messages import Logprobs
+from tokenloom.engine_core.data.messages import Logprobs
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.offline.offline_sample import token_logprobs

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.gpu_worker.cuda.sampling_params import PARAMS
 from tests.gpu_worker.cuda.sampling_steps import VOCAB, Steps, bitmask, check_equal
-from tokenloom.engine_core.wire.scheduler_output import GrammarOutput
+from tokenloom.engine_core.data.scheduler_output import GrammarOutput
 from tokenloom.gpu_worker.batch import prompt_logprobs
 from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
 from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.cuda.draw_arrays import DrawArrays
 from tokenloom.gpu_worker.cuda.sampler import NO_CHOICE
 from tokenloom.gpu_worker.cuda.sampler_kernels import draw

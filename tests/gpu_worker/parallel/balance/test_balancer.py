@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.eplb_config import EplbConfig
+from tokenloom.engine_core.data.eplb_config import EplbConfig
 from tokenloom.gpu_worker.parallel.balance.balancer import ExpertBalancer
 from tokenloom.gpu_worker.parallel.balance.planner import Ints
 from tokenloom.gpu_worker.parallel.balance.transfer import ExpertShape

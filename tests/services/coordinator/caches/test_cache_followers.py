@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from tests.services.coordinator.policies import DEFAULT_POLICY
-from tokenloom.engine_core.kv_cache.kv_events import AllBlocksCleared, BlockRemoved, KVEventLog
+from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, KVEventLog
 from tokenloom.request.prompt_block_hash import specimen_hash
 from tokenloom.services.coordinator.caches import cache_followers
 from tokenloom.services.coordinator.caches.cache_followers import CacheFollowers

@@ -3,7 +3,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tokenloom.engine_core.kv_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from tokenloom.request.errors import Aborted, InvalidArgument
 from tokenloom.services.engine.control.kv_event_feed import MERGED_BATCHES, KVEventFeed
 from tokenloom.v1.engine_pb2 import WatchKVEventsResponse

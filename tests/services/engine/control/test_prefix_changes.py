@@ -1,12 +1,6 @@
 """Tests how events of the prefix cache become changes for placement."""
 
-from tokenloom.engine_core.kv_cache.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVCacheEvent,
-    KVEventLog,
-)
+from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventLog
 from tokenloom.request.prefix_schedule import scheduled
 from tokenloom.services.engine.control.kv_event_feed import KVEventFeed
 from tokenloom.services.engine.control.prefix_changes import merged

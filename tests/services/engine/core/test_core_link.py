@@ -4,10 +4,10 @@ from pathlib import Path
 
 from tests.engine_core.client.inproc import AsyncInprocClient
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings
-from tokenloom.engine_core.errors import NotSentError
+from tokenloom.engine_core.data.errors import NotSentError
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.engine.service import EngineService

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tokenloom.engine_core.process.step_pulse import Pulse
+from tokenloom.engine_core.process.pulse_memory import Pulse
 from tokenloom.services.engine.core import core_watch
 from tokenloom.services.engine.core.core_watch import STOPPED_SECONDS, TICK_SECONDS, CoreWatch
 

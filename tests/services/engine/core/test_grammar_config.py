@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.engine_core.config import ReasoningConfig
+from tokenloom.engine_core.data.config import ReasoningConfig
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.engine.core.grammar_config import reasoning_config, reasoning_mode

@@ -8,7 +8,7 @@ from cryptography import x509
 from msgspec.structs import replace
 
 from tests.services.runtime.peers.issuing import authority, issue, write
-from tokenloom.engine_core.config import EngineConfig, TLSFiles
+from tokenloom.engine_core.data.config import EngineConfig, TLSFiles
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion, KVTransferError, KVTransport
 from tokenloom.services.engine.core.core_main import make_transports

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.services.engine.peer import VOCAB_SIZE, make_settings
-from tokenloom.engine_core.kv_transfer.kv_messages import (
+from tokenloom.engine_core.data.handshake import CoreReady
+from tokenloom.engine_core.data.kv_messages import (
     KVAcquire,
     KVAnswer,
     KVCall,
@@ -18,8 +19,7 @@ from tokenloom.engine_core.kv_transfer.kv_messages import (
     KVRenew,
     KVTarget,
 )
-from tokenloom.engine_core.wire.handshake import CoreReady
-from tokenloom.engine_core.wire.messages import (
+from tokenloom.engine_core.data.messages import (
     AcceptTokens,
     EngineCoreOutput,
     EngineCoreOutputs,

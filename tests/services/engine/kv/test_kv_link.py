@@ -4,8 +4,8 @@ from collections.abc import Coroutine
 import pytest
 
 from tests.services.engine.kv.kv_fakes import FakeCore
-from tokenloom.engine_core.errors import EngineDeadError
-from tokenloom.engine_core.kv_transfer.kv_messages import KVAnswer, KVCall, KVEvent, KVRemoteProgress, KVRenew, KVVerify
+from tokenloom.engine_core.data.errors import EngineDeadError
+from tokenloom.engine_core.data.kv_messages import KVAnswer, KVCall, KVEvent, KVRemoteProgress, KVRenew, KVVerify
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.engine.kv.kv_link import KVLink
 

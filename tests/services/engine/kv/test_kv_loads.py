@@ -19,7 +19,7 @@ from tests.services.engine.kv.kv_fakes import (
     source_at,
 )
 from tests.services.engine.peer import Peer, make_add, seconds
-from tokenloom.engine_core.kv_transfer.kv_messages import (
+from tokenloom.engine_core.data.kv_messages import (
     KVAcquire,
     KVAnswer,
     KVProgress,
@@ -29,8 +29,8 @@ from tokenloom.engine_core.kv_transfer.kv_messages import (
     KVVerdict,
     KVVerify,
 )
+from tokenloom.engine_core.data.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
-from tokenloom.engine_core.wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.services.engine.kv import kv_loads, kv_reading
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import engine_pb2

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from tests.services.engine.kv.kv_fakes import LAYOUT, LEASE, FakeCore, owning_core
-from tokenloom.engine_core.kv_transfer.kv_messages import KVAcquire, KVAnswer, KVProgress, KVRelease, KVRenew
+from tokenloom.engine_core.data.kv_messages import KVAcquire, KVAnswer, KVProgress, KVRelease, KVRenew
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.engine.kv.kv_link import KVLink

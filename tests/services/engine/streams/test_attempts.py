@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.services.engine.peer import Received, make_add
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, ErrorKind, FinishReason, PrefillStats, RoutedExperts
+from tokenloom.engine_core.data.messages import EngineCoreOutput, ErrorKind, FinishReason, PrefillStats, RoutedExperts
 from tokenloom.request.errors import DeadlineExceeded, InvalidArgument, RateLimitExceeded, ResourceExhausted
 from tokenloom.request.wire_errors import from_proto
 from tokenloom.services.engine.streams.attempt import Attempt

@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings, running_engine, seconds
+from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers import hello

@@ -8,7 +8,7 @@ import pytest
 
 from tests.services.engine.kv.kv_fakes import FakeCore, running_front
 from tests.services.engine.peer import Peer, make_add
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SchedulerStats
+from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SchedulerStats
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1.engine_pb2 import KVGrant, KVSource, StopAt
 from tokenloom.v1.types_pb2 import FINISH_REASON_ABORT, FINISH_REASON_PREFILLED, FINISH_REASON_STOP

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from msgspec import Meta, Struct
 
-from tokenloom.engine_core.config import EngineConfig, StructuredOutputConfig
+from tokenloom.engine_core.data.config import EngineConfig, StructuredOutputConfig
 from tokenloom.services.runtime.host.options import OptionError, UnknownOption, build, options_of
 
 Share = Annotated[float, Meta(ge=0, lt=1)]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..config import EngineConfig
+from .config import EngineConfig
 
 # As in vLLM. Tables in messages and kernels need an entry for what is not kept; nothing reads it, and if anything did,
 # it would find finite numbers, because no step writes there.

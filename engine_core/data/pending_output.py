@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from .wire.scheduler_output import ModelRunnerOutput
+from .scheduler_output import ModelRunnerOutput
 
 
 class PendingOutput(Protocol):

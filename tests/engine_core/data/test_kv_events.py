@@ -1,12 +1,6 @@
 from tests.engine_core.helpers import finish, make_core, make_request
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.kv_cache.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVCacheEvent,
-    KVEventLog,
-)
+from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventLog
 from tokenloom.request.prompt_block_hash import block_hashes
 
 

@@ -5,9 +5,9 @@ import pytest
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_core, make_request, tokens_of
 from tests.engine_core.invariants import check_idle
 from tests.engine_core.kv_transfer.kv_pair import Pair, PairRequest
-from tokenloom.engine_core.config import KVConfig
+from tokenloom.engine_core.data.config import KVConfig
+from tokenloom.engine_core.data.messages import AcceptTokens, FinishReason
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
-from tokenloom.engine_core.wire.messages import AcceptTokens, FinishReason
 
 KV = KVConfig(transports=("memory",), checksum=True)
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.request.sampling_params import RepetitionDetectionParams
 
-from ..kv_transfer.kv_messages import KVTarget
-from ..wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs, RoutedExperts
 from .draft_history import DraftHistory
+from .kv_messages import KVTarget
+from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs, RoutedExperts
 
 
 class RequestStatus(enum.IntEnum):

@@ -7,15 +7,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import UtilityError
-from ..kv_cache.kv_events import KVCacheEvent
-from ..kv_transfer.kv_messages import KVTarget
+from ..wire.serialization import from_raw
 from .core_pooling_params import PoolingParams
 from .core_sampling_params import SamplingParams
 from .draft_counts import DraftCounts, SpecDecodingStats
 from .embedding_rows import EmbedsSpan
+from .errors import UtilityError
+from .kv_events import KVCacheEvent
+from .kv_messages import KVTarget
 from .lora import LoraState
-from .serialization import from_raw
 
 
 class FinishReason(enum.IntEnum):

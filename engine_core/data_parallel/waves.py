@@ -9,7 +9,7 @@ without requests computes a dummy batch in each step. (vLLM V1: ``DPEngineCorePr
 import enum
 from collections.abc import Callable
 
-from .data_parallel.messages import Outcome, Verdict, Vote, Want, Welcome
+from .messages import Outcome, Verdict, Vote, Want, Welcome
 
 # As in vLLM. A vote stops all ranks for a round trip; between two votes an idle rank computes up to 31 dummy batches.
 STEPS_BETWEEN_VOTES = 32

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .errors import ExecutorFailedError, WorkerLostError
-from .lora_config import LoraConfig
-from .scheduling.adapter_slots import AdapterSlots
-from .scheduling.request import Request
-from .wire.lora import LoraAnswer, LoraErrorKind, LoraInfo, LoraState
+from ..data.errors import ExecutorFailedError, WorkerLostError
+from ..data.lora import LoraAnswer, LoraErrorKind, LoraInfo, LoraState
+from ..data.lora_config import LoraConfig
+from ..data.request import Request
+from .adapter_slots import AdapterSlots
 
 
 class AdapterStore(Protocol):

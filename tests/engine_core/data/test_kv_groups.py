@@ -1,8 +1,8 @@
 import pytest
 
 from tests.engine_core.kv_cache.grouped_hash_worker import groups_of
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, KVConfig
-from tokenloom.engine_core.kv_cache.kv_groups import (
+from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, KVConfig
+from tokenloom.engine_core.data.kv_groups import (
     KVGroup,
     KVNeed,
     describe_groups,

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from ..config import EngineConfig
-from .array_arena import ArenaAddress
+from ..wire.array_arena import ArenaAddress
+from .config import EngineConfig
 from .core_pooling_params import ModelPooling
 from .lora import LoraState
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.engine_core.rendezvous_dir import RendezvousDir
+from tokenloom.process.rendezvous_dir import RendezvousDir
 
 OWNER = """
 import sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from tokenloom.engine_core.rendezvous_dir import RendezvousDir
+from tokenloom.process.rendezvous_dir import RendezvousDir
 directory = RendezvousDir(sys.argv[2])
 (directory.path / "store").touch()
 print(directory.path, flush=True)

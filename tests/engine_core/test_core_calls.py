@@ -9,10 +9,9 @@ import pytest
 from tests.engine_core.executor.ranks import make_ranked_core
 from tests.engine_core.helpers import finish, make_config, make_core, make_request
 from tests.engine_core.invariants import check_idle
-from tokenloom.engine_core.control.core_calls import CoreCalls, Utilities, methods_of
-from tokenloom.engine_core.errors import ExecutorFailedError, RanksDifferError
-from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
-from tokenloom.engine_core.wire.messages import (
+from tokenloom.engine_core.core_calls import CoreCalls, Utilities, methods_of
+from tokenloom.engine_core.data.errors import ExecutorFailedError, RanksDifferError
+from tokenloom.engine_core.data.messages import (
     AcceptTokens,
     EngineCoreRequest,
     ErrorKind,
@@ -20,6 +19,7 @@ from tokenloom.engine_core.wire.messages import (
     UtilityCall,
     UtilityOutput,
 )
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.wire.serialization import from_raw, to_raw
 
 

@@ -1,6 +1,6 @@
 """Decides from a request's last drafts whether it gets further ones."""
 
-from ..wire.draft_counts import DraftCounts
+from .draft_counts import DraftCounts
 
 WINDOW = 32
 """Drafts of a request that decide whether it gets further ones."""

@@ -4,10 +4,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 
+from ..data.messages import EngineCoreOutput, SchedulerStats
+from ..data.request import RemoteKVState, Request, RequestStatus
 from ..kv_cache.kv_manager import KVManager
-from ..scheduling.request import RemoteKVState, Request, RequestStatus
-from ..wire.messages import EngineCoreOutput, SchedulerStats
-from .kv_connector import KVConnectorOutput, KVConnectorScheduler, KVConnectorStats
+from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler, KVConnectorStats
 
 
 class RemoteKV:

@@ -8,17 +8,17 @@ from msgspec.structs import replace
 
 from tests.engine_core.adapter_dirs import make_adapter
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_request, make_worker, tokens_of
-from tokenloom.engine_core.adapters import Adapters
-from tokenloom.engine_core.config import LoraConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.errors import ExecutorFailedError, WorkerLostError
+from tokenloom.engine_core.data.config import LoraConfig
+from tokenloom.engine_core.data.errors import ExecutorFailedError, WorkerLostError
+from tokenloom.engine_core.data.lora import LoraErrorKind, LoraInfo
+from tokenloom.engine_core.data.messages import EngineCoreRequest, ErrorKind
+from tokenloom.engine_core.data.request import Request
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_loras import HashLoras
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.engine_core.scheduling.adapter_slots import MAX_PASSES
-from tokenloom.engine_core.scheduling.request import Request
-from tokenloom.engine_core.wire.lora import LoraErrorKind, LoraInfo
-from tokenloom.engine_core.wire.messages import EngineCoreRequest, ErrorKind
+from tokenloom.engine_core.scheduling.adapters import Adapters
 from tokenloom.request.adapters.adapter_salt import adapter_salt
 
 

@@ -3,11 +3,11 @@ import pytest
 
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_core, make_request, tokens_of
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan, block_salt, content_salt
+from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.fake_workers.hash_row import embeds_ids
 from tokenloom.engine_core.fake_workers.hash_worker import HIDDEN_SIZE, expected_tokens
 from tokenloom.engine_core.wire.array_arena import MIN_BYTES
-from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan, block_salt, content_salt
-from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.engine_core.wire.serialization import Decoder, encode
 
 

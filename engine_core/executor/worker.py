@@ -3,65 +3,14 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-import msgspec
-
-from .kv_cache.kv_cache_config import KVCacheConfig
-from .kv_cache.kv_groups import KVGroup, layers_per_group
-from .kv_cache.pool_memory import PoolMemory
-from .kv_transfer.kv_transport import KVPool
-from .pending_output import PendingOutput
-from .wire.core_pooling_params import ModelPooling
-from .wire.handshake import WarmUp
-from .wire.lora import LoraInfo
-from .wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-
-
-class ModelInfo(msgspec.Struct, frozen=True):
-    """Describes a loaded model to the core."""
-
-    vocab_size: int
-    max_model_len: int
-    """The model's own context length, in tokens."""
-    kv_bytes_per_token: int
-    """For all layers together."""
-    kv_layout: str
-    """As in ``Fingerprint.kv_layout``: two pools can exchange blocks if it is equal. It includes the block size."""
-    numerics: str
-    """As in ``Fingerprint.numerics``."""
-    hidden_size: int = 0
-    """Columns of prompt embeddings."""
-    experts_per_token: int = 0
-    """Experts that compute a token, over all layers; 0: the model has none."""
-    kv_groups: list[KVGroup] = []
-    """The layers by the windows that they see; empty: they share one block table."""
-    pooling: ModelPooling = ModelPooling()
-    """What requests may pool instead of generating tokens."""
-    pool_is_on_host: bool = True
-    """Whether the KV pool is memory of the host, which the core allocates if KV moves, or of a device."""
-    fall_backs: list[tuple[str, str]] = []
-    """What the worker's process does without: kinds and details, as in :mod:`tokenloom.process.fall_backs`."""
-
-    def block_bytes(self, block_size: int) -> int:
-        """Return the size of one block of the pool: of the layers of one group, or of all layers without groups."""
-        if not self.kv_groups:
-            return block_size * self.kv_bytes_per_token
-        num_layers = sum(len(group.layers) for group in self.kv_groups)
-        return block_size * self.kv_bytes_per_token // num_layers * layers_per_group(self.kv_groups)
-
-
-class FreedMemory(msgspec.Struct, frozen=True):
-    """Reports what falling asleep released, in bytes."""
-
-    weights: int = 0
-    kv_cache: int = 0
-    kept_on_host: int = 0
-    """The copy of the weights in the host's memory, from which a GPU's worker restores them; 0 on a CPU, which reads
-    the checkpoint again."""
-
-    def __add__(self, other: "FreedMemory") -> "FreedMemory":
-        return FreedMemory(
-            self.weights + other.weights, self.kv_cache + other.kv_cache, self.kept_on_host + other.kept_on_host
-        )
+from ..data.handshake import WarmUp
+from ..data.kv_cache_config import KVCacheConfig
+from ..data.lora import LoraInfo
+from ..data.model_info import FreedMemory, ModelInfo
+from ..data.pending_output import PendingOutput
+from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..kv_cache.pool_memory import PoolMemory
+from ..kv_transfer.kv_transport import KVPool
 
 
 class Worker(Protocol):

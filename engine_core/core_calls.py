@@ -12,11 +12,9 @@ import msgspec
 
 from tokenloom.process.fall_backs import OF_PROCESS
 
-from ..adapters import Adapters
-from ..core import EngineCore
-from ..errors import ExecutorFailedError, RanksDifferError
-from ..executor.executor import CLIENT_METHODS, Executor
-from ..wire.messages import (
+from .core import EngineCore
+from .data.errors import ExecutorFailedError, RanksDifferError
+from .data.messages import (
     AcceptTokens,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -26,7 +24,9 @@ from ..wire.messages import (
     UtilityCall,
     UtilityOutput,
 )
-from ..wire.serialization import call_with_raw, to_raw
+from .executor.executor import CLIENT_METHODS, Executor
+from .scheduling.adapters import Adapters
+from .wire.serialization import call_with_raw, to_raw
 
 log = logging.getLogger(__name__)
 

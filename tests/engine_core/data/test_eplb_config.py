@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from tokenloom.engine_core.config import EngineConfig, EplbConfig
+from tokenloom.engine_core.data.config import EngineConfig, EplbConfig
 from tokenloom.services.runtime.host.options import OptionError, build
 
 

@@ -1,0 +1,4 @@
+"""The plain records of an engine core: configuration, requests, the messages between its parts, and its errors.
+
+No module here imports another folder of the engine core, apart from :mod:`..wire`, which encodes messages.
+"""

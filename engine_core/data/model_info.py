@@ -1,0 +1,54 @@
+"""Describes a loaded model, and what its worker released when it fell asleep."""
+
+import msgspec
+
+from .core_pooling_params import ModelPooling
+from .kv_groups import KVGroup, layers_per_group
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """Describes a loaded model to the core."""
+
+    vocab_size: int
+    max_model_len: int
+    """The model's own context length, in tokens."""
+    kv_bytes_per_token: int
+    """For all layers together."""
+    kv_layout: str
+    """As in ``Fingerprint.kv_layout``: two pools can exchange blocks if it is equal. It includes the block size."""
+    numerics: str
+    """As in ``Fingerprint.numerics``."""
+    hidden_size: int = 0
+    """Columns of prompt embeddings."""
+    experts_per_token: int = 0
+    """Experts that compute a token, over all layers; 0: the model has none."""
+    kv_groups: list[KVGroup] = []
+    """The layers by the windows that they see; empty: they share one block table."""
+    pooling: ModelPooling = ModelPooling()
+    """What requests may pool instead of generating tokens."""
+    pool_is_on_host: bool = True
+    """Whether the KV pool is memory of the host, which the core allocates if KV moves, or of a device."""
+    fall_backs: list[tuple[str, str]] = []
+    """What the worker's process does without: kinds and details, as in :mod:`tokenloom.process.fall_backs`."""
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the size of one block of the pool: of the layers of one group, or of all layers without groups."""
+        if not self.kv_groups:
+            return block_size * self.kv_bytes_per_token
+        num_layers = sum(len(group.layers) for group in self.kv_groups)
+        return block_size * self.kv_bytes_per_token // num_layers * layers_per_group(self.kv_groups)
+
+
+class FreedMemory(msgspec.Struct, frozen=True):
+    """Reports what falling asleep released, in bytes."""
+
+    weights: int = 0
+    kv_cache: int = 0
+    kept_on_host: int = 0
+    """The copy of the weights in the host's memory, from which a GPU's worker restores them; 0 on a CPU, which reads
+    the checkpoint again."""
+
+    def __add__(self, other: "FreedMemory") -> "FreedMemory":
+        return FreedMemory(
+            self.weights + other.weights, self.kv_cache + other.kv_cache, self.kept_on_host + other.kept_on_host
+        )

@@ -134,7 +134,9 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     ] = True
     max_body_bytes: Annotated[Count, "Largest request, over HTTP and gRPC."] = 8 << 20
     max_body_bytes_in_flight: Annotated[
-        Count, "Bytes of HTTP request bodies held at the same time; further ones are refused with a retryable error."
+        Count,
+        "Bytes of HTTP request bodies held at the same time until they are decoded, and of gRPC messages until they "
+        "are answered, each by themselves; further ones are refused with a retryable error.",
     ] = 64 << 20
     max_stored_response_bytes: Annotated[
         Annotated[int, Meta(ge=0)],

@@ -154,7 +154,12 @@ def _divide(settings: GatewaySettings, keys: ApiKeys) -> TenantShares:
         max_body_bytes=settings.max_body_bytes_in_flight,
     )
     return TenantShares(
-        limits, is_shared=is_shared, max_live=max_live, max_sessions=MAX_SESSIONS, clock=lambda: loop.time()
+        limits,
+        is_shared=is_shared,
+        max_live=max_live,
+        max_sessions=MAX_SESSIONS,
+        max_message_bytes=settings.max_body_bytes_in_flight,
+        clock=lambda: loop.time(),
     )
 
 

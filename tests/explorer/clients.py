@@ -183,7 +183,9 @@ def two_tenants(world: World, limits: TenantLimits | None = None, max_live: int 
     """Return the clients of two tenants that share a gateway."""
     limits = limits or TenantLimits()
     tenants = {_digest(name): Tenant(name=name, cache_salt=name.encode() * 16, key=name) for name in TENANTS}
-    shares = TenantShares(limits, is_shared=True, max_live=max_live, max_sessions=64, clock=world.loop.time)
+    shares = TenantShares(
+        limits, is_shared=True, max_live=max_live, max_sessions=64, max_message_bytes=1 << 20, clock=world.loop.time
+    )
     return Clients(world, shares, ApiKeys(tenants))
 
 

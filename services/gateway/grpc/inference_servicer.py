@@ -53,7 +53,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Writes to the context: a handler that waits in a ``yield`` would not notice a cancellation at once."""
         mesh, adapter = self._meshes.find(request.model or None)
-        with self._shares.of(call_tenant()).take_message(request.ByteSize()):
+        with self._shares.of(call_tenant()).take_message(request.ByteSize(), self._shares.messages):
             job, plan = read_request(request, mesh.plans, call_tenant(), context.time_remaining())
             claim = read_claim(request, call_tenant(), context.invocation_metadata() or ())
             await _echo_id(request, context)
@@ -65,7 +65,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Writes to the context, for the same reason."""
         original = request.request
         mesh, adapter = self._meshes.find(original.model or None)
-        with self._shares.of(call_tenant()).take_message(request.ByteSize()):
+        with self._shares.of(call_tenant()).take_message(request.ByteSize(), self._shares.messages):
             job, plan = read_request(original, mesh.plans, call_tenant(), context.time_remaining())
             job = replace(job, adapter=adapter)
             claim, delivered = read_resumption(request)
@@ -103,7 +103,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             if session is None:
                 session = InputSession(call_tenant())
                 await _echo_id(request, context)
-            with share.take_message(request.ByteSize()):
+            with share.take_message(request.ByteSize(), self._shares.messages):
                 # Each turn is a request of its own, and the prefix cache gives it the tokens of the turns before it:
                 # scheduler and engines know nothing of sessions.
                 job = replace(session.read_turn(request, mesh.plans, context.time_remaining()), adapter=adapter)
@@ -185,7 +185,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Count the request's bytes for the length of the ``with`` block."""
         tenant = call_tenant()
         mesh, adapter = self._meshes.find(request.model or None)
-        with self._shares.of(tenant).take_message(request.ByteSize()):
+        with self._shares.of(tenant).take_message(request.ByteSize(), self._shares.messages):
             yield PoolingCall(mesh.pooler, tenant, adapter)
 
     async def ListModels(

@@ -116,7 +116,7 @@ class _WholeBody:
         self.close()
 
     def count_for(self, share: TenantShare) -> None:
-        self._of_tenant = share.take_message(len(self.data))
+        self._of_tenant = share.take_bytes(len(self.data), len(self.data))
 
     async def read(self, limit: int, length: int | None) -> None:
         if len(self.data) > limit:

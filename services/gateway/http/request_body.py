@@ -105,7 +105,7 @@ class RequestBody:
     def count_for(self, share: TenantShare) -> None:
         """Count the bytes for a tenant. The handler that reads a body beyond the tenant's limit gets the error."""
         try:
-            self._of_tenant = share.take_message(self._reserved.amount)
+            self._of_tenant = share.take_bytes(self._reserved.amount, self._reserved.amount)
         except errors.TokenloomError as refusal:
             self._refuse(refusal)
         else:

@@ -75,7 +75,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         )
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        with self._shares.of(call_tenant()).take_message(request.ByteSize()):
+        with self._shares.of(call_tenant()).take_message(request.ByteSize(), self._shares.messages):
             if (vectors := await self._embedding(request, context)) is not None:
                 return vectors
             mesh, inference = self._read(request, context)
@@ -92,7 +92,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         with share.take_session(self._shares.sessions):
             while (request := await next_request(requests, self._idle_timeout, "request")) is not None:
                 try:
-                    with share.take_message(request.ByteSize()):
+                    with share.take_message(request.ByteSize(), self._shares.messages):
                         await self._answer(request, context)
                 except errors.TokenloomError as error:
                     failed = pb.ModelStreamInferResponse(error_message=error.message)

@@ -7,10 +7,16 @@ from typing import TypeAlias
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from .tenant import TenantLimits
-from .tenant_share import MAX_LIVE_REQUESTS, MAX_QUEUE_SECONDS, MAX_SESSIONS
+from .tenant_share import MAX_BODY_BYTES_IN_FLIGHT, MAX_LIVE_REQUESTS, MAX_QUEUE_SECONDS, MAX_SESSIONS
 from .tenant_shares import TenantShares
 
-LIMITS = (*TenantLimits.__struct_fields__, MAX_LIVE_REQUESTS, MAX_QUEUE_SECONDS, MAX_SESSIONS)
+LIMITS = (
+    *TenantLimits.__struct_fields__,
+    MAX_BODY_BYTES_IN_FLIGHT,
+    MAX_LIVE_REQUESTS,
+    MAX_QUEUE_SECONDS,
+    MAX_SESSIONS,
+)
 """Values of the label ``limit``: a tenant's limits by their names in the key file, and the gateway's own."""
 
 _Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily

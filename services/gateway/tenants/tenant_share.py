@@ -16,6 +16,7 @@ from .token_bucket import TokenBucket
 MAX_LIVE_REQUESTS: Final = "max_live_requests"
 MAX_SESSIONS: Final = "max_sessions"
 MAX_QUEUE_SECONDS: Final = "max_queue_seconds"
+MAX_BODY_BYTES_IN_FLIGHT: Final = "max_body_bytes_in_flight"
 """Names of the gateway's own limits, for the counts of refused requests."""
 
 
@@ -124,9 +125,16 @@ class TenantShare:
             raise self._limited("body_bytes", state, limit)
         return self._bytes.take_anyway(wanted)
 
-    def take_message(self, size: int) -> Reservation:
-        """Take room for a message of the gRPC API. ``size``: bytes. Errors as in :meth:`take_bytes`."""
-        return self.take_bytes(size, size)
+    def take_message(self, size: int, room: Room) -> Reservation:
+        """Take room for a message of the gRPC API of ``size`` bytes. ``room``: the gateway's. Errors as in
+        :meth:`take_bytes`."""
+        held = self.body_bytes
+        with self.take_bytes(size, size) as of_tenant:
+            if (of_gateway := room.take_for(held, size)) is None:
+                self.refused[MAX_BODY_BYTES_IN_FLIGHT] += 1
+                state = f"the gateway holds {room.taken} of {room.size} bytes of messages that are not answered"
+                raise ResourceExhausted(f"{state}; retry", retry_after=1.0)
+            return joined(of_tenant, of_gateway)
 
     def reserve_tokens(self, num_prompt: int, num_output: int, *, is_bounded: bool) -> Reservation:
         """Reserve the tokens that a request may use; nothing, where they are not limited.

@@ -15,6 +15,7 @@ class TenantShares:
     Attributes:
         outputs: The gateway's places for outputs in work.
         sessions: Its places for open sessions.
+        messages: Its room for the bytes of gRPC messages that are not answered.
         is_shared: Whether the gateway has several tenants.
     """
 
@@ -25,6 +26,7 @@ class TenantShares:
         is_shared: bool,
         max_live: int,
         max_sessions: int,
+        max_message_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
@@ -32,11 +34,13 @@ class TenantShares:
         is_shared: Whether the gateway has several tenants.
         max_live: Outputs that may be in work.
         max_sessions: Sessions that may be open.
+        max_message_bytes: Bytes of gRPC messages that may be held until they are answered.
         clock: Seconds, for the tokens per second.
         """
         self.is_shared = is_shared
         self.outputs = Room(max_live, is_divided=is_shared)
         self.sessions = Room(max_sessions, is_divided=is_shared)
+        self.messages = Room(max_message_bytes, is_divided=is_shared)
         self._defaults = defaults
         self._clock = clock
         self._shares: dict[str, TenantShare] = {}  # bounded by the tenants of the key file

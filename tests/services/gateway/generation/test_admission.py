@@ -20,7 +20,9 @@ class Gate:
 
     def __init__(self) -> None:
         self.backlog = Backlog(10.0, always_queued=0)
-        self.shares = TenantShares(LIMITS, is_shared=False, max_live=6, max_sessions=1, clock=lambda: 0.0)
+        self.shares = TenantShares(
+            LIMITS, is_shared=False, max_live=6, max_sessions=1, max_message_bytes=99, clock=lambda: 0.0
+        )
         self.admission = Admission(self.shares, self.backlog)
 
     @property

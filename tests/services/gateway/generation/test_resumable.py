@@ -72,7 +72,7 @@ class Held:
         self._registry = CollectorRegistry()
         self.failures: list[BaseException] = []
         self.requests = ResumableRequests(seconds, UnattendedMetrics(self._registry), self.failures.append)
-        shares = TenantShares(TenantLimits(), is_shared=False, max_live=10, max_sessions=1)
+        shares = TenantShares(TenantLimits(), is_shared=False, max_live=10, max_sessions=1, max_message_bytes=99)
         self.admission = Admission(shares, Backlog(10.0))
 
     @property

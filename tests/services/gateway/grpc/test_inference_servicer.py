@@ -269,6 +269,19 @@ async def test_a_session_that_says_nothing_ends_and_leaves_its_place(
             assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+async def test_messages_that_are_not_answered_have_a_bound_together(socket_dir: Path) -> None:
+    limits = {"max_body_bytes": 100, "max_body_bytes_in_flight": 100}
+    async with FakeMesh(socket_dir).gateway(**limits) as mesh, mesh.inference() as stub:
+        first = stub.Generate(turn(text="a" * 60))
+        request = await mesh.outputs.next_request()
+        for call in (stub.Generate(turn(text="a" * 60)), stub.GenerateSession(iter([turn(text="a" * 60)]))):
+            assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        request.answer("x")
+        assert [part.text async for part in first]
+        mesh.outputs.auto = ["x"]
+        assert [part.text async for part in stub.Generate(turn(text="a" * 60))]
+
+
 async def test_a_turn_of_a_session_cannot_be_resumed(mesh: FakeMesh) -> None:
     async with mesh.inference() as stub:
         call = stub.GenerateSession(iter([inference_pb2.GenerateRequest(model=MODEL, text="a", resumable=True)]))

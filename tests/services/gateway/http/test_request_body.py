@@ -121,7 +121,7 @@ async def test_the_bytes_of_a_body_count_for_its_tenant(sender: Sender, length: 
 @pytest.mark.parametrize("length", [None, 5])
 async def test_a_body_without_room_in_its_tenants_part_is_refused(sender: Sender, length: int | None) -> None:
     share = a_share(10)
-    share.take_message(6)
+    share.take_bytes(6, 6)
     sender.body.count_for(share)
     sender.send(b"abcde", is_last=True)
     with pytest.raises(errors.RateLimitExceeded) as caught:
@@ -132,7 +132,7 @@ async def test_a_body_without_room_in_its_tenants_part_is_refused(sender: Sender
 
 async def test_a_tenant_that_has_no_room_for_what_has_arrived_already(sender: Sender) -> None:
     share = a_share(10)
-    share.take_message(9)
+    share.take_bytes(9, 9)
     sender.send(b"ab", is_last=True)
     sender.body.count_for(share)
     with pytest.raises(errors.RateLimitExceeded):

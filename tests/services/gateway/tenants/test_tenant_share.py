@@ -82,15 +82,15 @@ def test_a_grammar_that_several_requests_wait_for_counts_once() -> None:
 
 def test_bytes() -> None:
     tenant = share(body_bytes=10)
-    with tenant.take_message(6):
+    with tenant.take_bytes(6, 6):
         with pytest.raises(RateLimitExceeded, match=r"holds 6 bytes .*, and 5 would be added; .* body_bytes is 10"):
-            tenant.take_message(5)
+            tenant.take_bytes(5, 5)
         tenant.take_bytes(4, 10).release()
     assert tenant.body_bytes == 0
-    with tenant.take_message(6), pytest.raises(PayloadTooLarge, match="12 bytes"):
+    with tenant.take_bytes(6, 6), pytest.raises(PayloadTooLarge, match="12 bytes"):
         tenant.take_bytes(6, 12)
     with pytest.raises(PayloadTooLarge, match="11 bytes"):
-        tenant.take_message(11)
+        tenant.take_bytes(11, 11)
     assert tenant.refused == {"body_bytes": 3}
 
 
@@ -124,7 +124,7 @@ def test_a_request_above_the_burst_is_refused_only_if_the_client_chose_its_size(
 def test_without_limits_all_is_admitted_and_counted() -> None:
     tenant, places = share(), room(10_000)
     tenant.take_outputs(5000, places)
-    tenant.take_message(1 << 40)
+    tenant.take_bytes(1 << 40, 1 << 40)
     for number in range(100):
         tenant.take_grammar(bytes([number]))
     reserved = tenant.reserve_tokens(1 << 20, 1 << 20, is_bounded=True)

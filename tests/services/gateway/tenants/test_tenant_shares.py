@@ -1,7 +1,9 @@
 """The shares of several tenants, and what /metrics shows of them."""
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from tokenloom.request.errors import ResourceExhausted
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT, Tenant, TenantLimits
 from tokenloom.services.gateway.tenants.tenant_metrics import LIMITS, TenantMetrics
 from tokenloom.services.gateway.tenants.tenant_shares import TenantShares
@@ -13,7 +15,7 @@ B = Tenant(name="b", cache_salt=SECRET)
 
 def shares() -> TenantShares:
     defaults = TenantLimits(live_outputs=4, sessions=3)
-    return TenantShares(defaults, is_shared=True, max_live=8, max_sessions=8, clock=lambda: 0.0)
+    return TenantShares(defaults, is_shared=True, max_live=8, max_sessions=8, max_message_bytes=99, clock=lambda: 0.0)
 
 
 def test_a_tenant_keeps_its_share() -> None:
@@ -34,7 +36,7 @@ def test_the_metrics_of_tenants_that_have_sent_a_request() -> None:
     share = all_shares.of(A)
     share.take_outputs(2, all_shares.outputs)
     share.take_grammar(b"x")
-    share.take_message(70)
+    share.take_bytes(70, 70)
     share.charge(share.reserve_tokens(8, 8, is_bounded=True), 12)
     share.refused["sessions"] += 3
     page = generate_latest(registry).decode()
@@ -56,3 +58,18 @@ def test_clients_without_keys_are_one_tenant() -> None:
     all_shares = shares()
     all_shares.of(NO_TENANT)
     assert [each.name for each in all_shares] == [""]
+
+
+def test_messages_of_all_tenants_together_have_a_bound() -> None:
+    all_shares = shares()
+    a, b = all_shares.of(A), all_shares.of(B)
+    first = a.take_message(40, all_shares.messages)
+    with pytest.raises(ResourceExhausted, match="40 of 99 bytes of messages that are not answered"):
+        a.take_message(20, all_shares.messages)
+    second = b.take_message(29, all_shares.messages)
+    with pytest.raises(ResourceExhausted, match="69 of 99 bytes"):
+        b.take_message(31, all_shares.messages)
+    assert (a.body_bytes, b.body_bytes, b.refused["max_body_bytes_in_flight"]) == (40, 29, 1)
+    for message in (first, second):
+        message.release()
+    assert (a.body_bytes, b.body_bytes, all_shares.messages.taken) == (0, 0, 0)

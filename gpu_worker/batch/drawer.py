@@ -35,6 +35,10 @@ class Drawer:
             most_drawn=len(tokens),
         )
         self._where = byref(self._args)
+        # What the last call had; kept, because the arguments point to it.
+        self._members: Members | None = None
+        self._places = self._found = self._drawn[:0]
+        self._layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def append(self, members: Members, places: Ints, logits: Tensor) -> Ints | None:
         """Draw a token for each of the requests ``places`` [n] of a step from logits [n, vocab] of the host, as
@@ -45,17 +49,27 @@ class Drawer:
         """
         # numpy draws such a step. The kernel is for the usual one: 32 greedy rows take 102 µs with it and took 177,
         # because numpy's code is cold after the weights have passed through the caches.
-        if logits.dtype is not torch.float32 or logits.stride(1) != 1:
+        layout = logits.shape, logits.stride()
+        if logits.dtype is not torch.float32 or layout[1][1] != 1:
             return None
-        args, (count, args.vocab) = self._args, logits.shape
-        assert len(places) == count, f"{len(places)} tokens are to be drawn from {count} rows of logits"
-        args.rows, args.params = members.rows_at, members.draws_at
-        args.places, args.num_drawn = places.ctypes.data, count
-        args.logits, args.logits_stride = logits.data_ptr(), logits.stride(0)
-        args.num_requests, args.num_threads = len(members.rows), kernel_threads()
+        # The arguments stay while the same requests decode, as the gatherer's do.
+        if members is not self._members or places is not self._places or layout != self._layout:
+            self._point_to(members, places, layout)
+        args = self._args
+        args.logits, args.num_threads = logits.data_ptr(), kernel_threads()
         appended = self._append(self._where)
         assert appended >= 0, f"tokens for places {places} of {len(members.rows)} requests: one is not there"
-        return self._drawn[:count] if appended else None
+        return self._found if appended else None
+
+    def _point_to(self, members: Members, places: Ints, layout: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+        """Let the next calls draw for these places of a step, from logits of this shape and these strides."""
+        args, ((count, vocab), (stride, _)) = self._args, layout
+        assert len(places) == count, f"{len(places)} tokens are to be drawn from {count} rows of logits"
+        self._layout = None  # until all of them are written
+        args.rows, args.params, args.num_requests = members.rows_at, members.draws_at, len(members.rows)
+        args.places, args.num_drawn = places.ctypes.data, count
+        args.vocab, args.logits_stride = vocab, stride
+        self._members, self._places, self._found, self._layout = members, places, self._drawn[:count], layout
 
 
 def make_drawer(tokens: Int32s, known: Ints, prompts: Ints) -> Drawer | None:

@@ -91,6 +91,34 @@ def test_a_part_of_the_requests() -> None:
     assert rows.tokens[[1, 3], [1, 3]].tolist() == expected
 
 
+def test_each_call_draws_for_its_own_members_places_and_logits() -> None:
+    """One drawer keeps arguments from call to call: one of them changes at a time here."""
+    rows, other = Rows(), Members.find(["c", "a", "b"], ROWS, dict.fromkeys(ROWS.values(), GREEDY))
+    three, two, members = np.array([0, 1, 2]), np.array([2, 0]), rows._members
+    wide = torch.eye(3, 9)
+    calls = [
+        (members, three, torch.eye(3, 5), [0, 1, 2]),
+        (members, three, torch.eye(3, 5).flip(1).contiguous(), [4, 3, 2]),
+        (members, three, wide[:, 2:7], [0, 0, 0]),
+        (members, three, wide[:, :5], [0, 1, 2]),
+        (other, three, wide[:, :5], [0, 1, 2]),
+        (other, two, torch.eye(2, 5), [0, 1]),
+        (members, two, torch.eye(2, 5), [0, 1]),
+        (members, three, torch.eye(3, 5), [0, 1, 2]),
+    ]
+    for at, places, logits, expected in calls:
+        known = rows.known.copy()
+        found = rows._drawer.append(at, places, logits)
+        assert found is not None
+        assert found.tolist() == expected
+        drawn_for = at.rows[places]
+        has_room = known[drawn_for] < 8
+        np.testing.assert_array_equal(rows.known[drawn_for], known[drawn_for] + has_room)
+        drawn_for, kept = drawn_for[has_room], np.array(expected)[has_room]
+        np.testing.assert_array_equal(rows.tokens[drawn_for, known[drawn_for]], kept)
+        rows.known[:] = range(6)
+
+
 def test_equal_zeros_of_both_signs() -> None:
     assert Rows().append(torch.tensor([[-1.0, -0.0, 0.0], [0.0, -0.0, -1.0], [-1.0, -1.0, -0.0]])) == [1, 0, 2]
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from tokenloom.engine_core.data.messages import SchedulerStats
 from tokenloom.planner.demand import Goals
-from tokenloom.planner.engine_load import EngineLoad, Role
+from tokenloom.planner.engine_load import EngineLoad, PlannedRole
 from tokenloom.planner.planner import Limits, Plan, Planner
 from tokenloom.services.engine.queue_rates import QueueRates
 from tokenloom.services.engine.step_rates import StepRates
@@ -113,7 +113,7 @@ class Request:
 class Engine:
     """Prefills or decodes, and measures itself as a real engine does."""
 
-    def __init__(self, name: str, role: Role, ready_at: float) -> None:
+    def __init__(self, name: str, role: PlannedRole, ready_at: float) -> None:
         self.name, self.role, self.ready_at = name, role, ready_at
         self.is_leaving = False
         self.prompts: deque[Request] = deque()  # to prefill
@@ -174,7 +174,7 @@ class Engine:
             role=self.role,
             waiting=self._stats.num_waiting,
             running=self._stats.num_running,
-            waiting_tokens=round(self.waiting_tokens) if self.role == Role.PREFILL else 0,
+            waiting_tokens=round(self.waiting_tokens) if self.role == PlannedRole.PREFILL else 0,
             kv_usage=self._kv_tokens / KV_TOKENS,
             seats=self._queue_rates.seats,
             step_seconds=self._step_rates.step_seconds,
@@ -204,8 +204,8 @@ class Mesh:
     def __init__(self, prefill: int, decode: int) -> None:
         self._count = 0
         self.engines: list[Engine] = []
-        self._start(Role.PREFILL, prefill, 0.0)
-        self._start(Role.DECODE, decode, 0.0)
+        self._start(PlannedRole.PREFILL, prefill, 0.0)
+        self._start(PlannedRole.DECODE, decode, 0.0)
         self.engine_seconds = 0.0
 
     def serving(self, now: float) -> list[Engine]:
@@ -214,16 +214,16 @@ class Mesh:
     def tick(self, arrived: Sequence[Request], now: float) -> None:
         """Place what arrived, and let all engines work for one tick."""
         ready = self.serving(now)
-        prefilling = [each for each in ready if each.role == Role.PREFILL]
-        decoding = [each for each in ready if each.role == Role.DECODE]
+        prefilling = [each for each in ready if each.role == PlannedRole.PREFILL]
+        decoding = [each for each in ready if each.role == PlannedRole.DECODE]
         for request in arrived:
             min(prefilling, key=lambda each: each.waiting_tokens).add_prompt(request)
         for engine in self.engines:  # an engine whose role changed finishes what it has
             if engine.ready_at <= now or engine.num_requests:
-                if engine.role == Role.PREFILL or engine.prompts:
+                if engine.role == PlannedRole.PREFILL or engine.prompts:
                     for request in engine.prefill(now, TICK):
                         min(decoding, key=lambda each: each.num_requests).queue.append(request)
-                if engine.role == Role.DECODE or engine.queue or engine.running:
+                if engine.role == PlannedRole.DECODE or engine.queue or engine.running:
                     engine.decode(now, TICK)
         self.engines = [each for each in self.engines if not each.is_leaving or each.num_requests]
         self.engine_seconds += TICK * len(self.engines)
@@ -240,7 +240,7 @@ class Mesh:
             for engine in present[: max(len(present) - wanted, 0)]:
                 engine.is_leaving = True
 
-    def _start(self, role: Role, count: int, ready_at: float) -> None:
+    def _start(self, role: PlannedRole, count: int, ready_at: float) -> None:
         for _ in range(count):
             self.engines.append(Engine(f"{role}-{self._count}", role, ready_at))
             self._count += 1
@@ -268,7 +268,7 @@ class Outcome:
 class _Decisions:
     """Counts decisions and those that were taken back."""
 
-    wanted: dict[Role, int] = field(default_factory=dict)
+    wanted: dict[PlannedRole, int] = field(default_factory=dict)
     flips: int = 0
     changes: int = 0
     reversals: int = 0
@@ -277,7 +277,7 @@ class _Decisions:
     def note(self, plan: Plan, now: float) -> None:
         for flip in plan.flips:
             self.flips += 1
-            self._direction("flip", now, 1 if flip.role == Role.PREFILL else -1)
+            self._direction("flip", now, 1 if flip.role == PlannedRole.PREFILL else -1)
         if not plan.flips:
             for role, wanted in plan.wanted.items():
                 if wanted != self.wanted.get(role, wanted):

@@ -20,7 +20,7 @@ from tests.plain_text import PLAIN_TEXT
 from tests.services.coordinator.snapshots import snapshot_of
 from tokenloom.planner.controller import Controller
 from tokenloom.planner.demand import Goals
-from tokenloom.planner.engine_load import ROLES, Role
+from tokenloom.planner.engine_load import ROLES, PlannedRole
 from tokenloom.planner.planner import FLIP_SECONDS, Flip, Limits, Plan
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.supervisor.certificates import make_certificates
@@ -109,9 +109,12 @@ async def test_a_growing_queue_of_prompts_gets_a_decode_engine_and_every_request
             waiting = [group.create_task(ask(http, prompt, 1)) for prompt in QUEUE]
             plan = await looks.until(lambda plan: plan.flips)
             flipped = {flip.engine for flip in plan.flips}
-            assert all(flip.role == Role.PREFILL and _roles(mesh)[flip.engine] == Role.DECODE for flip in plan.flips)
-            assert plan.engines == {Role.PREFILL: 1 + len(flipped), Role.DECODE: 3 - len(flipped)}
-            assert plan.engines[Role.DECODE] >= 1
+            assert all(
+                flip.role == PlannedRole.PREFILL and _roles(mesh)[flip.engine] == PlannedRole.DECODE
+                for flip in plan.flips
+            )
+            assert plan.engines == {PlannedRole.PREFILL: 1 + len(flipped), PlannedRole.DECODE: 3 - len(flipped)}
+            assert plan.engines[PlannedRole.DECODE] >= 1
             assert plan.replicas == {"engine": 4}
             assert not all(task.done() for task in waiting)
             assert await looks.controller.apply(plan.flips) == []
@@ -134,7 +137,7 @@ async def test_an_engine_that_goes_back_to_decode_finishes_its_prompts_first(soc
         async with asyncio.TaskGroup() as group:
             asked = [group.create_task(ask(http, prompt, 4)) for prompt in QUEUE]
             await engine.until(lambda engine: engine.core.scheduler.requests)
-            flip = Flip(engine.name, engine.settings.listen, Role.DECODE)
+            flip = Flip(engine.name, engine.settings.listen, PlannedRole.DECODE)
             assert await looks.controller.apply([flip]) == []
             await _until(mesh, flip)
             later = await ask(http, prompt_of(620), 4)
@@ -146,7 +149,7 @@ async def test_an_engine_that_goes_back_to_decode_finishes_its_prompts_first(soc
         await mesh.check_nothing_is_left()
 
 
-def _roles(mesh: SplitMesh) -> dict[str, Role]:
+def _roles(mesh: SplitMesh) -> dict[str, PlannedRole]:
     """Return the role of each engine, as the coordinator knows it."""
     service: Any = mesh.coordinator.service
     entries = snapshot_of(service.servicer._registry).engines

@@ -45,7 +45,7 @@ class Command(TyperCommand):
         formatter.write(help_page(self, ctx))
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Holds commands, and writes their help in the same way."""
 
     def get_help_option(self, ctx: Any) -> Any:

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
 
-from .command import Command, Group, usage_errors, with_default
+from .command import Command, CommandGroup, usage_errors, with_default
 from .help_page import help_page
 
 Places = Mapping[str, tuple[str, ...]]
@@ -107,7 +107,7 @@ def _built(command: Any, name: str, panel: str) -> Any:
         single.command(name, cls=Command, rich_help_panel=panel)(command)
         return typer.main.get_command(single)
     if command.registered_commands:  # otherwise it has a lazy group of its own
-        command.info.cls = Group
+        command.info.cls = CommandGroup
         for each in command.registered_commands:
             each.cls = Command
     built: Any = typer.main.get_command(command)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import typer
 
-from tokenloom.preflight.refusal import Refused
+from tokenloom.preflight.refusal import CannotServe
 from tokenloom.request.errors import TokenloomError
 from tokenloom.supervisor.part_failed import PartFailed
 from tokenloom.supervisor.ports import PortTaken
@@ -39,7 +39,7 @@ def reported() -> Iterator[None]:
     except TokenloomError as error:  # such as a model that is not found
         print_error(error.message)
         raise typer.Exit(FAILED) from None
-    except Refused as error:
+    except CannotServe as error:
         print_error(f"{error}.")
         raise typer.Exit(REFUSED) from None
     except BrokenPipeError:  # the reader of the output went away, as after `| head`; typer ends the command

@@ -20,7 +20,7 @@ from .tables import print_tables
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class LocalModel:
     """Describes a model on this machine, as ``--json`` prints it."""
 
     id: str
@@ -60,7 +60,7 @@ def _served(server: Server) -> list[dict[str, Any]]:
     return rows
 
 
-def checkpoints(folders: list[Path]) -> Iterator[Checkpoint]:
+def checkpoints(folders: list[Path]) -> Iterator[LocalModel]:
     """Yield the demo model, the models in the hub's cache, and those in `folders` (checkpoints, or folders of them)."""
     yield from _read(DEMO_MODEL, DEMO_MODEL_NAME)
     yield from _in_hub_cache()
@@ -73,16 +73,16 @@ def checkpoints(folders: list[Path]) -> Iterator[Checkpoint]:
             yield from _read_gguf(file)
 
 
-def _read_gguf(path: Path) -> Iterator[Checkpoint]:
+def _read_gguf(path: Path) -> Iterator[LocalModel]:
     """Yield the model of a GGUF file, unless the file is broken or one part of several."""
     try:
         architecture = str(read_gguf(path).metadata.get("general.architecture", "?"))
-        yield Checkpoint(str(path), architecture, path.stat().st_size, str(path))
+        yield LocalModel(str(path), architecture, path.stat().st_size, str(path))
     except (OSError, ValueError):
         return
 
 
-def _in_hub_cache() -> Iterator[Checkpoint]:
+def _in_hub_cache() -> Iterator[LocalModel]:
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -96,7 +96,7 @@ def _in_hub_cache() -> Iterator[Checkpoint]:
             yield from _read(newest.snapshot_path, repo.repo_id)
 
 
-def _read(path: Path, name: str) -> Iterator[Checkpoint]:
+def _read(path: Path, name: str) -> Iterator[LocalModel]:
     """Yield the checkpoint, unless the directory has no weights or a broken config.json."""
     weights = weight_paths(path)
     try:
@@ -105,7 +105,7 @@ def _read(path: Path, name: str) -> Iterator[Checkpoint]:
     except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError):
         return
     if weights:
-        yield Checkpoint(name, architecture, sum(file.stat().st_size for file in weights), str(path))
+        yield LocalModel(name, architecture, sum(file.stat().st_size for file in weights), str(path))
 
 
 def _served_table(rows: list[dict[str, Any]]) -> Table:

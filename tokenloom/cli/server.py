@@ -14,7 +14,7 @@ from .failures import RequestFailed
 
 
 @dataclass(frozen=True)
-class Reply:
+class ServerReply:
     """Holds a complete answer."""
 
     status: int
@@ -63,12 +63,12 @@ class Server:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = f"{url.scheme}://{url.netloc}{self._prefix}"
 
-    def get(self, path: str) -> Reply:
+    def get(self, path: str) -> ServerReply:
         """Send a GET request. Raises `RequestFailed` if no answer arrives."""
         with self._exchange("GET", path, None) as response:
             return _read_reply(response)
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Reply:
+    def post(self, path: str, body: Mapping[str, Any]) -> ServerReply:
         """Send a POST request with a JSON body. Raises `RequestFailed` if no answer arrives."""
         with self._exchange("POST", path, body) as response:
             return _read_reply(response)
@@ -150,14 +150,14 @@ def reason(body: object) -> str:
     return "the server gave no reason"
 
 
-def _read_reply(response: http.client.HTTPResponse) -> Reply:
+def _read_reply(response: http.client.HTTPResponse) -> ServerReply:
     content = response.read()
     try:
         after = float(response.headers.get("Retry-After", ""))
     except ValueError:
         after = None
     body = _parse(content) if response.status == 200 else _parse_error(content)
-    return Reply(response.status, response.headers.get("x-request-id", ""), after, body)
+    return ServerReply(response.status, response.headers.get("x-request-id", ""), after, body)
 
 
 def _parse(data: bytes) -> dict[str, Any]:

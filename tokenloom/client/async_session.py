@@ -12,7 +12,7 @@ from tokenloom.v1 import inference_pb2, types_pb2
 
 from .client_request import check_streamed, prompt_request
 from .options import Prompt, TurnArguments, takes
-from .results import Chunk, ChunkReader, Collector, Generation
+from .results import AnswerCollector, Chunk, ChunkReader, Generation
 
 Call = grpc.aio.StreamStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
@@ -31,7 +31,7 @@ class AsyncSession:
     async def generate(self, prompt: str | Sequence[int], *, model: str | None = None, **options: Any) -> Generation:
         """Continue with a text or token ids and wait for the whole answer. Raises any of :mod:`errors`."""
         request = prompt_request(prompt, options)
-        collector = Collector(request)
+        collector = AnswerCollector(request)
         async for response in self._turn(request):
             collector.add(response)
         return collector.result()

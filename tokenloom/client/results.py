@@ -156,7 +156,7 @@ class ChunkReader:
         return int(reason) if reason.isdecimal() and int(reason) in self._stop_token_ids else None
 
 
-class Collector:
+class AnswerCollector:
     """Joins the responses to one request."""
 
     def __init__(self, request: inference_pb2.GenerateRequest) -> None:

@@ -18,7 +18,7 @@ from .answer_course import AnswerCourse, NextCall
 from .client_request import chat_request, check_streamed, prompt_request
 from .options import ChatArguments, Message, Prompt, PromptArguments, takes
 from .pooled import Pooled, PoolInput, classify_request, embed_request, pool_request, read_pooled, score_request
-from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
+from .results import AnswerCollector, Chunk, ChunkReader, Generation, Model, read_model
 from .retries import Retries
 from .sync_cancellations import CLOSE_SECONDS, SyncCancellations
 from .sync_responses import Call, Responses
@@ -150,11 +150,11 @@ class Client:
 
     def _generate(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Generation:
         course, responses = self._responses(request, timeout, may_restart=True)
-        collector = Collector(request)
+        collector = AnswerCollector(request)
         try:
             for response in responses:
                 if course.is_first:
-                    collector = Collector(request)
+                    collector = AnswerCollector(request)
                 collector.add(response)
         finally:
             responses.close()  # after an exception elsewhere no caller waits any more

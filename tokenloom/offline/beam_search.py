@@ -11,9 +11,9 @@ from tokenloom.request import validation
 from tokenloom.request.beam_search import (
     MAX_LENGTH_PENALTY,
     Beam,
+    BeamCandidates,
     BeamSearch,
     BeamSettings,
-    Candidates,
     num_candidates,
 )
 from tokenloom.request.sampling_params import MAX_SAMPLES
@@ -163,8 +163,8 @@ class OfflineBeamSearch:
         )
 
 
-def _candidates(request: OfflineRequest) -> Candidates[Positions]:
+def _candidates(request: OfflineRequest) -> BeamCandidates[Positions]:
     (completion,) = request.output.outputs
     assert completion.logprobs
     row = completion.logprobs[0]
-    return Candidates(list(row), [each.logprob for each in row.values()], row)
+    return BeamCandidates(list(row), [each.logprob for each in row.values()], row)

@@ -22,7 +22,7 @@ class PooledSample:
         return self.is_finished
 
 
-class PooledRequest:
+class OfflinePooledRequest:
     """Fulfils :class:`.offline_loop.InFlight`."""
 
     def __init__(self, core_request: EngineCoreRequest) -> None:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch.nn.functional as F
 
 from .offline_loop import OfflineLoop
-from .pooled_request import PooledRequest
+from .pooled_request import OfflinePooledRequest
 from .pooling_outputs import PoolingOutput, PoolingParams, PoolingRequestOutput, PoolingTaskName, ScoringOutput
 from .pooling_prompts import PoolingPrompts
 from .prompts import Prompt
@@ -60,7 +60,7 @@ class OfflinePooling:
         return [_similarity(vectors[left], vectors[right]) for left, right in pairs]
 
     def _run(
-        self, requests: list[PooledRequest], use_tqdm: bool | Callable[..., Any]
+        self, requests: list[OfflinePooledRequest], use_tqdm: bool | Callable[..., Any]
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         self._loop.run(requests, use_tqdm)
         return [request.output() for request in requests]

@@ -10,7 +10,7 @@ from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.services.engine.core.pooling_request import to_core_pooling
 from tokenloom.v1 import engine_pb2, types_pb2
 
-from .pooled_request import PooledRequest
+from .pooled_request import OfflinePooledRequest
 from .pooling_outputs import PoolingParams, PoolingTaskName
 from .prompts import Prompt, TokenizedPrompt, read_prompt, whole_text
 
@@ -33,7 +33,7 @@ class PoolingPrompts:
 
     def pairs(
         self, pairs: Sequence[tuple[str, str]], params: PoolingParams, truncate: int | None
-    ) -> list[PooledRequest]:
+    ) -> list[OfflinePooledRequest]:
         """Return a request for each pair of texts, which the model reads at once."""
         requests = []
         for first, second in pairs:
@@ -45,7 +45,7 @@ class PoolingPrompts:
 
     def build(
         self, prompt: TokenizedPrompt, task: PoolingTaskName, params: PoolingParams, first_part_tokens: int = 0
-    ) -> PooledRequest:
+    ) -> OfflinePooledRequest:
         """Return a request for a prompt."""
         wire = types_pb2.PoolingParams(
             task=_wire_name(task),
@@ -55,7 +55,7 @@ class PoolingPrompts:
         )
         wire_prompt = types_pb2.Prompt(token_ids=prompt.token_ids, embeds=prompt.embeds)
         pooling = to_core_pooling(engine_pb2.AddRequest(prompt=wire_prompt, pooling_params=wire), self._limits)
-        return PooledRequest(
+        return OfflinePooledRequest(
             EngineCoreRequest(
                 next(self._request_ids),
                 prompt.token_ids,

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .engine_load import EngineLoad, Role
-from .step_model import StepModel
+from .engine_load import EngineLoad, PlannedRole
+from .step_model import StepTimeModel
 
 DRAIN_SECONDS: Final = 30.0
 """A backlog is to be worked off within so long: as long as it lasts, every request is late. Engines that were asked for
@@ -61,7 +61,7 @@ def prefill_engines(engines: Sequence[EngineLoad], growth: float, goals: Goals) 
     return max(arriving / goals.busy, arriving + late / DRAIN_SECONDS) / rate
 
 
-def decode_engines(engines: Sequence[EngineLoad], growth: float, steps: StepModel, goals: Goals) -> float:
+def decode_engines(engines: Sequence[EngineLoad], growth: float, steps: StepTimeModel, goals: Goals) -> float:
     """Return how many engines must decode.
 
     The load is tokens per second, since the number of running requests grows with the step: at the goal, ``tokens per
@@ -89,9 +89,9 @@ def decode_engines(engines: Sequence[EngineLoad], growth: float, steps: StepMode
     return max(at_goal / batch, at_goal * kv_each / FULL_KV) / goals.busy
 
 
-def by_role(engines: Sequence[EngineLoad], role: Role) -> list[EngineLoad]:
+def by_role(engines: Sequence[EngineLoad], role: PlannedRole) -> list[EngineLoad]:
     """Return the engines that take the legs of ``role``. An engine of both roles counts as one that decodes where
     others only prefill or decode, as requests are placed."""
-    if role == Role.PREFILL:
-        return [each for each in engines if each.role == Role.PREFILL]
-    return [each for each in engines if each.role != Role.PREFILL]
+    if role == PlannedRole.PREFILL:
+        return [each for each in engines if each.role == PlannedRole.PREFILL]
+    return [each for each in engines if each.role != PlannedRole.PREFILL]

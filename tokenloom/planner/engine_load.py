@@ -7,7 +7,7 @@ from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineState
 from tokenloom.v1.types_pb2 import EngineRole
 
 
-class Role(StrEnum):
+class PlannedRole(StrEnum):
     """Which legs of requests an engine takes."""
 
     BOTH = "both"
@@ -16,9 +16,9 @@ class Role(StrEnum):
 
 
 ROLES = {
-    EngineRole.ENGINE_ROLE_BOTH: Role.BOTH,
-    EngineRole.ENGINE_ROLE_PREFILL: Role.PREFILL,
-    EngineRole.ENGINE_ROLE_DECODE: Role.DECODE,
+    EngineRole.ENGINE_ROLE_BOTH: PlannedRole.BOTH,
+    EngineRole.ENGINE_ROLE_PREFILL: PlannedRole.PREFILL,
+    EngineRole.ENGINE_ROLE_DECODE: PlannedRole.DECODE,
 }
 
 
@@ -43,7 +43,7 @@ class EngineLoad:
     """
 
     name: str
-    role: Role
+    role: PlannedRole
     address: str = ""
     model: str = ""
     waiting: int = 0
@@ -65,7 +65,7 @@ class EngineLoad:
             return None
         return cls(
             name=entry.identity.engine_id,
-            role=ROLES.get(report.role, Role.BOTH),
+            role=ROLES.get(report.role, PlannedRole.BOTH),
             address=entry.identity.address,
             model=entry.identity.fingerprint.model,
             waiting=entry.waiting,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from .demand import Demand, Goals, by_role, decode_engines, prefill_engines
-from .engine_load import EngineLoad, Role
+from .engine_load import EngineLoad, PlannedRole
 from .peak import Peak
-from .step_model import StepModel
+from .step_model import StepTimeModel
 
 FLIP_SECONDS: Final = 60.0
 """An engine may change its role when it was not needed for so long."""
@@ -42,7 +42,7 @@ class Flip:
 
     engine: str
     address: str
-    role: Role
+    role: PlannedRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class Plan:
         replicas: Replicas of each set of engines; a set is named like its pods without their number.
     """
 
-    engines: Mapping[Role, int]
+    engines: Mapping[PlannedRole, int]
     demand: Demand
-    wanted: Mapping[Role, int]
+    wanted: Mapping[PlannedRole, int]
     flips: tuple[Flip, ...] = ()
     replicas: Mapping[str, int] = field(default_factory=dict)
 
@@ -70,37 +70,40 @@ class Planner:
     def __init__(self, goals: Goals, limits: Limits) -> None:
         self._goals = goals
         self._limits = limits
-        self._steps = StepModel()
-        self._flip_peaks = {role: Peak(FLIP_SECONDS) for role in Role}
-        self._remove_peaks = {role: Peak(REMOVE_SECONDS) for role in Role}
-        self._wanted: dict[Role, int] = {}
-        self._added_at: dict[Role, float] = {}
+        self._steps = StepTimeModel()
+        self._flip_peaks = {role: Peak(FLIP_SECONDS) for role in PlannedRole}
+        self._remove_peaks = {role: Peak(REMOVE_SECONDS) for role in PlannedRole}
+        self._wanted: dict[PlannedRole, int] = {}
+        self._added_at: dict[PlannedRole, float] = {}
         self._last: dict[str, tuple[float, int]] = {}  # for each kind of queue, time and length
 
     def plan(self, engines: Sequence[EngineLoad], now: float) -> Plan:
         """Return what the load needs. ``engines``: the serving ones, at least one; ``now``: monotonic seconds."""
-        pairs = any(each.role == Role.PREFILL for each in engines)
-        roles = (Role.PREFILL, Role.DECODE) if pairs else (Role.BOTH,)
+        pairs = any(each.role == PlannedRole.PREFILL for each in engines)
+        roles = (PlannedRole.PREFILL, PlannedRole.DECODE) if pairs else (PlannedRole.BOTH,)
         counts = {role: len(by_role(engines, role)) for role in roles}
         demand = self._demand(engines, now, pairs=pairs)
         needs = {
-            Role.PREFILL: demand.prefill,
-            Role.DECODE: demand.decode,
+            PlannedRole.PREFILL: demand.prefill,
+            PlannedRole.DECODE: demand.decode,
             # Both rates were measured while the engine did both, so each is the demand for the whole of it.
-            Role.BOTH: max(demand.prefill, demand.decode),
+            PlannedRole.BOTH: max(demand.prefill, demand.decode),
         }
         for role in roles:
             self._flip_peaks[role].add(now, needs[role])
             self._remove_peaks[role].add(now, needs[role])
         flips = self._flips(engines, counts, needs, now) if pairs else ()
         for flip in flips:
-            other = Role.DECODE if flip.role == Role.PREFILL else Role.PREFILL
+            other = PlannedRole.DECODE if flip.role == PlannedRole.PREFILL else PlannedRole.PREFILL
             counts[flip.role], counts[other] = counts[flip.role] + 1, counts[other] - 1
         self._scale(counts, needs, now, flipped=bool(flips))
         return Plan(counts, demand, dict(self._wanted), flips, _replicas(engines, counts, self._wanted))
 
     def _demand(self, engines: Sequence[EngineLoad], now: float, *, pairs: bool) -> Demand:
-        prefilling, decoding = by_role(engines, Role.PREFILL) if pairs else engines, by_role(engines, Role.DECODE)
+        prefilling, decoding = (
+            by_role(engines, PlannedRole.PREFILL) if pairs else engines,
+            by_role(engines, PlannedRole.DECODE),
+        )
         for each in decoding:
             if each.running and each.step_seconds and each.step_requests:
                 self._steps.observe(each.step_requests, each.step_seconds)
@@ -117,9 +120,13 @@ class Planner:
         return (waiting - before) / (now - since) if now > since else 0.0
 
     def _flips(
-        self, engines: Sequence[EngineLoad], counts: Mapping[Role, int], needs: Mapping[Role, float], now: float
+        self,
+        engines: Sequence[EngineLoad],
+        counts: Mapping[PlannedRole, int],
+        needs: Mapping[PlannedRole, float],
+        now: float,
     ) -> tuple[Flip, ...]:
-        for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+        for role, other in ((PlannedRole.PREFILL, PlannedRole.DECODE), (PlannedRole.DECODE, PlannedRole.PREFILL)):
             missing = _engines(needs[role]) - counts[role]
             spare = counts[other] - max(_engines(self._flip_peaks[other].get(now) / _FILLED), self._limits.least)
             # Engines of the other role come first: an engine that starts takes minutes, and one that changes its role
@@ -133,7 +140,9 @@ class Planner:
                 return tuple(Flip(each.name, each.address, role) for each in idlest[:num_flips])
         return ()
 
-    def _scale(self, counts: Mapping[Role, int], needs: Mapping[Role, float], now: float, *, flipped: bool) -> None:
+    def _scale(
+        self, counts: Mapping[PlannedRole, int], needs: Mapping[PlannedRole, float], now: float, *, flipped: bool
+    ) -> None:
         """Move the wanted engines: up at once, down after :data:`REMOVE_SECONDS` and :data:`KEEP_SECONDS`, and to the
         counts after a flip."""
         if flipped or self._wanted.keys() != counts.keys():
@@ -157,7 +166,9 @@ def _engines(need: float) -> int:
     return math.ceil(need - 1e-6) if math.isfinite(need) else 1 << 30
 
 
-def _replicas(engines: Sequence[EngineLoad], counts: Mapping[Role, int], wanted: Mapping[Role, int]) -> dict[str, int]:
+def _replicas(
+    engines: Sequence[EngineLoad], counts: Mapping[PlannedRole, int], wanted: Mapping[PlannedRole, int]
+) -> dict[str, int]:
     """Return the replicas of each set of engines: what a role lacks is added to the set that has most of its engines,
     so that an engine that changed its role stays where it is."""
     members = Counter(_set_of(each) for each in engines)

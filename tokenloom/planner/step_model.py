@@ -8,7 +8,7 @@ _LEAST_SPREAD: Final = 0.1
 """Standard deviation of the batch sizes, as a share of their mean, from which a line is fitted."""
 
 
-class StepModel:
+class StepTimeModel:
     """Fits ``seconds = base + slope * running`` to the observed steps by least squares; old ones fade.
 
     Where the batches were all of about one size, the slope cannot be seen and stays as it was. Before the first one is

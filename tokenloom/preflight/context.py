@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tokenloom.gguf.gguf_file import is_gguf
 
-from .refusal import Refused
+from .refusal import CannotServe
 from .small_files import read_object
 
 _PLAIN = (None, "default")
@@ -14,12 +14,12 @@ _PLAIN = (None, "default")
 def check_context(path: Path, max_model_len: int | None) -> None:
     """Check ``--max-model-len`` for a checkpoint directory; the engine checks it again, for every kind of model.
 
-    Raises `Refused` only for what the engine is sure to refuse: positions that are stretched, and GGUF files, pass.
+    Raises `CannotServe` only for what the engine is sure to refuse: positions that are stretched, and GGUF files, pass.
     """
     if max_model_len is None:
         return
     if max_model_len < 2:
-        raise Refused(
+        raise CannotServe(
             f"--max-model-len {max_model_len}: give at least 2, because a request has one token of prompt and one of "
             "output"
         )
@@ -32,7 +32,7 @@ def check_context(path: Path, max_model_len: int | None) -> None:
         return
     # The engine refuses it as well, but a whole mesh was started for that, and the refusal came after eleven seconds.
     if max_model_len > length:
-        raise Refused(
+        raise CannotServe(
             f"--max-model-len {max_model_len}: the model's context has {length} tokens (max_position_embeddings in "
             f"{path / 'config.json'}): give at most that, or leave out the option"
         )

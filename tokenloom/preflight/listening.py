@@ -7,7 +7,7 @@ from tokenloom.process import unix_socket
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.addresses import Address, parse
 
-from .refusal import Refused
+from .refusal import CannotServe
 
 _ANY = frozenset({"0.0.0.0", "::", ""})
 """Hosts that stand for all addresses of the machine."""
@@ -23,7 +23,7 @@ def check_addresses(
         counts: How many parts of each service there will be.
         gateways: The addresses of the gateways' HTTP and gRPC ports, which are held already.
 
-    Raises `Refused`.
+    Raises `CannotServe`.
     """
     taken = [(address, "the gateway's --port or --grpc-port") for address in gateways]
     for service, flags in wanted.items():
@@ -31,12 +31,12 @@ def check_addresses(
             where = f"{service}: {name} {value}"
             address = _address(where, value)
             if counts.get(service, 1) > 1:
-                raise Refused(
+                raise CannotServe(
                     f"{where}: {counts[service]} parts cannot listen on one port: use port 0, which is free for each"
                 )
             for other, owner in taken:
                 if _overlap(address, other):
-                    raise Refused(f"{where}: {owner} has the same port: choose another port for one of them")
+                    raise CannotServe(f"{where}: {owner} has the same port: choose another port for one of them")
             taken.append((address, service))
             _try(where, address)
 
@@ -71,13 +71,13 @@ def _address(where: str, value: str) -> Address:
     try:
         return parse(value)
     except InvalidArgument as error:
-        raise Refused(f"{where}: {error.message}") from None
+        raise CannotServe(f"{where}: {error.message}") from None
 
 
 def _try(where: str, address: Address) -> None:
     if address.path:
         if unix_socket.is_served(address.path):
-            raise Refused(f"{where}: a process listens there: choose another path")
+            raise CannotServe(f"{where}: a process listens there: choose another path")
         return
     probe = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
     with probe:
@@ -85,6 +85,6 @@ def _try(where: str, address: Address) -> None:
         try:
             probe.bind((address.host, address.port))
         except (OSError, OverflowError, UnicodeError, TypeError) as error:  # the last two: no name of a host
-            raise Refused(
+            raise CannotServe(
                 f"{where}: {getattr(error, 'strerror', None) or error}: choose another address or port"
             ) from None

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES, BUILT_IN, QUANTIZATION_METHODS
 
-from .refusal import Refused
+from .refusal import CannotServe
 from .small_files import read_object
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -30,13 +30,13 @@ _INSTALL = "pip install 'tokenloom[transformers]'"
 def check_config(path: Path, model_impl: str = "auto") -> dict[str, Any]:
     """Return the content of the ``config.json`` in a checkpoint directory.
 
-    ``model_impl`` is the option of that name. Raises `Refused` for a model that no installed code computes.
+    ``model_impl`` is the option of that name. Raises `CannotServe` for a model that no installed code computes.
     """
     file = path / "config.json"
     config = read_object(file)
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise Refused(
+        raise CannotServe(
             f"{file} does not name the model's class: set architectures, for example to "
             f'["{_guessed_class(config)}"], as in the model\'s original checkpoint'
         )
@@ -52,20 +52,22 @@ def _check_architecture(file: Path, name: str, config: dict[str, Any], model_imp
     if name in known and model_impl != "native":
         return
     if config.get("is_encoder_decoder") is True:
-        raise Refused(f"{file}: {name} has an encoder and a decoder, which is not supported: {_ANOTHER}")
+        raise CannotServe(f"{file}: {name} has an encoder and a decoder, which is not supported: {_ANOTHER}")
     if not name.endswith(_CAUSAL) and name not in known:
         purpose = next((text for ending, text in _OTHER_TASKS.items() if name.endswith(ending)), "it writes no text")
-        raise Refused(f"{file}: {name} cannot be served ({purpose}): {_ANOTHER}")
+        raise CannotServe(f"{file}: {name} cannot be served ({purpose}): {_ANOTHER}")
     if model_impl == "native":
-        raise Refused(f"{file}: {name} is not built in: leave out --model-impl native, or see docs/reference/models.md")
+        raise CannotServe(
+            f"{file}: {name} is not built in: leave out --model-impl native, or see docs/reference/models.md"
+        )
     if config.get("auto_map"):
-        raise Refused(
+        raise CannotServe(
             f"{file}: the code of {name} is in the checkpoint (auto_map) and is never run: use a model of "
             "docs/reference/models.md"
         )
     if not known:
-        raise Refused(f"{file}: {name} is computed by the package transformers: {_INSTALL}")
-    raise Refused(
+        raise CannotServe(f"{file}: {name} is computed by the package transformers: {_INSTALL}")
+    raise CannotServe(
         f"{file}: neither Tokenloom nor the installed transformers has {name}: use a model of "
         "docs/reference/models.md, or install a newer transformers if that has the class"
     )
@@ -74,7 +76,7 @@ def _check_architecture(file: Path, name: str, config: dict[str, Any], model_imp
 def _check_quantization(file: Path, config: dict[str, Any]) -> None:
     entry = config.get("quantization_config")
     if entry is None and isinstance(config.get("quantization"), dict):
-        raise Refused(
+        raise CannotServe(
             f"{file}: the weights are quantized by MLX (quantization), which is not read: use the model's unquantized "
             "checkpoint or its GGUF file"
         )
@@ -82,7 +84,7 @@ def _check_quantization(file: Path, config: dict[str, Any]) -> None:
         return
     method = entry.get("quant_method") if isinstance(entry, dict) else entry
     if method not in QUANTIZATION_METHODS:
-        raise Refused(
+        raise CannotServe(
             f"{file}: quantization_config: the method {method!r} is not supported ({', '.join(QUANTIZATION_METHODS)} "
             "are): use the model's unquantized checkpoint, with --quantization int8-dynamic or int4, or its GGUF file"
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenloom.gguf.gguf_file import SUFFIX
 
-from .refusal import Refused
+from .refusal import CannotServe
 from .small_files import check_content, read_object
 
 _WANTED = "give a checkpoint directory, a GGUF file, or a hub id such as Qwen/Qwen3-0.6B"
@@ -25,32 +25,32 @@ _MOST_NAMED = 3
 
 
 def check_place(model: str, path: Path) -> None:
-    """Raise `Refused` unless the path is that of a GGUF file or of a directory with a ``config.json``, or the model is
-    a name for a hub; ``model`` is what the user wrote."""
+    """Raise `CannotServe` unless the path is that of a GGUF file or of a directory with a ``config.json``, or the model
+    is a name for a hub; ``model`` is what the user wrote."""
     if os.path.isdir(path):
         config = path / "config.json"
         if config.is_symlink() and not config.exists():
             check_content(config)
         if not config.is_file():
-            raise Refused(_about_directory(path))
+            raise CannotServe(_about_directory(path))
         _check_kind(path)
     elif os.path.isfile(path) and path.suffix != SUFFIX:
-        raise Refused(_about_file(path))
+        raise CannotServe(_about_file(path))
     elif not os.path.isfile(path):
         _check_name(model, path)
 
 
 def _check_name(model: str, path: Path) -> None:
     if found := _URL.match(model):
-        raise Refused(f"{model} is a web address: serve the hub id {found['id']}")
+        raise CannotServe(f"{model} is a web address: serve the hub id {found['id']}")
     if "://" in model:
-        raise Refused(f"{model} is a web address: {_WANTED}")
+        raise CannotServe(f"{model} is a web address: {_WANTED}")
     if _OLLAMA_NAME.fullmatch(model):
-        raise Refused(f"{model} is a name of Ollama's library: {_WANTED}")
+        raise CannotServe(f"{model} is a name of Ollama's library: {_WANTED}")
     if os.path.islink(path):
-        raise Refused(f"{path} is a link to {path.readlink()}, which does not exist: {_WANTED}")
+        raise CannotServe(f"{path} is a link to {path.readlink()}, which does not exist: {_WANTED}")
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(SUFFIX):
-        raise Refused(f"{path} does not exist: {_WANTED}")
+        raise CannotServe(f"{path} does not exist: {_WANTED}")
 
 
 def _about_file(path: Path) -> str:
@@ -76,9 +76,9 @@ def _about_directory(path: Path) -> str:
 
 
 def _check_kind(path: Path) -> None:
-    """Raise `Refused` for a directory whose ``config.json`` is not that of a language model with weights."""
+    """Raise `CannotServe` for a directory whose ``config.json`` is not that of a language model with weights."""
     if not any(_weights(path)) and (reason := _as_adapter(path) or _as_other_format(path) or _as_training(path)):
-        raise Refused(reason)
+        raise CannotServe(reason)
 
 
 def _as_adapter(path: Path) -> str:

@@ -5,7 +5,7 @@ import resource
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.runtime.host import descriptors
 
-from .refusal import Refused
+from .refusal import CannotServe
 
 _OWN = 32
 _FOR_EACH_PART = 4
@@ -13,7 +13,7 @@ _FOR_EACH_PART = 4
 
 
 def check_open_files(num_parts: int) -> None:
-    """Raise `Refused` if the limit of open files is too low for a part, or for the supervisor of so many parts.
+    """Raise `CannotServe` if the limit of open files is too low for a part, or for the supervisor of so many parts.
 
     Each process raises its soft limit to the hard one, which therefore decides for a part.
     """
@@ -22,4 +22,4 @@ def check_open_files(num_parts: int) -> None:
         descriptors.check_limit(hard)
         descriptors.check_limit(soft, _OWN + _FOR_EACH_PART * num_parts)
     except FailedPrecondition as error:
-        raise Refused(error.message) from None
+        raise CannotServe(error.message) from None

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
 
-from .refusal import Refused
+from .refusal import CannotServe
 
 _INSTALL = "pip install 'tokenloom[engine]'"
 _CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -13,15 +13,15 @@ _NEEDED = ("torch", "safetensors", "llguidance")
 
 
 def check_engine_packages() -> None:
-    """Raise `Refused` unless this environment has the packages with which an engine computes a model."""
+    """Raise `CannotServe` unless this environment has the packages with which an engine computes a model."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
-        raise Refused(
+        raise CannotServe(
             f"The engine needs {', '.join(missing)}, which this environment lacks: run {_INSTALL} (on a machine "
             f"without a GPU with {_CPU_INDEX})"
         )
     if reason := untested_torch():
-        raise Refused(f"{reason}: run {_INSTALL}")
+        raise CannotServe(f"{reason}: run {_INSTALL}")
 
 
 def untested_torch() -> str:

@@ -4,38 +4,40 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .refusal import Refused
+from .refusal import CannotServe
 
 _POINTER = b"version https://git-lfs"
 _AGAIN = "download the model again"
 
 
 def check_content(file: Path) -> bytes:
-    """Return the first bytes of a file. Raises `Refused` unless it is one that can be read and has content of its own:
-    it is no pointer of git-lfs, no web page, and not empty."""
+    """Return the first bytes of a file. Raises `CannotServe` unless it can be read and has content of its own: it is no
+    pointer of git-lfs, no web page, and not empty."""
     if file.is_symlink() and not file.exists():
-        raise Refused(f"{file} is a link to {file.readlink()}, which does not exist: {_AGAIN}")
+        raise CannotServe(f"{file} is a link to {file.readlink()}, which does not exist: {_AGAIN}")
     try:
         with file.open("rb") as stream:
             head = stream.read(256)
     except OSError as error:
-        raise Refused(f"{file} cannot be read ({error.strerror}): give this user the right to read it") from None
+        raise CannotServe(f"{file} cannot be read ({error.strerror}): give this user the right to read it") from None
     if not head:
-        raise Refused(f"{file} is empty: {_AGAIN}")
+        raise CannotServe(f"{file} is empty: {_AGAIN}")
     if head.startswith(_POINTER):
-        raise Refused(f"{file} is a git-lfs pointer instead of the file itself: run `git lfs pull` in {file.parent}")
+        raise CannotServe(
+            f"{file} is a git-lfs pointer instead of the file itself: run `git lfs pull` in {file.parent}"
+        )
     if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise Refused(f"{file} holds a web page: download the file itself, for example with `hf download`")
+        raise CannotServe(f"{file} holds a web page: download the file itself, for example with `hf download`")
     return head
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises `Refused`."""
+    """Return the JSON object in a file. Raises `CannotServe`."""
     check_content(file)
     try:
         values = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:  # bytes that are not UTF-8; brackets nested beyond the stack
-        raise Refused(f"{file} is not JSON ({error}): {_AGAIN}") from None
+        raise CannotServe(f"{file} is not JSON ({error}): {_AGAIN}") from None
     if not isinstance(values, dict):
-        raise Refused(f"{file} must hold a JSON object, not {type(values).__name__}: {_AGAIN}")
+        raise CannotServe(f"{file} must hold a JSON object, not {type(values).__name__}: {_AGAIN}")
     return values

@@ -9,7 +9,7 @@ from typing import Any
 from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES
 from tokenloom.gpu_worker.checkpoint.weight_files import is_pickled, weight_files
 
-from .refusal import Refused
+from .refusal import CannotServe
 from .small_files import check_content, read_object
 
 _AGAIN = "download it again"
@@ -21,13 +21,13 @@ _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weigh
 
 
 def check_weights(path: Path, config: Mapping[str, Any]) -> None:
-    """Check the weights in a directory against ``config``, the content of its ``config.json``. Raises `Refused`."""
+    """Check the weights in a directory against ``config``, the content of its ``config.json``. Raises `CannotServe`."""
     _check_index(path)
     _check_unfinished(path)
     try:
         files = weight_files(path)
     except ValueError:
-        raise Refused(_about_missing(path)) from None
+        raise CannotServe(_about_missing(path)) from None
     for file in files:
         if is_pickled(file):
             _check_pickled(file)
@@ -43,10 +43,10 @@ def _check_index(path: Path) -> None:
             continue
         shards = read_object(index).get("weight_map")
         if not isinstance(shards, dict) or not shards:
-            raise Refused(f"{index} has no weight_map: {_AGAIN}")
+            raise CannotServe(f"{index} has no weight_map: {_AGAIN}")
         missing = sorted({str(name) for name in shards.values() if not (path / str(name)).exists()})
         if missing:
-            raise Refused(
+            raise CannotServe(
                 f"{index} names {missing[0]}, which is not in the directory ({len(missing)} of "
                 f"{len(set(shards.values()))} files are missing): download the missing files"
             )
@@ -55,7 +55,9 @@ def _check_index(path: Path) -> None:
 def _check_unfinished(path: Path) -> None:
     for pattern in ("*.incomplete", "*.part", "*.crdownload", "*.aria2"):
         if unfinished := sorted(path.glob(pattern)):
-            raise Refused(f"{unfinished[0]} is a download that has not ended: finish it, or download the file again")
+            raise CannotServe(
+                f"{unfinished[0]} is a download that has not ended: finish it, or download the file again"
+            )
 
 
 def _about_missing(path: Path) -> str:
@@ -71,19 +73,22 @@ def _about_missing(path: Path) -> str:
 def _check_pickled(file: Path) -> None:
     head = check_content(file)
     if not head.startswith(_ZIP):
-        raise Refused(
+        raise CannotServe(
             f"{file} is not a file of torch.save since PyTorch 1.6: convert it to safetensors with save_pretrained of "
             "transformers, or download it again"
         )
 
 
 def _read_header(file: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file: names, dtypes, shapes and places of its tensors. Raises `Refused`."""
+    """Return the header of a safetensors file: names, dtypes, shapes and offsets of its tensors.
+
+    Raises `CannotServe`.
+    """
     head = check_content(file)
     size = file.stat().st_size
     length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else size
     if length > min(size, _LONGEST_HEADER):
-        raise Refused(f"{file} is not a safetensors file, or was cut off in its header: {_AGAIN}")
+        raise CannotServe(f"{file} is not a safetensors file, or was cut off in its header: {_AGAIN}")
     with file.open("rb") as stream:
         stream.seek(8)
         text = stream.read(length)
@@ -92,14 +97,16 @@ def _read_header(file: Path) -> dict[str, Any]:
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         needed = 8 + length + max(ends, default=0)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        raise Refused(f"{file} is not a safetensors file: its header is no JSON object of tensors: {_AGAIN}") from None
+        raise CannotServe(
+            f"{file} is not a safetensors file: its header is no JSON object of tensors: {_AGAIN}"
+        ) from None
     if size < needed:
-        raise Refused(f"{file} is cut off: it has {size:,} bytes, and its header describes {needed:,}: {_AGAIN}")
+        raise CannotServe(f"{file} is cut off: it has {size:,} bytes, and its header describes {needed:,}: {_AGAIN}")
     return header
 
 
 def _check_embeddings(path: Path, file: Path, header: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Raise `Refused` if the weights are those of another model than ``config.json`` describes."""
+    """Raise `CannotServe` if the weights are those of another model than ``config.json`` describes."""
     if config["architectures"][0] not in ARCHITECTURES:
         return  # others may store embeddings of another size
     for name in _EMBEDDINGS:
@@ -108,7 +115,7 @@ def _check_embeddings(path: Path, file: Path, header: Mapping[str, Any], config:
         wanted = [config.get("vocab_size"), hidden]
         if shape is None or None in wanted or shape == wanted:
             continue
-        raise Refused(
+        raise CannotServe(
             f"{file}: {name} is {shape}, but {path / 'config.json'} says vocab_size {wanted[0]} and hidden_size "
             f"{wanted[1]}: take both files from the same checkpoint"
         )

@@ -52,7 +52,7 @@ class BeamSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates(Generic[Row]):
+class BeamCandidates(Generic[Row]):
     """What may follow one beam."""
 
     token_ids: Sequence[int]
@@ -91,11 +91,11 @@ class BeamSearch(Generic[Row]):
         self.live: list[Beam[Row]] = [Beam()]
         """Beams to continue, best first; empty when the search has ended."""
 
-    def advance(self, candidates: Sequence[Candidates[Row]]) -> None:
+    def advance(self, candidates: Sequence[BeamCandidates[Row]]) -> None:
         """Continue each of the live beams with what may follow it, in their order."""
         self._num_steps += 1
         ended: list[Beam[Row]] = []
-        grown: list[tuple[float, Beam[Row], Candidates[Row], int]] = []
+        grown: list[tuple[float, Beam[Row], BeamCandidates[Row], int]] = []
         for beam, following in zip(self.live, candidates, strict=True):
             for token_id, logprob in zip(following.token_ids, following.logprobs, strict=True):
                 total = beam.cumulative_logprob + logprob

@@ -9,11 +9,11 @@ from pathlib import Path
 from tokenloom.services.runtime.tasks import first_of
 
 from .output import LineCopier
-from .part import Part
+from .part import SupervisedPart
 from .part_failed import PartFailed
 from .part_spec import PartSpec
 from .process import Process
-from .state_dir import MeshRecord, PartState, write_record
+from .state_dir import MeshRecord, PartReport, write_record
 
 KILL_GRACE = 2.0
 """Seconds after the drain timeout within which a part must end before it is killed."""
@@ -34,7 +34,7 @@ class Mesh:
         first: Mapping[str, Process] = {},
     ) -> None:
         """``first``: The processes that run already, by the names of their parts."""
-        self.parts = [Part(spec, output, first.get(spec.name)) for spec in specs]
+        self.parts = [SupervisedPart(spec, output, first.get(spec.name)) for spec in specs]
         self._directory = directory
         self._output = output
         self._port = port
@@ -53,11 +53,11 @@ class Mesh:
             await asyncio.wait(pending)
 
     @property
-    def gateways(self) -> Sequence[PartState]:
+    def gateways(self) -> Sequence[PartReport]:
         """The states of the running gateways, with their HTTP addresses."""
         return self.states("gateway")
 
-    def states(self, service: str) -> Sequence[PartState]:
+    def states(self, service: str) -> Sequence[PartReport]:
         """Return the states of the running parts of a service."""
         return [part.state for part in self.parts if part.spec.service == service and part.state is not None]
 

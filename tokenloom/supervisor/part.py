@@ -10,7 +10,7 @@ from .part_failed import PartFailed
 from .part_spec import PartSpec
 from .predecessors import Predecessors
 from .process import Process
-from .state_dir import PartState, read_part_state
+from .state_dir import PartReport, read_part_state
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 5.0
 """Seconds between an end and the next start: doubled each time, and reset after a run of `STABLE_SECONDS`."""
@@ -22,14 +22,14 @@ USAGE_ERROR = 2
 _POLL_SECONDS = 0.05
 
 
-class Part:
+class SupervisedPart:
     """Holds a part and its restarts. :meth:`keep` owns the process; the other methods only send signals."""
 
     def __init__(self, spec: PartSpec, output: LineCopier, first: Process | None = None) -> None:
         """``first``: The first process, if it runs already."""
         self.spec = spec
         self._first = first
-        self.state: PartState | None = None
+        self.state: PartReport | None = None
         """The state that the running process wrote when it began to listen."""
         self.serving = asyncio.Event()
         self.restarts = 0

@@ -21,7 +21,7 @@ Work = Callable[[Mesh], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MeshOutcome:
     """How the run ended."""
 
     interrupted: bool
@@ -30,7 +30,7 @@ class Outcome:
     """Every part ended by itself; none had to be killed."""
 
 
-def run_mesh(options: MeshOptions, output: LineCopier, work: Work) -> Outcome:
+def run_mesh(options: MeshOptions, output: LineCopier, work: Work) -> MeshOutcome:
     """Start a mesh, run `work` until it returns or a signal arrives, then drain the mesh.
 
     Call it outside an event loop: the first processes of the parts are forks of this process, if that is possible.
@@ -41,19 +41,19 @@ def run_mesh(options: MeshOptions, output: LineCopier, work: Work) -> Outcome:
         return asyncio.run(supervise(mesh, work))
 
 
-async def run_mesh_in_loop(options: MeshOptions, output: LineCopier, work: Work) -> Outcome:
+async def run_mesh_in_loop(options: MeshOptions, output: LineCopier, work: Work) -> MeshOutcome:
     """Do the same within an event loop; every process is started anew."""
     with _planned(options, output) as plan:
         return await supervise(plan.mesh({}), work)
 
 
-async def supervise(mesh: Mesh, work: Work) -> Outcome:
+async def supervise(mesh: Mesh, work: Work) -> MeshOutcome:
     """Run `work` with a given mesh in the same way, within an event loop."""
     interrupted = asyncio.Event()
     with _signals(interrupted, mesh.kill):
         async with mesh:
             await _until(interrupted, asyncio.create_task(work(mesh)))
-            return Outcome(clean=await mesh.drain(), interrupted=interrupted.is_set())
+            return MeshOutcome(clean=await mesh.drain(), interrupted=interrupted.is_set())
 
 
 @dataclass(frozen=True)

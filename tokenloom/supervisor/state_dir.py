@@ -54,8 +54,8 @@ class MeshRecord:
 
 
 @dataclass(frozen=True)
-class PartState:
-    """The state that a part writes when it listens."""
+class PartReport:
+    """What a part writes into its state file when it listens."""
 
     pid: int
     address: str
@@ -151,12 +151,12 @@ def running_meshes() -> list[MeshRecord]:
     return [record for path in found if (record := _read_record(path / _MESH)) is not None]
 
 
-def read_part_state(path: Path) -> PartState | None:
+def read_part_state(path: Path) -> PartReport | None:
     """Return the state that the part wrote; None until it listens."""
     values = _read_json(path)
     if "pid" not in values or "address" not in values:
         return None
-    return PartState(
+    return PartReport(
         pid=values["pid"],
         address=values["address"],
         metrics=values.get("metrics") or None,

@@ -10,7 +10,7 @@ from tokenloom.supervisor.layout import MeshOptions, parts_of
 from tokenloom.supervisor.mesh import Mesh
 from tokenloom.supervisor.output import LineCopier, WriteLine
 from tokenloom.supervisor.ports import held_ports
-from tokenloom.supervisor.run import Outcome, supervise
+from tokenloom.supervisor.run import MeshOutcome, supervise
 from tokenloom.supervisor.state_dir import mesh_directory
 
 from ..faults.fault import SPLIT, WHOLE, Kind
@@ -86,7 +86,7 @@ def _mesh(
 
 async def run_layout(
     layout: Layout, *, with_proxies: bool, write_line: WriteLine, work: Callable[[Target], Awaitable[None]]
-) -> Outcome:
+) -> MeshOutcome:
     """Start the mesh, run ``work`` once every part serves, and stop the mesh. Raises as ``run_mesh_in_loop``."""
     options = layout.mesh
     output = LineCopier(write_line)

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Mapping
 
 from tokenloom.supervisor.mesh import Mesh
-from tokenloom.supervisor.part import Part
+from tokenloom.supervisor.part import SupervisedPart
 
 from . import processes
 from .fault import Action, Fault, Injection, Kind
@@ -105,7 +105,7 @@ class Injector:
         else:
             injection.effect = f"{held} bytes were held" if held else ""
 
-    async def _await_return(self, part: Part, injection: Injection) -> None:
+    async def _await_return(self, part: SupervisedPart, injection: Injection) -> None:
         """Wait until another process is in the place of the ended one and the part serves."""
         module = injection.fault.kind.process
 
@@ -119,7 +119,7 @@ class Injector:
             injection.served_again = self.now - injection.began
         self._under_fault.discard(part.spec.name)
 
-    def _candidates(self, fault: Fault) -> list[tuple[Part, int]]:
+    def _candidates(self, fault: Fault) -> list[tuple[SupervisedPart, int]]:
         """Return the parts that may meet the fault, with the process of each: another of their kind must be healthy."""
         kind = fault.kind
         healthy = [part for part in self._members(kind) if self._is_healthy(part)]
@@ -130,14 +130,14 @@ class Injector:
         found = ((part, _process_of(part, kind.process)) for part in healthy)
         return [(part, pid) for part, pid in found if pid is not None]
 
-    def _is_healthy(self, part: Part) -> bool:
+    def _is_healthy(self, part: SupervisedPart) -> bool:
         return part.serving.is_set() and part.state is not None and part.spec.name not in self._under_fault
 
-    def _members(self, kind: Kind) -> list[Part]:
+    def _members(self, kind: Kind) -> list[SupervisedPart]:
         return [part for part in self._mesh.parts if part.spec.service == kind.service and part.spec.role == kind.role]
 
 
-def _process_of(part: Part, module: str | None) -> int | None:
+def _process_of(part: SupervisedPart, module: str | None) -> int | None:
     if part.state is None:
         return None
     return part.state.pid if module is None else processes.running_module(part.state.pid, module)

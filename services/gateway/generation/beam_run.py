@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from tokenloom.request import errors
-from tokenloom.request.beam_search import Beam, BeamSearch, BeamSettings, Candidates
+from tokenloom.request.beam_search import Beam, BeamCandidates, BeamSearch, BeamSettings
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..mesh.collector import Collector, Delta, Outlet
@@ -110,9 +110,9 @@ class BeamRun:
         if not self.num_steps:
             self._cached_tokens[index] = finished.cached_tokens
 
-    def _candidates(self, row: Row) -> Candidates[Row]:
+    def _candidates(self, row: Row) -> BeamCandidates[Row]:
         columns = row.logprobs
-        return Candidates(columns.token_id[: self._num_candidates], columns.logprob[: self._num_candidates], row)
+        return BeamCandidates(columns.token_id[: self._num_candidates], columns.logprob[: self._num_candidates], row)
 
     async def _delta(
         self, submit: output_processor_pb2.Submit, beam: Beam[Row], index: int, cached_tokens: int

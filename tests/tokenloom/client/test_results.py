@@ -4,7 +4,7 @@ import pytest
 
 from tokenloom.client import ToolCall
 from tokenloom.client.client_request import prompt_request
-from tokenloom.client.results import Collector
+from tokenloom.client.results import AnswerCollector
 from tokenloom.offline.outputs import Logprob
 from tokenloom.v1 import inference_pb2, types_pb2
 
@@ -12,7 +12,7 @@ from tokenloom.v1 import inference_pb2, types_pb2
 def test_samples_with_log_probabilities() -> None:
     request = prompt_request("x", {"n": 2, "logprobs": 1, "logprob_token_ids": [9], "prompt_logprobs": 0})
     assert request.return_prompt_token_ids
-    collector = Collector(request)
+    collector = AnswerCollector(request)
     told = types_pb2.Logprobs(sampled=[-1.0], rank=[2], top=2, token_id=[4, 9], logprob=[-0.5, -3.0])
     prompt = types_pb2.Logprobs(sampled=[-2.0], rank=[1])
     response = inference_pb2.GenerateResponse
@@ -35,7 +35,7 @@ def test_samples_with_log_probabilities() -> None:
 
 
 def test_calls_and_reasoning() -> None:
-    collector = Collector(prompt_request("x", {}))
+    collector = AnswerCollector(prompt_request("x", {}))
     response = inference_pb2.GenerateResponse
     for number, pieces in enumerate(((("c1", "f", ""),), (("", "", '{"a"'),), (("", "", ": 1}"), ("c2", "g", "{}")))):
         message = response(reasoning=str(number))
@@ -53,7 +53,7 @@ def test_calls_and_reasoning() -> None:
 
 
 def test_experts_come_with_the_end() -> None:
-    collector = Collector(prompt_request("x", {"return_routed_experts": True}))
+    collector = AnswerCollector(prompt_request("x", {"return_routed_experts": True}))
     response = inference_pb2.GenerateResponse
     collector.add(response(text="a", token_ids=[4]))
     part = types_pb2.RoutedExperts(num_layers=1, top_k=2, id_bytes=1, expert_ids=b"\x01\x02\x03\x04")

@@ -9,7 +9,7 @@ import torch
 from tokenloom import LLM, SamplingParams
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.preflight.model import check_checkpoint
-from tokenloom.preflight.refusal import Refused
+from tokenloom.preflight.refusal import CannotServe
 
 
 @pytest.fixture
@@ -35,5 +35,5 @@ def test_a_model_of_random_weights_generates(described: Path) -> None:
 
 def test_serve_misses_the_files_only_without_it(described: Path) -> None:
     check_checkpoint(described, load_format="dummy")
-    with pytest.raises(Refused, match=r"has config\.json but no weights"):
+    with pytest.raises(CannotServe, match=r"has config\.json but no weights"):
         check_checkpoint(described)

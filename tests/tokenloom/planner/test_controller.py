@@ -9,7 +9,7 @@ import pytest
 
 from tokenloom.planner.controller import Controller
 from tokenloom.planner.demand import Goals
-from tokenloom.planner.engine_load import Role
+from tokenloom.planner.engine_load import PlannedRole
 from tokenloom.planner.planner import Flip, Limits
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.v1 import coordinator_pb2_grpc, engine_pb2_grpc
@@ -58,15 +58,15 @@ async def test_it_plans_what_the_coordinator_shows(mesh: tuple[FakeMesh, str]) -
     controller = Controller(Channels(), mesh[1], Goals(), Limits())
     plans = await controller.plan()
     assert list(plans) == ["demo"]
-    assert plans["demo"].engines == {Role.BOTH: 1}
+    assert plans["demo"].engines == {PlannedRole.BOTH: 1}
     assert plans["demo"].replicas == {"engine": 2}
 
 
 async def test_it_changes_roles_and_names_those_that_failed(mesh: tuple[FakeMesh, str], tmp_path: Path) -> None:
     fake, address = mesh
     controller = Controller(Channels(), address, Goals(), Limits())
-    gone = Flip("engine-1", f"unix:{tmp_path}/nothing", Role.PREFILL)
-    failures = await controller.apply([Flip("engine-0", address, Role.DECODE), gone])
+    gone = Flip("engine-1", f"unix:{tmp_path}/nothing", PlannedRole.PREFILL)
+    failures = await controller.apply([Flip("engine-0", address, PlannedRole.DECODE), gone])
     assert fake.roles == [EngineRole.ENGINE_ROLE_DECODE]
     assert len(failures) == 1
     assert failures[0].startswith("engine-1 did not become prefill")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tokenloom.planner.demand import Goals
-from tokenloom.planner.engine_load import EngineLoad, Role
+from tokenloom.planner.engine_load import EngineLoad, PlannedRole
 from tokenloom.planner.planner import FLIP_SECONDS, KEEP_SECONDS, REMOVE_SECONDS, Limits, Plan, Planner
 
 LOOK = 10.0
@@ -16,7 +16,7 @@ def prefill(number: int, *, tokens: float = 0.0, waiting_tokens: int = 0) -> Eng
     """An engine that prefills 1,000 tokens/s."""
     return EngineLoad(
         f"engine-prefill-{number}",
-        Role.PREFILL,
+        PlannedRole.PREFILL,
         prompt_tokens_per_second=tokens,
         prefill_tokens_per_second=1000.0,
         waiting_tokens=waiting_tokens,
@@ -27,7 +27,12 @@ def decode(number: int, *, running: int = 0) -> EngineLoad:
     """An engine whose step takes 20 ms and 0.6 ms for each request; the goal of 50 ms allows for 50 of its 64 seats."""
     step = 0.02 + 0.0006 * running
     return EngineLoad(
-        f"engine-decode-{number}", Role.DECODE, running=running, seats=64, step_seconds=step, step_requests=running
+        f"engine-decode-{number}",
+        PlannedRole.DECODE,
+        running=running,
+        seats=64,
+        step_seconds=step,
+        step_requests=running,
     )
 
 
@@ -54,7 +59,7 @@ def test_an_engine_is_wanted_as_soon_as_the_demand_needs_it() -> None:
     plan = Looks().look([prefill(0, tokens=900), decode(0, running=30)])
     assert plan.demand.prefill == pytest.approx(1.2)
     assert plan.demand.decode == pytest.approx(30 / 0.038 * 0.05 / 50 / 0.75)
-    assert plan.wanted == {Role.PREFILL: 2, Role.DECODE: 2}
+    assert plan.wanted == {PlannedRole.PREFILL: 2, PlannedRole.DECODE: 2}
     assert plan.replicas == {"engine-prefill": 2, "engine-decode": 2}
     assert not plan.flips
 
@@ -65,8 +70,8 @@ def test_a_spare_engine_changes_its_role_before_one_is_added() -> None:
     assert not looks.look(calm, FLIP_SECONDS + LOOK).flips
     busy = [*calm[:3], replace(decode(0, running=60), waiting=30, starts_per_second=10.0)]
     plan = looks.look(busy)
-    assert [(flip.engine, flip.role) for flip in plan.flips] == [("engine-prefill-0", Role.DECODE)]
-    assert plan.engines == {Role.PREFILL: 2, Role.DECODE: 2}
+    assert [(flip.engine, flip.role) for flip in plan.flips] == [("engine-prefill-0", PlannedRole.DECODE)]
+    assert plan.engines == {PlannedRole.PREFILL: 2, PlannedRole.DECODE: 2}
     assert plan.replicas == {"engine-prefill": 3, "engine-decode": 1}, "no set changes its size"
 
 
@@ -75,7 +80,7 @@ def test_a_role_that_was_just_needed_gives_nothing_up() -> None:
     looks.look([prefill(0, tokens=900), prefill(1, tokens=900), decode(0, running=20)], FLIP_SECONDS)
     plan = looks.look([prefill(0, tokens=100), prefill(1), decode(0, running=60)])
     assert not plan.flips
-    assert plan.wanted[Role.DECODE] == 2
+    assert plan.wanted[PlannedRole.DECODE] == 2
 
 
 def test_engines_are_given_up_only_after_a_window_without_need() -> None:
@@ -83,16 +88,16 @@ def test_engines_are_given_up_only_after_a_window_without_need() -> None:
     busy = [prefill(0, tokens=700), prefill(1, tokens=700), decode(0, running=30), decode(1, running=30)]
     idle = [prefill(0, tokens=100), prefill(1), decode(0, running=5), decode(1)]
     looks.look(busy, 2 * REMOVE_SECONDS)
-    assert looks.look(idle, REMOVE_SECONDS - LOOK).wanted == {Role.PREFILL: 2, Role.DECODE: 3}
-    assert looks.look(idle, 3 * LOOK).wanted == {Role.PREFILL: 1, Role.DECODE: 1}
+    assert looks.look(idle, REMOVE_SECONDS - LOOK).wanted == {PlannedRole.PREFILL: 2, PlannedRole.DECODE: 3}
+    assert looks.look(idle, 3 * LOOK).wanted == {PlannedRole.PREFILL: 1, PlannedRole.DECODE: 1}
 
 
 def test_engines_that_were_starting_at_the_first_look_are_kept_as_long_as_the_others() -> None:
     looks = Looks()
     served = [prefill(0, tokens=100), decode(0, running=20), decode(1)]
-    assert looks.look(served).wanted == {Role.PREFILL: 1, Role.DECODE: 2}
+    assert looks.look(served).wanted == {PlannedRole.PREFILL: 1, PlannedRole.DECODE: 2}
     later = [*served, prefill(1), prefill(2)]
-    assert looks.look(later, FLIP_SECONDS / 2).wanted == {Role.PREFILL: 3, Role.DECODE: 2}
+    assert looks.look(later, FLIP_SECONDS / 2).wanted == {PlannedRole.PREFILL: 3, PlannedRole.DECODE: 2}
 
 
 def test_what_was_added_is_kept_for_a_while() -> None:
@@ -100,9 +105,9 @@ def test_what_was_added_is_kept_for_a_while() -> None:
     idle = [prefill(0, tokens=100), prefill(1), decode(0, running=5)]
     looks.look(idle, 2 * REMOVE_SECONDS)
     busy = [prefill(0, tokens=700), prefill(1, tokens=700), decode(0, running=5)]
-    assert looks.look(busy).wanted[Role.PREFILL] == 2
-    assert looks.look(idle, KEEP_SECONDS - LOOK).wanted[Role.PREFILL] == 2
-    assert looks.look(idle, 2 * LOOK).wanted[Role.PREFILL] == 1
+    assert looks.look(busy).wanted[PlannedRole.PREFILL] == 2
+    assert looks.look(idle, KEEP_SECONDS - LOOK).wanted[PlannedRole.PREFILL] == 2
+    assert looks.look(idle, 2 * LOOK).wanted[PlannedRole.PREFILL] == 1
 
 
 def test_a_growing_queue_is_load_and_one_that_shrinks_is_not() -> None:
@@ -117,7 +122,7 @@ def test_a_growing_queue_is_load_and_one_that_shrinks_is_not() -> None:
 def test_engines_of_both_roles_are_one_set() -> None:
     engine = EngineLoad(
         "engine-0",
-        Role.BOTH,
+        PlannedRole.BOTH,
         running=60,
         seats=64,
         step_seconds=0.06,
@@ -126,7 +131,7 @@ def test_engines_of_both_roles_are_one_set() -> None:
         prefill_tokens_per_second=1000,
     )
     plan = Looks().look([engine])
-    assert plan.wanted == {Role.BOTH: 2}
+    assert plan.wanted == {PlannedRole.BOTH: 2}
     assert plan.replicas == {"engine": 2}
 
 
@@ -137,4 +142,4 @@ def test_no_more_engines_are_wanted_than_there_may_be() -> None:
 
 def test_an_engine_of_unknown_speed_is_no_reason_to_add_one() -> None:
     engines = [replace(prefill(number, tokens=800), prefill_tokens_per_second=0) for number in range(2)]
-    assert Looks().look([*engines, decode(0)], 2 * REMOVE_SECONDS).wanted[Role.PREFILL] == 2
+    assert Looks().look([*engines, decode(0)], 2 * REMOVE_SECONDS).wanted[PlannedRole.PREFILL] == 2

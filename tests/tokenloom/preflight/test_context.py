@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tokenloom.cli.main import app
 from tokenloom.preflight.context import check_context
-from tokenloom.preflight.refusal import Refused
+from tokenloom.preflight.refusal import CannotServe
 
 
 def checkpoint(path: Path, **config: Any) -> Path:
@@ -36,7 +36,9 @@ def test_serve_refuses_more_than_the_context_of_the_model() -> None:
 def test_plain_positions_end_at_the_context(tmp_path: Path, rope: dict[str, Any]) -> None:
     path = checkpoint(tmp_path, max_position_embeddings=128, **rope)
     check_context(path, 128)
-    with pytest.raises(Refused, match=r"128 tokens \(max_position_embeddings in .*config.json\): give at most that"):
+    with pytest.raises(
+        CannotServe, match=r"128 tokens \(max_position_embeddings in .*config.json\): give at most that"
+    ):
         check_context(path, 129)
 
 
@@ -56,7 +58,7 @@ def test_what_the_engine_may_accept_passes(tmp_path: Path, config: dict[str, Any
 
 @pytest.mark.parametrize("length", [1, 0, -1])
 def test_less_than_two_tokens_are_refused_for_every_model(tmp_path: Path, length: int) -> None:
-    with pytest.raises(Refused, match="at least 2"):
+    with pytest.raises(CannotServe, match="at least 2"):
         check_context(tmp_path, length)
 
 

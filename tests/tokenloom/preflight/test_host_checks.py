@@ -15,12 +15,12 @@ from tokenloom.cli.serve import serving
 from tokenloom.preflight import packages, platforms
 from tokenloom.preflight.files import check_certificate
 from tokenloom.preflight.listening import check_addresses
-from tokenloom.preflight.refusal import Refused
+from tokenloom.preflight.refusal import CannotServe
 from tokenloom.preflight.run_directory import check_run_directory
 from tokenloom.process import unix_socket
 from tokenloom.supervisor.certificates import make_certificates
 from tokenloom.supervisor.ports import PortTaken, reserved_ports
-from tokenloom.supervisor.run import Outcome
+from tokenloom.supervisor.run import MeshOutcome
 from tokenloom.supervisor.state_dir import MeshRecord, mesh_directory, write_record
 
 
@@ -29,9 +29,9 @@ def started(monkeypatch: pytest.MonkeyPatch, socket_dir: Path) -> list[Any]:
     """The meshes that would have started."""
     found: list[Any] = []
 
-    def run_mesh(options: Any, *_: Any) -> Outcome:
+    def run_mesh(options: Any, *_: Any) -> MeshOutcome:
         found.append(options)
-        return Outcome(interrupted=True, clean=True)
+        return MeshOutcome(interrupted=True, clean=True)
 
     monkeypatch.setattr(serving, "run_mesh", run_mesh)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(socket_dir))
@@ -95,16 +95,19 @@ def test_a_taken_port_for_metrics_is_named(taken: int, tmp_path: Path) -> None:
 def test_parts_cannot_share_a_port(host: str) -> None:
     port = next(filter(_is_free, range(20_000, 30_000, 7)))
     flags = {"engine": (f"--metrics-listen=127.0.0.1:{port}",), "tokenizer": (f"--metrics-listen={host}:{port}",)}
-    with pytest.raises(Refused, match="2 parts cannot listen on one port: use port 0"):
+    with pytest.raises(CannotServe, match="2 parts cannot listen on one port: use port 0"):
         check_addresses(flags, {"engine": 2})
-    with pytest.raises(Refused, match="engine has the same port"):
+    with pytest.raises(CannotServe, match="engine has the same port"):
         check_addresses(flags, {"engine": 1})
 
 
 def test_a_part_cannot_have_the_unix_socket_of_a_process_that_listens(socket_dir: Path) -> None:
     path = str(socket_dir / "s")
     flags = {"engine": (f"--health-listen=unix:{path}",)}
-    with unix_socket.listen(path, 1), pytest.raises(Refused, match="a process listens there: choose another path"):
+    with (
+        unix_socket.listen(path, 1),
+        pytest.raises(CannotServe, match="a process listens there: choose another path"),
+    ):
         check_addresses(flags, {"engine": 1})
     check_addresses(flags, {"engine": 1})  # of a killed process
 
@@ -219,19 +222,19 @@ def test_a_strange_name_of_a_model_is_one_line(model: str) -> None:
 def test_a_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
     make_certificates(tmp_path, days=30)
     check_certificate(tmp_path / "gateway.crt", tmp_path / "gateway.key")
-    with pytest.raises(Refused, match="are not a certificate and its key in PEM"):
+    with pytest.raises(CannotServe, match="are not a certificate and its key in PEM"):
         check_certificate(tmp_path / "gateway.crt", tmp_path / "engine.key")
 
 
 def test_a_long_directory_for_sockets_is_refused(tmp_path: Path) -> None:
     long = tmp_path / ("x" * 90)
-    with pytest.raises(Refused, match=r"too long for unix sockets.*set XDG_RUNTIME_DIR or TMPDIR"):
+    with pytest.raises(CannotServe, match=r"too long for unix sockets.*set XDG_RUNTIME_DIR or TMPDIR"):
         check_run_directory(long)
 
 
 def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tokenloom.preflight.run_directory._NEEDED_BYTES", 1 << 62)
-    with pytest.raises(Refused, match="free space, or set XDG_RUNTIME_DIR"):
+    with pytest.raises(CannotServe, match="free space, or set XDG_RUNTIME_DIR"):
         check_run_directory(Path("/tmp"))
 
 
@@ -258,7 +261,7 @@ def test_versions_of_torch(installed: str, reason: str, monkeypatch: pytest.Monk
     if not reason:
         packages.check_engine_packages()
         return
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(CannotServe, match=reason):
         packages.check_engine_packages()
 
 

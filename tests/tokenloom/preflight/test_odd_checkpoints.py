@@ -12,7 +12,7 @@ from tokenloom.gpu_worker.checkpoint.quantization.schemes import METHODS
 from tokenloom.gpu_worker.checkpoint.supported import QUANTIZATION_METHODS
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.preflight.model import check_checkpoint
-from tokenloom.preflight.refusal import Refused
+from tokenloom.preflight.refusal import CannotServe
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_a_class_of_transformers_passes_only_where_its_modules_compute(tmp_path:
     config = (path / "config.json").read_text().replace("LlamaForCausalLM", "FalconForCausalLM")
     (path / "config.json").write_text(config)
     check_checkpoint(path)
-    with pytest.raises(Refused, match="not built in: leave out --model-impl native"):
+    with pytest.raises(CannotServe, match="not built in: leave out --model-impl native"):
         check_checkpoint(path, "native")
 
 
@@ -75,7 +75,7 @@ def test_without_transformers_the_answer_names_the_package(tmp_path: Path, monke
     config = (path / "config.json").read_text().replace("LlamaForCausalLM", "FalconForCausalLM")
     (path / "config.json").write_text(config)
     monkeypatch.setattr("tokenloom.preflight.model_config.find_spec", lambda name: None)
-    with pytest.raises(Refused, match=r"transformers: pip install 'tokenloom\[transformers\]'"):
+    with pytest.raises(CannotServe, match=r"transformers: pip install 'tokenloom\[transformers\]'"):
         check_checkpoint(path)
 
 

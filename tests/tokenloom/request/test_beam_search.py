@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tokenloom.request.beam_search import Beam, BeamSearch, BeamSettings, Candidates, num_candidates
+from tokenloom.request.beam_search import Beam, BeamCandidates, BeamSearch, BeamSettings, num_candidates
 from tokenloom.request.errors import InvalidArgument
 
 VOCAB = 12
@@ -36,7 +36,7 @@ def run(settings: BeamSettings, seed: int) -> tuple[list[Beam[int]], int]:
         following = []
         for beam in search.live:
             pairs = best_after(seed, tuple(beam.token_ids), 2 * settings.width)
-            following.append(Candidates([pair[0] for pair in pairs], [pair[1] for pair in pairs], steps))
+            following.append(BeamCandidates([pair[0] for pair in pairs], [pair[1] for pair in pairs], steps))
         search.advance(following)
     return search.best(), steps
 
@@ -91,15 +91,15 @@ def test_the_search_ends_when_no_beam_can_improve() -> None:
 
 def test_a_search_may_run_out_of_beams() -> None:
     search: BeamSearch[None] = BeamSearch(BeamSettings(2, 9, 1, frozenset({1, 2, 3, 4})))
-    search.advance([Candidates([4, 2, 3, 1], [-1.0, -2.0, -3.0, -4.0], None)])
+    search.advance([BeamCandidates([4, 2, 3, 1], [-1.0, -2.0, -3.0, -4.0], None)])
     assert search.live == []
     assert [beam.token_ids for beam in search.best()] == [[4], [2]]
 
 
 def test_beams_of_equal_probability_keep_their_order() -> None:
     search: BeamSearch[None] = BeamSearch(BeamSettings(2, 2, 1))
-    search.advance([Candidates([7, 8, 9], [-1.0, -1.0, -1.0], None)])
-    search.advance([Candidates([1, 2], [-1.0, -1.0], None)] * 2)
+    search.advance([BeamCandidates([7, 8, 9], [-1.0, -1.0, -1.0], None)])
+    search.advance([BeamCandidates([1, 2], [-1.0, -1.0], None)] * 2)
     assert [beam.token_ids for beam in search.best()] == [[7, 1], [7, 2]]
 
 

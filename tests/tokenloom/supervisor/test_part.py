@@ -13,7 +13,7 @@ import pytest
 
 from tokenloom.supervisor import part_health
 from tokenloom.supervisor.output import LineCopier
-from tokenloom.supervisor.part import Part, describe_exit
+from tokenloom.supervisor.part import SupervisedPart, describe_exit
 from tokenloom.supervisor.part_failed import PartFailed
 from tokenloom.supervisor.part_spec import PartSpec
 
@@ -23,7 +23,7 @@ Printed = list[tuple[str, str]]
 
 
 @contextlib.asynccontextmanager
-async def kept(part: Part) -> AsyncIterator["asyncio.Task[None]"]:
+async def kept(part: SupervisedPart) -> AsyncIterator["asyncio.Task[None]"]:
     """The part while it is kept; killed at the end."""
     keeper = asyncio.create_task(part.keep())
     try:
@@ -33,7 +33,7 @@ async def kept(part: Part) -> AsyncIterator["asyncio.Task[None]"]:
         await asyncio.wait([keeper])
 
 
-async def serving_pid(part: Part) -> int:
+async def serving_pid(part: SupervisedPart) -> int:
     async with asyncio.timeout(60):
         await part.serving.wait()
     assert part.state is not None
@@ -41,7 +41,7 @@ async def serving_pid(part: Part) -> int:
 
 
 async def test_a_part_is_serving_once_its_health_says_so(make_spec: MakeSpec, output: LineCopier) -> None:
-    part = Part(make_spec(), output)
+    part = SupervisedPart(make_spec(), output)
     async with kept(part):
         pid = await serving_pid(part)
         assert os.getpgid(pid) == pid, "a process group of its own"
@@ -51,7 +51,7 @@ async def test_a_part_is_serving_once_its_health_says_so(make_spec: MakeSpec, ou
 async def test_a_killed_part_comes_back_at_once(
     make_spec: MakeSpec, output: LineCopier, printed: Printed, eventually: Eventually
 ) -> None:
-    part = Part(make_spec(), output)
+    part = SupervisedPart(make_spec(), output)
     async with kept(part):
         first = await serving_pid(part)
         os.kill(first, signal.SIGKILL)
@@ -63,7 +63,7 @@ async def test_a_killed_part_comes_back_at_once(
 async def test_a_part_that_drains_by_itself_has_a_successor_at_once(
     make_spec: MakeSpec, output: LineCopier, printed: Printed, eventually: Eventually
 ) -> None:
-    part = Part(make_spec(behaviour="leave"), output)
+    part = SupervisedPart(make_spec(behaviour="leave"), output)
     async with kept(part) as keeper:
         old = await serving_pid(part)
         os.kill(old, signal.SIGTERM)
@@ -82,7 +82,7 @@ async def test_a_part_that_drains_by_itself_has_a_successor_at_once(
 
 
 async def test_at_most_two_predecessors_drain(make_spec: MakeSpec, output: LineCopier, eventually: Eventually) -> None:
-    part = Part(make_spec(behaviour="leave"), output)
+    part = SupervisedPart(make_spec(behaviour="leave"), output)
     pids = list[int]()
     async with kept(part) as keeper:
         for number in range(3):
@@ -98,7 +98,7 @@ async def test_at_most_two_predecessors_drain(make_spec: MakeSpec, output: LineC
 
 
 async def test_stop_lets_the_part_drain(make_spec: MakeSpec, output: LineCopier, printed: Printed) -> None:
-    part = Part(make_spec(), output)
+    part = SupervisedPart(make_spec(), output)
     async with kept(part) as keeper:
         await serving_pid(part)
         part.stop()
@@ -111,7 +111,7 @@ async def test_stop_lets_the_part_drain(make_spec: MakeSpec, output: LineCopier,
 
 
 async def test_a_part_that_does_not_listen_to_sigterm_can_be_killed(make_spec: MakeSpec, output: LineCopier) -> None:
-    part = Part(make_spec(behaviour="deaf"), output)
+    part = SupervisedPart(make_spec(behaviour="deaf"), output)
     async with kept(part) as keeper:
         pid = await serving_pid(part)
         part.stop()
@@ -122,7 +122,7 @@ async def test_a_part_that_does_not_listen_to_sigterm_can_be_killed(make_spec: M
 
 
 async def test_wrong_settings_are_not_tried_again(make_spec: MakeSpec, output: LineCopier) -> None:
-    part = Part(make_spec(behaviour="usage"), output)
+    part = SupervisedPart(make_spec(behaviour="usage"), output)
     async with kept(part) as keeper:
         with pytest.raises(PartFailed, match=r"fake-0 did not start \(exited with status 2\)"):
             await keeper
@@ -133,7 +133,7 @@ async def test_a_part_that_never_serves_is_given_up(
     make_spec: MakeSpec, output: LineCopier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tokenloom.supervisor.part.START_ATTEMPTS", 2)
-    part = Part(make_spec(behaviour="crash"), output)
+    part = SupervisedPart(make_spec(behaviour="crash"), output)
     async with kept(part) as keeper:
         with pytest.raises(PartFailed, match="status 1"):
             await keeper
@@ -143,7 +143,7 @@ async def test_a_part_that_never_serves_is_given_up(
 async def test_what_a_dead_part_left_behind_is_ended(
     make_spec: MakeSpec, output: LineCopier, socket_dir: Path, eventually: Eventually
 ) -> None:
-    part = Part(make_spec(behaviour="child"), output)
+    part = SupervisedPart(make_spec(behaviour="child"), output)
     async with kept(part) as keeper:
         os.kill(await serving_pid(part), signal.SIGKILL)
         child = psutil.Process(int((socket_dir / "fake-0.child").read_text()))
@@ -153,7 +153,7 @@ async def test_what_a_dead_part_left_behind_is_ended(
 
 
 async def test_a_stop_during_the_start_ends_it(make_spec: MakeSpec, output: LineCopier) -> None:
-    part = Part(make_spec(), output)
+    part = SupervisedPart(make_spec(), output)
     async with kept(part) as keeper:
         await asyncio.sleep(0)
         part.stop()
@@ -185,7 +185,7 @@ async def test_a_restart_without_descriptors_is_tried_again(
     make_spec: MakeSpec, output: LineCopier, printed: Printed, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
     scarce = ScarceDescriptors(monkeypatch, output, "open", failures=4)
-    part = Part(make_spec(), output)
+    part = SupervisedPart(make_spec(), output)
     async with kept(part) as keeper:
         first = await serving_pid(part)
         scarce.exhaust()
@@ -202,7 +202,7 @@ async def test_a_part_whose_health_cannot_be_read_runs_on(
     """A state file, a channel or a lookup that fails is a fault of ours, not of the part."""
     scarce = ScarceDescriptors(monkeypatch, part_health, "open_channel", failures=2)
     scarce.exhaust()
-    part = Part(make_spec(), output)
+    part = SupervisedPart(make_spec(), output)
     async with kept(part) as keeper:
         await eventually(lambda: not scarce.left or keeper.done())
         assert not keeper.done()
@@ -215,7 +215,7 @@ async def test_a_part_that_can_never_be_started_is_given_up(
     make_spec: MakeSpec, output: LineCopier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ScarceDescriptors(monkeypatch, output, "open", failures=100).exhaust()
-    part = Part(make_spec(), output)
+    part = SupervisedPart(make_spec(), output)
     async with kept(part) as keeper:
         with pytest.raises(PartFailed, match=r"fake-0 did not start \(could not be started \(Too many open files\)\)"):
             await keeper

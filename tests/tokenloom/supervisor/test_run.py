@@ -12,7 +12,7 @@ import pytest
 from tokenloom.supervisor.mesh import Mesh
 from tokenloom.supervisor.output import LineCopier
 from tokenloom.supervisor.part_spec import PartSpec
-from tokenloom.supervisor.run import Outcome, supervise
+from tokenloom.supervisor.run import MeshOutcome, supervise
 
 MakeSpec = Callable[..., PartSpec]
 
@@ -36,7 +36,7 @@ async def test_the_mesh_ends_with_the_work(make_mesh: Callable[[str], Mesh]) -> 
         await mesh.wait_serving()
         pids.extend(part.state.pid for part in mesh.parts if part.state is not None)
 
-    assert await supervise(make_mesh("serve"), work) == Outcome(interrupted=False, clean=True)
+    assert await supervise(make_mesh("serve"), work) == MeshOutcome(interrupted=False, clean=True)
     assert len(pids) == 1
     assert not psutil.pid_exists(pids[0])
 
@@ -64,7 +64,7 @@ async def test_a_signal_drains(make_mesh: Callable[[str], Mesh], number: signal.
         signal.signal(number, signal.SIG_DFL)
     try:
         async with asyncio.timeout(60):
-            assert await supervise(make_mesh("serve"), work) == Outcome(interrupted=True, clean=True)
+            assert await supervise(make_mesh("serve"), work) == MeshOutcome(interrupted=True, clean=True)
     finally:
         signal.signal(number, before)
 
@@ -79,7 +79,7 @@ async def test_an_ignored_hangup_stays_ignored(make_mesh: Callable[[str], Mesh])
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert await supervise(make_mesh("serve"), work) == Outcome(interrupted=False, clean=True)
+        assert await supervise(make_mesh("serve"), work) == MeshOutcome(interrupted=False, clean=True)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -154,4 +154,4 @@ def test_a_part_that_is_not_bound_has_no_state(tmp_path: Path) -> None:
     file = tmp_path / "engine-0.json"
     assert state_dir.read_part_state(file) is None
     file.write_text(json.dumps({"pid": 5, "address": "unix:/a", "metrics": "", "other": 1}))
-    assert state_dir.read_part_state(file) == state_dir.PartState(5, "unix:/a", None, None, "unix:/a")
+    assert state_dir.read_part_state(file) == state_dir.PartReport(5, "unix:/a", None, None, "unix:/a")

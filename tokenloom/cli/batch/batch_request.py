@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..server import Reply
+from ..server import ServerReply
 from .jsonl import parse
 
 _PATH = re.compile(r"[!-~]+")
@@ -54,7 +54,7 @@ def read_request(number: int, line: str) -> BatchRequest:
     return BatchRequest(custom_id, url, body)
 
 
-def reply_line(request: BatchRequest, reply: Reply) -> dict[str, Any]:
+def reply_line(request: BatchRequest, reply: ServerReply) -> dict[str, Any]:
     """Make the line for a request that the server answered, with success or an error."""
     response = {"status_code": reply.status, "request_id": reply.request_id, "body": reply.body}
     return _line(request.custom_id, response, None)

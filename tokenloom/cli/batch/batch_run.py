@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from ..failures import RequestFailed
-from ..server import Reply, Server
+from ..server import Server, ServerReply
 from .batch_request import BadRequest, BatchRequest, error_line, read_request, reply_line
 
 Line = dict[str, Any]
@@ -16,7 +16,7 @@ _TRY_AGAIN = (429, 502, 503)
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 8.0
 
 
-class Batch:
+class BatchSender:
     """Sends requests from daemon threads, so that an interrupt need not wait for them."""
 
     def __init__(self, server: Server, concurrency: int, max_retries: int) -> None:
@@ -72,7 +72,7 @@ class Batch:
                 line = error_line(request.custom_id, "internal_error", f"{type(error).__name__}: {error}")
             self._answered.put(line)
 
-    def _post(self, request: BatchRequest) -> Reply:
+    def _post(self, request: BatchRequest) -> ServerReply:
         wait = _FIRST_WAIT
         for retries_left in reversed(range(self._max_retries + 1)):
             is_last = not retries_left or self._stopping.is_set()

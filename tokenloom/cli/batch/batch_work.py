@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..server import Server
 from . import batch_request
-from .batch_run import Batch
+from .batch_run import BatchSender
 from .jsonl import LineWriter, count_lines, read_lines
 
 
@@ -22,12 +22,12 @@ class BatchWork:
         self._requests = requests
         self._writer = writer
         self._limits = (concurrency, max_retries)
-        self._batch: Batch | None = None
+        self._batch: BatchSender | None = None
         self.num_done = self.num_failed = 0
 
     def run(self, server: Server) -> None:
         """Block until every request is answered or `stop` is called."""
-        self._batch = Batch(server, *self._limits)
+        self._batch = BatchSender(server, *self._limits)
         done = {str(line.get("custom_id")) for line in self._writer.written}
         with _bar(count_lines(self._requests), len(done)) as advance:
             for line in self._batch.run(read_lines(self._requests), done):

@@ -45,7 +45,7 @@ def chat(
             raise typer.BadParameter("needs a PROMPT or piped input", param_hint="--json")
         if question is None and not sys.stdin.isatty():
             raise typer.BadParameter("and piped input are both empty", param_hint="PROMPT")
-        session = Session(server, model or server.model(), Conversation(system), sampling)
+        session = ChatSession(server, model or server.model(), Conversation(system), sampling)
         if question is None:
             session.talk()
         else:
@@ -53,7 +53,7 @@ def chat(
             print(json.dumps(_as_object(answer), ensure_ascii=False) if as_json else "")
 
 
-class Session:
+class ChatSession:
     """Holds a conversation with one model."""
 
     def __init__(self, server: Server, model: str, conversation: Conversation, sampling: dict[str, Any]) -> None:

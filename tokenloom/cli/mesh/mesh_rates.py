@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 from tokenloom.services.runtime.telemetry.quantile import quantile
 
-from .mesh_sample import MeshSample, Metrics, PartSample
+from .mesh_sample import MeshSample, PartSample, ScrapedMetrics
 from .placements import MeshPlacement, PartPlacement, merged
 
 _DRAFTS = "vllm:spec_decode_num_"
 
 
 @dataclass(frozen=True)
-class PartView:
+class PartRates:
     """Describes one part, as ``top --json`` prints it. A value that the part does not measure is None."""
 
     service: str
@@ -48,7 +48,7 @@ class Latency:
 
 
 @dataclass(frozen=True)
-class MeshView:
+class MeshRates:
     """Describes the mesh between two samples."""
 
     interval_seconds: float
@@ -57,16 +57,16 @@ class MeshView:
     """Tokens that clients received."""
     time_to_first_token: Latency
     inter_token_latency: Latency
-    parts: list[PartView]
+    parts: list[PartRates]
 
 
-def view(before: MeshSample, after: MeshSample) -> MeshView:
+def view(before: MeshSample, after: MeshSample) -> MeshRates:
     """Compare two samples. A part that restarted between them is counted from its start."""
     seconds = max(after.seconds - before.seconds, 1e-9)
     pairs = [(_metrics_before(old, new), new) for old, new in zip(before.parts, after.parts, strict=True)]
     gateways = [(old, new.metrics) for old, new in pairs if new.part.service == "gateway"]
     placements = merged(new.placements for _, new in gateways)
-    return MeshView(
+    return MeshRates(
         interval_seconds=seconds,
         requests_per_second=sum(_gain(*pair, "vllm:request_success_total") or 0.0 for pair in gateways) / seconds,
         generation_tokens_per_second=sum(_gain(*pair, "vllm:generation_tokens_total") or 0.0 for pair in gateways)
@@ -77,12 +77,12 @@ def view(before: MeshSample, after: MeshSample) -> MeshView:
     )
 
 
-def _metrics_before(old: PartSample, new: PartSample) -> Metrics:
+def _metrics_before(old: PartSample, new: PartSample) -> ScrapedMetrics:
     same = old.state is not None and new.state is not None and old.state.pid == new.state.pid
-    return old.metrics if same else Metrics()
+    return old.metrics if same else ScrapedMetrics()
 
 
-def _part(old: Metrics, new: PartSample, seconds: float, placements: MeshPlacement) -> PartView:
+def _part(old: ScrapedMetrics, new: PartSample, seconds: float, placements: MeshPlacement) -> PartRates:
     now, is_engine = new.metrics, new.part.service == "engine"
     cpu = _gain(_processes(old, "cpu_seconds_total"), _processes(now, "cpu_seconds_total"), "sum")
     memory = _processes(now, "resident_memory_bytes").values.get("sum")
@@ -90,7 +90,7 @@ def _part(old: Metrics, new: PartSample, seconds: float, placements: MeshPlaceme
         _gain(old, now, f"vllm:{name}_tokens_total") if is_engine else None for name in ("prompt", "generation")
     )
     right = _share(now, f"{_DRAFTS}accepted_tokens_total", f"{_DRAFTS}drafts_total")
-    return PartView(
+    return PartRates(
         service=new.part.service,
         index=new.part.index,
         role=(new.state.role if new.state else None) or new.part.role,
@@ -110,28 +110,28 @@ def _part(old: Metrics, new: PartSample, seconds: float, placements: MeshPlaceme
     )
 
 
-def _processes(metrics: Metrics, name: str) -> Metrics:
+def _processes(metrics: ScrapedMetrics, name: str) -> ScrapedMetrics:
     """Return the sum over the part's process and those that it started."""
     found = [value for key, value in metrics.values.items() if key.endswith(f"process_{name}")]
-    return Metrics({"sum": sum(found)}) if found else Metrics()
+    return ScrapedMetrics({"sum": sum(found)}) if found else ScrapedMetrics()
 
 
-def _gain(old: Metrics, new: Metrics, name: str) -> float | None:
+def _gain(old: ScrapedMetrics, new: ScrapedMetrics, name: str) -> float | None:
     value = new.values.get(name)
     return None if value is None else max(value - old.values.get(name, 0.0), 0.0)
 
 
-def _count(metrics: Metrics, name: str) -> int | None:
+def _count(metrics: ScrapedMetrics, name: str) -> int | None:
     value = metrics.values.get(name)
     return None if value is None else int(value)
 
 
-def _share(metrics: Metrics, part: str, whole: str) -> float | None:
+def _share(metrics: ScrapedMetrics, part: str, whole: str) -> float | None:
     total = metrics.values.get(whole)
     return metrics.values.get(part, 0.0) / total if total else None
 
 
-def _latency(gateways: list[tuple[Metrics, Metrics]], name: str) -> Latency:
+def _latency(gateways: list[tuple[ScrapedMetrics, ScrapedMetrics]], name: str) -> Latency:
     gained: dict[float, float] = {}
     for old, new in gateways:
         before = old.buckets.get(name, {})

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenloom.supervisor.part_health import is_serving
-from tokenloom.supervisor.state_dir import MeshRecord, PartRecord, PartState, read_part_state
+from tokenloom.supervisor.state_dir import MeshRecord, PartRecord, PartReport, read_part_state
 
 from .placements import PREFIX, MeshPlacement, PlacementSamples
 
@@ -16,7 +16,7 @@ _TIMEOUT_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Metrics:
+class ScrapedMetrics:
     """Holds one scrape, summed over labels."""
 
     values: dict[str, float] = field(default_factory=dict)
@@ -31,10 +31,10 @@ class PartSample:
     """Holds the sample of one part."""
 
     part: PartRecord
-    state: PartState | None
+    state: PartReport | None
     """None until the part listens."""
     serving: bool
-    metrics: Metrics
+    metrics: ScrapedMetrics
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ async def take_sample(mesh: MeshRecord) -> MeshSample:
     return MeshSample(time.monotonic(), parts)
 
 
-def parse(text: str) -> Metrics:
+def parse(text: str) -> ScrapedMetrics:
     """Read Prometheus's text format. Raises ``ValueError``."""
     # Imported here, like cryptography in `certs`: other commands start faster without it.
     from prometheus_client.parser import text_string_to_metric_families
@@ -68,26 +68,26 @@ def parse(text: str) -> Metrics:
                 values[sample.name] += sample.value
             if sample.name.startswith(PREFIX):
                 placements.add(sample.name, sample.labels, sample.value)
-    return Metrics(dict(values), {name: dict(each) for name, each in buckets.items()}, placements.all())
+    return ScrapedMetrics(dict(values), {name: dict(each) for name, each in buckets.items()}, placements.all())
 
 
 async def _sample(part: PartRecord) -> PartSample:
     state = read_part_state(Path(part.state_file))
     if state is None:
-        return PartSample(part, None, False, Metrics())
+        return PartSample(part, None, False, ScrapedMetrics())
     serving, metrics = await asyncio.gather(is_serving(state.health), asyncio.to_thread(scrape, state.metrics))
     return PartSample(part, state, serving, metrics)
 
 
-def scrape(address: str | None) -> Metrics:
+def scrape(address: str | None) -> ScrapedMetrics:
     """Return the metrics that a part serves; none if it does not answer within two seconds."""
     if address is None:
-        return Metrics()
+        return ScrapedMetrics()
     connection = http.client.HTTPConnection(address, timeout=_TIMEOUT_SECONDS)
     try:
         connection.request("GET", "/metrics")
         return parse(connection.getresponse().read().decode())
     except (OSError, http.client.HTTPException, ValueError):  # the part ended meanwhile, as its health shows
-        return Metrics()
+        return ScrapedMetrics()
     finally:
         connection.close()

@@ -44,9 +44,9 @@ def plan(
     wanted, and --metrics exports them to what scales the engines. Fewer are wanted only after 5 minutes of watching.
     """
     from .coordinator import coordinator_of  # here, because they take gRPC, which the help does not need
-    from .plan_run import Output, run
+    from .plan_run import PlanOutput, run
 
     with reported(), contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         address = coordinator or coordinator_of(port)
         goals, limits = Goals(ttft_seconds=ttft, itl_seconds=itl), Limits(most=most)
-        asyncio.run(run(address, certs, goals, limits, every=every, apply=apply, output=Output(as_json, metrics)))
+        asyncio.run(run(address, certs, goals, limits, every=every, apply=apply, output=PlanOutput(as_json, metrics)))

@@ -27,7 +27,7 @@ _FIRST_SECONDS = 2.0
 """Between the two looks of a single plan: how fast queues grow is seen from one look to the next."""
 
 
-class Output:
+class PlanOutput:
     """Prints plans, and shows them as gauges if there is an address for them."""
 
     def __init__(self, as_json: bool, metrics: str | None) -> None:
@@ -66,7 +66,7 @@ async def run(
     *,
     every: float | None,
     apply: bool,
-    output: Output,
+    output: PlanOutput,
 ) -> None:
     """Plan once, or every so many seconds until cancelled or until SIGTERM, which cancels the caller. While it repeats,
     a coordinator that is away is waited for.

@@ -11,7 +11,7 @@ from rich.text import Text
 from tokenloom.supervisor.state_dir import MeshRecord, running_meshes
 
 from ..tables import plain_console
-from .mesh_rates import Latency, MeshView, PartView, view
+from .mesh_rates import Latency, MeshRates, PartRates, view
 from .mesh_sample import take_sample
 
 _COLUMNS = ("PART", "ROLE", "PID", "HEALTH", "CPU", "MEMORY", "RUN", "WAIT", "KV", "HITS", "PROMPT/S", "TOKENS/S")
@@ -20,7 +20,7 @@ _COST_COLUMNS = ("AHEAD", "COST")
 _LEFT = ("PART", "ROLE", "HEALTH")
 
 
-def look_once(mesh: MeshRecord, interval: float) -> MeshView:
+def look_once(mesh: MeshRecord, interval: float) -> MeshRates:
     """Return what a mesh did during an interval of so many seconds."""
     return asyncio.run(_look_once(mesh, interval))
 
@@ -30,7 +30,7 @@ def watch(mesh: MeshRecord, interval: float) -> None:
     asyncio.run(_watch(mesh, interval))
 
 
-def shown(seen: MeshView) -> RenderableType:
+def shown(seen: MeshRates) -> RenderableType:
     """Return a line for the whole mesh and a row for each part."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     drafts = any(part.draft_acceptance_rate is not None for part in seen.parts)
@@ -49,11 +49,11 @@ async def _watch(mesh: MeshRecord, interval: float) -> None:
             live.update(shown(seen), refresh=True)
 
 
-async def _look_once(mesh: MeshRecord, interval: float) -> MeshView:
+async def _look_once(mesh: MeshRecord, interval: float) -> MeshRates:
     return await anext(_looks(mesh, interval))
 
 
-async def _looks(mesh: MeshRecord, interval: float) -> AsyncIterator[MeshView]:
+async def _looks(mesh: MeshRecord, interval: float) -> AsyncIterator[MeshRates]:
     before = await take_sample(mesh)
     while mesh in running_meshes():
         await asyncio.sleep(interval)
@@ -62,7 +62,7 @@ async def _looks(mesh: MeshRecord, interval: float) -> AsyncIterator[MeshView]:
         before = after
 
 
-def _summary(seen: MeshView) -> Text:
+def _summary(seen: MeshRates) -> Text:
     rules = {part.placement.rule for part in seen.parts if part.placement and part.placement.rule}
     up = sum(part.health == "SERVING" for part in seen.parts)
     return Text.assemble(
@@ -73,7 +73,7 @@ def _summary(seen: MeshView) -> Text:
     )
 
 
-def _cells(part: PartView) -> list[Text | str]:
+def _cells(part: PartRates) -> list[Text | str]:
     return [
         f"{part.service}-{part.index}",
         part.role or "-",
@@ -90,12 +90,12 @@ def _cells(part: PartView) -> list[Text | str]:
     ]
 
 
-def _draft_cells(part: PartView) -> list[str]:
+def _draft_cells(part: PartRates) -> list[str]:
     """Return the share of drafts that were right, and the tokens of a step with drafts."""
     return [_number(part.draft_acceptance_rate, "{:.0f} %", 100.0), _number(part.tokens_per_draft, "{:.1f}")]
 
 
-def _placement_cells(part: PartView) -> list[str]:
+def _placement_cells(part: PartRates) -> list[str]:
     """Return what the coordinator compares of an engine: the score; prompt tokens to compute, and expected seconds."""
     values = part.placement.values if part.placement else {}
     return [

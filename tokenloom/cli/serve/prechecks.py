@@ -14,7 +14,7 @@ from tokenloom.preflight.model import check_checkpoint
 from tokenloom.preflight.open_files import check_open_files
 from tokenloom.preflight.packages import check_engine_packages
 from tokenloom.preflight.platforms import platform_note
-from tokenloom.preflight.refusal import Refused
+from tokenloom.preflight.refusal import CannotServe
 from tokenloom.preflight.run_directory import check_run_directory
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
@@ -35,7 +35,7 @@ _MODULE = len(("python", "-m", "tokenloom.services.engine"))
 
 
 def check_model(path: Path, values: Mapping[str, Any]) -> None:
-    """Check the model, and the packages that compute it, for chosen options of ``serve``. Raises ``Refused``."""
+    """Check the model, and the packages that compute it, for chosen options of ``serve``. Raises ``CannotServe``."""
     if note := platform_note():
         typer.echo(f"Warning: {note}", err=True)
     if values.get("worker", "model") == "model":  # the others compute no model
@@ -47,7 +47,7 @@ def check_model(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def check_host(options: MeshOptions, values: Mapping[str, Any]) -> None:
-    """Check the files, the settings, the directory and the ports that a mesh needs. Raises ``Refused``."""
+    """Check the files, the settings, the directory and the ports that a mesh needs. Raises ``CannotServe``."""
     given = _parsed(values)
     paths = {name: value for name, value in given.items() if isinstance(value, Path)}
     folders = {name: path for name, path in paths.items() if OFFERS[name].option.extra.get("directory")}
@@ -94,9 +94,9 @@ def _check_settings(parts: Sequence[PartSpec]) -> None:
                 ApiKeys.load(settings.api_key, settings.api_key_file, salts)
                 ApiKeys.load_admin(settings.admin_api_key, settings.admin_api_key_file)
         except ValueError as error:
-            raise Refused(f"{spec.service}: {error}") from None
+            raise CannotServe(f"{spec.service}: {error}") from None
         except InvalidArgument as error:
-            raise Refused(f"{spec.service}: {error.message}") from None
+            raise CannotServe(f"{spec.service}: {error.message}") from None
 
 
 def _check_ports(options: MeshOptions) -> list[GatewayPorts]:
@@ -106,7 +106,7 @@ def _check_ports(options: MeshOptions) -> list[GatewayPorts]:
     except PortTaken as error:
         ours = {mesh.port for mesh in state_dir.running_meshes()}
         stop = f"; `tokenloom stop --port {options.port}` stops your mesh there" if options.port in ours else ""
-        raise Refused(f"{error} with --port or --grpc-port{stop}") from None
+        raise CannotServe(f"{error} with --port or --grpc-port{stop}") from None
 
 
 def _counts(options: MeshOptions) -> dict[str, int]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ..refusal import Refused
+from ..refusal import CannotServe
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -21,9 +21,9 @@ class Finding:
 
 
 def from_check(subject: str, in_order: str, check: Callable[[], object]) -> Finding:
-    """Return the finding of a check that raises ``Refused``; ``in_order`` is the text if it does not."""
+    """Return the finding of a check that raises ``CannotServe``; ``in_order`` is the text if it does not."""
     try:
         check()
-    except Refused as refused:
+    except CannotServe as refused:
         return Finding("fail", subject, str(refused))
     return Finding("ok", subject, in_order)

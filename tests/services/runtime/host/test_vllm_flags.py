@@ -14,7 +14,7 @@ from tests.docs.markdown_page import ROOT
 from tests.services.gateway.fakes import FakeMesh
 from tokenloom.model_files.model_path import DEMO_MODEL, resolve
 from tokenloom.preflight.model_config import check_config
-from tokenloom.preflight.refusal import Refused
+from tokenloom.preflight.refusal import CannotServe
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.openapi.document import document
 from tokenloom.services.runtime.host.options import options_of
@@ -112,7 +112,7 @@ async def refuses_media(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
 async def runs_no_code(mesh: FakeMesh, _: pytest.LogCaptureFixture) -> bool:
     config = {"architectures": ["OddForCausalLM"], "model_type": "odd", "auto_map": {"AutoModelForCausalLM": "odd.Odd"}}
     (mesh.directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(Refused, match="never run"):
+    with pytest.raises(CannotServe, match="never run"):
         check_config(mesh.directory)
     return True
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.tokenloom.cli.fake_server import FakeServer
 from tokenloom.cli.batch import batch_run
-from tokenloom.cli.batch.batch_run import Batch
+from tokenloom.cli.batch.batch_run import BatchSender
 from tokenloom.cli.server import Server
 
 OK = {"choices": []}
@@ -24,7 +24,7 @@ def lines(*ids: str) -> list[tuple[int, str]]:
 
 
 def run(url: str, numbered: list[tuple[int, str]], done: tuple[str, ...] = (), retries: int = 2) -> dict[str, Any]:
-    return {line["custom_id"]: line for line in Batch(Server(url), 3, retries).run(numbered, done)}
+    return {line["custom_id"]: line for line in BatchSender(Server(url), 3, retries).run(numbered, done)}
 
 
 def test_every_request_is_answered_once(server: FakeServer) -> None:
@@ -72,7 +72,7 @@ def test_wrong_lines_and_a_missing_server_have_errors(server: FakeServer) -> Non
 
 def test_an_id_that_comes_twice_is_refused(server: FakeServer) -> None:
     server.reply(200, OK)
-    answers = list(Batch(Server(server.url), 1, 0).run(lines("a", "a"), ()))
+    answers = list(BatchSender(Server(server.url), 1, 0).run(lines("a", "a"), ()))
     assert sorted(line["error"] is None for line in answers) == [False, True]
     assert len(server.requests) == 1
 

@@ -7,18 +7,18 @@ import pytest
 from rich.console import Console
 
 from tokenloom.cli.mesh.mesh_rates import view
-from tokenloom.cli.mesh.mesh_sample import MeshSample, Metrics, PartSample
+from tokenloom.cli.mesh.mesh_sample import MeshSample, PartSample, ScrapedMetrics
 from tokenloom.cli.mesh.top_screen import shown
-from tokenloom.supervisor.state_dir import PartRecord, PartState
+from tokenloom.supervisor.state_dir import PartRecord, PartReport
 
 INF = math.inf
 
 
 def part(service: str, pid: int | None = 1, buckets: dict[float, float] | None = None, **values: float) -> PartSample:
-    state = None if pid is None else PartState(pid, "a", "m", None, "h")
+    state = None if pid is None else PartReport(pid, "a", "m", None, "h")
     named = {f"vllm:{name}": value for name, value in values.items() if not name.endswith("process")}
     named |= {f"{name}_cpu_seconds_total": value for name, value in values.items() if name.endswith("process")}
-    metrics = Metrics(named, {"vllm:time_to_first_token_seconds": buckets or {}})
+    metrics = ScrapedMetrics(named, {"vllm:time_to_first_token_seconds": buckets or {}})
     return PartSample(PartRecord(service, 0, None, "f"), state, pid is not None, metrics)
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tokenloom.cli.mesh import part_rows
 from tokenloom.cli.mesh.mesh_rates import view
-from tokenloom.cli.mesh.mesh_sample import MeshSample, Metrics, PartSample, parse
+from tokenloom.cli.mesh.mesh_sample import MeshSample, PartSample, ScrapedMetrics, parse
 from tokenloom.cli.mesh.part_rows import rows_of
 from tokenloom.cli.mesh.placements import MeshPlacement, PartPlacement, merged
 from tokenloom.cli.mesh.ps import _table
@@ -66,10 +66,10 @@ def test_the_first_gateway_that_knows_an_engine_decides() -> None:
 )
 def test_top_shows_the_rule_and_the_values(rule: str, titles: list[str], cells: list[str]) -> None:
     values = COST if rule == "cost" else {name: COST[name] for name in ("waiting", "running", "score")}
-    known = Metrics(placements=MeshPlacement({"": rule}, {"engine-0": ("", values)}))
+    known = ScrapedMetrics(placements=MeshPlacement({"": rule}, {"engine-0": ("", values)}))
     parts = [
         PartSample(PartRecord("gateway", 0, None, "f"), None, True, known),
-        PartSample(PartRecord("engine", 0, None, "f"), None, True, Metrics()),
+        PartSample(PartRecord("engine", 0, None, "f"), None, True, ScrapedMetrics()),
     ]
     seen = view(MeshSample(0.0, parts), MeshSample(1.0, parts))
     console = Console(width=200, record=True)

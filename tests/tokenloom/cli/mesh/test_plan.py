@@ -7,16 +7,16 @@ import pytest
 from typer.testing import CliRunner
 
 from tokenloom.cli.main import app
-from tokenloom.cli.mesh.plan_run import Output
+from tokenloom.cli.mesh.plan_run import PlanOutput
 from tokenloom.planner.demand import Demand
-from tokenloom.planner.engine_load import Role
+from tokenloom.planner.engine_load import PlannedRole
 from tokenloom.planner.planner import Flip, Plan
 
 PLAN = Plan(
-    {Role.PREFILL: 2, Role.DECODE: 1},
+    {PlannedRole.PREFILL: 2, PlannedRole.DECODE: 1},
     Demand(1.25, 0.5),
-    {Role.PREFILL: 2, Role.DECODE: 1},
-    (Flip("engine-decode-1", "", Role.PREFILL),),
+    {PlannedRole.PREFILL: 2, PlannedRole.DECODE: 1},
+    (Flip("engine-decode-1", "", PlannedRole.PREFILL),),
     {"engine-prefill": 1, "engine-decode": 2},
 )
 
@@ -28,11 +28,11 @@ def test_no_mesh_ends_with_status_1() -> None:
 
 
 def test_a_plan_as_text_and_as_an_object(capsys: pytest.CaptureFixture[str]) -> None:
-    Output(False, None).show({"demo": PLAN})
+    PlanOutput(False, None).show({"demo": PLAN})
     text = capsys.readouterr().out
     assert "demo: 2 prefill (of 2 wanted), 1 decode (of 1 wanted); demand 1.25 prefill, 0.50 decode" in text
     assert "engine-decode-1 becomes prefill" in text
-    Output(True, None).show({"demo": PLAN})
+    PlanOutput(True, None).show({"demo": PLAN})
     seen: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert seen["flips"] == [{"engine": "engine-decode-1", "role": "prefill"}]
     assert seen["replicas"] == {"engine-prefill": 1, "engine-decode": 2}

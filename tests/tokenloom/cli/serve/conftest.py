@@ -6,7 +6,7 @@ import pytest
 
 from tokenloom.cli.serve import serving
 from tokenloom.supervisor.layout import MeshOptions
-from tokenloom.supervisor.run import Outcome
+from tokenloom.supervisor.run import MeshOutcome
 
 
 @pytest.fixture
@@ -14,9 +14,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[MeshOptions]:
     """What meshes would have been started with."""
     started: list[MeshOptions] = []
 
-    def run_mesh(options: MeshOptions, *_: Any) -> Outcome:
+    def run_mesh(options: MeshOptions, *_: Any) -> MeshOutcome:
         started.append(options)
-        return Outcome(interrupted=False, clean=True)
+        return MeshOutcome(interrupted=False, clean=True)
 
     monkeypatch.setattr(serving, "run_mesh", run_mesh)
     return started

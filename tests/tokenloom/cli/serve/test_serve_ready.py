@@ -7,7 +7,7 @@ import pytest
 
 from tests.clients.run import served_url
 from tokenloom.cli.serve import serving
-from tokenloom.supervisor.state_dir import PartState
+from tokenloom.supervisor.state_dir import PartReport
 
 
 @dataclass
@@ -26,13 +26,13 @@ class FakeMesh:
         self.events.append("waits")
 
     @property
-    def gateways(self) -> list[PartState]:
+    def gateways(self) -> list[PartReport]:
         return self.states("gateway")
 
-    def states(self, service: str) -> list[PartState]:
+    def states(self, service: str) -> list[PartReport]:
         if service == "engine":
-            return [PartState(1, address, None, None, "") for address in ("e0", "e1", "e2", "e3")]
-        return [PartState(1, "127.0.0.1:9123", None, "127.0.0.1:8123", "")]
+            return [PartReport(1, address, None, None, "") for address in ("e0", "e1", "e2", "e3")]
+        return [PartReport(1, "127.0.0.1:9123", None, "127.0.0.1:8123", "")]
 
 
 @pytest.mark.parametrize(("length", "context"), [(2048, ", context: 2048 tokens"), (None, "")])

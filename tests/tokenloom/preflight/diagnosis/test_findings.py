@@ -8,14 +8,14 @@ import pytest
 from tokenloom.preflight.diagnosis import engine, host
 from tokenloom.preflight.diagnosis.certificates import examine_certificates
 from tokenloom.preflight.diagnosis.finding import from_check
-from tokenloom.preflight.refusal import Refused
+from tokenloom.preflight.refusal import CannotServe
 from tokenloom.supervisor.certificates import make_certificates
 from tokenloom.supervisor.state_dir import root
 
 
 def test_a_check_that_refuses_fails() -> None:
     def refuse() -> None:
-        raise Refused("full: free space")
+        raise CannotServe("full: free space")
 
     assert from_check("disk", "fine", refuse).text == "full: free space"
     assert from_check("disk", "fine", refuse).level == "fail"

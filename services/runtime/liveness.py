@@ -47,11 +47,12 @@ class LivenessTimer:
         owed: Seconds, as of the last look. The reader of what was owed sets it to zero.
     """
 
-    def __init__(self, read: Callable[[], float] | None = None) -> None:
-        """``read`` returns seconds since no particular moment; None for the time of the running event loop."""
+    def __init__(self, read: Callable[[], float] | None = None, longest: float = LONGEST_TURN_SECONDS) -> None:
+        """``read`` returns seconds since no particular moment; None for the time of the running event loop.
+        ``longest``: seconds between two looks that count at most."""
         # A process that was itself starved for 10 s has not read what its peers sent meanwhile. Counting that time as
         # their silence once ended every stream of a busy gateway; so a pause counts as one short turn.
-        self._clock = StallAwareClock(read or asyncio.get_running_loop().time, LONGEST_TURN_SECONDS)
+        self._clock = StallAwareClock(read or asyncio.get_running_loop().time, longest)
         self._looked_at = self._clock()
         self.owed = 0.0
 

@@ -183,7 +183,7 @@ class Channel(grpc.aio.Channel):
             return
         server, find = found
         served = ServerCall(find, Tasks(_ignore), MAX_MESSAGE_BYTES, _ignore, _is_stopped)
-        Pipe.connect(self._network, self._process, call.connection, server, served.connection)
+        Pipe.connect(self._network, self._process, call, server, served)
 
     def _exchange(self, method: str, request: bytes, deserialize: Any, timeout: float | None) -> Exchange:
         exchange = Exchange(method, request, deserialize)

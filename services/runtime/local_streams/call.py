@@ -1,8 +1,8 @@
-"""The caller's side of a local stream, with the interface of a bidirectional ``grpc.aio`` call."""
+"""The caller's side of a local stream."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
@@ -11,8 +11,8 @@ from google.protobuf.message import DecodeError
 from tokenloom.request.errors import TokenloomError
 from tokenloom.request.wire_errors import status_of
 
-from .connection import Connection, IsPeerStopped, is_peer_stopped
 from .frames import Kind, decode_status, status
+from .socket_end import IsPeerStopped, SocketEnd, is_peer_stopped
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -23,12 +23,9 @@ _SILENT = status(grpc.StatusCode.UNAVAILABLE, SILENT)
 _LOST = status(grpc.StatusCode.UNAVAILABLE, "the connection to the peer was lost")
 
 
-class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
-    """One call with one writer and one reader. The reader gets all messages received before it gets the status.
-
-    Attributes:
-        connection: The call's socket, once the caller of the constructor connects it.
-    """
+class LocalCall(SocketEnd, Generic[Request, Response]):
+    """One call with one writer and one reader: what the mesh uses of a bidirectional ``grpc.aio`` call. The reader gets
+    all messages received before it gets the status."""
 
     def __init__(
         self,
@@ -38,48 +35,43 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
         max_message_bytes: int,
         is_peer_stopped: IsPeerStopped = is_peer_stopped,
     ) -> None:
+        super().__init__(max_message_bytes, is_peer_stopped)
+        self._takes_messages = True
         self._method = method
         self._serialize = serialize
         self._deserialize = deserialize
-        self._max_message_bytes = max_message_bytes
-        self.connection = Connection(self, max_message_bytes, is_peer_stopped)
-        self.connection.takes_messages = True
         self._half_closed = False
         self._status: grpc.aio.AioRpcError | None = None
         self._ended = asyncio.Event()
-        self._callbacks: list[Callable[[Any], None]] = []
-
-    # grpc.aio.StreamStreamCall
+        self._callbacks: list[Callable[[Any], object]] = []
 
     async def write(self, request: Request) -> None:
         """Send a message; wait while the peer takes none. Raises ``InvalidStateError`` when the call has ended."""
-        if self._status is not None:
-            raise asyncio.InvalidStateError("the call has ended")
-        if self._half_closed:
-            raise asyncio.InvalidStateError("nothing can be written after done_writing")
+        if self._status is not None or self._half_closed:
+            raise asyncio.InvalidStateError("the call has ended, or was half-closed")
         payload = self._serialize(request)
         if len(payload) > self._max_message_bytes:
             self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED, f"a message of {len(payload)} bytes exceeds the limit")
-        elif not self.connection.is_writable:
-            await self.connection.writable()
+        elif not self.is_writable:
+            await self.writable()
         # The end may come while the writer waits for room in the socket. Raising the status here, as gRPC does, keeps
         # the caller from taking the message for one that was sent.
-        if self.connection.is_finished:  # the call ended while it waited
+        if self.is_finished:
             self._raise_error()
-        self.connection.send(Kind.MESSAGE, payload)
+        self.send(Kind.MESSAGE, payload)
 
     async def done_writing(self) -> None:
         """Half-close the call: the server learns that no message follows. Idempotent."""
         if self._status is None and not self._half_closed:
             self._half_closed = True
-            await self.connection.writable()
-            self.connection.send(Kind.HALF_CLOSE)
+            await self.writable()
+            self.send(Kind.HALF_CLOSE)
 
     async def read(self) -> Any:
         """Return the next message, ``grpc.aio.EOF`` after the last. Raises ``AioRpcError`` when the call failed and
         ``CancelledError`` when it was cancelled here."""
         try:
-            return self._deserialize(await anext(self.connection))
+            return self._deserialize(await self.next_message())
         except StopAsyncIteration:
             self._raise_error()
             return grpc.aio.EOF
@@ -97,7 +89,7 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
         was_live = self._status is None
         self._end(_CANCELLED)
         if was_live:
-            self.connection.drop_messages()
+            self.end_messages(drop=True)
         return was_live
 
     def cancelled(self) -> bool:
@@ -106,14 +98,11 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
     def done(self) -> bool:
         return self._status is not None
 
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
         if self._status is not None:
             callback(self)
         else:
             self._callbacks.append(callback)
-
-    def time_remaining(self) -> float | None:
-        return None  # calls with a deadline use gRPC
 
     async def code(self) -> grpc.StatusCode:
         return (await self._wait_ended()).code()
@@ -121,34 +110,22 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
     async def details(self) -> str:
         return (await self._wait_ended()).details() or ""
 
-    async def initial_metadata(self) -> grpc.aio.Metadata:
-        return grpc.aio.Metadata()
+    def _on_connected(self) -> None:
+        self.send(Kind.OPEN, self._method.encode())
 
-    async def trailing_metadata(self) -> grpc.aio.Metadata:
-        return (await self._wait_ended()).trailing_metadata()
-
-    async def wait_for_connection(self) -> None:
-        await self.connection.writable()
-        self._raise_error()
-
-    # connection.Receiver
-
-    def on_connected(self) -> None:
-        self.connection.send(Kind.OPEN, self._method.encode())
-
-    def on_frame(self, kind: Kind, payload: bytes) -> None:
+    def _on_frame(self, kind: Kind, payload: bytes) -> None:
         if kind is Kind.STATUS:
             self._end(decode_status(payload))
         elif kind is not Kind.MESSAGE:  # a message after the end is late
             self._fail(grpc.StatusCode.INTERNAL, f"the server sent a {kind.name} frame")
 
-    def on_broken(self, error: TokenloomError) -> None:
+    def _on_broken(self, error: TokenloomError) -> None:
         self._fail(status_of(error), error.message)
 
     def on_lost(self) -> None:
         # Both are UNAVAILABLE, but with different texts: silence.was_silent() reads them, because an engine's silence,
         # unlike its death, is never held against the request that ran there.
-        self._end(_SILENT if self.connection.was_silent else _LOST)
+        self._end(_SILENT if self.was_silent else _LOST)
 
     def _fail(self, code: grpc.StatusCode, details: str) -> None:
         self._end(status(code, details))
@@ -158,9 +135,9 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
         if self._status is not None:
             return
         self._status = ended
-        self.connection.end_messages()
+        self.end_messages()
         self._ended.set()
-        self.connection.abort()
+        self.disconnect()
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback(self)

@@ -15,8 +15,8 @@ from tokenloom.request.wire_errors import status_of
 
 from ..tasks import Tasks
 from . import sockets
-from .connection import Connection, IsPeerStopped, is_peer_stopped
 from .frames import Kind, Metadata, encode_status
+from .socket_end import IsPeerStopped, SocketEnd, is_peer_stopped
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,115 @@ responses to its context, as :class:`Edge`'s handlers do."""
 
 _LEAVE_SECONDS = 0.25
 """Time for callers to read the last status before their connection is cut."""
+
+
+class ServerCall(SocketEnd):
+    """Carries one call over one connection to the server. Its handler gets it as the requests, and as the methods of
+    ``grpc.aio.ServicerContext`` that the handlers of the mesh use."""
+
+    def __init__(
+        self,
+        find: FindHandler,
+        tasks: Tasks,
+        max_message_bytes: int,
+        on_gone: Callable[["ServerCall"], object],
+        is_peer_stopped: IsPeerStopped = is_peer_stopped,
+    ) -> None:
+        """``tasks`` owns the handler's task. ``on_gone`` is called when the connection has been closed."""
+        super().__init__(max_message_bytes, is_peer_stopped)
+        self._find = find
+        self._tasks = tasks
+        self._on_gone = on_gone
+        self._serialize: Callable[[Any], bytes] = bytes
+        self.gone = asyncio.Event()
+        self.handler: asyncio.Task[None] | None = None
+
+    def __aiter__(self) -> "ServerCall":
+        return self
+
+    __anext__ = SocketEnd.next_message
+
+    async def write(self, message: Any) -> None:
+        """Send a message; wait while the caller takes none.
+
+        Raises ``ResourceExhausted`` for a message over the limit, ``CancelledError`` when the call has ended: its
+        handler is being cancelled.
+        """
+        payload = self._serialize(message)
+        if len(payload) > self._max_message_bytes:
+            raise ResourceExhausted(f"a message of {len(payload)} bytes exceeds the limit", retry_after=None)
+        if not self.is_writable:
+            await self.writable()
+        if self.is_finished:
+            raise asyncio.CancelledError("the call has ended")
+        self.send(Kind.MESSAGE, payload)
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
+        """End the call with a status. Always raises ``AbortError``, which the handler lets pass."""
+        self._send_status(code, details, trailing_metadata)
+        raise grpc.aio.AbortError("the handler ended the call")
+
+    def invocation_metadata(self) -> Metadata:
+        """Return no metadata: calls with metadata use gRPC."""
+        return ()
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        """Do nothing: generated servicers call this before they raise ``NotImplementedError``, which says the same."""
+
+    def set_details(self, details: str) -> None:
+        """Do nothing, as :meth:`set_code`."""
+
+    def end(self, code: grpc.StatusCode, details: str) -> None:
+        """End the call with a status, unless it has one, and cancel its handler."""
+        self._send_status(code, details)
+        self.end_messages(drop=True)
+        if self.handler is not None:
+            self.handler.cancel()
+
+    def _on_frame(self, kind: Kind, payload: bytes) -> None:
+        if self.is_finished:
+            return  # the caller sent it before it learned of the end
+        if kind is Kind.OPEN and self.handler is None:
+            self._start(payload.decode(errors="replace"))
+        elif kind is Kind.HALF_CLOSE and self.handler is not None:
+            self.end_messages()
+        elif kind is not Kind.MESSAGE or self.handler is None:
+            raise Internal(f"a {kind.name} frame came out of turn")
+
+    def _on_broken(self, error: TokenloomError) -> None:
+        self.end(status_of(error), error.message)
+
+    def on_lost(self) -> None:
+        if self.handler is not None:
+            self.handler.cancel()
+        self.gone.set()
+        self._on_gone(self)
+
+    def _start(self, method: str) -> None:
+        handler = self._find(method)
+        if handler is None or not (handler.stream_stream or handler.unary_unary):
+            self._send_status(grpc.StatusCode.UNIMPLEMENTED, f"unknown stream {method}")
+            return
+        behaviour: Any = handler.stream_stream or partial(_answer, handler.unary_unary)
+        self._serialize = handler.response_serializer or bytes
+        self._takes_messages = True
+        self.handler = self._tasks.spawn(behaviour(self, self), name=f"local stream {method}")
+        # The status follows from the task's end, not from the handler's last line: it is also sent when the handler was
+        # cancelled or has raised past its edge.
+        self.handler.add_done_callback(self._on_done)
+
+    def _on_done(self, handler: "asyncio.Task[None]") -> None:
+        if handler.cancelled():
+            self._send_status(grpc.StatusCode.CANCELLED, "the handler was cancelled")
+        elif handler.exception() is None:
+            self._send_status(grpc.StatusCode.OK)
+        else:  # an AbortError has sent its status
+            self._send_status(grpc.StatusCode.INTERNAL, "internal error")
+        self.end_messages(drop=True)
+
+    def _send_status(self, code: grpc.StatusCode, details: str = "", metadata: Metadata = ()) -> None:
+        """Send the caller how the call ended; only the first status counts."""
+        self.finish(Kind.STATUS, encode_status(code, details, metadata))
 
 
 class LocalServer:
@@ -66,7 +175,7 @@ class LocalServer:
         await self._tasks.close()
         await self._wait_gone()
         for call in self._calls:
-            call.connection.abort()
+            call.disconnect()
         await self._wait_gone()
         await self._server.wait_closed()
 
@@ -77,138 +186,20 @@ class LocalServer:
             for waiting in late:
                 waiting.cancel()
 
-    def _accept(self) -> Connection:
+    def _accept(self) -> ServerCall:
         call = ServerCall(self._find, self._tasks, self._max_message_bytes, self._calls.pop)
         self._calls[call] = None
         if self._is_closing:  # the event loop had taken the socket before the server was closed
-            call.connection.abort()
-        return call.connection
+            call.disconnect()
+        return call
 
 
-class LocalContext:
-    """Implements the methods of ``grpc.aio.ServicerContext`` that the handlers of streams use."""
-
-    def __init__(self, connection: Connection, serialize: Callable[[Any], bytes], max_message_bytes: int) -> None:
-        self._connection = connection
-        self._serialize = serialize
-        self._max_message_bytes = max_message_bytes
-
-    async def write(self, message: Any) -> None:
-        """Send a message; wait while the caller takes none.
-
-        Raises ``ResourceExhausted`` for a message over the limit, ``CancelledError`` when the call has ended: its
-        handler is being cancelled.
-        """
-        payload = self._serialize(message)
-        if len(payload) > self._max_message_bytes:
-            raise ResourceExhausted(f"a message of {len(payload)} bytes exceeds the limit", retry_after=None)
-        if not self._connection.is_writable:
-            await self._connection.writable()
-        if self._connection.is_finished:
-            raise asyncio.CancelledError("the call has ended")
-        self._connection.send(Kind.MESSAGE, payload)
-
-    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
-        """End the call with a status. Always raises ``AbortError``, which the handler lets pass."""
-        _send_status(self._connection, code, details, trailing_metadata)
-        raise grpc.aio.AbortError("the handler ended the call")
-
-    def invocation_metadata(self) -> Metadata:
-        """Return no metadata: calls with metadata use gRPC."""
-        return ()
-
-    def set_code(self, code: grpc.StatusCode) -> None:
-        """Do nothing: generated servicers call this before they raise ``NotImplementedError``, which says the same."""
-
-    def set_details(self, details: str) -> None:
-        """Do nothing, as :meth:`set_code`."""
-
-
-class ServerCall:
-    """Carries one call over one connection to the server."""
-
-    def __init__(
-        self,
-        find: FindHandler,
-        tasks: Tasks,
-        max_message_bytes: int,
-        on_gone: Callable[["ServerCall"], object],
-        is_peer_stopped: IsPeerStopped = is_peer_stopped,
-    ) -> None:
-        """``tasks`` owns the handler's task. ``on_gone`` is called when the connection has been closed."""
-        self._find = find
-        self._tasks = tasks
-        self._max_message_bytes = max_message_bytes
-        self._on_gone = on_gone
-        self.connection = Connection(self, max_message_bytes, is_peer_stopped)
-        self.gone = asyncio.Event()
-        self.handler: asyncio.Task[None] | None = None
-
-    def end(self, code: grpc.StatusCode, details: str) -> None:
-        """End the call with a status, unless it has one, and cancel its handler."""
-        _send_status(self.connection, code, details)
-        self.connection.drop_messages()
-        if self.handler is not None:
-            self.handler.cancel()
-
-    # connection.Receiver
-
-    def on_connected(self) -> None:
-        """Do nothing: the caller sends the first frame."""
-
-    def on_frame(self, kind: Kind, payload: bytes) -> None:
-        if self.connection.is_finished:
-            return  # the caller sent it before it learned of the end
-        if kind is Kind.OPEN and self.handler is None:
-            self._start(payload.decode(errors="replace"))
-        elif kind is Kind.HALF_CLOSE and self.handler is not None:
-            self.connection.end_messages()
-        elif kind is not Kind.MESSAGE or self.handler is None:
-            raise Internal(f"a {kind.name} frame came out of turn")
-
-    def on_broken(self, error: TokenloomError) -> None:
-        self.end(status_of(error), error.message)
-
-    def on_lost(self) -> None:
-        if self.handler is not None:
-            self.handler.cancel()
-        self.gone.set()
-        self._on_gone(self)
-
-    def _start(self, method: str) -> None:
-        handler = self._find(method)
-        if handler is None or not (handler.stream_stream or handler.unary_unary):
-            _send_status(self.connection, grpc.StatusCode.UNIMPLEMENTED, f"unknown stream {method}")
-            return
-        behaviour: Any = handler.stream_stream or partial(_answer, handler.unary_unary)
-        context = LocalContext(self.connection, handler.response_serializer or bytes, self._max_message_bytes)
-        self.connection.takes_messages = True
-        self.handler = self._tasks.spawn(behaviour(self.connection, context), name=f"local stream {method}")
-        # The status follows from the task's end, not from the handler's last line: it is also sent when the handler was
-        # cancelled or has raised past its edge.
-        self.handler.add_done_callback(self._on_done)
-
-    def _on_done(self, handler: "asyncio.Task[None]") -> None:
-        if handler.cancelled():
-            _send_status(self.connection, grpc.StatusCode.CANCELLED, "the handler was cancelled")
-        elif handler.exception() is None:
-            _send_status(self.connection, grpc.StatusCode.OK)
-        else:  # an AbortError has sent its status
-            _send_status(self.connection, grpc.StatusCode.INTERNAL, "internal error")
-        self.connection.drop_messages()
-
-
-async def _answer(behaviour: Any, requests: Connection, context: LocalContext) -> None:
+async def _answer(behaviour: Any, requests: ServerCall, context: ServerCall) -> None:
     """Run the handler of a unary call."""
     request = await anext(requests, None)
     if request is None:
         await context.abort(grpc.StatusCode.INTERNAL, "the call ended without a request")
     await context.write(await behaviour(request, context))
-
-
-def _send_status(connection: Connection, code: grpc.StatusCode, details: str = "", metadata: Metadata = ()) -> None:
-    """Send the caller how the call ended; only the first status counts."""
-    connection.finish(Kind.STATUS, encode_status(code, details, metadata))
 
 
 def _log_failure(error: BaseException) -> None:

@@ -2,6 +2,7 @@
 return within 0.1 s."""
 
 from collections.abc import Sequence
+from typing import cast
 from weakref import WeakSet
 
 import grpc
@@ -82,7 +83,9 @@ class Channels:
     def _connect(self, address: str, service: str) -> grpc.aio.Channel:
         if (tls := self._tls) is None:
             channel, path = open_channel(address, self._asking(), service), sockets.path_beside(address)
-            return LocalChannel(channel, path, MAX_MESSAGE_BYTES) if path is not None else channel
+            if path is None:
+                return channel
+            return cast(grpc.aio.Channel, LocalChannel(channel, path, MAX_MESSAGE_BYTES))
         # Certificates name services and not hosts, because pods move. gRPC is made to compare that name instead of the
         # address.
         options = [*_options(service), ("grpc.ssl_target_name_override", dns_name(service))]

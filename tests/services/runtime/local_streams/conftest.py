@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from tokenloom.services.runtime.host.servicer_edge import writing
-from tokenloom.services.runtime.local_streams import connection
+from tokenloom.services.runtime.local_streams import socket_end
 from tokenloom.services.runtime.local_streams.channel import LocalChannel
 from tokenloom.services.runtime.local_streams.frames import HEADER, Kind
 from tokenloom.services.runtime.local_streams.server import LocalServer
@@ -37,7 +37,7 @@ def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEv
 @pytest.fixture
 def short_ticks(monkeypatch: pytest.MonkeyPatch) -> float:
     """Return the seconds of a tick in this test."""
-    monkeypatch.setattr(connection, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(socket_end, "TICK_SECONDS", 0.01)
     return 0.01
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.services.runtime.local_streams.conftest import serving
-from tokenloom.services.runtime.local_streams import connection
+from tokenloom.services.runtime.local_streams import socket_end
 
 
 async def echo(requests: AsyncIterator[bytes], context: Any) -> None:
@@ -22,7 +22,7 @@ async def echo(requests: AsyncIterator[bytes], context: Any) -> None:
 
 
 async def main(path: str, tick_seconds: str) -> None:
-    connection.TICK_SECONDS = float(tick_seconds)
+    socket_end.TICK_SECONDS = float(tick_seconds)
     async with serving(echo, Path(path)):
         print("serving", flush=True)
         await asyncio.Event().wait()

@@ -18,7 +18,7 @@ from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.runtime.local_streams.call import LocalCall
 from tokenloom.services.runtime.local_streams.channel import LocalChannel
-from tokenloom.services.runtime.local_streams.server import LocalContext
+from tokenloom.services.runtime.local_streams.server import ServerCall
 from tokenloom.services.runtime.peers.channels import Channels, open_channel
 from tokenloom.v1 import coordinator_pb2 as pb
 from tokenloom.v1 import coordinator_pb2_grpc
@@ -92,7 +92,7 @@ async def test_unary_calls_are_local_unless_they_have_options(picking: Picking, 
             assert (await stub.Pick(pb.PickRequest(), **options)).whole_request
         (socket_dir / "s.calls").unlink()
         assert (await stub.Pick(pb.PickRequest())).whole_request
-    assert [isinstance(context, LocalContext) for context in picking.contexts] == [True, True, False, False, False]
+    assert [isinstance(context, ServerCall) for context in picking.contexts] == [True, True, False, False, False]
 
 
 async def test_a_unary_call_that_its_caller_cancels(picking: Picking) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.services.runtime.local_streams.conftest import METHOD, SOON, calling, encode, stream, write_for
 from tests.services.runtime.local_streams.test_handlers import OPEN, Watched
-from tokenloom.services.runtime.local_streams import connection
+from tokenloom.services.runtime.local_streams import socket_end
 from tokenloom.services.runtime.local_streams.channel import LocalChannel
 from tokenloom.services.runtime.local_streams.frames import FrameDecoder, Kind
 
@@ -67,14 +67,14 @@ async def opened(channel: LocalChannel) -> bool:
     call = channel.open_call(METHOD, None, None)
     if call is None:
         return False
-    while not call.connection.is_attached and not call.done():  # noqa: ASYNC110
+    while call.transport is None and not call.done():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     call.cancel()
     return True
 
 
 async def test_a_stopped_process_is_noticed_by_its_silence(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "TICK_SECONDS", 0.1)
+    monkeypatch.setattr(socket_end, "TICK_SECONDS", 0.1)
     async with asyncio.timeout(SOON), process(socket_dir / "s", 0.1) as part, calling(socket_dir / "s") as channel:
         call = channel.stream_stream(METHOD)()
         await call.write(b"a")
@@ -86,8 +86,8 @@ async def test_a_stopped_process_is_noticed_by_its_silence(socket_dir: Path, mon
 
 
 async def test_a_busy_process_is_not_dead(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "TICK_SECONDS", 0.1)
-    seconds = connection.TICK_SECONDS * (connection.SILENT_TICKS + 2)
+    monkeypatch.setattr(socket_end, "TICK_SECONDS", 0.1)
+    seconds = socket_end.TICK_SECONDS * (socket_end.SILENT_TICKS + 2)
     async with asyncio.timeout(SOON), process(socket_dir / "s", 0.1) as part, calling(socket_dir / "s") as channel:
         call = channel.stream_stream(METHOD)()
         for message in (b"busy %f" % seconds, b"a"):
@@ -97,20 +97,20 @@ async def test_a_busy_process_is_not_dead(socket_dir: Path, monkeypatch: pytest.
 
 
 def test_within_the_time_of_grpcs_pings() -> None:
-    assert connection.TICK_SECONDS * (connection.SILENT_TICKS - 1) >= 2.0
-    assert connection.TICK_SECONDS * connection.SILENT_TICKS <= 2.6
+    assert socket_end.TICK_SECONDS * (socket_end.SILENT_TICKS - 1) >= 2.0
+    assert socket_end.TICK_SECONDS * socket_end.SILENT_TICKS <= 2.6
 
 
 def test_a_busy_loop_has_more_than_5_seconds() -> None:
-    assert connection.TICK_SECONDS * (connection.HUNG_TICKS - 1) > 5.0
-    assert connection.TICK_SECONDS * connection.HUNG_TICKS <= 10.0
+    assert socket_end.TICK_SECONDS * (socket_end.HUNG_TICKS - 1) > 5.0
+    assert socket_end.TICK_SECONDS * socket_end.HUNG_TICKS <= 10.0
 
 
 async def test_a_caller_that_says_nothing_is_cut_off(socket_dir: Path, short_ticks: float) -> None:
     watched = Watched()
     async with stream(watched.wait, socket_dir):
         reader, writer = await asyncio.open_unix_connection(socket_dir / "s")
-        assert await reader.read() == encode(Kind.BEAT) * (connection.HUNG_TICKS - 1)
+        assert await reader.read() == encode(Kind.BEAT) * (socket_end.HUNG_TICKS - 1)
         writer.close()
         reader, writer = await asyncio.open_unix_connection(socket_dir / "s")
         writer.write(OPEN)
@@ -130,16 +130,16 @@ async def test_an_idle_call_lives_by_beats(socket_dir: Path, short_ticks: float)
             return frames
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(connection, "FrameDecoder", Counting)
+        patch.setattr(socket_end, "FrameDecoder", Counting)
         async with stream(watched.wait, socket_dir) as call:
-            while beats < 4 * connection.HUNG_TICKS:  # noqa: ASYNC110 - of both ends
+            while beats < 4 * socket_end.HUNG_TICKS:  # noqa: ASYNC110 - of both ends
                 await asyncio.sleep(short_ticks)
             assert not call.done()
 
 
 async def test_a_pause_of_this_process_is_one_tick(socket_dir: Path, short_ticks: float) -> None:
     async with stream(Watched().wait, socket_dir) as call:
-        await call.wait_for_connection()
+        await call.writable()
         time.sleep(10 * short_ticks)  # noqa: ASYNC251 - that is the pause
         await asyncio.sleep(0)
         assert not call.done()

@@ -20,15 +20,18 @@ def _no_retry(pool: OutputPool, stream: ProcessStream, submissions: list[Submiss
         submission.fail(Unavailable("the output processor became unavailable"))
 
 
-def _stale_frames(end: Callable[[EngineLink, BaseException], None]) -> Callable[[EngineLink, BaseException], None]:
-    def take(link: EngineLink, cause: BaseException) -> None:
+def _stale_frames(look: Callable[[EngineLink], None]) -> Callable[[EngineLink], None]:
+    def go_on(link: EngineLink) -> None:
         """Report the attempts of an engine that hangs as lost, but take what it sends of them later."""
-        attempts, call = dict(link._attempts), link._call
-        link._call = None  # it is not cancelled
-        end(link, cause)
-        link._attempts, link._call = attempts, call
+        try:
+            look(link)
+        except Unavailable as error:
+            if link.error is None:
+                link.error, link.may_compute = error, True
+                for attempt in [*link.slots.values()]:
+                    attempt.owner.on_lost(attempt, is_alone=False)
 
-    return take
+    return go_on
 
 
 async def _never_renewed(reading: Reading) -> NoReturn:
@@ -50,7 +53,7 @@ async def _never_lost(lease: KubernetesLease) -> NoReturn:
 
 _BUGS: dict[str, dict[tuple[type[Any], str], Any]] = {
     "no_retry": {(OutputPool, "on_lost"): _no_retry},
-    "stale_frames": {(EngineLink, "_end"): _stale_frames(EngineLink._end)},
+    "stale_frames": {(EngineLink, "_look"): _stale_frames(EngineLink._look)},
     "kept_lease": {(KubernetesLease, "keep"): _never_lost},
     "ignored_lease": {(Reading, "keep"): _never_renewed, (Reading, "release"): _always_valid},
 }

@@ -92,7 +92,7 @@ def _counts(kind: str, service: object) -> Iterator[tuple[str, int]]:
         requests = service.requests  # type: ignore[attr-defined]
         yield "requests", requests.num_live
         links = requests._placer._links._links.values()
-        yield "attempts", sum(len(link._attempts) for link in links)
+        yield "attempts", sum(len(link.slots) for link in links)
         yield "counted picks", sum(requests._placer._snapshot._picks.values())
         yield "waiting picks", len(requests._placer._picks._waiting)
     elif kind == "gateway":
@@ -100,7 +100,7 @@ def _counts(kind: str, service: object) -> Iterator[tuple[str, int]]:
         yield "outputs", generator.num_live
         pool = generator._outputs
         streams = [link.stream for link in pool._links if link.stream is not None]
-        yield "slots", sum(len(stream._slots) for stream in streams)
+        yield "slots", sum(len(stream.slots) for stream in streams)
         yield "waiting requests", len(pool._waiting)
         yield "bytes of prompts", pool._kept.taken
     elif kind == "coordinator" and service.servicer is not None:  # type: ignore[attr-defined]

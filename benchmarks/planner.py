@@ -24,8 +24,7 @@ from tokenloom.engine_core.data.messages import SchedulerStats
 from tokenloom.planner.demand import Goals
 from tokenloom.planner.engine_load import EngineLoad, PlannedRole
 from tokenloom.planner.planner import Limits, Plan, Planner
-from tokenloom.services.engine.queue_rates import QueueRates
-from tokenloom.services.engine.step_rates import StepRates
+from tokenloom.services.engine.records.load import QueueRates, StepRates
 
 GOALS = Goals(ttft_seconds=2.0, itl_seconds=0.05)
 PREFILL_RATE, STEP_BASE, STEP_SLOPE = 12_000.0, 0.020, 0.00015

@@ -20,7 +20,7 @@ PRODUCT = [
     if not any(parent.is_symlink() for parent in path.parents)
 ]
 # Statistics of a step: the metrics read the counters by their names.
-READ_BY_NAME = {"SchedulerStats": ROOT / "services/engine/engine_metrics.py"}
+READ_BY_NAME = {"SchedulerStats": ROOT / "services/engine/records/engine_metrics.py"}
 # Only outside clients read these: they are the text of requests and answers over HTTP, and results of the library.
 FOR_CLIENTS = ("services/gateway/", "tokenloom/client/", "tokenloom/offline/", "tokenloom/cli/", "tokenloom/request/")
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenloom.engine_core.data.messages import SchedulerStats
-from tokenloom.services.engine.queue_rates import QueueRates
-from tokenloom.services.engine.step_rates import StepRates
+from tokenloom.services.engine.records.load import QueueRates, StepRates
 from tokenloom.v1.coordinator_pb2 import EngineReport, EngineState
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint

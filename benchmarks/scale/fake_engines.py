@@ -7,9 +7,9 @@ import uvloop
 
 from tokenloom.engine_core.data.messages import SchedulerStats
 from tokenloom.process.fall_backs import FallBacks
-from tokenloom.services.engine.coordinator_link import CoordinatorLink
+from tokenloom.services.engine.control.coordinator_link import CoordinatorLink
 from tokenloom.services.engine.kv.kv_peers import EngineRegistry
-from tokenloom.services.engine.load import Load, LoadTracker
+from tokenloom.services.engine.records.load import Load, LoadTracker
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1.coordinator_pb2 import AdapterChanges, EngineIdentity
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH, Fingerprint, Hello, ModelLimits

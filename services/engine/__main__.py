@@ -7,7 +7,7 @@ from tokenloom.services.runtime.host.uncollected_imports import uncollected_impo
 with uncollected_imports():
     from tokenloom.services.runtime.host.service import main
 
-    from .engine_settings import EngineSettings
+    from .records.engine_settings import EngineSettings
     from .service import EngineService
 
 if __name__ == "__main__":

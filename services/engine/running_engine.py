@@ -1,4 +1,5 @@
-"""Runs one engine: starts the tasks of its parts, drains and ends it, and publishes changes that peers see."""
+"""Runs one engine: starts the tasks of its parts, asks at intervals whether its workers can compute, drains and ends
+it, and publishes changes that peers see."""
 
 import asyncio
 import logging
@@ -6,22 +7,23 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from tokenloom.engine_core.data.errors import EngineDeadError
-from tokenloom.request.errors import EngineDied, FailedPrecondition, TryElsewhere, Unavailable
+from tokenloom.process.fall_backs import FallBacks
+from tokenloom.request.errors import EngineDied, FailedPrecondition, TokenloomError, TryElsewhere, Unavailable
+from tokenloom.services.runtime.host.health import Health
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
+from .control.coordinator_link import CoordinatorLink
 from .control.data_parallel import DataParallel
 from .control.loras import Loras
 from .control.pause import Pause
 from .control.role import NAMES
-from .coordinator_link import CoordinatorLink
 from .core.core_link import CORE_DIED, CoreLink
-from .engine_settings import DrainMode
-from .health_check import HealthCheck
-from .identity import Identity
 from .kv.kv_front import KVFront
-from .load import LoadTracker
-from .streams.engine_servicer import EngineServicer
+from .records.engine_settings import DrainMode
+from .records.identity import Identity
+from .records.load import LoadTracker
+from .streams.connect_stream import EngineServicer
 
 log = logging.getLogger(__name__)
 
@@ -137,3 +139,56 @@ class RunningEngine:
         self.load.refuse_new(reason)
         if self.coordinator is not None:
             self.coordinator.set_state(state)
+
+
+INTERVAL_SECONDS = 10.0
+PATIENCE_SECONDS = 60.0
+"""How long the core may take to answer; it answers between steps, and a step of a large model takes seconds."""
+
+
+class HealthCheck:
+    """Sets the engine's health: gRPC health becomes NOT_SERVING and the coordinator places no requests while a check
+    fails. Requests that the engine has accepted continue."""
+
+    def __init__(self, core: CoreLink, load: LoadTracker, health: Health, fall_backs: FallBacks) -> None:
+        """``fall_backs``: those of the engine; the core's are added."""
+        self._core = core
+        self._load = load
+        self._health = health
+        self._fall_backs = fall_backs
+
+    async def run(self) -> NoReturn:
+        """Check until cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL_SECONDS)
+            await self.check()
+
+    async def check(self) -> None:
+        """Ask the core once, and publish the answer if it has changed."""
+        error = await self._ask()
+        if bool(error) != self._load.is_failing:
+            if error:
+                log.error("the engine is not healthy and gets no requests: %s", error)
+            else:
+                log.info("the engine is healthy again")
+            # Only new requests stay away: those that run may still end, and ending them would lose work for a passing
+            # fault.
+            self._load.set_failing(bool(error))
+            await self._health.set_healthy(not error)
+
+    def _show(self, fall_backs: object) -> None:
+        """Show what the core does without since its start. ``fall_backs``: pairs of kind and detail."""
+        for kind, detail in fall_backs if isinstance(fall_backs, list) else ():
+            self._fall_backs.begin(kind, detail)
+
+    async def _ask(self) -> str:
+        """Return what is wrong; empty: nothing."""
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await self._core.call("check_health")
+                self._show(await self._core.call("fall_backs"))
+        except TimeoutError:
+            return f"the core did not answer within {PATIENCE_SECONDS:g} s"
+        except TokenloomError as error:
+            return error.message
+        return ""

@@ -1,4 +1,4 @@
-"""The engine service: starts a core and its front, and joins the coordinator."""
+"""The engine service: starts a core and its front, joins the coordinator and obeys it."""
 
 import asyncio
 import contextlib
@@ -11,25 +11,25 @@ import grpc.aio
 from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
 from tokenloom.model_files import model_path
 from tokenloom.request.errors import FailedPrecondition, TryElsewhere
+from tokenloom.request.wire_errors import of_exception
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.v1 import engine_pb2_grpc
+from tokenloom.v1 import coordinator_pb2, engine_pb2_grpc
 
+from .control.coordinator_link import CoordinatorLink
 from .control.data_parallel import DataParallel
-from .control.engine_admin import EngineAdminServicer
 from .control.loras import Loras
 from .control.pause import Pause
 from .control.role import BY_NAME
-from .coordinator_commands import CoordinatorCommands
-from .coordinator_link import CoordinatorLink
 from .core.core_link import CoreLink
 from .core.core_start import process_client, start_core
-from .core.core_watch import CoreWatch
-from .engine_settings import EngineSettings
-from .identity import Identity, make_fingerprint, weights_stamps
+from .core.core_watchdog import CoreWatchdog
+from .engine_admin import EngineAdminServicer
 from .kv.kv_front import KVFront
-from .load import LoadTracker
+from .records.engine_settings import EngineSettings
+from .records.identity import Identity, make_fingerprint, weights_stamps
+from .records.load import LoadTracker
 from .running_engine import STOPPED, RunningEngine
-from .streams.engine_servicer import EngineServicer
+from .streams.connect_stream import EngineServicer
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ async def _start(
     host.add_servicer(engine_pb2_grpc.add_EngineServicer_to_server, engine.streams)
     host.add_servicer(engine_pb2_grpc.add_EngineAdminServicer_to_server, EngineAdminServicer(engine, role))
     if isinstance(client, AsyncMPClient):
-        host.spawn(CoreWatch(client).run(), name="engine-core-watch")
+        host.spawn(CoreWatchdog(client).run(), name="engine-core-watch")
     if coordinator is not None:
         host.spawn(coordinator.run(CoordinatorCommands(engine)), name="engine-coordinator")
     undo.callback(engine.spawn().cancel)  # undone first: the end of the core is no failure then
@@ -126,3 +126,43 @@ async def _hold(channel: grpc.aio.Channel) -> NoReturn:
 
 async def _nothing() -> None:
     """Drain an engine that was not started."""
+
+
+class CoordinatorCommands:
+    """Implements ``Commands`` for one engine; each command is a task of its host."""
+
+    def __init__(self, engine: RunningEngine) -> None:
+        self._engine = engine
+
+    def drain(self, grace: float) -> None:
+        """Drain at the coordinator's request. The process stays up until it is stopped."""
+        self._engine.host.spawn(self._drain_within(grace), name="engine-drain")
+
+    def change_adapters(self, changes: coordinator_pb2.AdapterChanges) -> None:
+        self._engine.host.spawn(self._engine.loras.apply(changes), name="engine-adapters")
+
+    def start_wave(self, wave: int) -> None:
+        if (group := self._engine.group) is not None:
+            self._engine.host.spawn(group.start_wave(wave), name="engine-wave")
+
+    def wait_aside(self, reason: str) -> None:
+        if reason:
+            self._engine.host.fall_backs.begin("other_weights", reason)
+        else:
+            self._engine.host.fall_backs.end("other_weights")
+
+    def resize_group(self, size: int) -> None:
+        self._engine.host.spawn(self._resize_group(size), name="engine-group")
+
+    async def _resize_group(self, size: int) -> None:
+        try:
+            await self._engine.resize_group(size)
+        except Exception as error:  # of any kind: the engine goes on with its group as it is
+            log.error("the data-parallel group is not resized: %s", of_exception(error).message)
+
+    async def _drain_within(self, grace: float) -> None:
+        try:
+            async with asyncio.timeout(grace):
+                await self._engine.drain()
+        except TimeoutError:
+            await self._engine.end_streams(TryElsewhere(STOPPED))

@@ -11,7 +11,7 @@ from tests.k8s.cluster import KUSTOMIZATIONS, WHOLE, Object, Workload, build, of
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.engines.defaults import PREFIX_INDEX_MIB
 from tokenloom.services.coordinator.lease.kubernetes_api import SERVICE_ACCOUNT
-from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
 from tokenloom.services.runtime.host.options import options_of

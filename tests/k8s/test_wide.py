@@ -7,7 +7,7 @@ import kubernetes_validate
 import pytest
 
 from tests.k8s.cluster import ROOT, Object, Workload, build, of_kind, selects, workloads
-from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.runtime.host.options import options_of
 
 WIDE = build("overlays/wide")

@@ -17,7 +17,7 @@ from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
-from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.service import GatewayService

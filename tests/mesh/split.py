@@ -30,9 +30,8 @@ from tokenloom.model_files.model_path import DEMO_MODEL, resolve
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine.core.core_main import make_transports
-from tokenloom.services.engine.core.grammar_config import reasoning_config, structured_output_config
 from tokenloom.services.engine.core.workers import WORKER_COMMAND
-from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.engine.records.engine_settings import EngineSettings, reasoning_config, structured_output_config
 from tokenloom.services.engine.running_engine import RunningEngine
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.runtime.host.host import Host

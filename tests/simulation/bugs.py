@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.lease.kubernetes_lease import KubernetesLease
-from tokenloom.services.engine.kv.kv_reading import Reading, Verdict
+from tokenloom.services.engine.kv.kv_loads import Reading, Verdict
 from tokenloom.services.gateway.mesh.output_pool import OutputPool
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
 from tokenloom.services.gateway.mesh.submission import Submission

@@ -13,7 +13,7 @@ from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.lease.kubernetes_lease import KubernetesLease
 from tokenloom.services.coordinator.service import CoordinatorService
-from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.engine.running_engine import RunningEngine
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.gateway import service as gateway_service

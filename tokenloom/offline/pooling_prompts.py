@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING
 from tokenloom.engine_core.data.messages import EngineCoreRequest
-from tokenloom.services.engine.core.pooling_request import to_core_pooling
+from tokenloom.services.engine.records.core_request import to_core_pooling
 from tokenloom.v1 import engine_pb2, types_pb2
 
 from .pooled_request import OfflinePooledRequest

@@ -14,8 +14,7 @@ from tokenloom.request.adapters.adapter_salt import adapter_salt
 from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.request.reasoning import Reasoning, ReasoningMarks
 from tokenloom.request.sample_seed import sample_seed
-from tokenloom.services.engine.core.core_request import to_core_sampling, to_spans
-from tokenloom.services.engine.core.pooling_request import check_generates
+from tokenloom.services.engine.records.core_request import check_generates, to_core_sampling, to_spans
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.v1 import types_pb2

@@ -8,7 +8,7 @@ from tokenloom.engine_core.data.messages import GroupState
 from tokenloom.request.errors import InvalidArgument
 
 from ..core.core_link import CoreLink
-from ..load import LoadTracker
+from ..records.load import LoadTracker
 
 log = logging.getLogger(__name__)
 

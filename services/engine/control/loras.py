@@ -12,7 +12,7 @@ from tokenloom.request.wire_errors import of_exception
 from tokenloom.v1 import coordinator_pb2, engine_pb2, types_pb2
 
 from ..core.core_link import CoreLink
-from ..load import LoadTracker
+from ..records.load import LoadTracker
 
 log = logging.getLogger(__name__)
 

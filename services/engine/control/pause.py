@@ -8,7 +8,7 @@ from tokenloom.services.runtime.tasks import completed
 from tokenloom.v1 import engine_pb2
 
 from ..core.core_link import CoreLink
-from ..load import LoadTracker
+from ..records.load import LoadTracker
 
 MODES = {
     engine_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,

@@ -4,26 +4,38 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from tokenloom.engine_core.client.async_core_client import AsyncClient
 from tokenloom.engine_core.data.errors import EngineDeadError, NotSentError, UtilityError
 from tokenloom.engine_core.data.handshake import CoreReady
-from tokenloom.engine_core.data.messages import AcceptTokens, EngineCoreOutputs
+from tokenloom.engine_core.data.messages import AcceptTokens, EngineCoreOutput, EngineCoreOutputs
 from tokenloom.request.errors import FailedPrecondition, Internal, TokenloomError, TryElsewhere, Unavailable
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import Tracer
 
-from ..control.kv_event_feed import KVEventFeed
-from ..engine_metrics import EngineMetrics
-from ..load import LoadTracker
-from ..streams.attempt import Attempt
-from ..streams.attempt_telemetry import log_events, trace_attempt
-from ..streams.attempts import Attempts
+from ..records.attempt import Attempt, log_events, trace_attempt
+from ..records.engine_metrics import EngineMetrics
+from ..records.kv_event_feed import KVEventFeed
+from ..records.load import LoadTracker
 
 log = logging.getLogger(__name__)
 
 CORE_DIED = "The engine failed; retry the request."
+
+
+class StreamAttempts(Protocol):
+    """Holds the attempts of one stream, which take what the core produced for them."""
+
+    def take_output(self, attempt: Attempt, output: EngineCoreOutput) -> None:
+        """Add what a step produced for a live attempt to the stream's next frame."""
+
+    def fail(self, slot: int, error: TokenloomError) -> Attempt | None:
+        """End the attempt in a slot with ``error``, and return it; None if the slot is not live."""
+
+    @property
+    def notify(self) -> Callable[[], None]:
+        """To be called when the stream has something to send."""
 
 
 class CoreLink:
@@ -49,8 +61,8 @@ class CoreLink:
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``logs_events``: whether the scheduler's events are logged for each request. ``clock``: as for
-        :class:`Attempts`."""
+        """``logs_events``: whether the scheduler's events are logged for each request. ``clock``: returns the
+        seconds by which the times of attempts are measured."""
         self.client = client
         self.ready = ready
         self.metrics = metrics
@@ -59,7 +71,7 @@ class CoreLink:
         self._tracer = tracer
         self.clock = clock
         self._load = load
-        self._live: dict[str, tuple[Attempt, Attempts]] = {}
+        self._live: dict[str, tuple[Attempt, StreamAttempts]] = {}
         self._aborts: list[str] = []  # keys to abort in the core; bounded by the live requests
         self._aborts_waiting = asyncio.Event()
 
@@ -106,7 +118,7 @@ class CoreLink:
         except EngineDeadError:
             raise Unavailable("the engine failed") from None
 
-    def open(self, attempt: Attempt, attempts: Attempts) -> None:
+    def open(self, attempt: Attempt, attempts: StreamAttempts) -> None:
         """Pass the outputs of an attempt to its stream's ``attempts`` from now on."""
         self._live[attempt.key] = attempt, attempts
         self._load.accepted()
@@ -162,7 +174,7 @@ class CoreLink:
     def _distribute(self, outputs: EngineCoreOutputs) -> None:
         """Distribute the outputs of a step, then notify each stream once, so that it builds one frame."""
         self._load.observe(outputs)
-        changed: dict[Attempts, None] = {}  # in the order of their first output
+        changed: dict[StreamAttempts, None] = {}  # in the order of their first output
         now = self.clock()
         for output in outputs.outputs:
             entry = self._live.get(output.request_id)

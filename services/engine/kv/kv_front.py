@@ -1,22 +1,162 @@
-"""Joins the front's parts that read KV from other engines and serve KV to them."""
+"""Joins the front's parts that read KV from other engines and serve KV to them, under leases that the core holds."""
 
+import functools
 import socket
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc.aio
+from google.protobuf import duration_pb2
 
+from tokenloom.engine_core.data.kv_messages import KVAcquire, KVAnswer, KVProgress, KVRelease, KVRenew
 from tokenloom.gpu_worker.kv_connector.kv_transports import expanded
+from tokenloom.request import errors
+from tokenloom.request.errors import InvalidArgument, Unimplemented
+from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.services.runtime.host.surroundings import Port
+from tokenloom.services.runtime.host.servicer_edge import Edge
+from tokenloom.services.runtime.host.surroundings import Network, Port
+from tokenloom.services.runtime.peers.callers import check_caller
+from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.services.runtime.tasks import first_of
-from tokenloom.v1 import coordinator_pb2
+from tokenloom.v1 import coordinator_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc
 
 from ..core.core_link import CoreLink
-from ..engine_settings import EngineSettings
-from ..load import LoadTracker
+from ..records.core_request import LEASE_ID_BYTES
+from ..records.engine_settings import EngineSettings
+from ..records.load import LoadTracker
 from .kv_link import KVLink
 from .kv_loads import KVLoads, ReaderConfig
 from .kv_peers import EngineRegistry
-from .kv_servicer import KVTransferServicer, serve_kv
+
+DIGEST_BYTES = 32
+_MAX_ACQUISITION_ID_BYTES = 64
+_MAX_TRANSPORTS = 16
+_MAX_NAME_CHARS = 256
+_LIMITS = GrpcLimits(calls=4096)
+"""Each reading of an incomplete prefill keeps a call open."""
+_NOT_FOUND = ("not_found", "lease_expired", "lease_revoked")
+
+
+class KVTransferServicer(kv_transfer_pb2_grpc.KVTransferServicer):
+    """Checks calls and passes them to the core. Errors are raised; the servicer edge turns them into statuses."""
+
+    def __init__(self, link: KVLink, epoch: int) -> None:
+        """``epoch``: this engine's incarnation. Leases of an earlier incarnation ended with it."""
+        self._link = link
+        self._epoch = epoch
+
+    async def Acquire(self, request: kv_transfer_pb2.AcquireRequest, context: Any) -> kv_transfer_pb2.AcquireResponse:
+        self._check_epoch(request.engine_epoch)
+        _check_acquire(request)
+        answer = _valid(
+            await self._link.call(
+                lambda call_id: KVAcquire(
+                    call_id, request.lease_id, request.kv_layout, request.prompt_digest, list(request.transports)
+                )
+            )
+        )
+        target = answer.target
+        assert target is not None, "acquired, but no target"
+        return kv_transfer_pb2.AcquireResponse(
+            acquisition_id=target.acquisition_id,
+            transport=target.transport,
+            endpoint=target.endpoint,
+            block_ids=target.block_ids,
+            generations=target.generations,
+            checksums=target.checksums,
+            ttl=_duration(answer.ttl_seconds),
+        )
+
+    async def Progress(
+        self, request: kv_transfer_pb2.ProgressRequest, context: Any
+    ) -> AsyncIterator[kv_transfer_pb2.ProgressResponse]:
+        self._check_epoch(request.engine_epoch)
+        _check_acquisition(request.acquisition_id)
+        seen, is_complete = 0, False
+        while not is_complete:
+            make = functools.partial(KVProgress, acquisition_id=request.acquisition_id, tokens_seen=seen)
+            answer = _valid(await self._link.call(make))
+            seen, is_complete = answer.tokens_ready, answer.tokens_ready >= answer.num_tokens
+            yield kv_transfer_pb2.ProgressResponse(tokens_ready=seen)
+
+    async def Renew(self, request: kv_transfer_pb2.RenewRequest, context: Any) -> kv_transfer_pb2.RenewResponse:
+        self._check_epoch(request.engine_epoch)
+        _check_acquisition(request.acquisition_id)
+        answer = _valid(await self._link.call(lambda call_id: KVRenew(call_id, request.acquisition_id)))
+        return kv_transfer_pb2.RenewResponse(ttl=_duration(answer.ttl_seconds))
+
+    async def Release(self, request: kv_transfer_pb2.ReleaseRequest, context: Any) -> kv_transfer_pb2.ReleaseResponse:
+        self._check_epoch(request.engine_epoch)
+        _check_acquisition(request.acquisition_id)
+        answer = await self._link.call(
+            lambda call_id: KVRelease(call_id, request.acquisition_id, list(request.generations))
+        )
+        return kv_transfer_pb2.ReleaseResponse(
+            valid=answer.valid and not answer.failure,
+            reason=answer.failure,
+            checksums=answer.checksums,
+        )
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            raise _error(
+                "owner_lost", "engine_epoch belongs to an earlier incarnation of this engine, whose leases have ended"
+            )
+
+
+def _check_acquire(request: kv_transfer_pb2.AcquireRequest) -> None:
+    if len(request.lease_id) != LEASE_ID_BYTES:
+        raise InvalidArgument(f"lease_id has {len(request.lease_id)} bytes, expected {LEASE_ID_BYTES}", "lease_id")
+    if len(request.prompt_digest) != DIGEST_BYTES:
+        raise InvalidArgument(
+            f"prompt_digest has {len(request.prompt_digest)} bytes, expected {DIGEST_BYTES}", "prompt_digest"
+        )
+    if not 1 <= len(request.transports) <= _MAX_TRANSPORTS:
+        raise InvalidArgument(f"transports must have 1 to {_MAX_TRANSPORTS} entries", "transports")
+    if any(len(name) > _MAX_NAME_CHARS for name in (request.kv_layout, *request.transports)):
+        raise InvalidArgument(
+            f"kv_layout and transports must have at most {_MAX_NAME_CHARS} characters each", "kv_layout"
+        )
+    # Only the reader's scheduler knows, at the moment of admission, which blocks its prefix cache has.
+    if request.skip_tokens:
+        raise Unimplemented("skip_tokens must be 0; readers choose the blocks that they copy", field="skip_tokens")
+
+
+def _check_acquisition(acquisition_id: bytes) -> None:
+    if not 1 <= len(acquisition_id) <= _MAX_ACQUISITION_ID_BYTES:
+        raise InvalidArgument("acquisition_id must be one that Acquire returned", "acquisition_id")
+
+
+def _valid(answer: KVAnswer) -> KVAnswer:
+    if answer.failure:
+        raise _error(answer.failure, answer.detail)
+    return answer
+
+
+def _duration(seconds: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration
+
+
+def _error(reason: str, detail: str) -> errors.TokenloomError:
+    """Return the error for a caller; ``reason`` is one of ``KV_FAILURES``."""
+    kind = errors.NotFound if reason in _NOT_FOUND else errors.FailedPrecondition
+    error = kind(detail or reason.replace("_", " "))
+    error.reason = reason.upper()
+    return error
+
+
+def serve_kv(
+    network: Network, listen: str, servicer: KVTransferServicer, tls: MeshTLS | None, *, insecure: bool
+) -> Port:
+    """Return a port where other engines reach ``servicer``. Raises ``InvalidArgument`` for an address that other
+    machines can reach without TLS, ``Unavailable`` for one that cannot be bound."""
+    edge = Edge(check_caller if tls is not None else None)
+    edge.add_servicer(kv_transfer_pb2_grpc.add_KVTransferServicer_to_server, servicer)
+    return network.port(edge, listen, _LIMITS, tls, insecure=insecure, field="kv_listen")
+
 
 CLOSE_SECONDS = 0.25
 

@@ -20,8 +20,8 @@ from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import coordinator_pb2, engine_pb2, types_pb2
 
-from ..core.core_request import to_core_request
-from .attempt import Attempt, AttemptKV, AttemptTimes, TokenCounts
+from ..records.attempt import Attempt, AttemptKV, AttemptTimes, TokenCounts
+from ..records.core_request import to_core_request
 from .frame_builder import FrameBuilder
 
 _REASONS = {

@@ -14,9 +14,9 @@ from tests.simulation.core_client import CoreClient
 from tokenloom.engine_core.data.messages import EngineCoreOutputs
 from tokenloom.request import errors
 from tokenloom.services.engine.control.pause import Pause
-from tokenloom.services.engine.control.sleep import Sleep
 from tokenloom.services.engine.core.core_link import CoreLink
-from tokenloom.services.engine.load import LoadTracker
+from tokenloom.services.engine.engine_admin import Sleep
+from tokenloom.services.engine.records.load import LoadTracker
 from tokenloom.v1 import engine_pb2
 
 STEP_SECONDS = 0.01

@@ -17,7 +17,7 @@ from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request import logprob_columns
-from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running

@@ -8,14 +8,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from msgspec.structs import replace
 
 from tests.ready_channel import ready_channel
+from tests.services.engine.control.test_coordinator_link import is_serving, running_coordinator, see
 from tests.services.engine.peer import Peer, make_add, make_settings, running_engine
-from tests.services.engine.test_coordinator_link import is_serving, running_coordinator, see
 from tokenloom.engine_core.data.model_info import ModelInfo
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.process.fall_backs import FallBacks
-from tokenloom.services.engine import health_check
-from tokenloom.services.engine.health_check import HealthCheck
-from tokenloom.services.engine.load import LoadTracker
+from tokenloom.services.engine import running_engine as health_check
+from tokenloom.services.engine.records.load import LoadTracker
+from tokenloom.services.engine.running_engine import HealthCheck
 from tokenloom.services.runtime.host.health import Health
 from tokenloom.v1.coordinator_pb2 import ENGINE_STATE_DEAD
 

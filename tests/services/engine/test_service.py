@@ -22,7 +22,7 @@ from tokenloom.engine_core.data.model_info import ModelInfo
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request import errors, wire_errors
-from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.types_pb2 import FINISH_REASON_ERROR
 

@@ -19,7 +19,7 @@ from tokenloom.services.coordinator.caches.cache_followers import CacheFollowers
 from tokenloom.services.coordinator.caches.engine_cache import EngineCache
 from tokenloom.services.coordinator.engines.engine_record import EngineRecord
 from tokenloom.services.coordinator.engines.engine_registry import Registry
-from tokenloom.services.engine.control.kv_event_feed import KVEventFeed
+from tokenloom.services.engine.records.kv_event_feed import KVEventFeed
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.tasks import Failure, Tasks
 from tokenloom.v1 import engine_pb2_grpc

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.engine.control.pause import Pause
 from tokenloom.services.engine.core.core_link import CoreLink
-from tokenloom.services.engine.load import LoadTracker
+from tokenloom.services.engine.records.load import LoadTracker
 from tokenloom.v1.engine_pb2 import PAUSE_MODE_KEEP, PAUSE_MODE_UNSPECIFIED
 
 

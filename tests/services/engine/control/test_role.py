@@ -13,7 +13,7 @@ import pytest
 from tests.services.engine.kv.kv_fakes import FakeCore, running_coordinator, running_front
 from tests.services.engine.peer import Peer, make_add
 from tokenloom.engine_core.data.messages import EngineCoreRequest, FinishReason, SchedulerStats
-from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.coordinator_pb2 import EngineEntry, Snapshot, WatchRequest

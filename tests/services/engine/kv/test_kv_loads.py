@@ -31,7 +31,8 @@ from tokenloom.engine_core.data.kv_messages import (
 )
 from tokenloom.engine_core.data.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
-from tokenloom.services.engine.kv import kv_loads, kv_reading
+from tokenloom.services.engine.kv import kv_loads
+from tokenloom.services.engine.kv import kv_loads as kv_reading
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import engine_pb2
 from tokenloom.v1.engine_pb2 import AddRequest, KVSource

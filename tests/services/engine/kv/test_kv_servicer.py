@@ -12,9 +12,9 @@ from tests.services.engine.kv.kv_fakes import LAYOUT, LEASE, FakeCore, owning_co
 from tokenloom.engine_core.data.kv_messages import KVAcquire, KVAnswer, KVProgress, KVRelease, KVRenew
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.services.engine.kv.kv_front import KVTransferServicer, serve_kv
 from tokenloom.services.engine.kv.kv_link import KVLink
-from tokenloom.services.engine.kv.kv_reading import read_failure
-from tokenloom.services.engine.kv.kv_servicer import KVTransferServicer, serve_kv
+from tokenloom.services.engine.kv.kv_loads import read_failure
 from tokenloom.services.runtime.host.surroundings import Network
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.kv_transfer_pb2 import AcquireRequest, ProgressRequest, ReleaseRequest, RenewRequest

@@ -12,7 +12,7 @@ from tests.services.engine.peer import Received, make_add
 from tokenloom.engine_core.data.messages import EngineCoreOutput, ErrorKind, FinishReason, PrefillStats, RoutedExperts
 from tokenloom.request.errors import DeadlineExceeded, InvalidArgument, RateLimitExceeded, ResourceExhausted
 from tokenloom.request.wire_errors import from_proto
-from tokenloom.services.engine.streams.attempt import Attempt
+from tokenloom.services.engine.records.attempt import Attempt
 from tokenloom.services.engine.streams.attempts import Attempts
 from tokenloom.services.engine.streams.frame_builder import FrameBuilder
 from tokenloom.v1.coordinator_pb2 import EngineRef

@@ -15,7 +15,7 @@ from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.gpu_worker.kv_connector.kv_transports import make_transports
 from tokenloom.model_files.model_path import DEMO_MODEL
-from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running

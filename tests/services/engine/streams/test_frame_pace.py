@@ -4,7 +4,7 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from tokenloom.services.engine.streams.frame_pace import FramePace
+from tokenloom.services.engine.streams.frame_builder import FramePace
 
 
 class FakeLoop:

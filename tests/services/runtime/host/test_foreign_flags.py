@@ -3,7 +3,7 @@
 import pytest
 
 from tokenloom.cli.serve.serve_options import OFFERS
-from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.runtime.host.foreign_flags import answer_unknown, foreign_flags
 from tokenloom.services.runtime.host.options import flag
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tokenloom.request.errors import FailedPrecondition
-from tokenloom.services.engine.kv import kv_reading
+from tokenloom.services.engine.kv import kv_loads as kv_reading
 from tokenloom.services.gateway.mesh import tokenizer_client
 from tokenloom.services.output_processor.placement import engine_link
 from tokenloom.services.runtime.peers.hello import (

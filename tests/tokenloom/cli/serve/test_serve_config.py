@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from tokenloom.cli.main import app
 from tokenloom.cli.serve.serve_options import DECIDED, OFFERS, SETTINGS
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
-from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.supervisor.certificates import make_certificates

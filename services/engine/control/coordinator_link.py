@@ -1,0 +1,255 @@
+"""Keeps the engine's ``Join`` stream: reports changed counts, and joins again when the coordinator comes back."""
+
+import asyncio
+import contextlib
+import logging
+from typing import NoReturn, Protocol, TypeAlias
+
+import grpc
+import grpc.aio
+
+from tokenloom.process.fall_backs import FallBacks
+from tokenloom.request.errors import Aborted, Unavailable
+from tokenloom.request.wire_errors import of_exception
+from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello
+from tokenloom.services.runtime.tasks import first_of
+from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
+
+from ..records.identity import Identity
+from ..records.load import LoadTracker
+from .loras import to_adapter
+
+log = logging.getLogger(__name__)
+
+MIN_REPORT_SECONDS = 0.03
+"""Time between two reports unless the coordinator asks for another one. It counts its own picks at once; only ends are
+reported later."""
+MAX_REPORT_SECONDS = 1.0
+_MOST_TOKENS = (1 << 32) - 1
+"""What the report's fields hold at most: a long queue of long prompts has more."""
+MIN_BACKOFF_SECONDS = 0.1
+MAX_BACKOFF_SECONDS = 1.0
+
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[coordinator_pb2.EngineReport, coordinator_pb2.EngineCommand]"
+
+
+class Commands(Protocol):
+    """Obeys what the coordinator asks of an engine. No method waits."""
+
+    def drain(self, grace: float) -> None:
+        """Drain within ``grace`` seconds."""
+
+    def change_adapters(self, changes: coordinator_pb2.AdapterChanges) -> None:
+        """Load and unload LoRA adapters."""
+
+    def start_wave(self, wave: int) -> None:
+        """Begin a wave that another rank of the data-parallel group has begun."""
+
+    def resize_group(self, size: int) -> None:
+        """Agree with the other ranks on a group of ``size`` ranks."""
+
+    def wait_aside(self, reason: str) -> None:
+        """Note that the engine gets no requests, because others serve its model's name; with an empty ``reason`` that
+        it gets some again."""
+
+
+class CoordinatorLink:
+    """Keeps the engine in the coordinator's registry while :meth:`run` runs."""
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        identity: Identity,
+        load: LoadTracker,
+        role: types_pb2.EngineRole,
+        fall_backs: FallBacks | None = None,
+    ) -> None:
+        """``channel``: the channel to the coordinator; its owner closes it. ``fall_backs``: those of the engine, which
+        its reports carry; None: it has none."""
+        self._channel = channel
+        self._identity = identity
+        self._load = load
+        self._role = role
+        self._fall_backs = fall_backs or FallBacks()
+        self._is_outdated = False
+        self._interval = MIN_REPORT_SECONDS
+        self._urgent = load.urgent  # set when a report must not wait for the interval
+        self._joined = asyncio.Event()
+        self._state = coordinator_pb2.ENGINE_STATE_SERVING
+
+    def set_role(self, role: types_pb2.EngineRole) -> None:
+        """Report to the coordinator which legs the engine takes."""
+        self._role = role
+        self._report_now()
+
+    def set_state(self, state: coordinator_pb2.EngineState) -> None:
+        """Report to the coordinator whether the engine serves, drains or is dead."""
+        self._state = state
+        self._report_now()
+
+    def rejoin(self) -> None:
+        """Join again, because the identity has changed."""
+        self._is_outdated = True
+        self._report_now()
+
+    async def wait_joined(self) -> None:
+        """Wait until the engine has joined for the first time."""
+        await self._joined.wait()
+
+    async def run(self, commands: Commands) -> None:
+        """Join, and join again after failures. Returns only if a newer engine of this name has joined.
+
+        ``commands`` obeys what the coordinator asks for.
+        """
+        backoff, loop = MIN_BACKOFF_SECONDS, asyncio.get_running_loop()
+        stub = coordinator_pb2_grpc.CoordinatorStub(self._channel)
+        while True:
+            joined_at = loop.time()
+            try:
+                await self._join(stub.Join(), commands)
+            except Exception as cause:  # of any kind: an engine that joins again serves on meanwhile
+                is_silent = isinstance(cause, TimeoutError)
+                error = Unavailable("the coordinator did not answer") if is_silent else of_exception(cause)
+            if isinstance(error, Aborted):
+                log.error("removed from the coordinator's registry: %s", error.message)
+                return
+            if loop.time() - joined_at > MAX_BACKOFF_SECONDS:
+                backoff = MIN_BACKOFF_SECONDS
+            log.info("not in the coordinator's registry (%s); joining again", error.message)
+            await self._wait_to_join(backoff)
+            backoff = min(backoff * 2, MAX_BACKOFF_SECONDS)
+
+    async def _wait_to_join(self, seconds: float) -> None:
+        """Wait for so long, or until the channel is connected again: a coordinator that was restarted is joined at
+        once, and one that refuses the engine is not asked more often."""
+        ready, state = grpc.ChannelConnectivity.READY, self._channel.get_state()
+        if state == ready:
+            await asyncio.sleep(seconds)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while state != ready:
+                    await self._channel.wait_for_state_change(state)
+                    state = self._channel.get_state()
+
+    async def _join(self, call: _Call, commands: Commands) -> NoReturn:
+        """Keep one stream until it fails."""
+        self._is_outdated = False
+        try:
+            first = self._report()
+            first.hello.CopyFrom(self._identity.hello())
+            first.identity.CopyFrom(self._identity.registration())
+            await _write(call, first)
+            async with asyncio.timeout(HELLO_SECONDS):
+                answer = await _read(call)
+            check_hello(answer.hello)
+            log.info("joined coordinator %s", answer.hello.peer_id)
+            self._joined.set()
+            await first_of(self._write_reports(call), self._read_commands(call, commands))
+        finally:
+            call.cancel()  # gRPC does not end a stream that is merely dropped
+        raise AssertionError("neither task returns")
+
+    async def _write_reports(self, call: _Call) -> NoReturn:
+        while True:
+            try:
+                # An idle engine reports once a second too: its silence is how the coordinator notices that its event
+                # loop hangs.
+                async with asyncio.timeout(MAX_REPORT_SECONDS - self._interval):
+                    await self._load.changed.wait()
+            except TimeoutError:
+                pass
+            if self._is_outdated:
+                raise Unavailable("the engine's identity changed")
+            await _write(call, self._report())
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Let changes within the interval make one report."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._interval):
+                # A drain or a change of role is not delayed by the interval, which is up to one second in a large mesh:
+                # until it is known, requests are still placed here.
+                await self._urgent.wait()
+
+    def _report_now(self) -> None:
+        self._load.changed.set()
+        self._urgent.set()
+
+    async def _read_commands(self, call: _Call, commands: Commands) -> NoReturn:
+        while True:
+            command = await _read(call)
+            self._take_interval(command)
+            if command.HasField("adapters"):
+                commands.change_adapters(command.adapters)
+            if command.HasField("drain"):
+                commands.drain(command.drain.grace.ToNanoseconds() / 1e9)
+            if command.HasField("start_wave"):
+                commands.start_wave(command.start_wave)
+            if command.HasField("waits_aside"):
+                commands.wait_aside(command.waits_aside)
+            if command.HasField("data_parallel_size"):
+                commands.resize_group(command.data_parallel_size)
+
+    def _take_interval(self, command: coordinator_pb2.EngineCommand) -> None:
+        if command.HasField("report_interval"):
+            seconds = command.report_interval.ToNanoseconds() / 1e9
+            self._interval = min(max(seconds, MIN_REPORT_SECONDS), MAX_REPORT_SECONDS)
+
+    def _report(self) -> coordinator_pb2.EngineReport:
+        """Return a consistent report: a pick and the request that it placed are in the same one."""
+        # Cleared before the counts are read, not after: a change in between would otherwise never be reported.
+        self._load.changed.clear()
+        self._urgent.clear()
+        load, group = self._load.snapshot(), self._load.group
+        return coordinator_pb2.EngineReport(
+            role=self._role,
+            state=self._reported_state(),
+            waiting=load.waiting,
+            running=load.running,
+            waiting_tokens=min(load.waiting_tokens, _MOST_TOKENS),
+            kv_usage=load.kv_usage,
+            free_kv_blocks=load.free_kv_blocks,
+            picks_arrived=self._load.take_picks(),
+            step=load.step,
+            seats=load.seats,
+            prefill_tokens_per_second=_rounded(load.prefill_tokens_per_second),
+            starts_per_second=_rounded(load.starts_per_second),
+            computed_tokens_per_second=_rounded(load.computed_tokens_per_second),
+            prefilling_tokens=min(load.prefilling_tokens, _MOST_TOKENS),
+            prompt_tokens_per_second=_rounded(load.prompt_tokens_per_second),
+            step_seconds=_rounded(load.step_seconds),
+            step_requests=_rounded(load.step_requests),
+            adapters=map(to_adapter, self._load.loras),
+            start_wave=None if group is None else group.start_wave,
+            wave_complete=None if group is None else group.wave_complete,
+            group_size=group.size if group is not None and group.is_member else 0,
+            fall_backs=[types_pb2.FallBack(kind=each.kind, detail=each.detail) for each in self._fall_backs.active],
+        )
+
+    def _reported_state(self) -> coordinator_pb2.EngineState:
+        if self._state != coordinator_pb2.ENGINE_STATE_SERVING:
+            return self._state
+        if (group := self._load.group) is not None and not group.is_member:
+            return coordinator_pb2.ENGINE_STATE_STARTING
+        if self._load.is_failing:
+            return coordinator_pb2.ENGINE_STATE_DEAD
+        return coordinator_pb2.ENGINE_STATE_PAUSED if self._load.is_paused else self._state
+
+
+def _rounded(rate: float) -> float:
+    """Return a rate with two digits: smaller changes are not worth a snapshot to every watcher."""
+    return float(f"{rate:.1e}")
+
+
+async def _write(call: _Call, report: coordinator_pb2.EngineReport) -> None:
+    """Write a report, unless the call has ended; reading from the call then raises the reason."""
+    with contextlib.suppress(asyncio.InvalidStateError):
+        await call.write(report)
+
+
+async def _read(call: _Call) -> coordinator_pb2.EngineCommand:
+    message = await call.read()
+    if not isinstance(message, coordinator_pb2.EngineCommand):
+        raise Unavailable("the coordinator ended the stream")
+    return message

@@ -1,0 +1,266 @@
+"""Serves ``EngineAdmin``: operations on one engine, among them sleeping and the replacement of weights.
+
+Asleep, the mesh sees a pause, and the core has released its memory. Of new weights the fingerprint is published.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tokenloom.engine_core.control.sleeping import LEVELS
+from tokenloom.engine_core.data.model_info import FreedMemory
+from tokenloom.model_files import checkpoint, model_path
+from tokenloom.request.errors import FailedPrecondition, InvalidArgument
+from tokenloom.request.prompt_block_hash import specimen_hash
+from tokenloom.v1 import engine_pb2, engine_pb2_grpc, types_pb2
+
+from .control.loras import to_adapter, to_state
+from .control.pause import MODES
+from .control.role import Role
+from .running_engine import RunningEngine
+
+log = logging.getLogger(__name__)
+
+MAX_PREFIX_SECONDS = 60.0
+"""As long as changes of the prefix cache are gathered at most before a reader gets them."""
+
+
+class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
+    """Passes each call to the part that performs it. Errors are raised; the servicer edge turns them into statuses."""
+
+    def __init__(self, engine: RunningEngine, role: types_pb2.EngineRole) -> None:
+        """``role``: the one that the engine starts with."""
+        self._engine = engine
+        self._core = engine.core
+        self._pause = engine.pause
+        self._role = Role(role, engine.publish_role, engine.leases_ended)
+        self._sleep = Sleep(engine)
+        self._weights = Weights(engine)
+        self._loras = engine.loras
+
+    async def GetEngineInfo(
+        self, request: engine_pb2.GetEngineInfoRequest, context: Any
+    ) -> engine_pb2.GetEngineInfoResponse:
+        load = self._engine.load.snapshot()
+        return engine_pb2.GetEngineInfoResponse(
+            fingerprint=self._engine.identity.fingerprint,
+            num_kv_blocks=self._core.ready.num_kv_blocks,
+            max_model_len=self._core.ready.max_model_len,
+            waiting=load.waiting,
+            running=load.running,
+            pause_mode=self._pause.mode,
+        )
+
+    async def ResetPrefixCache(
+        self, request: engine_pb2.ResetPrefixCacheRequest, context: Any
+    ) -> engine_pb2.ResetPrefixCacheResponse:
+        if not await self._core.call("reset_prefix_cache", request.preempt_running):
+            raise FailedPrecondition(
+                "requests are running; wait until none is, or set preempt_running to reset the cache now"
+            )
+        return engine_pb2.ResetPrefixCacheResponse()
+
+    async def Pause(self, request: engine_pb2.PauseRequest, context: Any) -> engine_pb2.PauseResponse:
+        await self._pause.begin(request.mode, clear_cache=request.clear_cache)
+        return engine_pb2.PauseResponse()
+
+    async def Resume(self, request: engine_pb2.ResumeRequest, context: Any) -> engine_pb2.ResumeResponse:
+        await self._pause.end()
+        return engine_pb2.ResumeResponse()
+
+    async def WatchKVEvents(  # type: ignore[override]  # a coroutine that writes to the context, not a generator
+        self, request: engine_pb2.WatchKVEventsRequest, context: Any
+    ) -> None:
+        if (feed := self._core.kv_events) is None:
+            raise FailedPrecondition("KV events are off; start the engine with --kv-events")
+        sequence = request.from_sequence if request.HasField("from_sequence") else None
+        if request.HasField("prefix_interval"):
+            prints = self._engine.identity.fingerprint
+            interval = request.prefix_interval.ToNanoseconds() / 1e9
+            if not 0 <= interval <= MAX_PREFIX_SECONDS:
+                raise InvalidArgument(f"prefix_interval must be 0 to {MAX_PREFIX_SECONDS:g} seconds", "prefix_interval")
+            specimen = specimen_hash(prints.block_size, prints.block_hash_seed)
+            # The coordinator gets changes and not events: of an interval in which a block was stored and evicted it
+            # gets nothing, otherwise 8 bytes for each block that prompts name.
+            batches = feed.follow_prefixes(sequence, interval, specimen)
+        else:
+            batches = feed.follow(sequence)
+        async for batch in batches:
+            await context.write(batch)
+
+    async def SetRole(self, request: engine_pb2.SetRoleRequest, context: Any) -> engine_pb2.SetRoleResponse:
+        if request.role not in types_pb2.EngineRole.values() or not request.role:
+            raise InvalidArgument("role must be BOTH, PREFILL or DECODE", "role")
+        if self._engine.kv is None:
+            raise FailedPrecondition("the engine transfers no KV; start it with --kv-transports", field="role")
+        await self._role.change(request.role)
+        return engine_pb2.SetRoleResponse()
+
+    async def Sleep(self, request: engine_pb2.SleepRequest, context: Any) -> engine_pb2.SleepResponse:
+        freed = await self._sleep.begin(request.level, request.mode)
+        return engine_pb2.SleepResponse(
+            weights_bytes=freed.weights, kv_cache_bytes=freed.kv_cache, kept_on_host_bytes=freed.kept_on_host
+        )
+
+    async def WakeUp(self, request: engine_pb2.WakeUpRequest, context: Any) -> engine_pb2.WakeUpResponse:
+        await self._sleep.end(request.tags)
+        return engine_pb2.WakeUpResponse()
+
+    async def IsSleeping(self, request: engine_pb2.IsSleepingRequest, context: Any) -> engine_pb2.IsSleepingResponse:
+        return engine_pb2.IsSleepingResponse(sleeping=await self._sleep.is_sleeping())
+
+    async def ReloadWeights(
+        self, request: engine_pb2.ReloadWeightsRequest, context: Any
+    ) -> engine_pb2.ReloadWeightsResponse:
+        await self._weights.reload(request.path)
+        return engine_pb2.ReloadWeightsResponse(fingerprint=self._engine.identity.fingerprint)
+
+    async def LoadLora(self, request: engine_pb2.LoadLoraRequest, context: Any) -> engine_pb2.LoadLoraResponse:
+        state = await self._loras.load(request.name, request.path, request.digest, in_place=request.in_place)
+        return engine_pb2.LoadLoraResponse(adapter=to_adapter(state))
+
+    async def UnloadLora(self, request: engine_pb2.UnloadLoraRequest, context: Any) -> engine_pb2.UnloadLoraResponse:
+        await self._loras.unload(request.name)
+        return engine_pb2.UnloadLoraResponse()
+
+    async def ListLoras(self, request: engine_pb2.ListLorasRequest, context: Any) -> engine_pb2.ListLorasResponse:
+        return engine_pb2.ListLorasResponse(adapters=map(to_state, await self._loras.list()))
+
+    async def PinLora(self, request: engine_pb2.PinLoraRequest, context: Any) -> engine_pb2.PinLoraResponse:
+        await self._loras.pin(request.name, pinned=request.pinned)
+        return engine_pb2.PinLoraResponse()
+
+    async def Reconfigure(self, request: engine_pb2.ReconfigureRequest, context: Any) -> engine_pb2.ReconfigureResponse:
+        await self._engine.resize_group(request.data_parallel_size)
+        return engine_pb2.ReconfigureResponse()
+
+    async def StartProfile(
+        self, request: engine_pb2.StartProfileRequest, context: Any
+    ) -> engine_pb2.StartProfileResponse:
+        await self._core.call("profile", True)
+        return engine_pb2.StartProfileResponse()
+
+    async def StopProfile(self, request: engine_pb2.StopProfileRequest, context: Any) -> engine_pb2.StopProfileResponse:
+        await self._core.call("profile", False)
+        return engine_pb2.StopProfileResponse()
+
+
+_TAGS = {engine_pb2.WAKE_TAG_WEIGHTS: "weights", engine_pb2.WAKE_TAG_KV_CACHE: "kv_cache"}
+
+
+class Sleep:
+    """Puts the core to sleep. No other code calls the core's ``sleep``, so the mesh always knows the state."""
+
+    def __init__(self, engine: RunningEngine) -> None:
+        self._engine = engine
+
+    async def begin(self, level: int, mode: engine_pb2.PauseMode) -> FreedMemory:
+        """Pause, release memory, and return how much that was. Leases end first; if ``mode`` is WAIT, they end
+        normally. If cancelled before that, the engine stays paused.
+
+        Raises ``InvalidArgument`` for an unknown level or mode, ``FailedPrecondition`` if the engine sleeps at another
+        level, if a worker fails (the engine then sleeps all the same, and may sleep again or wake up), or as
+        :meth:`Pause.begin`, ``Unavailable`` if the core is dead.
+        """
+        if level not in LEVELS:
+            raise InvalidArgument(f"level must be 0, 1 or 2, not {level}", "level")
+        await self._engine.pause.begin(mode, clear_cache=level > 0)
+        if level and mode == engine_pb2.PAUSE_MODE_WAIT:
+            # Another engine may be copying leased blocks; released memory would be read by it.
+            await self._engine.leases_ended()
+        self._engine.pause.note_begin(mode)  # the engine may have been resumed meanwhile
+        freed = msgspec.convert(await self._engine.core.call("sleep", level, MODES[mode].value), FreedMemory)
+        log.info(
+            "asleep at level %d: released %d MiB of weights and %d MiB of KV; host memory keeps %d MiB",
+            *(level, freed.weights >> 20, freed.kv_cache >> 20, freed.kept_on_host >> 20),
+        )
+        return freed
+
+    async def end(self, tags: Sequence[engine_pb2.WakeTag]) -> None:
+        """Wake the parts that ``tags`` name, all if empty. Requests resume when the last part is awake.
+
+        Raises ``InvalidArgument`` for an unknown tag, ``FailedPrecondition`` if the weights cannot be restored.
+        """
+        if any(tag not in _TAGS for tag in tags):
+            raise InvalidArgument("tags must be WEIGHTS or KV_CACHE", "tags")
+        if not await self.is_sleeping():
+            return
+        await self._engine.pause.wake([_TAGS[tag] for tag in tags] or None)
+
+    async def is_sleeping(self) -> bool:
+        """Return whether any part of the core is asleep."""
+        return bool(await self._engine.core.call("is_sleeping"))
+
+
+class Weights:
+    """Loads the weights of another checkpoint into the core, one reload at a time."""
+
+    def __init__(self, engine: RunningEngine) -> None:
+        self._engine = engine
+        self._changing = asyncio.Lock()
+
+    async def reload(self, path: str) -> None:
+        """Load the weights of the checkpoint ``path``. The engine must be paused, or have no live requests.
+        The reload continues if the call is cancelled, so that the core and the mesh agree on the weights.
+
+        Raises ``InvalidArgument`` if the path is no checkpoint that can be read, ``FailedPrecondition`` if requests are
+        live or the checkpoint does not fit; then the weights stay as they are. If reading fails halfway, it raises
+        ``FailedPrecondition`` too, and the engine sleeps until other weights are loaded and it is woken up. The engine
+        fails if the mesh cannot learn of weights that were loaded, or if it is unknown which these are.
+        """
+        directory = Path(path)
+        if not directory.is_absolute() or not model_path.is_checkpoint(directory):
+            wanted = "path must be the absolute path of a checkpoint directory or a GGUF file on this host"
+            raise InvalidArgument(wanted, "path")
+        task = self._engine.host.spawn(self._try(directory), name="engine-weights")
+        # An operator's client that goes away must not leave the core with new weights under the old fingerprint.
+        if (error := await asyncio.shield(task)) is not None:
+            raise error
+
+    async def _try(self, directory: Path) -> Exception | None:
+        """Reload, and return the error, which is the caller's. A task that raises would end the engine."""
+        async with self._changing:
+            try:
+                await self._reload(directory)
+            except Exception as error:  # reading files raises whatever the file system and the formats do
+                return error
+        return None
+
+    async def _reload(self, directory: Path) -> None:
+        ours = None
+        if self._engine.pause.mode == engine_pb2.PAUSE_MODE_UNSPECIFIED:
+            if self._engine.load.num_live:
+                raise FailedPrecondition("requests are live; pause the engine first")
+            ours = await self._engine.pause.begin(engine_pb2.PAUSE_MODE_WAIT)
+        try:
+            # Read before the load and compared after it: files that changed in between were served under the old
+            # fingerprint, beside engines with the old weights.
+            weights = await asyncio.to_thread(_fingerprint, directory)
+            await self._engine.core.call("reload_weights", str(directory))
+            await self._publish(directory, weights)
+        finally:
+            # A reload that failed halfway leaves the core asleep without weights; the engine then stays paused.
+            if ours is not None and not await self._engine.core.call("is_sleeping"):
+                await self._engine.pause.end(ours)
+
+    async def _publish(self, directory: Path, weights: bytes) -> None:
+        """Report the fingerprint that the checkpoint had before it was loaded, and must have still: the core may have
+        loaded what its files became meanwhile."""
+        try:
+            if await asyncio.to_thread(_fingerprint, directory) != weights:
+                raise FailedPrecondition("the checkpoint's files changed while they were loaded")
+            await self._engine.publish_weights(weights)
+        except Exception as error:
+            self._engine.host.failed(error)  # the mesh would take it for an engine with the old weights
+            raise
+
+
+def _fingerprint(directory: Path) -> bytes:
+    try:
+        return checkpoint.weights_fingerprint(directory)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
+        raise InvalidArgument(f"path: {error.filename} cannot be read: {error.strerror}", "path") from error

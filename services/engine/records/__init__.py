@@ -1,0 +1,1 @@
+"""What every part of the engine's front uses: settings, load, attempts, metrics and the core's requests."""

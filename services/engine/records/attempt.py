@@ -1,0 +1,138 @@
+"""Describes one attempt at a request, as the engine's front sees it; records its spans and logs its events."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from tokenloom.engine_core.data.core_pooling_params import PoolingTask
+from tokenloom.engine_core.data.messages import EngineCoreEvent, EngineCoreRequest, FinishReason, PrefillStats
+from tokenloom.request.routed_rows import RoutedRows
+from tokenloom.services.runtime.telemetry.logs import RequestLog
+from tokenloom.services.runtime.telemetry.tracing import Headers, Tracer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Counts the tokens of an attempt."""
+
+    prompt: int
+    accepted: int
+    """Output tokens that earlier attempts or the prefill leg produced."""
+    output: int
+    """Output tokens so far, accepted ones included."""
+
+
+@dataclass(slots=True)
+class AttemptTimes:
+    """Records when an attempt arrived and produced tokens: monotonic seconds, 0.0 for what has not happened yet."""
+
+    arrival: float
+    first_token: float = 0.0
+    last_token: float = 0.0
+    prefill: PrefillStats | None = None
+
+
+@dataclass(slots=True)
+class AttemptKV:
+    """Holds the state of an attempt whose KV is passed between engines.
+
+    Attributes:
+        lease_id: Prefill leg: names the lease that will hold the KV. Empty for other attempts.
+        awaits_tokens: Decode leg: the tokens of the prefill leg have not arrived yet.
+        wait_ns: Decode leg: time spent waiting for KV of another engine.
+        on_end: Called once, when the attempt has ended.
+    """
+
+    lease_id: bytes
+    awaits_tokens: bool
+    wait_ns: int = 0
+    on_end: Callable[[], None] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """Describes one attempt at a request.
+
+    Attributes:
+        slot: Names the attempt on its stream.
+        key: Names the attempt in the core.
+        request_id: The request's id in the mesh; only logs use it.
+        trace_headers: Headers of the trace that the attempt belongs to; None without one.
+        request: The request for the core, until the core has it.
+        deadline: The timer that ends the attempt when its time has run out.
+        routed: The experts of the tokens that were computed so far; None until some arrive.
+        pooling_task: What a pooling request asks for; None for one that generates.
+        saw_nans: Whether a token was drawn from logits that contained NaN.
+        finish_reason: None while the attempt is live.
+    """
+
+    slot: int
+    key: str
+    request_id: str
+    trace_headers: Headers | None
+    request: EngineCoreRequest | None
+    tokens: TokenCounts
+    times: AttemptTimes
+    kv: AttemptKV
+    deadline: asyncio.TimerHandle | None = None
+    routed: RoutedRows | None = None
+    pooling_task: PoolingTask | None = None
+    saw_nans: bool = False
+    finish_reason: FinishReason | None = None
+
+    def ended(self) -> None:
+        """Cancel the deadline and call ``on_end``, when the attempt has ended."""
+        if self.deadline is not None:
+            self.deadline.cancel()
+        if self.kv.on_end is not None:
+            self.kv.on_end()
+
+
+def log_events(attempt: Attempt, events: Iterable[EngineCoreEvent]) -> None:
+    """Log one line per event, in milliseconds since the attempt arrived: front and core read the same clock."""
+    arrival_ms = attempt.times.arrival * 1e3
+    for event in events:
+        request_log = RequestLog(log, attempt.request_id, attempt.trace_headers)
+        request_log.info("%s after %.1f ms", event.type.name.lower(), event.timestamp_ns / 1e6 - arrival_ms)
+
+
+def trace_attempt(tracer: Tracer, attempt: Attempt, headers: Headers, ended: float) -> None:
+    """Record the spans of an attempt that has ended, from the times that the core measured.
+
+    ``headers``: of the output processor's span. ``ended``: monotonic seconds.
+    """
+    times, tokens = attempt.times, attempt.tokens
+    arrival, first = round(times.arrival * 1e9), round(times.first_token * 1e9)
+    assert attempt.finish_reason is not None
+    attributes: dict[str, str | int] = {
+        "gen_ai.request.id": attempt.request_id,
+        "gen_ai.usage.input_tokens": tokens.prompt,
+        "gen_ai.usage.output_tokens": tokens.output - tokens.accepted,
+        "tokenloom.finish_reason": attempt.finish_reason.name.lower(),
+        "tokenloom.leg": _leg(attempt),
+    }
+    # Made at the end, from times that the core reports in any case: the core knows nothing of traces, and a token costs
+    # nothing more. A request that dies with its engine leaves no span of that engine.
+    span = tracer.start("engine", headers, started_ns=arrival, attributes=attributes)
+    if span is None:
+        return
+    if attempt.kv.wait_ns:
+        span.child("kv_transfer", arrival, arrival + attempt.kv.wait_ns)
+    if (stats := times.prefill) is not None and first:
+        # Computed backwards from the first token: each phase ends where the next one begins.
+        scheduled = first - stats.prefill_ns
+        span.child("queue", scheduled - stats.queued_ns, scheduled)
+        span.child("prefill", scheduled, first, {"tokenloom.cached_tokens": stats.num_cached_tokens})
+    if first and times.last_token > times.first_token:
+        span.child("decode", first, round(times.last_token * 1e9))
+    failed = attempt.finish_reason is FinishReason.ERROR
+    span.end(error="the attempt failed" if failed else "", ended_ns=round(ended * 1e9))
+
+
+def _leg(attempt: Attempt) -> str:
+    if attempt.kv.lease_id:
+        return "prefill"
+    return "decode" if attempt.kv.wait_ns else "whole"

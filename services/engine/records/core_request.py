@@ -1,0 +1,214 @@
+"""Turns an ``AddRequest`` into the engine core's request: checked, also against what the model pools, with every
+default filled in."""
+
+import json
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import Any
+
+import numpy as np
+from msgspec import inspect
+
+from tokenloom.engine_core.data.core_pooling_params import LateInteraction, PoolingParams, PoolingTask
+from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING, GrammarKind, SamplingParams, StructuredOutput
+from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.data.messages import EngineCoreRequest
+from tokenloom.request import validation
+from tokenloom.request.errors import DeadlineExceeded, InvalidArgument
+from tokenloom.request.narrowing import rows
+from tokenloom.request.prompt_embeds import check_embeds
+from tokenloom.request.sampling_params import RepetitionDetectionParams, SamplingFields
+from tokenloom.request.structural_tags import current_form
+from tokenloom.v1 import engine_pb2, types_pb2
+
+LEASE_ID_BYTES = 16
+_MAX_ENGINE_ID_CHARS = 256
+_MAX_TENANT_CHARS = 256
+_DIGEST_BYTES = 32
+_MAX_TIMEOUT_NS = 10**18
+"""More than 31 years: a longer timeout ends no request either, and might not fit into the core's numbers."""
+
+
+def to_core_request(
+    add: engine_pb2.AddRequest, key: str, limits: types_pb2.ModelLimits, random: Random
+) -> EngineCoreRequest:
+    """Return the core's request, named ``key``. ``random`` draws its lease and its seed.
+
+    Raises ``InvalidArgument`` naming the field or ``DeadlineExceeded``.
+    """
+    if (task := add.WhichOneof("task")) is None:
+        raise InvalidArgument("task is not set; expected sampling_params or pooling_params", "task")
+    prompt = add.prompt
+    pooling = to_core_pooling(add, limits) if task == "pooling_params" else None
+    sampling = _read_sampling(add, limits, random) if pooling is None else DRAWS_NOTHING
+    if add.priority:
+        validation.check_priority(add.priority, limits)
+    if len(add.tenant) > _MAX_TENANT_CHARS:
+        raise InvalidArgument(f"tenant has {len(add.tenant)} characters; at most {_MAX_TENANT_CHARS} fit", "tenant")
+    _check_kv(add)
+    if prompt.adapter and len(prompt.adapter) != _DIGEST_BYTES:
+        raise InvalidArgument(f"adapter has {len(prompt.adapter)} bytes, expected {_DIGEST_BYTES}", "adapter")
+    if add.HasField("timeout") and add.timeout.ToNanoseconds() <= 0:
+        raise DeadlineExceeded("the request's time ran out before it reached an engine")
+    return EngineCoreRequest(
+        request_id=key,
+        prompt_token_ids=list(prompt.token_ids),
+        sampling_params=sampling,
+        accepted_token_ids=list(add.accepted_token_ids),
+        priority=add.priority,
+        cache_salt=prompt.cache_salt,
+        lease_id=random.randbytes(LEASE_ID_BYTES) if add.hold_kv else b"",
+        awaits_tokens=add.awaits_tokens,
+        prompt_embeds=to_spans(prompt.embeds) if prompt.embeds else [],
+        tenant=add.tenant,
+        timeout_ns=min(add.timeout.ToNanoseconds(), _MAX_TIMEOUT_NS) if add.HasField("timeout") else 0,
+        adapter=prompt.adapter,
+        pooling_params=pooling,
+    )
+
+
+def _read_sampling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits, random: Random) -> SamplingParams:
+    """Check what a request generates from, and return its parameters."""
+    check_generates(limits)
+    prompt, params = add.prompt, add.sampling_params
+    validation.check_generate(prompt.token_ids, params, limits, accepted_token_ids=add.accepted_token_ids)
+    if prompt.embeds:
+        check_embeds(prompt, params, limits)
+    return to_core_sampling(params, limits, limits.max_model_len - len(prompt.token_ids), random)
+
+
+def to_core_sampling(
+    params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, default_max_tokens: int, random: Random
+) -> SamplingParams:
+    """Return valid parameters with every default filled in; without a seed ``random`` draws one."""
+    values: dict[str, Any] = {"max_tokens": default_max_tokens}
+    for descriptor, value in params.ListFields():
+        name = descriptor.name
+        read = _READERS.get(name)
+        values[name] = value if read is None else read(value)
+    if "seed" not in values:
+        values["seed"] = random.getrandbits(64)
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in values:
+            values[name] = min(values[name], limits.vocab_size)
+    if "structured_outputs" in values:
+        values["structured_output"] = values.pop("structured_outputs")
+    return SamplingParams(**values)
+
+
+def to_spans(embeds: Iterable[types_pb2.PromptEmbeds]) -> list[EmbedsSpan]:
+    """Return prompt embeddings for the core: views of the message's bytes, nothing is copied."""
+    return [EmbedsSpan(span.position, np.frombuffer(span.rows, "<f4").reshape(span.num_tokens, -1)) for span in embeds]
+
+
+def _check_kv(add: engine_pb2.AddRequest) -> None:
+    """Check that the legs exclude each other, and that a source covers some of the request's own tokens."""
+    if not add.HasField("kv_source"):
+        if add.awaits_tokens:
+            raise InvalidArgument("awaits_tokens is set without a kv_source to read meanwhile", "awaits_tokens")
+        return
+    source = add.kv_source
+    if add.hold_kv:
+        raise InvalidArgument("hold_kv and kv_source are of different legs; only one may be set", "hold_kv")
+    if len(source.lease_id) != LEASE_ID_BYTES:
+        raise InvalidArgument(
+            f"kv_source.lease_id has {len(source.lease_id)} bytes, expected {LEASE_ID_BYTES}", "kv_source"
+        )
+    if not 0 < len(source.engine_id) <= _MAX_ENGINE_ID_CHARS:
+        raise InvalidArgument("kv_source.engine_id is empty or too long", "kv_source")
+    num_tokens = len(add.prompt.token_ids) + len(add.accepted_token_ids)
+    if not 1 <= source.num_tokens <= num_tokens:
+        raise InvalidArgument(f"kv_source covers {source.num_tokens} tokens, the request has {num_tokens}", "kv_source")
+
+
+def _read_repetition_detection(wire: types_pb2.RepetitionDetection) -> RepetitionDetectionParams:
+    return RepetitionDetectionParams(
+        max_pattern_size=wire.max_pattern_size, min_pattern_size=wire.min_pattern_size, min_count=wire.min_count
+    )
+
+
+def _read_bad_words(words: Iterable[types_pb2.TokenIds]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(word.ids) for word in words)
+
+
+def _read_structured_outputs(constraint: types_pb2.StructuredOutputs) -> StructuredOutput:
+    kind = GrammarKind(constraint.WhichOneof("constraint"))
+    if kind in (GrammarKind.JSON, GrammarKind.JSON_OBJECT):
+        pattern = constraint.whitespace_pattern if constraint.HasField("whitespace_pattern") else None
+        return StructuredOutput(kind, constraint.json, pattern, constraint.disable_any_whitespace)
+    if kind is GrammarKind.STRUCTURAL_TAG:
+        return StructuredOutput(kind, current_form(constraint.structural_tag))
+    if kind is GrammarKind.CHOICE:
+        return StructuredOutput(kind, json.dumps(list(constraint.choice.texts)))
+    return StructuredOutput(kind, getattr(constraint, kind))
+
+
+# How the values of the wire that are no plain data become plain.
+_READERS: dict[str, Callable[[Any], Any]] = {
+    **{name: tuple for name, row in rows(SamplingFields) if isinstance(row, inspect.ListType)},
+    **{name: dict for name, row in rows(SamplingFields) if isinstance(row, inspect.DictType)},
+    "bad_words": _read_bad_words,
+    "repetition_detection": _read_repetition_detection,
+    "structured_outputs": _read_structured_outputs,
+}
+
+_MAX_QUERY_ID_CHARS = 256
+
+
+def to_core_pooling(add: engine_pb2.AddRequest, limits: types_pb2.ModelLimits) -> PoolingParams:
+    """Return the parameters for the core. Raises ``InvalidArgument`` naming the field."""
+    wire = add.pooling_params
+    if wire.task not in limits.pooling_tasks:
+        is_known = wire.task in types_pb2.PoolingTask.values()
+        wanted = types_pb2.PoolingTask.Name(wire.task).removeprefix("POOLING_TASK_").lower() if is_known else wire.task
+        raise InvalidArgument(
+            f"task {wanted} is not among this model's pooling tasks: {_names(limits)}", "pooling_params.task"
+        )
+    validation.check_pooling_prompt(add.prompt.token_ids, limits, field="prompt")
+    if add.prompt.embeds:
+        raise InvalidArgument("prompt embeddings cannot be pooled; send token ids", "prompt_embeds")
+    if add.accepted_token_ids or add.hold_kv or add.HasField("kv_source"):
+        raise InvalidArgument("a pooling request has no output tokens and moves no KV", "pooling_params")
+    if wire.first_part_tokens > len(add.prompt.token_ids):
+        raise InvalidArgument(
+            f"first_part_tokens is {wire.first_part_tokens}, but the prompt has {len(add.prompt.token_ids)} tokens",
+            "first_part_tokens",
+        )
+    return PoolingParams(
+        task=PoolingTask(wire.task),
+        dimensions=_dimensions(wire, limits),
+        use_activation=wire.use_activation if wire.HasField("use_activation") else None,
+        first_part_tokens=wire.first_part_tokens,
+        late_interaction=_late_interaction(wire),
+    )
+
+
+def _dimensions(wire: types_pb2.PoolingParams, limits: types_pb2.ModelLimits) -> int | None:
+    if not wire.HasField("dimensions"):
+        return None
+    if not limits.matryoshka:
+        raise InvalidArgument("dimensions: this model's vectors cannot be shortened; leave it out", "dimensions")
+    if not wire.dimensions:
+        raise InvalidArgument("dimensions must be at least 1", "dimensions")
+    return wire.dimensions
+
+
+def _late_interaction(wire: types_pb2.PoolingParams) -> LateInteraction | None:
+    if not wire.HasField("late_interaction"):
+        return None
+    part = wire.late_interaction
+    if wire.task != types_pb2.POOLING_TASK_TOKEN_EMBED:
+        raise InvalidArgument("late_interaction is only possible with the task token_embed", "late_interaction")
+    if not 0 < len(part.query_id) <= _MAX_QUERY_ID_CHARS:
+        raise InvalidArgument("late_interaction.query_id is empty or too long", "late_interaction")
+    return LateInteraction(part.query_id, part.num_documents)
+
+
+def _names(limits: types_pb2.ModelLimits) -> str:
+    return ", ".join(PoolingTask(task).name.lower() for task in limits.pooling_tasks) or "none"
+
+
+def check_generates(limits: types_pb2.ModelLimits) -> None:
+    """Raise ``InvalidArgument`` if the model generates no tokens."""
+    if limits.HasField("generates") and not limits.generates:
+        raise InvalidArgument(f"this model generates no tokens; its pooling tasks are: {_names(limits)}", "model")

@@ -1,0 +1,118 @@
+"""Describes an engine to its peers, to the coordinator and to operators."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+from tokenloom.engine_core.data.config import WorkerConfig
+from tokenloom.engine_core.data.core_pooling_params import ModelPooling
+from tokenloom.engine_core.data.handshake import CoreReady
+from tokenloom.model_files import checkpoint
+from tokenloom.model_files.file_digest import Stamp
+from tokenloom.services.runtime.peers.hello import make_hello
+from tokenloom.v1 import coordinator_pb2, types_pb2
+
+from .engine_settings import EngineSettings, reasoning_mode
+
+
+class Identity:
+    """Describes one engine.
+
+    Attributes:
+        fingerprint: Identifies the model and its numerics; ``weights`` changes when weights are reloaded.
+        limits: Limits of the requests that the engine accepts.
+    """
+
+    def __init__(
+        self, settings: EngineSettings, ready: CoreReady, fingerprint: types_pb2.Fingerprint, epoch: int, address: str,
+        kv_address: str,
+    ) -> None:  # fmt: skip
+        """``address``: where peers reach the engine. ``kv_address``: where engines read its KV; empty if it serves
+        none."""
+        self.fingerprint = fingerprint
+        self.limits = types_pb2.ModelLimits(
+            max_model_len=ready.max_model_len,
+            vocab_size=ready.vocab_size,
+            # Reported to all gateways: a gateway must not promise what an engine refuses.
+            max_logprobs=ready.vocab_size if settings.max_logprobs == -1 else settings.max_logprobs,
+            priorities=settings.engine.scheduler.policy == "priority",
+            experts_per_token=ready.experts_per_token,
+            hidden_size=ready.hidden_size if settings.enable_prompt_embeds else 0,
+            reasoning=reasoning_mode(settings.engine.reasoning, finds_reasoning=ready.finds_reasoning),
+            max_lora_rank=settings.engine.lora.max_lora_rank if settings.engine.lora.enable else 0,
+            **pooling_limits(ready.pooling),
+        )
+        self._engine_id = settings.instance_id
+        self._epoch = epoch
+        self._addresses = address, kv_address
+        cache = settings.engine.cache
+        self._publishes_kv_events = cache.kv_events and cache.enable_prefix_caching
+        self._group = settings.engine.parallel
+        self._ready = ready
+        self._num_kv_blocks = ready.num_kv_blocks // ready.num_kv_groups
+
+    def hello(self) -> types_pb2.Hello:
+        """Return the first message to a peer."""
+        return make_hello(self._engine_id, self._epoch, fingerprint=self.fingerprint)
+
+    def registration(self) -> coordinator_pb2.EngineIdentity:
+        """Return the engine's entry for the coordinator's registry."""
+        address, kv_address = self._addresses
+        return coordinator_pb2.EngineIdentity(
+            engine_id=self._engine_id,
+            epoch=self._epoch,
+            address=address,
+            kv_address=kv_address,
+            host=socket.gethostname(),
+            fingerprint=self.fingerprint,
+            limits=self.limits,
+            num_kv_blocks=self._num_kv_blocks,
+            publishes_kv_events=self._publishes_kv_events,
+            data_parallel_group=self._group.group_id,
+            data_parallel_rank=self._group.data_parallel_rank,
+            parallel_config_hash=self._ready.parallel_config_hash,
+            computes_in_waves=self._ready.has_waves,
+        )
+
+
+def pooling_limits(pooling: ModelPooling) -> dict[str, Any]:
+    """Return the fields of ``ModelLimits`` that say what a model pools."""
+    return {
+        "pooling_tasks": list(map(types_pb2.PoolingTask.ValueType, pooling.tasks)),
+        "generates": pooling.generates,
+        "matryoshka": pooling.matryoshka,
+        "class_labels": pooling.class_labels,
+    }
+
+
+def make_fingerprint(path: Path, name: str, ready: CoreReady, settings: EngineSettings) -> types_pb2.Fingerprint:
+    """Return what identifies the model ``name`` of the checkpoint directory ``path`` and its numerics.
+
+    Blocks: reads all weight files, unless their hash is cached.
+    """
+    return types_pb2.Fingerprint(
+        model=name,
+        weights=_weights_fingerprint(path, settings.engine.worker),
+        tokenizer=checkpoint.tokenizer_fingerprint(path),
+        block_hash_seed=settings.engine.cache.block_hash_seed,
+        block_size=ready.block_size,
+        kv_layout=ready.kv_layout,
+        numerics=ready.numerics,
+    )
+
+
+def weights_stamps(path: Path, config: WorkerConfig) -> list[Stamp]:
+    """Return the stamps of the files that the core loads; none without such files, or if one cannot be read: then the
+    core says what is wrong."""
+    if config.worker != "model" or config.load_format != "auto":
+        return []
+    try:
+        return checkpoint.weights_stamps(path)
+    except OSError:
+        return []
+
+
+def _weights_fingerprint(path: Path, config: WorkerConfig) -> bytes:
+    if config.worker != "model":
+        return b""
+    return checkpoint.weights_fingerprint(path) if config.load_format == "auto" else checkpoint.dummy_fingerprint(path)

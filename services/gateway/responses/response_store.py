@@ -1,13 +1,14 @@
 """Keeps responses for the requests that continue, read or cancel them."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenloom.request import errors
 from tokenloom.request.reservation import Reservation
 
+from ..generation.claim import NEW, Claim
 from ..http.sse import encode_json
 from ..tenants.room import Room
 from .input_items import Turn
@@ -25,12 +26,14 @@ class StoredResponse:
         response: Its object, as clients see it.
         turns: The conversation: what it answered, and the answer once it is complete.
         cancel: Ends its generation; None once it has ended.
+        claim: Of the call that began it in the background, by which a repeat of the call is known.
     """
 
     tenant: str
     response: dict[str, Any]
     turns: Sequence[Turn]
     cancel: Callable[[], object] | None = None
+    claim: Claim = NEW
 
 
 @dataclass(slots=True)
@@ -97,9 +100,29 @@ class ResponseStore:
         self._running[stored.response["id"]] = _Running(stored, place, num_bytes)
         self._drop_surplus()
 
+    def repeated(self, claim: Claim, tenant: str) -> StoredResponse | None:
+        """Return the response in the background that an earlier call with the same key has begun; None if there is
+        none, or it has ended without an answer. Raises ``BodyChanged`` if that call had another body."""
+        if not claim.takes_over:
+            return None
+        found = next((each for each in self._of(tenant) if each.claim.request_id == claim.request_id), None)
+        if found is None or found.response["status"] in ("failed", "cancelled"):
+            return None
+        if found.claim.fingerprint != claim.fingerprint:
+            raise errors.BodyChanged("The body differs from the body that this response was begun with.")
+        return found
+
+    def _of(self, tenant: str) -> Iterator[StoredResponse]:
+        """Yield the responses of a tenant, the latest first."""
+        yield from (each.stored for each in reversed(self._running.values()) if each.stored.tenant == tenant)
+        if (shelf := self._shelves.get(tenant)) is not None:
+            yield from (stored for stored, _ in reversed(shelf.entries.values()))
+
     def put(self, stored: StoredResponse) -> None:
         """Keep a response that has ended; drop the oldest ones that do not fit with it."""
         response_id = stored.response["id"]
+        if (running := self._running.get(response_id)) is not None:
+            stored.claim = running.stored.claim
         self._end_running(response_id)
         size = len(encode_json(stored.response)) + len(encode_json(stored.turns))
         shelf = self._shelves.setdefault(stored.tenant, _Shelf())

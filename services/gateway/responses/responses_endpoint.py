@@ -34,8 +34,13 @@ class ResponsesEndpoint:
         if not request.is_background:
             await self.endpoint.run(exchange, asked)
             return
+        # A second run would take the request over from the first one, whose response would end as failed although its
+        # client has that one's id.
+        if (earlier := self.store.repeated(asked[0][2], request.tenant)) is not None:
+            await _respond(exchange, earlier.response)
+            return
         response = response_of(head_of(request), "queued")
-        stored = StoredResponse(request.tenant, response, request.turns)
+        stored = StoredResponse(request.tenant, response, request.turns, claim=asked[0][2])
         self.store.begin(stored)
         task = self.host.spawn(self._run(asked, request, stored), name=f"response {request.response_id}")
         stored.cancel = task.cancel

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,39 @@ async def test_a_response_is_cancelled_at_any_turn_of_its_beginning(socket_dir: 
         while not mesh.outputs.requests.empty():
             request = await mesh.outputs.next_request()
             await asyncio.wait_for(request.cancelled.wait(), SOON)
+
+
+async def test_a_repeat_in_the_background_gets_the_response_that_was_begun(socket_dir: Path) -> None:
+    async with openai_client(socket_dir) as (mesh, client), mesh.http() as http:
+        create = partial(client.responses.create, model=MODEL, background=True, extra_headers={"Idempotency-Key": "k"})
+        begun = await create(input="hi")
+        request = await mesh.outputs.next_request()
+        assert (await create(input="hi")).id == begun.id
+        with pytest.raises(openai.UnprocessableEntityError, match="differs"):
+            await create(input="hello")
+        request.answer("Hello")
+        while (await client.responses.retrieve(begun.id)).status in ("queued", "in_progress"):
+            pass
+        again = await create(input="hi")
+        assert (again.id, again.status, again.output_text) == (begun.id, "completed", "Hello")
+        other = await client.responses.create(model=MODEL, input="hi", background=True)
+        assert other.id != begun.id, "without a key"
+        await client.responses.cancel(other.id)
+        assert "tokenloom_gateway_unattended_requests 0.0" in (await http.get("/metrics")).text
+
+
+async def test_a_repeat_of_what_was_cancelled_in_the_background_begins_anew(socket_dir: Path) -> None:
+    async with openai_client(socket_dir) as (mesh, client):
+        create = partial(client.responses.create, model=MODEL, background=True, extra_headers={"Idempotency-Key": "k"})
+        begun = await create(input="hi")
+        await mesh.outputs.next_request()
+        await client.responses.cancel(begun.id)
+        again = await create(input="hi")
+        assert again.id != begun.id
+        (await mesh.outputs.next_request()).answer("Hello")
+        while (response := await client.responses.retrieve(again.id)).status in ("queued", "in_progress"):
+            pass
+        assert response.output_text == "Hello"
 
 
 async def test_a_response_in_the_background_fails(socket_dir: Path) -> None:

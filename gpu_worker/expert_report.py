@@ -8,10 +8,10 @@ import numpy.typing as npt
 from tokenloom.engine_core.data.messages import ExpertBalance, ExpertLoads, RoutedExperts
 
 from .batch.input_batch import StepInputs
-from .models.expert_routes import ExpertRoutes
+from .layers.expert_routes import ExpertRoutes
 
 if TYPE_CHECKING:  # engines that do not move experts import none of it
-    from .parallel.balance.balancer import BalanceStats
+    from .parallel.experts.balancer import BalanceStats
 
 
 def routed_experts(

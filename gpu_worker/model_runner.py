@@ -15,27 +15,26 @@ from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunn
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
 from .attention.attention_backend import AttentionBackend, IntArray, KVCache
+from .batch.drawn_tokens import DrawnTokens
 from .batch.expected_tokens import ExpectedTokens
 from .batch.input_batch import InputBatch, StepInputs
 from .batch.prompt_logprobs import PromptPart
-from .cuda.device_rows import RowDraws
-from .cuda.packed_copy import to_device
-from .cuda.sampler import DeviceSampler
+from .device.packed_copy import to_device
 from .expert_report import expert_loads, routed_experts
+from .layers.expert_routes import ExpertRoutes
 from .lora.slots import LoraSlots
-from .models.expert_routes import ExpertRoutes, routes_of
-from .models.model import Model
-from .parallel.drawn_tokens import DrawnTokens
-from .parallel.group import ONLY_RANK, Ranks
+from .models.model import Model, routes_of
+from .parallel.ranks import ONLY_RANK, Ranks
 from .pooling.pooled_rows import Floats
 from .pooling.pooler import Pooler
-from .recorded.recorded_steps import RecordedSteps
+from .sampler.device.device_sampler import DeviceSampler
+from .sampler.device.draw_arrays import RowDraws
 from .sampler.pending_step import EndingStep
 from .sampler.step_sampler import StepSampler, rows_of
 from .speculation.interface import Proposer
 from .speculation.rejection import RejectionSampler
 from .speculation.speculation import Speculation
-from .speculation.verify import rows_to_verify
+from .step_recordings import RecordedSteps
 
 _CPU = torch.device("cpu")
 
@@ -236,7 +235,7 @@ class ModelRunner:
             return self._model.compute_logits(hidden)
         last_rows: IntArray = inputs.cu_query_lens[1:][inputs.sampled] - 1
         if inputs.drafts:
-            last_rows = rows_to_verify(inputs, last_rows)
+            last_rows = inputs.rows_to_verify(last_rows)
         return self._model.compute_logits(hidden[self._to_device(last_rows)])
 
     def _routed_experts(self, inputs: StepInputs) -> dict[str, RoutedExperts]:

@@ -25,32 +25,30 @@ from tokenloom.process.process_memory import resident_bytes
 from .attention.attention_backend import AttentionBackend
 from .attention.attention_backends import make_attention_backend
 from .attention.cache import make_kv_pool
+from .attention.context_backend import ContextBackend
 from .attention.pool_layers import PoolLayers
 from .batch.input_batch import InputBatch
+from .checkpoint.local_config import check_options, num_sharing
 from .checkpoint.model_config import ModelConfig
+from .device.affinity import bind_to
+from .device.pool_pages import PoolPages
+from .device.profiler import Profiler
 from .kernels.levels import limit_level
 from .lora.slots import LoraSlots
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
 from .models.decoder import DecoderModel, expert_layers
-from .models.expert_routes import expert_counts, routes_of
-from .models.model import Model
+from .models.model import Model, expert_counts, routes_of
 from .models.self_check import CheckedModel, check_model
 from .numerics import numerics_of
 from .ops.ops_choice import make_ops
-from .parallel.context import ContextBackend
-from .parallel.group import ONLY_RANK, join_ranks
-from .parallel.local_config import check_options, num_sharing
-from .platform.affinity import bind_to
+from .parallel.ranks import ONLY_RANK, join_ranks
 from .platform.device_check import check_device
 from .platform.platform import Platform
-from .platform.pool_pages import PoolPages
-from .platform.profiler import Profiler
 from .pooling.pooler import Pooler, check_pooling, make_pooler
-from .recorded.recorded_steps import RecordedSteps
-from .recorded.recordings import make_recorded_steps
 from .speculation.drafting import Drafting
+from .step_recordings import RecordedSteps, make_recorded_steps
 from .warm_up import (
     DRAWN,
     LargestStep,

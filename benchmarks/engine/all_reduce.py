@@ -13,7 +13,8 @@ import torch
 from msgspec.structs import replace
 
 from tokenloom.engine_core.data.config import ParallelConfig
-from tokenloom.gpu_worker.parallel.group import Group, join_ranks
+from tokenloom.gpu_worker.parallel.group import Group
+from tokenloom.gpu_worker.parallel.ranks import join_ranks
 from tokenloom.gpu_worker.parallel.recordable_group import RecordableGroup
 from tokenloom.gpu_worker.parallel.shared_group import SharedGroup
 

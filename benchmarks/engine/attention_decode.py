@@ -25,7 +25,8 @@ from tokenloom.engine_core.data.config import KVCacheDtype
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
-from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, load_model_config
+from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
+from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.models.model import Model
 from tokenloom.gpu_worker.ops.ops_choice import make_ops

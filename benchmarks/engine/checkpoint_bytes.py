@@ -6,8 +6,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from tokenloom.gpu_worker.checkpoint.files.weight_files import weight_files
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
-from tokenloom.gpu_worker.checkpoint.weight_files import weight_files
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight")
 

@@ -20,8 +20,9 @@ from tokenloom.engine_core.data.config import (
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, load_model_config
-from tokenloom.gpu_worker.platform.devices import CPUWorker
+from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
+from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
+from tokenloom.gpu_worker.devices import CPUWorker
 
 from ..load.datasets import DatasetOptions, make_prompts
 from ..report.stats import percentile

@@ -19,7 +19,7 @@ from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, LoraCon
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.gpu_worker.platform.devices import make_worker
+from tokenloom.gpu_worker.devices import make_worker
 from tokenloom.model_files.model_path import resolve
 from tokenloom.request.adapters.adapter_salt import adapter_salt
 

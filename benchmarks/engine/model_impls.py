@@ -22,7 +22,7 @@ from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, Schedul
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.gpu_worker.platform.devices import CPUWorker
+from tokenloom.gpu_worker.devices import CPUWorker
 
 _VOCAB_SIZE = 8192
 _LENGTH = 1024

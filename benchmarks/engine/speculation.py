@@ -27,8 +27,8 @@ from tokenloom.engine_core.data.config import (
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.gpu_worker.devices import CPUWorker
 from tokenloom.gpu_worker.model_runner import ModelRunner
-from tokenloom.gpu_worker.platform.devices import CPUWorker
 from tokenloom.gpu_worker.speculation.ngram import NgramProposer
 
 _PROMPT_TOKENS = 128

@@ -30,7 +30,7 @@ from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.draft_counts import SpecDecodingStats
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.gpu_worker.platform.devices import make_worker
+from tokenloom.gpu_worker.devices import make_worker
 
 Rule = Literal["strict", "probabilistic"]
 Method = Literal["draft_model", "eagle"]

@@ -7,9 +7,9 @@ from torch import Tensor
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion
 
-from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.model_config import FP8_KV, ModelConfig
 from .attention_backend import KVCache
-from .fp8_cache import FP8_KV, as_bytes, to_fp8
+from .fp8_cache import as_bytes, to_fp8
 from .int8_cache import dequantize, write_int8_slots
 
 _NAMES = {

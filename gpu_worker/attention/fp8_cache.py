@@ -7,7 +7,8 @@ Keys and values are far below it; each is rounded by at most 1 / 16 of itself.
 import torch
 from torch import Tensor
 
-FP8_KV = torch.float8_e4m3fn
+from ..checkpoint.model_config import FP8_KV
+
 _LARGEST = torch.finfo(FP8_KV).max
 
 

@@ -7,8 +7,8 @@ its batch, its chunk or the tokens that later fill the block. The C++ kernels ro
 import torch
 from torch import Tensor
 
-SCALE_BYTES = 4
-"""The size of a scale, a float32."""
+from ..checkpoint.model_config import SCALE_BYTES
+
 _LARGEST = 127.0
 
 

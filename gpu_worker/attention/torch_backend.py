@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
-from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.model_config import FP8_KV, ModelConfig
 from .attention_backend import IntArray, KVCache
 from .cache import allocate_kv_caches, elements, padded, write_slots
 from .dense import attend_dense
-from .fp8_cache import FP8_KV, as_bytes
+from .fp8_cache import as_bytes
 from .int8_cache import zero_scales
 from .score_rule import ScoreRule
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
-from ..checkpoint.model_config import ModelConfig
-from ..cuda.packed_copy import copy_packed
+from ..checkpoint.model_config import FP8_KV, ModelConfig
+from ..device.packed_copy import copy_packed
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.triton.launch import launch, power_of_2
 from ..kernels.triton.paged_attention import attend, merge_splits
@@ -17,7 +17,6 @@ from ..kernels.triton.write_kv import write_kv
 from .attention_backend import AttentionPlan, IntArray, KVCache
 from .attention_work import ProgramShape, num_splits, program_shape, work_entries
 from .cache import allocate_kv_caches
-from .fp8_cache import FP8_KV
 from .score_rule import ScoreRule
 
 _LARGEST_HEAD = 256

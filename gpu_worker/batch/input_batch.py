@@ -14,7 +14,7 @@ from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from ..pooling.pooled_rows import PooledRows
-from ..sampler import LogprobRows, make_logits_processors
+from ..sampler.host import LogprobRows, make_logits_processors
 from .block_table import BlockTable
 from .drawer import make_drawer
 from .expected_tokens import UNKNOWN_TOKEN, Places
@@ -54,6 +54,18 @@ class StepInputs:
     """Embeddings that replace those of ``token_ids``."""
     drafts: Mapping[str, list[int]] = field(default_factory=dict)
     """Drafts by request of the step: its last tokens here, which are verified and not yet its own."""
+
+    def num_logit_rows(self) -> Ints:
+        """Return how many rows of logits each request of ``sampled`` has with its drafts, [S]."""
+        drafts, req_ids = self.drafts, self.req_ids
+        return np.array([1 + len(drafts.get(req_ids[index], ())) for index in self.sampled.tolist()], dtype=np.int64)
+
+    def rows_to_verify(self, last_rows: npt.NDArray[np.integer]) -> Ints:
+        """Return the rows of the step whose logits are needed to verify its drafts: of each request of ``sampled`` its
+        last row, in ``last_rows`` [S], after those before its drafts. The rows of a request are next to each other."""
+        counts = self.num_logit_rows()
+        ends = np.cumsum(counts)
+        return np.arange(ends[-1]) + np.repeat(last_rows + 1 - ends, counts)
 
 
 @dataclass(frozen=True, slots=True)

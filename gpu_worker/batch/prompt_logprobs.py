@@ -9,9 +9,9 @@ from torch import Tensor
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.messages import Logprobs
 
-from ..cuda.logprob_arrays import MOST_LISTED
-from ..cuda.sampler import DeviceSampler
-from ..sampler.logprobs import logprobs_of
+from ..sampler.device.device_sampler import DeviceSampler
+from ..sampler.device.logprob_arrays import MOST_LISTED
+from ..sampler.host.logprobs import logprobs_of
 
 _SLICE = 64
 """How many rows of logits are computed at once; those of a whole chunk may be larger than the model."""

@@ -6,11 +6,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .packed_weight import PackedWeight
-from .pytorch_files import PytorchFiles
+from .files.packed_weight import PackedWeight
+from .files.pytorch_files import PytorchFiles
+from .files.safetensors_files import SafetensorsFiles
+from .files.weight_files import is_pickled, weight_files
 from .quantization.scheme import Found, Scheme, TensorFiles
-from .safetensors_files import SafetensorsFiles
-from .weight_files import is_pickled, weight_files
 
 _FLOATING = ("float32", "bfloat16", "float16", "float64")
 

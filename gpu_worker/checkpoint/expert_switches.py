@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .config_reader import ConfigReader
+from .files.config_reader import ConfigReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

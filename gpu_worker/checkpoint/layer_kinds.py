@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ..layers.rotary import LongRopeScaling, RopeConfig, no_rotation, read_rope, read_rope_by_kind, with_context
-from .config_reader import ConfigReader
 from .families import DECODERS
+from .files.config_reader import ConfigReader
+from .rope_config import LongRopeScaling, RopeConfig, no_rotation, read_rope, read_rope_by_kind, with_context
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 

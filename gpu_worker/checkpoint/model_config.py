@@ -1,33 +1,25 @@
-"""Describes a model, as read from a checkpoint's ``config.json``."""
+"""Describes a model: its shapes and switches, as a checkpoint's configuration states them."""
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
 from tokenloom.engine_core.data.config import KVCacheDtype
-from tokenloom.gguf.gguf_file import is_gguf
-from tokenloom.process.fall_backs import OF_PROCESS
 
-from ..attention.fp8_cache import FP8_KV
-from ..attention.int8_cache import SCALE_BYTES
-from ..layers.rotary import LongRopeScaling, RopeConfig
 from ..parallel.sharding import WHOLE, Shard
-from .config_reader import ConfigReader
-from .directory_source import stored_dtype
 from .expert_switches import ExpertSwitches
 from .families import DECODERS, DecoderTraits
-from .gguf.config import gguf_config
 from .opt_switches import OPTSwitches
 from .quantization.scheme import Scheme
-from .quantization.schemes import read_scheme
-from .supported import ARCHITECTURES as ARCHITECTURES
-from .supported import CLASSIFIERS as CLASSIFIERS
-from .supported import Family as Family
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from .rope_config import LongRopeScaling, RopeConfig
+from .supported import Family
 
 _HEAD_STEP = 16
+
+FP8_KV = torch.float8_e4m3fn
+"""The dtype of a KV cache of 8-bit floats."""
+SCALE_BYTES = 4
+"""The size of the scale, a float32, of a token's keys or values in one head of an int8 KV cache."""
 
 INT8_DYNAMIC = "int8-dynamic"
 """Rounds weights to int8 per output at load, inputs per row; embeddings and output layer keep their dtype."""
@@ -58,7 +50,7 @@ class ModelConfig:
     """How many tokens prompt and output may have together."""
     norm_eps: float
     hidden_act: str
-    """A key of ``activation.ACTIVATIONS``."""
+    """One of ``supported.ACTIVATION_NAMES``."""
     tie_word_embeddings: bool
     ropes: tuple[RopeConfig, ...] = ()
     """[num_layers]: how each layer rotates its heads; empty: the model has learned absolute positions."""
@@ -141,72 +133,3 @@ class ModelConfig:
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
-
-
-def load_model_config(
-    path: Path, dtype: str = "auto", quantization: str | None = None, max_model_len: int | None = None
-) -> ModelConfig:
-    """Read the configuration of the checkpoint ``path``, a directory or a GGUF file.
-
-    ``dtype`` is ``auto`` (the checkpoint's own, or bfloat16 with a warning if that is float16), ``float32`` or
-    ``bfloat16``; ``quantization`` is None or one of ``QUANTIZATIONS``. ``max_model_len`` is the longest request that
-    the engine's options allow, None if they state none: a model with long rope rotates by it. Raises ``ValueError``
-    naming what is wrong or not supported in the configuration.
-    """
-    from .family_configs import read_family  # its functions build a ModelConfig
-
-    reader = ConfigReader.of_model(gguf_config(path), path.name) if is_gguf(path) else ConfigReader.open(path)
-    family, has_class_head = _family(reader)
-    torch_dtype = _dtype(reader, path, dtype)
-    scheme = read_scheme(reader)
-    config = read_family(reader, family, torch_dtype, max_model_len)
-    reader.refuse_rest()
-    check_quantization(quantization)
-    return replace(config, quantization=quantization, scheme=scheme, has_class_head=has_class_head)
-
-
-def read_dtype(path: Path, dtype: str) -> torch.dtype:
-    """Return the dtype in which to compute a checkpoint directory; ``dtype`` is that of :func:`load_model_config`.
-
-    Raises ``ValueError``.
-    """
-    return _dtype(ConfigReader.open(path), path, dtype)
-
-
-def check_quantization(quantization: str | None) -> None:
-    """Raise ``ValueError`` unless ``quantization`` is a way to quantize at load, or None."""
-    if quantization not in (None, *QUANTIZATIONS):
-        raise ValueError(f"quantization must be {', '.join(QUANTIZATIONS)} or none, not {quantization!r}")
-
-
-def _family(reader: ConfigReader) -> tuple[Family, bool]:
-    """Return the family, and whether the model has a class head."""
-    names = reader.take("architectures") or []
-    known = ", ".join(ARCHITECTURES)
-    if not isinstance(names, list) or not names:
-        raise reader.error("architectures", f"must name one of {known}")
-    if names[0] in CLASSIFIERS:
-        return CLASSIFIERS[names[0]], True
-    if names[0] not in ARCHITECTURES:
-        raise reader.error("architectures", f"is not supported: must be one of {known}")
-    return ARCHITECTURES[names[0]], False
-
-
-def _dtype(reader: ConfigReader, path: Path, dtype: str) -> torch.dtype:
-    if dtype == "auto":
-        declared = reader.take("dtype") or reader.take("torch_dtype") or stored_dtype(path)
-        # vLLM serves such a checkpoint in float16, which no kernel here computes on a CPU. bfloat16 loses 3 of the 10
-        # bits of fraction; as its range is wider, no value overflows.
-        if declared == "float16":
-            OF_PROCESS.begin(
-                "less_precision",
-                "the checkpoint is float16, which no kernel of a CPU computes: it is served as bfloat16, with 3 bits "
-                "less; dtype float32 keeps all of it, in twice the memory, and so does float16 on a GPU",
-            )
-            return torch.bfloat16
-        if declared not in _DTYPES:
-            raise ValueError(f"the checkpoint's dtype {declared} is not supported: choose dtype float32 or bfloat16")
-        return _DTYPES[declared]
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {dtype!r}")
-    return _DTYPES[dtype]

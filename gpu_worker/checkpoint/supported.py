@@ -65,14 +65,9 @@ ENCODERS: dict[str, EncoderFamily] = {
 BUILT_IN = frozenset((*ARCHITECTURES, *CLASSIFIERS, *ENCODERS))
 """Names all architectures that are built in."""
 
-GGUF_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen2moe": "Qwen2MoeForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-}
-"""By ``general.architecture``. Files of Mistral and of Mixtral say llama."""
+
+ACTIVATION_NAMES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+"""Names the activation functions, as checkpoints do; ``layers.activation.ACTIVATIONS`` computes them."""
 
 QUANTIZATION_METHODS = ("gptq", "awq", "compressed-tensors", "fp8")
 """The values of ``quant_method`` that are read."""

@@ -11,19 +11,19 @@ from torch import Tensor
 from tokenloom.engine_core.data.config import LoadFormat
 from tokenloom.gguf.gguf_file import is_gguf
 
-from ..layers.interface import Adapt
-from ..parallel.expert_exchange import ExpertExchange
+from ..device.memory import forget_mapped, return_freed
+from ..parallel.experts.expert_exchange import ExpertExchange
 from ..parallel.group import ALONE, Group
 from ..parallel.sharding import Dimension, length, take_part, total
-from ..platform.memory import forget_mapped, return_freed
 from .directory_source import DirectorySource
+from .files.packed_weight import PackedWeight, fill_rows
+from .files.weight_files import weight_files
 from .gguf.source import GgufSource
-from .packed_weight import PackedWeight, fill_rows
+from .linear_layer import Adapt
 from .quantization.scheme import Scheme
-from .weight_files import weight_files
 
 if TYPE_CHECKING:  # engines that do not move experts import none of it
-    from ..parallel.balance.balancer import ExpertBalancer
+    from ..parallel.experts.balancer import ExpertBalancer
 
 FORGET_AT = 64 << 20
 """After how many bytes that were unpacked or cast the files' pages and the allocator's free memory are dropped."""

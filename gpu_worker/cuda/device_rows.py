@@ -1,7 +1,6 @@
 """Keeps the rows of the batch on the device: a step sends only what changed in them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,27 +9,11 @@ import torch
 from torch import Tensor
 
 from ..batch.input_batch import InputBatch
-from ..sampler.philox import Purpose, uniform
+from ..sampler.device.draw_arrays import RowDraws
+from ..sampler.host.philox import Purpose, uniform
 from .step_tensors import RowKernels
 
 Ints = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class RowDraws:
-    """Holds on the device what the rows that draw in a step ask for; see ``kernels.triton.sample``."""
-
-    columns: tuple[Tensor, ...]
-    """[S] each, in the order of ``DrawArrays.in_order``."""
-    rows: Tensor
-    """[S] int64."""
-    last_tokens: Tensor
-    """[all rows] int64"""
-
-    @torch.inference_mode()
-    def keep(self, token_ids: Tensor) -> None:
-        """Make ``token_ids`` [S], of which -1 stands for none, the tokens that the rows drew last."""
-        self.last_tokens.index_copy_(0, self.rows, token_ids.clamp(min=0))
 
 
 class DeviceRows:

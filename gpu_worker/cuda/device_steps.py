@@ -12,11 +12,11 @@ from ..attention.attention_work import work_entries
 from ..attention.grouped_backend import GroupedBackend
 from ..attention.triton_backend import TritonBackend
 from ..batch.input_batch import InputBatch, StepInputs
+from ..device.device_link import Event
+from ..device.packed_copy import to_device
 from ..models.model import Model
-from ..speculation.verify import rows_to_verify
-from .device_link import Event
-from .device_rows import DeviceRows, RowDraws
-from .packed_copy import to_device
+from ..sampler.device.draw_arrays import RowDraws
+from .device_rows import DeviceRows
 from .step_buffers import StepBuffers
 from .step_graphs import StepGraphs, StepPlans
 from .step_tensors import SentStep, StepSize, StepTensors
@@ -156,7 +156,7 @@ class DeviceSteps:
 def _logit_rows(inputs: StepInputs) -> npt.NDArray[np.int64]:
     """Return the rows [S] of a step whose logits are needed."""
     last: npt.NDArray[np.int64] = inputs.cu_query_lens[1:][inputs.sampled].astype(np.int64) - 1
-    return rows_to_verify(inputs, last) if inputs.drafts else last
+    return inputs.rows_to_verify(last) if inputs.drafts else last
 
 
 def _logits(model: Model, hidden: Tensor, rows: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .device_link import DeviceLink, Event
+from ..device.device_link import DeviceLink, Event
 
 _ALIGNMENT = 16
 """Kernels load 16 bytes at once from addresses that are multiples of it."""

@@ -15,7 +15,7 @@ from ..attention.attention_backend import AttentionBackend, AttentionPlan, KVCac
 from ..attention.attention_work import num_splits
 from ..attention.grouped_backend import GroupedBackend
 from ..attention.triton_backend import PlanTensors, TritonBackend
-from ..recorded.recorded_model import StepModel
+from ..models.model import StepModel
 from .step_tensors import StepSize, StepTensors
 from .step_tools import Capture, Graph
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from .device_link import DeviceLink
+from ..device.device_link import DeviceLink
 from .step_tensors import RowKernels
 
 

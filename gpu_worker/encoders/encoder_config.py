@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.config_reader import ConfigReader
-from ..checkpoint.model_config import read_dtype
+from ..checkpoint.files.config_reader import ConfigReader
+from ..checkpoint.load_config import read_dtype
+from ..checkpoint.rope_config import RopeConfig, read_rope_by_kind
 from ..checkpoint.supported import CLASS_HEAD, ENCODERS, EncoderFamily
 from ..layers.activation import ACTIVATIONS
-from ..layers.rotary import RopeConfig, read_rope_by_kind
 from ..pooling.class_head import num_classes
 
 _SLIDING = "sliding_attention"

@@ -22,9 +22,9 @@ from tokenloom.process.fall_backs import OF_PROCESS
 from tokenloom.process.process_memory import resident_bytes
 
 from ..checkpoint.weights import FileStamps, check_unchanged, file_stamps
-from ..platform.affinity import bind_to
+from ..device.affinity import bind_to
+from ..device.profiler import Profiler
 from ..platform.platform import Platform
-from ..platform.profiler import Profiler
 from ..pooling.class_head import ClassHead
 from ..pooling.pooled_rows import Floats
 from ..pooling.pooler import Pooler, check_pooling, make_pooler

@@ -10,11 +10,11 @@ from ctypes import CDLL
 import torch
 from torch import Tensor
 
+from ..checkpoint.files.quantized_weight import QuantizedWeight
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_int8, warn_unavailable
 from ..kernels.threads import kernel_threads
 from .quantized_linear import QuantizedLinear
-from .quantized_weight import QuantizedWeight
 from .weight_memory import weight_memory
 
 _LARGEST = 127

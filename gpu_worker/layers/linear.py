@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checkpoint.files.packed_weight import PackedWeight
+from ..checkpoint.files.quantized_weight import QuantizedWeight, round_to_4_bits, round_to_8_bits
+from ..checkpoint.linear_layer import Linear as Linear
 from ..checkpoint.model_config import FP8, INT4, INT8_DYNAMIC
-from ..checkpoint.packed_weight import PackedWeight
 from ..checkpoint.weights import Checkpoint
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.gpu_kernels import uses_triton
@@ -16,11 +18,9 @@ from ..parallel.group import Group
 from ..parallel.sharding import Dimension, length
 from .fp8_linear import Fp8Linear, can_round
 from .int8_linear import Int8Linear
-from .interface import Linear as Linear
 from .packed_linear import PackedLinear, can_pack
 from .panel_linear import PanelLinear, outruns_onednn
 from .quantized_linear import GROUP, QuantizedLinear
-from .quantized_weight import QuantizedWeight, round_to_4_bits, round_to_8_bits
 
 
 class PlainLinear:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..checkpoint.files.quantized_weight import QuantizedWeight
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_quantized
 from ..kernels.threads import kernel_threads
-from .quantized_weight import QuantizedWeight
 from .weight_memory import weight_memory
 
 # By group and not by row: with one number of 300 among 512 of a normal distribution the error is below 0.4 of that of

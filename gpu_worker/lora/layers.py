@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..checkpoint.linear_layer import Linear
 from ..kernels.library import LoraLayer, LoraPart, LoraRows
-from ..layers.interface import Linear
 from .adapter import Adapter, Matrices
 from .step_rows import StepRows
 

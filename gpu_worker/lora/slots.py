@@ -12,9 +12,9 @@ from tokenloom.engine_core.data.config import LoraConfig
 from tokenloom.engine_core.data.lora import LoraInfo
 
 from ..batch.input_batch import StepInputs
+from ..checkpoint.linear_layer import Linear
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_lora, warn_unavailable
-from ..layers.interface import Linear
 from .adapter import Adapter, Layout, read_adapter
 from .layers import CurrentRows, LoraKernel, LoraLinear
 from .step_rows import StepRows

@@ -10,25 +10,20 @@ from tokenloom.engine_core.data.config import LoadFormat
 from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.process.fall_backs import OF_PROCESS
 
-from ..checkpoint.config_reader import UnsupportedError
 from ..checkpoint.dummy_source import DummySource
-from ..checkpoint.model_config import (
-    ARCHITECTURES,
-    CLASSIFIERS,
-    ModelConfig,
-    check_quantization,
-    load_model_config,
-    read_dtype,
-)
+from ..checkpoint.files.config_reader import UnsupportedError
+from ..checkpoint.linear_layer import Adapt
+from ..checkpoint.load_config import check_quantization, load_model_config, read_dtype
+from ..checkpoint.local_config import local_config
+from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.supported import ARCHITECTURES, CLASSIFIERS
 from ..checkpoint.weights import Checkpoint
 from ..kernels.parallel_build import parallel_build
 from ..kernels.prebuilt import Variant
-from ..layers.interface import Adapt
 from ..ops.ops import Ops
 from ..ops.torch_ops import TorchOps
-from ..parallel.group import ONLY_RANK, Ranks
-from ..parallel.local_config import local_config
 from ..parallel.pipeline import Stage
+from ..parallel.ranks import ONLY_RANK, Ranks
 from .decoder import DecoderModel
 from .gpt2 import GPT2Model
 from .model import Model

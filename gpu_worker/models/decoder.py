@@ -7,13 +7,13 @@ from ..attention.attention_backend import AttentionPlan, KVCache
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.embedding import InputEmbeds, embed, load_embeddings
+from ..layers.expert_routes import ExpertRoutes
 from ..layers.linear import Linear, make_output
 from ..layers.rotary import RotaryEmbedding
 from ..ops.ops import Ops
 from ..parallel.pipeline import Stage
 from ..pooling.class_head import ClassHead, load_score_head
 from .decoder_layers import AddNorm, DecoderLayer, PostNormLayer, add
-from .expert_routes import ExpertRoutes
 from .experts import Experts
 from .model import Model
 

@@ -7,11 +7,11 @@ from ..attention.attention_backend import AttentionPlan, KVCache
 from ..attention.score_rule import ScoreRule
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
+from ..layers.expert_routes import ExpertRoutes
 from ..layers.linear import Linear, load_linear
 from ..ops.ops import HeadNorm, Ops, Rotation
 from ..parallel.group import Group
 from ..parallel.sharding import Dimension, joined, length
-from .expert_routes import ExpertRoutes
 from .experts import Experts
 from .mlp import MLP
 

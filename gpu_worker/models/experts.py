@@ -9,16 +9,16 @@ from torch import Tensor
 from ..checkpoint.expert_switches import ExpertSwitches
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
-from ..layers.grouped_rows import GroupedRows, mix_experts, mix_rows
+from ..layers.expert_routes import LayerRoutes
 from ..layers.linear import load_linear
 from ..ops.ops import Ops
+from ..parallel.experts.grouped_rows import GroupedRows, mix_experts, mix_rows
 from ..parallel.sharding import WHOLE
-from .expert_routes import LayerRoutes
 from .grouped_experts import GroupedExperts, can_group, load_grouped
 from .mlp import MLP, MLPNames
 
 if TYPE_CHECKING:  # engines that do not move experts import none of it
-    from ..parallel.balance.placement import LayerPlacement
+    from ..parallel.experts.placement import LayerPlacement
 
 _MIXTRAL = MLPNames(gate="w1", up="w3", down="w2")
 

@@ -1,6 +1,6 @@
 """Defines what the model runner needs of a model."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -8,6 +8,7 @@ from ..attention.attention_backend import AttentionPlan, KVCache
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.embedding import InputEmbeds
+from ..layers.expert_routes import ExpertRoutes, Ints
 
 
 class Model(Protocol):
@@ -40,3 +41,32 @@ class Model(Protocol):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Turn hidden states [R, hidden_size] into float32 logits [R, vocab_size]."""
+
+
+@runtime_checkable
+class RoutedModel(Model, Protocol):
+    """A model of a class that may have experts."""
+
+    routes: ExpertRoutes | None
+
+
+def expert_counts(model: Model) -> Ints:
+    """Return the tokens that each expert of a model with experts computed, [num_layers, num_experts]."""
+    routes = routes_of(model)
+    assert routes is not None, "the model has no experts"
+    return routes.counts()
+
+
+def routes_of(model: Model) -> ExpertRoutes | None:
+    """Return what records the choices of a model's routers; None if it has no experts."""
+    return model.routes if isinstance(model, RoutedModel) else None
+
+
+class StepModel(Protocol):
+    """Computes steps that may be recorded, as :class:`Model` does."""
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], plan: AttentionPlan
+    ) -> Tensor: ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..attention.cache import pointers
-from ..attention.int8_cache import SCALE_BYTES
+from ..checkpoint.linear_layer import Linear
+from ..checkpoint.model_config import SCALE_BYTES
 from ..kernels.library import HeadsArgs, load_fused
 from ..kernels.threads import kernel_threads
-from ..layers.interface import Linear
 from .ops import HeadNorm, Rotation
 from .torch_ops import TorchOps
 

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
+from ..checkpoint.linear_layer import Linear
 from ..layers.activation import ACTIVATIONS
-from ..layers.interface import Linear
 from ..layers.norm import rms_norm
 from ..layers.rotary import rotate, rotation
 from .ops import HeadNorm, Rotation

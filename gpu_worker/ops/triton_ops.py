@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
-from ..attention.fp8_cache import FP8_KV
+from ..checkpoint.linear_layer import Linear
+from ..checkpoint.model_config import FP8_KV
 from ..kernels.triton import activations, add_norm, rotate_and_write
 from ..kernels.triton.launch import launch, power_of_2
 from ..layers.fp8_linear import Fp8Linear
-from ..layers.interface import Linear
 from ..layers.triton_linear import KINDS, TritonLinear
 from .ops import HeadNorm, Rotation
 from .torch_ops import TorchOps

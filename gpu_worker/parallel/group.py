@@ -1,21 +1,10 @@
 """Lets the ranks of an engine exchange tensors. A rank that is alone exchanges none, and makes no call."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
-
-from tokenloom.engine_core.data.config import EplbConfig, ParallelConfig
-
-from .expert_exchange import ExpertExchange
-from .sharding import ONLY_PLACE, Place
-
-if TYPE_CHECKING:  # engines that do not move experts import none of it
-    from .balance.balancer import ExpertBalancer
-    from .balance.planner import Ints
-    from .balance.transfer import MovableExperts
 
 
 class Group(Protocol):
@@ -55,104 +44,3 @@ class Alone:
 
 
 ALONE: Final[Group] = Alone()
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """Holds the place of this rank, and its ways to the others."""
-
-    place: Place = ONLY_PLACE
-    group: Group = ALONE
-    """The ranks that compute the same layers."""
-    tensors: Peers | None = None
-    """Carries tensors of the device between stages; None: there is one stage."""
-    tokens: Peers | None = None
-    """Carries drawn tokens, on the CPU; None: this rank is alone."""
-    experts: ExpertExchange | None = None
-    """Carries rows between the engines of a data-parallel group; None: this engine has all experts."""
-    balancer: "ExpertBalancer | None" = None
-    """Moves experts between ranks; None: they stay where they are."""
-
-    def join_experts(self, rendezvous: str) -> None:
-        """Join the engines over which the experts are spread, as :meth:`ExpertExchange.join`."""
-        assert self.experts is not None, "the experts are not spread over engines"
-        self.experts.join(rendezvous, self.balancer)
-
-    def balance(self, experts: "Callable[[], Sequence[MovableExperts]]", loads: "Callable[[], Ints]") -> None:
-        """Set which experts are moved, if any are, as :meth:`ExpertBalancer.use`."""
-        if self.balancer is not None:
-            self.balancer.use(experts, loads)
-
-    def weights_changed(self) -> None:
-        """Note that the weights were dropped, or that others were loaded."""
-        if self.balancer is not None:
-            self.balancer.weights_changed()
-
-    def forward_passed(self) -> None:
-        """Note that the ranks have computed a step together."""
-        if self.balancer is not None:
-            self.balancer.stepped()
-
-    @property
-    def others(self) -> list[int]:
-        """Return the ranks of the engine without the one that draws."""
-        place = self.place
-        return [rank for rank in range(place.tensor_size * place.num_stages) if rank != place.output_rank]
-
-
-ONLY_RANK: Final = Ranks()
-
-
-def place_of(parallel: ParallelConfig) -> Place:
-    """Return the place of the rank that ``parallel`` is for."""
-    stage, tensor_rank = divmod(parallel.rank, parallel.tensor_parallel_size)
-    return Place(
-        tensor_rank,
-        parallel.tensor_parallel_size,
-        stage,
-        parallel.pipeline_parallel_size,
-        spreads_context=parallel.decode_context_parallel_size > 1,
-        spreads_experts=parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1,
-        data_rank=parallel.data_parallel_rank if parallel.spreads_experts_over_engines else 0,
-        data_size=parallel.data_parallel_size if parallel.spreads_experts_over_engines else 1,
-        num_redundant_experts=_eplb_config(parallel).num_redundant_experts if parallel.enable_eplb else None,
-    )
-
-
-def make_balancer(parallel: ParallelConfig, place: Place) -> "ExpertBalancer | None":
-    """Return what moves the experts of this rank; None: they stay where they are."""
-    if not parallel.enable_eplb:
-        return None
-    from .balance.balancer import ExpertBalancer
-
-    return ExpertBalancer(_eplb_config(parallel), place.num_expert_ranks, place.data_rank)
-
-
-def _eplb_config(parallel: ParallelConfig) -> EplbConfig:
-    return parallel.eplb_config or EplbConfig()
-
-
-def join_ranks(parallel: ParallelConfig, device: torch.device) -> Ranks:
-    """Join the other ranks of the engine, and wait for them; a rank that is alone does nothing.
-
-    Raises ``ValueError`` if the configuration names several workers and none of their places, or experts that are
-    spread over engines with GPUs.
-    """
-    place = place_of(parallel)
-    if place.is_whole:
-        return ONLY_RANK
-    if place.is_alone:
-        if device.type != "cpu":
-            raise ValueError(
-                "enable_expert_parallel: experts are spread over engines on CPUs only so far; use "
-                "--tensor-parallel-size to spread them over the workers of an engine"
-            )
-        exchange = ExpertExchange(place.data_rank, place.data_size)
-        return Ranks(place, experts=exchange, balancer=make_balancer(parallel, place))
-    if not parallel.rendezvous:
-        raise ValueError(
-            f"distributed_executor_backend: uni runs one worker, but the engine has {parallel.world_size}; use mp"
-        )
-    from .torch_group import join  # here, so that a rank that is alone pays nothing for it
-
-    return join(parallel, place, device)

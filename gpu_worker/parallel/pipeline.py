@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..recorded.recorder import current_recorder
-from .group import Ranks
+from ..call_recording.recorder import current_recorder
+from .ranks import Ranks
 
 
 class Stage:

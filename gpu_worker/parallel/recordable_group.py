@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..recorded.recorder import current_recorder
+from ..call_recording.recorder import current_recorder
 from .group import Group
 
 

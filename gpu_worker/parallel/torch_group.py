@@ -8,7 +8,7 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,13 @@ from torch import Tensor
 
 from tokenloom.engine_core.data.config import ParallelConfig
 
-from .group import ALONE, Group, Ranks, make_balancer
+from .group import ALONE, Group
 from .recordable_group import RecordableGroup
 from .sharding import Place
 from .shared_group import shared_if_possible
+
+if TYPE_CHECKING:  # engines that do not move experts import none of it
+    from .experts.balancer import ExpertBalancer
 
 _c10d: Any = dist  # its types do not export the classes that process groups are made of
 _TIMEOUT = timedelta(minutes=30)
@@ -87,8 +90,12 @@ class TorchLink:
         return x
 
 
-def join(parallel: ParallelConfig, place: Place, device: torch.device) -> Ranks:
-    """Join the other ranks of the engine where ``parallel`` says, and wait for them."""
+def join(
+    parallel: ParallelConfig, place: Place, device: torch.device, balancer: "ExpertBalancer | None"
+) -> tuple[Group, TorchPeers | None, TorchPeers]:
+    """Join the other ranks of the engine where ``parallel`` says, and wait for them; ``balancer`` gets its own way to
+    them. Returns the group of the ranks that compute the same layers, the peers that carry tensors between stages,
+    None if there is one stage, and those that carry tokens."""
     rank, size = parallel.rank, parallel.world_size
     store, host = _store(parallel.rendezvous, rank, size, _TIMEOUT)
     host_peers = TorchPeers(_gloo(_c10d.PrefixStore("host", store), rank, size, host), torch.device("cpu"))
@@ -104,15 +111,14 @@ def join(parallel: ParallelConfig, place: Place, device: torch.device) -> Ranks:
             group = shared_if_possible(group, store, f"sums-{place.stage}")
         if device.type == "cpu":
             group = RecordableGroup(group)
-    balancer = make_balancer(parallel, place)
     if balancer is not None:
         prefix = _c10d.PrefixStore(f"moves-{place.stage}", store)
         balancer.join(TorchLink(_gloo(prefix, place.tensor_rank, tensor_size, host), place.tensor_rank, tensor_size))
-    return Ranks(place, group, tensors, host_peers, balancer=balancer)
+    return group, tensors, host_peers
 
 
 class Meeting:
-    """Where the ranks of several engines find each other."""
+    """Where the ranks of several engines find each other. Fulfils :class:`.experts.expert_exchange.ExpertMeeting`."""
 
     def __init__(self, rendezvous: str, rank: int, size: int, timeout: timedelta) -> None:
         """``rendezvous``: as in ``ParallelConfig``."""
@@ -123,6 +129,10 @@ class Meeting:
     def gloo(self, name: str) -> Any:
         """Join the other ranks in a process group. Raises ``RuntimeError`` if they do not come in time."""
         return _gloo(_c10d.PrefixStore(name, self._store), self._rank, self._size, self._host)
+
+    def link(self, name: str) -> TorchLink:
+        """Join the other ranks in a group that carries weights. Raises as :meth:`gloo`."""
+        return TorchLink(self.gloo(name), self._rank, self._size)
 
 
 def _store(address: str, rank: int, size: int, timeout: timedelta) -> tuple[Any, str]:

@@ -8,12 +8,12 @@ import torch
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 
 from ..attention.attention_backend import KVCache
-from ..cuda.device_link import CUDALink
-from ..cuda.sampler import DeviceSampler
 from ..cuda.step_tools import Capture, GraphCapture, StepTools
+from ..device.device_link import CUDALink
 from ..kernels.gpu_kernels import uses_triton
 from ..kv_connector.cuda_ipc import CudaIpc
 from ..kv_connector.device_pool import copy_with_torch, make_device_pool
+from ..sampler.device.device_sampler import DeviceSampler
 
 _FP8_CAPABILITY = (8, 9)
 """Of the first GPUs whose tensor cores multiply 8-bit floats (Ada); Hopper has 9.0."""
@@ -55,7 +55,7 @@ class CUDAPlatform:
     def make_sampler(self) -> DeviceSampler | None:
         if not uses_triton(self.device):
             return None
-        from ..cuda.sampler_kernels import TritonSamplerKernels
+        from ..sampler.device.sampler_kernels import TritonSamplerKernels
 
         return DeviceSampler(TritonSamplerKernels())
 

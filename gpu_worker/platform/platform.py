@@ -9,11 +9,11 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.process.control_groups import cpu_limit
 
 from ..attention.attention_backend import KVCache
-from ..cuda.sampler import DeviceSampler
 from ..cuda.step_tools import Capture, StepTools
+from ..device import memory
+from ..device.cpu_watch import CoreWatch, ProcessThreads, cores_within
 from ..kernels.threads import prepare_sharing
-from . import memory
-from .core_watch import CoreWatch, ProcessThreads, cores_within
+from ..sampler.device.device_sampler import DeviceSampler
 
 # Pools fill lazily: four engines that each planned half of what was free promised 39.9 GiB on a host with 20 free,
 # which ran out of memory only under load. Now they plan 10 GiB in all, and at full load took at most 0.6 % more than

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from tokenloom.engine_core.data.messages import Logprobs
 from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput
 
-from ..cuda.device_link import Event
-from ..cuda.drawn_rows import DrawnRows
-from ..cuda.sampler import NO_CHOICE
+from ..device.device_link import Event
+from .device.device_sampler import NO_CHOICE
+from .device.drawn_rows import DrawnRows
 
 
 class PendingStep:

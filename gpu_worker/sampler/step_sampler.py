@@ -13,15 +13,15 @@ from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunn
 
 from ..batch.expected_tokens import ExpectedTokens
 from ..batch.input_batch import InputBatch, StepInputs
-from ..cuda.device_rows import RowDraws
-from ..cuda.drawn_rows import DrawnRows
-from ..cuda.packed_copy import to_device
-from ..cuda.sampler import NO_CHOICE, NOTHING, Asked, DeviceSampler
+from ..device.packed_copy import to_device
+from .device.device_sampler import NO_CHOICE, NOTHING, Asked, DeviceSampler
+from .device.draw_arrays import RowDraws
+from .device.drawn_rows import DrawnRows
 from .grammar_mask import allow_only, force
+from .host.logprobs import JoinedLogprobs, RowLogprobs
+from .host.sampler import NO_TOKEN, Sampler
 from .logits_stats import LogitsMeter
-from .logprobs import JoinedLogprobs, RowLogprobs
 from .pending_step import PendingStep, by_request, drop_undrawn
-from .sampler import NO_TOKEN, Sampler
 
 Ints = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]

@@ -16,7 +16,7 @@ from ..attention.attention_backend import AttentionPlan, KVCache
 from ..batch.input_batch import Ints, StepInputs
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
-from ..cuda.packed_copy import to_device
+from ..device.packed_copy import to_device
 from ..kernels.compiler import KernelsUnavailable
 from ..layers.linear import load_linear
 from ..layers.rotary import RotaryEmbedding

@@ -12,8 +12,8 @@ from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 
 from ..attention.attention_backend import AttentionBackend, KVCache
 from ..batch.input_batch import InputBatch, Ints, StepInputs
-from ..cuda.packed_copy import to_device
-from ..sampler import Purpose, Sampler
+from ..device.packed_copy import to_device
+from ..sampler.host import Purpose, Sampler
 from .drafter import Drafter
 from .greedy_drafts import DraftRange, GreedyDrafts
 from .interface import StepArrays

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionBackend, AttentionPlan, KVCache
-from ..attention.fixed_plan import FixedPlan, make_fixed_plan
 from ..batch.input_batch import InputBatch, StepInputs
-from ..recorded.recorded_model import RecordedModel
+from ..cpu_graphs.fixed_plan import FixedPlan, make_fixed_plan
+from ..cpu_graphs.recorded_model import RecordedModel
 from .drafter import Drafter
 
 MOST_TOKENS = 32

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 
-from ..sampler import Purpose, Sampler, uniform
-from ..sampler.allowed_set import allowed_set
-from ..sampler.sampler import first_past
+from ..sampler.host import Purpose, Sampler, uniform
+from ..sampler.host.allowed_set import allowed_set
+from ..sampler.host.sampler import first_past
 from ..sampler.step_sampler import Draw
 
 Ints = npt.NDArray[np.int64]

@@ -15,9 +15,9 @@ from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput
 
 from ..batch.input_batch import StepInputs
-from ..cuda.packed_copy import to_device
-from ..sampler import NO_TOKEN
-from ..sampler.logprobs import RowLogprobs
+from ..device.packed_copy import to_device
+from ..sampler.host import NO_TOKEN
+from ..sampler.host.logprobs import RowLogprobs
 from ..sampler.pending_step import drop_undrawn
 from ..sampler.step_sampler import StepSampler, rows_of
 from .rejection import RejectionSampler
@@ -25,23 +25,9 @@ from .rejection import RejectionSampler
 Ints = npt.NDArray[np.int64]
 
 
-def rows_to_verify(inputs: StepInputs, last_rows: npt.NDArray[np.integer]) -> Ints:
-    """Return the rows of the step whose logits are needed: of each request of ``inputs.sampled`` its last row, in
-    ``last_rows`` [S], after those before its drafts. The rows of a request are next to each other."""
-    counts = _num_rows(inputs)
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1]) + np.repeat(last_rows + 1 - ends, counts)
-
-
-def _num_rows(inputs: StepInputs) -> Ints:
-    """Return how many rows of logits each request of ``inputs.sampled`` has, [S]."""
-    drafts, req_ids = inputs.drafts, inputs.req_ids
-    return np.array([1 + len(drafts.get(req_ids[index], ())) for index in inputs.sampled.tolist()], dtype=np.int64)
-
-
 def _first_rows(inputs: StepInputs) -> Ints:
     """Return the first row of logits of each request of ``inputs.sampled``, [S]."""
-    counts = _num_rows(inputs)
+    counts = inputs.num_logit_rows()
     return np.cumsum(counts) - counts
 
 
@@ -56,7 +42,7 @@ class Verifier:
     def verify(
         self, inputs: StepInputs, logits: Tensor, grammar: GrammarOutput | None, output: ModelRunnerOutput
     ) -> None:
-        """Draw the tokens of the requests of ``inputs.sampled`` from ``logits`` [rows_to_verify, vocab]."""
+        """Draw the tokens of the requests of ``inputs.sampled`` from ``logits`` [``inputs.rows_to_verify``, vocab]."""
         output.sampled_token_ids = [[] for _ in inputs.req_ids]
         if self._sampler.measures:
             self._sampler.measure(inputs, _select(logits, _first_rows(inputs)), output)

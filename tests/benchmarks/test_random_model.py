@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tokenloom.bench.random_model import write_model
-from tokenloom.gpu_worker.checkpoint.model_config import load_model_config
+from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer
 
 

@@ -15,8 +15,8 @@ from tokenloom.engine_core.data.scheduler_output import (
     NewRequestData,
     SchedulerOutput,
 )
+from tokenloom.gpu_worker.devices import make_worker
 from tokenloom.gpu_worker.model_worker import ModelWorker
-from tokenloom.gpu_worker.platform.devices import make_worker
 
 _BLOCK = 16
 MOST_TOKENS = 8192

@@ -7,12 +7,12 @@ import torch
 
 from tests.gpu_check.rows import Rows
 from tests.gpu_check.target import Target
-from tests.gpu_worker.cuda.sampling_steps import Steps, bitmask, check_equal
+from tests.gpu_worker.sampler.device.sampling_steps import Steps, bitmask, check_equal
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput
-from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
-from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels
-from tokenloom.gpu_worker.sampler import Sampler
+from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
+from tokenloom.gpu_worker.sampler.device.sampler_kernels import TritonSamplerKernels
+from tokenloom.gpu_worker.sampler.host import Sampler
 
 _NEAR_BOUNDARY = 2
 """Of 256 rows: their number falls within rounding of a boundary."""

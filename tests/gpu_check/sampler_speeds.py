@@ -4,7 +4,7 @@ import torch
 
 from tests.gpu_check.rows import Rows
 from tests.gpu_check.target import Target
-from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels, draw
+from tokenloom.gpu_worker.sampler.device.sampler_kernels import TritonSamplerKernels, draw
 
 
 def run(rows: Rows, target: Target) -> None:

@@ -12,7 +12,7 @@ from tests.gpu_check.rows import Rows
 from tests.gpu_check.target import GPU, Target
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
-from tokenloom.gpu_worker.platform.devices import make_worker
+from tokenloom.gpu_worker.devices import make_worker
 from tokenloom.model_files.model_path import DEMO_MODEL
 
 REFERENCES = Path(__file__).parent / "references.json"

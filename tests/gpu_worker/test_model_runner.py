@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu_worker.cuda.host_draw import make_device_sampler
+from tests.gpu_worker.sampler.device.host_draw import make_device_sampler
 from tokenloom import demo_model
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.messages import Logprobs

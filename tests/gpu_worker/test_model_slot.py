@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.gpu_worker.conftest import EditConfig, RunModel, SaveCheckpoint
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
+from tokenloom.gpu_worker.device.memory import return_freed, status_bytes
 from tokenloom.gpu_worker.layers.weight_memory import weight_memory
 from tokenloom.gpu_worker.model_slot import ModelSlot, WeightsLostError
 from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
 from tokenloom.gpu_worker.models.model import Model
-from tokenloom.gpu_worker.platform.memory import return_freed, status_bytes
 
 
 def make_slot(path: Path, quantization: str | None = None) -> ModelSlot:

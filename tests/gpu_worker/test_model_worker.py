@@ -25,9 +25,9 @@ from tokenloom.engine_core.data.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker import model_worker
+from tokenloom.gpu_worker.devices import CPUWorker
 from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.model_worker import ModelWorker
-from tokenloom.gpu_worker.platform.devices import CPUWorker
 from tokenloom.gpu_worker.warm_up import largest_step
 
 DEMO_MODEL = Path(demo_model.__file__).parent

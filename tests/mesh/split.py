@@ -175,7 +175,7 @@ def _executor(config: EngineConfig) -> Executor:
     if is_hash:
         worker: Worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
     else:
-        from tokenloom.gpu_worker.platform.devices import CPUWorker  # the other tests need no torch
+        from tokenloom.gpu_worker.devices import CPUWorker  # the other tests need no torch
 
         worker = CPUWorker(config)
     return ThreadedExecutor(worker) if config.scheduler.async_scheduling else UniProcExecutor(worker)

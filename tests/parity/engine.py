@@ -19,7 +19,7 @@ from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.messages import EngineCoreRequest, SchedulerStats
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.gpu_worker.platform.devices import make_worker
+from tokenloom.gpu_worker.devices import make_worker
 from tokenloom.request.adapters.adapter_salt import adapter_salt
 
 MAX_MODEL_LEN = 640

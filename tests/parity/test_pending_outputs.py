@@ -5,7 +5,7 @@ import pytest
 from tests.gpu_worker.cuda.late_platform import LatePlatform, use_tensor_backend
 from tests.parity.test_async_scheduling import BUDGET, PARAMS, PROMPTS, Followed, core_of, token_ids, told
 from tokenloom import LLM
-from tokenloom.gpu_worker.platform import devices
+from tokenloom.gpu_worker import devices
 
 KINDS = ["greedy", "seeds", "stop tokens", "samples", "penalties", "logprobs", "repetition"]
 """Requests whose tokens the device draws without waiting: not those with bad words, nor with grammars."""

@@ -48,7 +48,7 @@ from tokenloom.gpu_worker.kernels.prebuilt import Variant
 from tokenloom.gpu_worker.layers.panel_linear import PanelLinear
 from tokenloom.gpu_worker.ops.cpu_ops import CPUOps
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
-from tokenloom.gpu_worker.sampler.sampler import Sampler
+from tokenloom.gpu_worker.sampler.host.sampler import Sampler
 
 BUILDS = Path.home() / ".cache" / "tokenloom" / "sanitized"
 SANITIZERS = ("-O1", "-g1", "-march=native", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")

@@ -15,7 +15,7 @@ from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, Schedul
 from tokenloom.engine_core.data.core_sampling_params import GrammarKind, SamplingParams, StructuredOutput
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.gpu_worker.platform.devices import CPUWorker
+from tokenloom.gpu_worker.devices import CPUWorker
 from tokenloom.model_files.checkpoint import CheckpointInfo, load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.engine.records.engine_settings import structured_output_config

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tokenloom.gguf.gguf_file import read_gguf
-from tokenloom.gpu_worker.checkpoint.supported import GGUF_ARCHITECTURES
+from tokenloom.gpu_worker.checkpoint.gguf.names import GGUF_ARCHITECTURES
 
 from .refusal import CannotServe
 from .small_files import check_content

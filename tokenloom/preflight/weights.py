@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenloom.gpu_worker.checkpoint.files.weight_files import is_pickled, weight_files
 from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES
-from tokenloom.gpu_worker.checkpoint.weight_files import is_pickled, weight_files
 
 from .refusal import CannotServe
 from .small_files import check_content, read_object

@@ -4,7 +4,7 @@ from typing import Any
 
 from tokenloom.gguf.gguf_file import GgufFile
 
-from ..config_reader import ConfigReader
+from ..files.config_reader import ConfigReader
 from .names import has_experts
 
 _SOFTMAX = 1

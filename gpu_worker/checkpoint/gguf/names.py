@@ -4,6 +4,15 @@ from dataclasses import dataclass
 
 from tokenloom.gguf.gguf_file import GgufFile
 
+GGUF_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+"""By ``general.architecture``. Files of Mistral and of Mixtral say llama."""
+
 _WHOLE_MODEL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tokenloom.gguf.gguf_file import GgufTensor, read_gguf
 
-from ...layers.quantized_weight import QuantizedWeight
-from ..packed_weight import PackedWeight
+from ..files.packed_weight import PackedWeight
+from ..files.quantized_weight import QuantizedWeight
 from .blocks import BLOCK_TYPES, PLAIN_TYPES, BlockType, type_error
 from .names import places
 

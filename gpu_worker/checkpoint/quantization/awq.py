@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..config_reader import ConfigReader
-from ..packed_weight import unpack_words
+from ..files.config_reader import ConfigReader
+from ..files.packed_weight import unpack_words
 from .packed_codes import Codes, PackedCodes, groups_of, input_groups
 from .scheme import Found, TensorFiles, check_part, part_shape
 

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...layers.quantized_weight import QuantizedWeight
-from ..config_reader import ConfigReader
-from ..packed_weight import unpack_words
+from ..files.config_reader import ConfigReader
+from ..files.packed_weight import unpack_words
+from ..files.quantized_weight import QuantizedWeight
 from .fp8 import find_floats, read_block
 from .packed_codes import Codes, PackedCodes, groups_of, input_groups
 from .scheme import Found, TensorFiles, check_part, part_shape

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...layers.quantized_weight import QuantizedWeight
-from ..config_reader import ConfigReader
+from ..files.config_reader import ConfigReader
+from ..files.quantized_weight import QuantizedWeight
 from .scheme import Found, TensorFiles, part_shape
 
 _DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...layers.quantized_weight import QuantizedWeight
-from ..packed_weight import from_codes
+from ..files.packed_weight import from_codes
+from ..files.quantized_weight import QuantizedWeight
 
 
 class Codes(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..packed_weight import PackedWeight
+from ..files.packed_weight import PackedWeight
 
 
 class TensorFiles(Protocol):

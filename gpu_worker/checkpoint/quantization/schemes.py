@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ..config_reader import ConfigReader
+from ..files.config_reader import ConfigReader
 from . import awq, compressed_tensors, fp8, gptq
 from .scheme import Scheme
 

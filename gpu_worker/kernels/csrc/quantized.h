@@ -60,7 +60,7 @@ inline Vec to_level(Vec x, float inverse) {
   return minimum(maximum(level, splat(-8.f)), splat(7.f));
 }
 
-// What layers/quantized_weight.py describes, for one group. Returns the scale.
+// What checkpoint/files/quantized_weight.py describes, for one group. Returns the scale.
 template <class T>
 float best_scale(const T* x, int64_t group, const float* extremes, int64_t count) {
   Vec most = splat(-INFINITY), least = splat(INFINITY);

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layers.grouped_rows import GroupedRows, mix_experts
+from ...layers.expert_routes import ExpertRoutes, LayerRoutes
 from ...layers.linear import Linear, make_linear
-from ..expert_routes import ExpertRoutes, LayerRoutes
+from ...parallel.experts.grouped_rows import GroupedRows, mix_experts
 
 _ATTRIBUTE = "tokenloom_experts"
 

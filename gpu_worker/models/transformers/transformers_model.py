@@ -13,8 +13,8 @@ from ...attention.attention_backend import AttentionPlan, KVCache
 from ...checkpoint.model_config import ModelConfig
 from ...checkpoint.weights import Checkpoint
 from ...layers.embedding import InputEmbeds
+from ...layers.expert_routes import ExpertRoutes
 from ...ops.ops import Ops
-from ..expert_routes import ExpertRoutes
 from .causal_class import CausalClass, find_causal_class
 from .declared import complete, declared_config, max_model_len
 from .experts import routes_of_modules

@@ -36,7 +36,7 @@ def _import_maker(config: EngineConfig) -> Maker:
 
 def _model_worker() -> Maker:
     # Imported here because importing torch takes seconds, and the other workers do not need it.
-    from tokenloom.gpu_worker.platform.devices import make_worker as make_model_worker
+    from tokenloom.gpu_worker.devices import make_worker as make_model_worker
 
     return make_model_worker
 

@@ -19,7 +19,7 @@ from tokenloom.bench.engine.step_tables import (
     overhead_table,
     prefill_table,
 )
-from tokenloom.gpu_worker.checkpoint.model_config import load_model_config
+from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.model_files.model_path import DEMO_MODEL
 
 

@@ -8,12 +8,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from tests.gpu_worker.sampler.variants import VARIANTS, params, peaked
+from tests.gpu_worker.sampler.host.variants import VARIANTS, params, peaked
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.batch.drawer import Drawer
 from tokenloom.gpu_worker.batch.members import Members
 from tokenloom.gpu_worker.kernels.threads import set_kernel_threads
-from tokenloom.gpu_worker.sampler.sampler import Sampler
+from tokenloom.gpu_worker.sampler.host.sampler import Sampler
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 

@@ -16,7 +16,7 @@ from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRe
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
 from tokenloom.gpu_worker.batch.prompt_rows import PromptEmbeds
-from tokenloom.gpu_worker.platform.devices import CPUWorker
+from tokenloom.gpu_worker.devices import CPUWorker
 
 PROMPT = np.random.default_rng(0).integers(1, 199, 40).tolist()
 

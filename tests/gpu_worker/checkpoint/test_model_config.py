@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, load_model_config
+from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
+from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
 from tokenloom.gpu_worker.checkpoint.opt_switches import OPTSwitches
-from tokenloom.gpu_worker.layers.rotary import RopeConfig, no_rotation
+from tokenloom.gpu_worker.checkpoint.rope_config import RopeConfig, no_rotation
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

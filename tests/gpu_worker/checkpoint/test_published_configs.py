@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tokenloom.gpu_worker.checkpoint.config_reader import UnsupportedError
-from tokenloom.gpu_worker.checkpoint.model_config import load_model_config
+from tokenloom.gpu_worker.checkpoint.files.config_reader import UnsupportedError
+from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 
 _COMMON = {"attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True, "transformers_version": "4.50.0"}
 _SILU = {**_COMMON, "hidden_act": "silu", "torch_dtype": "bfloat16"}

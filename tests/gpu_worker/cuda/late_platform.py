@@ -2,16 +2,16 @@
 
 import pytest
 
-from tests.gpu_worker.cuda.host_draw import HostKernels
 from tests.gpu_worker.cuda.host_rows import HostRowKernels
 from tests.gpu_worker.cuda.late_link import LateLink
 from tests.gpu_worker.cuda.op_capture import OpCapture
 from tests.gpu_worker.cuda.tensor_backend import TensorBackend
 from tests.gpu_worker.platform.device_platform import ApartPlatform
+from tests.gpu_worker.sampler.device.host_draw import HostKernels
 from tokenloom.gpu_worker import model_worker
-from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
 from tokenloom.gpu_worker.cuda.step_tools import StepTools
 from tokenloom.gpu_worker.layers import linear
+from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
 
 
 class LatePlatform(ApartPlatform):

@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu_worker.cuda.host_draw import HostKernels
 from tests.gpu_worker.cuda.host_rows import HostRowKernels
 from tests.gpu_worker.cuda.late_link import LateLink
 from tests.gpu_worker.cuda.late_platform import use_tensor_backend
 from tests.gpu_worker.cuda.op_capture import OpCapture
 from tests.gpu_worker.cuda.tensor_backend import TensorBackend
+from tests.gpu_worker.sampler.device.host_draw import HostKernels
 from tests.gpu_worker.test_model_runner import DEMO_MODEL, PARAMS, PROMPTS, begin, new
 from tokenloom.engine_core.data.pending_output import await_output
 from tokenloom.gpu_worker.batch.input_batch import InputBatch, StepInputs
 from tokenloom.gpu_worker.cuda.device_steps import DeviceSteps
-from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
 from tokenloom.gpu_worker.cuda.step_graphs import StepGraphs, StepPlans, row_buckets, token_buckets
 from tokenloom.gpu_worker.cuda.step_tensors import StepSize, StepTensors
 from tokenloom.gpu_worker.cuda.step_tools import StepTools
 from tokenloom.gpu_worker.model_runner import ModelRunner
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
+from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
 
 CPU = torch.device("cpu")
 

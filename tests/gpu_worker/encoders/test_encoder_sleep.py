@@ -13,7 +13,7 @@ from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING
 from tokenloom.engine_core.data.errors import EnginePausedError, UtilityError
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.gpu_worker.platform.devices import make_worker
+from tokenloom.gpu_worker.devices import make_worker
 
 LARGE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6}
 """With these sizes the weights have 19 MB in fp32."""

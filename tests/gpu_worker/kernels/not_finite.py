@@ -15,11 +15,11 @@ from tests.pairwise import pairs
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
+from tokenloom.gpu_worker.checkpoint.files.quantized_weight import QuantizedWeight
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.layers.int8_linear import Int8Linear
 from tokenloom.gpu_worker.layers.panel_linear import PanelLinear
 from tokenloom.gpu_worker.layers.quantized_linear import QuantizedLinear
-from tokenloom.gpu_worker.layers.quantized_weight import QuantizedWeight
 from tokenloom.gpu_worker.ops.cpu_ops import CPUOps
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from tests.gpu_worker.kernels.emulation import build_emulated
+from tokenloom.gpu_worker.checkpoint.files import quantized_weight
+from tokenloom.gpu_worker.checkpoint.files.quantized_weight import QuantizedWeight, round_to_4_bits
 from tokenloom.gpu_worker.kernels import library
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
-from tokenloom.gpu_worker.layers import quantized_linear, quantized_weight
+from tokenloom.gpu_worker.layers import quantized_linear
 from tokenloom.gpu_worker.layers.quantized_linear import QuantizedLinear
-from tokenloom.gpu_worker.layers.quantized_weight import QuantizedWeight, round_to_4_bits
 
 MACROS = {"AVX-512": (), "AVX-512 VNNI": ("WITH_VNNI",), "AVX-VNNI": ("WITH_AVX_VNNI",)}
 

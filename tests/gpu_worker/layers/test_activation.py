@@ -4,7 +4,12 @@ import pytest
 import torch
 from transformers.activations import ACT2FN
 
+from tokenloom.gpu_worker.checkpoint.supported import ACTIVATION_NAMES
 from tokenloom.gpu_worker.layers.activation import ACTIVATIONS
+
+
+def test_every_name_that_is_read_has_a_function() -> None:
+    assert tuple(ACTIVATIONS) == ACTIVATION_NAMES
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tokenloom.gpu_worker.checkpoint.linear_layer import Unpackable
 from tokenloom.gpu_worker.layers import packed_linear
-from tokenloom.gpu_worker.layers.interface import Unpackable
 from tokenloom.gpu_worker.layers.linear import PlainLinear, make_linear
 from tokenloom.gpu_worker.layers.packed_linear import PackedLinear, can_pack
 

@@ -6,13 +6,14 @@ import weakref
 import pytest
 import torch
 
+from tokenloom.gpu_worker.checkpoint.files import quantized_weight
+from tokenloom.gpu_worker.checkpoint.files.quantized_weight import QuantizedWeight, round_to_4_bits, round_to_8_bits
 from tokenloom.gpu_worker.checkpoint.model_config import INT4
 from tokenloom.gpu_worker.kernels import library
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
-from tokenloom.gpu_worker.layers import linear, quantized_linear, quantized_weight
+from tokenloom.gpu_worker.layers import linear, quantized_linear
 from tokenloom.gpu_worker.layers.linear import make_linear, make_output, make_quantized
 from tokenloom.gpu_worker.layers.quantized_linear import QuantizedLinear
-from tokenloom.gpu_worker.layers.quantized_weight import QuantizedWeight, round_to_4_bits, round_to_8_bits
 
 
 def available() -> bool:

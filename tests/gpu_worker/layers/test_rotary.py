@@ -7,17 +7,9 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from tokenloom.gpu_worker.checkpoint.config_reader import ConfigReader
-from tokenloom.gpu_worker.layers.rotary import (
-    RopeConfig,
-    RotaryEmbedding,
-    inverse_frequencies,
-    no_rotation,
-    read_rope,
-    rotate,
-    rotation,
-    with_context,
-)
+from tokenloom.gpu_worker.checkpoint.files.config_reader import ConfigReader
+from tokenloom.gpu_worker.checkpoint.rope_config import RopeConfig, no_rotation, read_rope, with_context
+from tokenloom.gpu_worker.layers.rotary import RotaryEmbedding, inverse_frequencies, rotate, rotation
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}

@@ -19,7 +19,7 @@ from tokenloom.engine_core.executor.rank_config import most_in_flight, rank_conf
 from tokenloom.engine_core.executor.worker import Worker
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.engine_core.wire.serialization import from_raw, to_raw
-from tokenloom.gpu_worker.platform.devices import make_worker
+from tokenloom.gpu_worker.devices import make_worker
 
 Result = TypeVar("Result")
 

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from tests.gpu_worker.parallel.rank_threads import parallel
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.parallel import shared_group
-from tokenloom.gpu_worker.parallel.group import Group, join_ranks
+from tokenloom.gpu_worker.parallel.group import Group
+from tokenloom.gpu_worker.parallel.ranks import join_ranks
 from tokenloom.gpu_worker.parallel.recordable_group import RecordableGroup
 from tokenloom.gpu_worker.parallel.shared_group import SharedGroup
 from tokenloom.gpu_worker.parallel.torch_group import TorchGroup

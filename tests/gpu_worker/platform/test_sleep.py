@@ -13,8 +13,8 @@ from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.errors import UtilityError
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.gpu_worker.platform.devices import CPUWorker
-from tokenloom.gpu_worker.platform.memory import return_freed
+from tokenloom.gpu_worker.device.memory import return_freed
+from tokenloom.gpu_worker.devices import CPUWorker
 from tokenloom.process.process_memory import resident_bytes
 
 BLOCK_SIZE = 16

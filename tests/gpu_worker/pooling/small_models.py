@@ -15,7 +15,7 @@ from tokenloom.engine_core.data.core_pooling_params import PoolingParams, Poolin
 from tokenloom.engine_core.data.core_sampling_params import DRAWS_NOTHING
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.gpu_worker.platform.devices import make_worker
+from tokenloom.gpu_worker.devices import make_worker
 
 VOCAB_SIZE = 120
 SIZES: dict[str, Any] = {

@@ -10,8 +10,8 @@ from tests.gpu_worker.speculation.steps import DEMO_MODEL, Driver
 from tests.gpu_worker.speculation.test_model_proposer import NUM_BLOCKS, make_backend, make_driver
 from tests.gpu_worker.speculation.test_verify import NUM_TOKENS, PLAIN, STATEFUL, params
 from tokenloom.engine_core.data.config import SpeculativeConfig
-from tokenloom.gpu_worker.checkpoint.model_config import load_model_config
-from tokenloom.gpu_worker.layers.rotary import RopeConfig
+from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
+from tokenloom.gpu_worker.checkpoint.rope_config import RopeConfig
 from tokenloom.gpu_worker.models.architectures import ModelLoader
 from tokenloom.gpu_worker.speculation.draft_weights import MOST_WEIGHTS, fits
 from tokenloom.gpu_worker.speculation.drafting import Drafting

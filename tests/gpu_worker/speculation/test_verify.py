@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from tests.gpu_worker.cuda.host_draw import make_device_sampler
+from tests.gpu_worker.sampler.device.host_draw import make_device_sampler
 from tests.gpu_worker.speculation.steps import Driver
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 

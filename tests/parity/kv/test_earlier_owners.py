@@ -13,7 +13,7 @@ from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.gpu_worker.platform.devices import make_worker
+from tokenloom.gpu_worker.devices import make_worker
 
 HIDDEN_SIZE, HEADS = 96, 4  # heads of 24, which the C++ kernels do not support
 LARGE = 1e20

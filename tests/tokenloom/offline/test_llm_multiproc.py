@@ -16,7 +16,7 @@ from tokenloom.engine_core.data.errors import ExecutorFailedError, UtilityError
 from tokenloom.engine_core.data.messages import EngineCoreRequest, FinishReason
 from tokenloom.engine_core.executor.make_executor import make_executor
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
-from tokenloom.gpu_worker.platform.devices import CPUWorker
+from tokenloom.gpu_worker.devices import CPUWorker
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.services.engine.core.workers import WORKER_COMMAND
 

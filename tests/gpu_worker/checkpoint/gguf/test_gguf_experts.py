@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.gpu_worker.checkpoint.gguf.files import write
-from tokenloom.gpu_worker.checkpoint.model_config import load_model_config
+from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
 
 RunModel = Callable[..., list[Tensor]]

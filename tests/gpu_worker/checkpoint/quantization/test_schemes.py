@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.gpu_worker.checkpoint.quantization import formats
 from tests.gpu_worker.checkpoint.quantization.formats import Quantize
-from tokenloom.gpu_worker.checkpoint.model_config import load_model_config
+from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.checkpoint.quantization.fp8 import PackedFloats
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
 from tokenloom.gpu_worker.layers.int8_linear import Int8Linear
@@ -230,7 +230,7 @@ def test_rows_are_unpacked_some_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
         return unpack(self, first, last)
 
     monkeypatch.setattr(PackedFloats, "rows", rows)
-    monkeypatch.setattr("tokenloom.gpu_worker.checkpoint.packed_weight.AT_ONCE", 1 << 15)
+    monkeypatch.setattr("tokenloom.gpu_worker.checkpoint.files.packed_weight.AT_ONCE", 1 << 15)
     config = load_model_config(path)
     with Checkpoint(path, torch.bfloat16, torch.device("cpu"), config.scheme) as checkpoint:
         weight = checkpoint.take(f"{UP}.weight", 640, 256)

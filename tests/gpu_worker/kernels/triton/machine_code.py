@@ -28,8 +28,7 @@ from tests.gpu_worker.attention.steps import shape
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
-from tokenloom.gpu_worker.cuda import block_copy, row_kernels, sampler_kernels
-from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels
+from tokenloom.gpu_worker.cuda import block_copy, row_kernels
 from tokenloom.gpu_worker.cuda.step_tensors import SentStep, StepSize, StepTensors
 from tokenloom.gpu_worker.layers import triton_experts, triton_linear
 from tokenloom.gpu_worker.layers.triton_experts import TritonExperts
@@ -37,6 +36,8 @@ from tokenloom.gpu_worker.layers.triton_linear import TritonLinear
 from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.ops import HeadNorm
 from tokenloom.gpu_worker.ops.triton_ops import TritonOps
+from tokenloom.gpu_worker.sampler.device import sampler_kernels
+from tokenloom.gpu_worker.sampler.device.sampler_kernels import TritonSamplerKernels
 
 # No machine that tests this repository has a GPU. The interpreter shows whether layouts and masks are right; only the
 # machine code shows spilled registers, narrow loads of weights or KV, and prompts without the wide matrix instruction.

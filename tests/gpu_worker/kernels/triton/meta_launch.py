@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from tokenloom.gpu_worker.attention import attention_backends
-from tokenloom.gpu_worker.cuda.device_link import Past
+from tokenloom.gpu_worker.device.device_link import Past
 from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.models import grouped_experts
 from tokenloom.gpu_worker.ops import ops_choice

@@ -6,13 +6,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.gpu_worker.cuda.sampling_params import PARAMS
-from tests.gpu_worker.cuda.sampling_steps import VOCAB, Steps, bitmask, check_equal
+from tests.gpu_worker.sampler.device.sampling_params import PARAMS
+from tests.gpu_worker.sampler.device.sampling_steps import VOCAB, Steps, bitmask, check_equal
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput
 from tokenloom.gpu_worker.batch import prompt_logprobs
-from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
-from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels
-from tokenloom.gpu_worker.sampler.logprobs import logprobs_of
+from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
+from tokenloom.gpu_worker.sampler.device.sampler_kernels import TritonSamplerKernels
+from tokenloom.gpu_worker.sampler.host.logprobs import logprobs_of
 
 
 def make_sampler():

@@ -10,15 +10,15 @@ from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRe
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
-from tokenloom.gpu_worker.cuda import sampler_kernels
-from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
-from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels
 from tokenloom.gpu_worker.encoders.encoder import load_encoder
 from tokenloom.gpu_worker.layers import triton_experts, triton_linear
 from tokenloom.gpu_worker.model_runner import ModelRunner
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
+from tokenloom.gpu_worker.sampler.device import sampler_kernels
+from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
+from tokenloom.gpu_worker.sampler.device.sampler_kernels import TritonSamplerKernels
 
 
 @pytest.fixture

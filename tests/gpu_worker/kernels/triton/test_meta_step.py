@@ -11,16 +11,16 @@ from tests.gpu_worker.models.test_models import MODELS
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
-from tokenloom.gpu_worker.cuda import sampler_kernels
-from tokenloom.gpu_worker.cuda.sampler import Asked, DeviceSampler
-from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels
 from tokenloom.gpu_worker.layers import triton_experts, triton_linear
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
 from tokenloom.gpu_worker.ops.triton_ops import TritonOps
-from tokenloom.gpu_worker.sampler import SeenTokens
-from tokenloom.gpu_worker.sampler.row_edit import RowEdit, pack_bits
+from tokenloom.gpu_worker.sampler.device import sampler_kernels
+from tokenloom.gpu_worker.sampler.device.device_sampler import Asked, DeviceSampler
+from tokenloom.gpu_worker.sampler.device.sampler_kernels import TritonSamplerKernels
+from tokenloom.gpu_worker.sampler.host import SeenTokens
+from tokenloom.gpu_worker.sampler.host.row_edit import RowEdit, pack_bits
 
 STEPS = {
     "one decode": ([1], [40]),

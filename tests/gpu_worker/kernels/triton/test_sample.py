@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
-from tokenloom.gpu_worker.cuda.draw_arrays import DrawArrays
-from tokenloom.gpu_worker.cuda.sampler import NO_CHOICE
-from tokenloom.gpu_worker.cuda.sampler_kernels import draw
-from tokenloom.gpu_worker.sampler import NO_TOKEN, Sampler
+from tokenloom.gpu_worker.sampler.device.device_sampler import NO_CHOICE
+from tokenloom.gpu_worker.sampler.device.draw_arrays import DrawArrays
+from tokenloom.gpu_worker.sampler.device.sampler_kernels import draw
+from tokenloom.gpu_worker.sampler.host import NO_TOKEN, Sampler
 
 CASES = {
     "plain": {},

@@ -12,18 +12,19 @@ from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRe
 from tokenloom.gpu_worker.attention import triton_backend
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
-from tokenloom.gpu_worker.cuda import row_kernels, sampler_kernels
-from tokenloom.gpu_worker.cuda.device_link import Past
+from tokenloom.gpu_worker.cuda import row_kernels
 from tokenloom.gpu_worker.cuda.device_steps import make_device_steps
 from tokenloom.gpu_worker.cuda.row_kernels import TritonRowKernels
-from tokenloom.gpu_worker.cuda.sampler import DeviceSampler
-from tokenloom.gpu_worker.cuda.sampler_kernels import TritonSamplerKernels
 from tokenloom.gpu_worker.cuda.step_tools import StepTools
+from tokenloom.gpu_worker.device.device_link import Past
 from tokenloom.gpu_worker.layers import triton_experts, triton_linear
 from tokenloom.gpu_worker.model_runner import ModelRunner
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
+from tokenloom.gpu_worker.sampler.device import sampler_kernels
+from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
+from tokenloom.gpu_worker.sampler.device.sampler_kernels import TritonSamplerKernels
 
 KINDS = ({"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 0.7, "top_k": 5, "min_p": 0.1})
 

@@ -1,0 +1,1 @@
+"""The files of a checkpoint, and tensors as they are stored."""

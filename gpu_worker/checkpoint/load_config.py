@@ -1,0 +1,252 @@
+"""Reads the configuration of a checkpoint by its family. Absent entries take the defaults of the family's class in
+transformers."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tokenloom.gguf.gguf_file import is_gguf
+from tokenloom.process.fall_backs import OF_PROCESS
+
+from .directory_source import stored_dtype
+from .expert_switches import read_experts
+from .families import DECODERS
+from .files.config_reader import ConfigReader
+from .gguf.config import gguf_config
+from .layer_kinds import read_ropes, read_windows
+from .model_config import QUANTIZATIONS, ModelConfig
+from .opt_switches import OPTSwitches
+from .quantization.schemes import read_scheme
+from .rope_config import LongRopeScaling, RopeConfig, YarnScaling
+from .supported import ACTIVATION_NAMES, ARCHITECTURES, CLASSIFIERS, Family
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model_config(
+    path: Path, dtype: str = "auto", quantization: str | None = None, max_model_len: int | None = None
+) -> ModelConfig:
+    """Read the configuration of the checkpoint ``path``, a directory or a GGUF file.
+
+    ``dtype`` is ``auto`` (the checkpoint's own, or bfloat16 with a warning if that is float16), ``float32`` or
+    ``bfloat16``; ``quantization`` is None or one of ``QUANTIZATIONS``. ``max_model_len`` is the longest request that
+    the engine's options allow, None if they state none: a model with long rope rotates by it. Raises ``ValueError``
+    naming what is wrong or not supported in the configuration.
+    """
+    reader = ConfigReader.of_model(gguf_config(path), path.name) if is_gguf(path) else ConfigReader.open(path)
+    family, has_class_head = _family(reader)
+    torch_dtype = _dtype(reader, path, dtype)
+    scheme = read_scheme(reader)
+    config = _read_family(reader, family, torch_dtype, max_model_len)
+    reader.refuse_rest()
+    check_quantization(quantization)
+    return replace(config, quantization=quantization, scheme=scheme, has_class_head=has_class_head)
+
+
+def read_dtype(path: Path, dtype: str) -> torch.dtype:
+    """Return the dtype in which to compute a checkpoint directory; ``dtype`` is that of :func:`load_model_config`.
+
+    Raises ``ValueError``.
+    """
+    return _dtype(ConfigReader.open(path), path, dtype)
+
+
+def check_quantization(quantization: str | None) -> None:
+    """Raise ``ValueError`` unless ``quantization`` is a way to quantize at load, or None."""
+    if quantization not in (None, *QUANTIZATIONS):
+        raise ValueError(f"quantization must be {', '.join(QUANTIZATIONS)} or none, not {quantization!r}")
+
+
+def _family(reader: ConfigReader) -> tuple[Family, bool]:
+    """Return the family, and whether the model has a class head."""
+    names = reader.take("architectures") or []
+    known = ", ".join(ARCHITECTURES)
+    if not isinstance(names, list) or not names:
+        raise reader.error("architectures", f"must name one of {known}")
+    if names[0] in CLASSIFIERS:
+        return CLASSIFIERS[names[0]], True
+    if names[0] not in ARCHITECTURES:
+        raise reader.error("architectures", f"is not supported: must be one of {known}")
+    return ARCHITECTURES[names[0]], False
+
+
+def _dtype(reader: ConfigReader, path: Path, dtype: str) -> torch.dtype:
+    if dtype == "auto":
+        declared = reader.take("dtype") or reader.take("torch_dtype") or stored_dtype(path)
+        # vLLM serves such a checkpoint in float16, which no kernel here computes on a CPU. bfloat16 loses 3 of the 10
+        # bits of fraction; as its range is wider, no value overflows.
+        if declared == "float16":
+            OF_PROCESS.begin(
+                "less_precision",
+                "the checkpoint is float16, which no kernel of a CPU computes: it is served as bfloat16, with 3 bits "
+                "less; dtype float32 keeps all of it, in twice the memory, and so does float16 on a GPU",
+            )
+            return torch.bfloat16
+        if declared not in _DTYPES:
+            raise ValueError(f"the checkpoint's dtype {declared} is not supported: choose dtype float32 or bfloat16")
+        return _DTYPES[declared]
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {dtype!r}")
+    return _DTYPES[dtype]
+
+
+def _read_family(reader: ConfigReader, family: Family, dtype: torch.dtype, max_model_len: int | None) -> ModelConfig:
+    """Return the configuration of a model of ``family``, in an engine whose requests have at most ``max_model_len``
+    tokens. Raises ``ValueError`` naming an entry that is wrong."""
+    match family:
+        case "gpt2":
+            return _read_gpt2(reader, dtype)
+        case "opt":
+            return _read_opt(reader, dtype)
+        case _:
+            return _read_decoder(reader, family, dtype, max_model_len)
+
+
+def _read_decoder(
+    reader: ConfigReader, family: Family, dtype: torch.dtype, wanted_model_len: int | None
+) -> ModelConfig:
+    """Read Llama and its relatives."""
+    traits = DECODERS[family]
+    hidden_size, num_heads = reader.take_int("hidden_size"), reader.take_int("num_attention_heads")
+    num_layers = reader.take_int("num_hidden_layers")
+    head_size = reader.take_int("head_dim", traits.head_size or hidden_size // num_heads)
+    num_kv_heads = reader.take_int("num_key_value_heads", traits.num_kv_heads or num_heads)
+    if num_heads % num_kv_heads:
+        raise reader.error("num_key_value_heads", f"must divide num_attention_heads = {num_heads}")
+    if head_size % 2:
+        raise reader.error("head_dim", "must be even")
+    ropes = read_ropes(reader, family, head_size, num_layers, wanted_model_len)
+    max_model_len = _max_model_len(reader.take_int("max_position_embeddings"), ropes)
+    attention_bias = traits.may_have_attention_bias and reader.take_bool("attention_bias", False)
+    config = ModelConfig(
+        family=family,
+        dtype=dtype,
+        vocab_size=reader.take_int("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=reader.take_int("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        max_model_len=max_model_len,
+        norm_eps=reader.take_float("rms_norm_eps", traits.norm_eps),
+        hidden_act=_activation(reader, traits.activation_entry, traits.activation),
+        tie_word_embeddings=reader.take_bool("tie_word_embeddings", traits.is_tied),
+        ropes=ropes,
+        qkv_bias=attention_bias or (traits.has_qkv_bias and _keeps_qkv_bias(reader, family)),
+        attention_output_bias=attention_bias,
+        mlp_bias=traits.may_have_mlp_bias and reader.take_bool("mlp_bias", False),
+        attention_scales=(head_size**-0.5,) * num_layers,
+        sliding_windows=read_windows(reader, family, num_layers, max_model_len),
+        experts=read_experts(reader, family, num_layers, reader.take_int("intermediate_size")),
+    )
+    return _add_gemma(reader, config) if traits.is_gemma else config
+
+
+def _keeps_qkv_bias(reader: ConfigReader, family: Family) -> bool:
+    return family != "qwen2_moe" or reader.take_bool("qkv_bias", True)
+
+
+def _add_gemma(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
+    """Return the configuration with the entries that only Gemma has."""
+    default = 30.0 if config.family == "gemma2" else None
+    attention_default = 50.0 if config.family == "gemma2" else None
+    attention_softcap = _optional_float(reader, "attn_logit_softcapping", attention_default)
+    if config.family == "gemma3" and attention_softcap is not None:
+        raise reader.error("attn_logit_softcapping", "must be null: transformers' class ignores it")
+    reader.take("hidden_act")  # older files hold it as well; the class reads hidden_activation
+    scale = reader.take_float("query_pre_attn_scalar", 256.0) ** -0.5
+    return replace(
+        config,
+        attention_scales=(scale,) * config.num_layers,
+        attention_softcap=attention_softcap,
+        logit_softcap=_optional_float(reader, "final_logit_softcapping", default),
+        embedding_scale=float(torch.tensor(config.hidden_size**0.5).to(config.dtype)),
+    )
+
+
+def _optional_float(reader: ConfigReader, name: str, default: float | None) -> float | None:
+    return None if reader.take(name, default) is None else reader.take_float(name, default)
+
+
+def _read_gpt2(reader: ConfigReader, dtype: torch.dtype) -> ModelConfig:
+    hidden_size, num_heads = reader.take_int("n_embd"), reader.take_int("n_head")
+    num_layers = reader.take_int("n_layer")
+    if hidden_size % num_heads:
+        raise reader.error("n_head", f"must divide n_embd = {hidden_size}")
+    head_size = hidden_size // num_heads
+    scale = head_size**-0.5 if reader.take_bool("scale_attn_weights", True) else 1.0
+    by_layer = reader.take_bool("scale_attn_by_inverse_layer_idx", False)
+    return ModelConfig(
+        family="gpt2",
+        dtype=dtype,
+        vocab_size=reader.take_int("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=reader.take_int("n_inner", 4 * hidden_size),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=head_size,
+        max_model_len=reader.take_int("n_positions"),
+        norm_eps=reader.take_float("layer_norm_epsilon", 1e-5),
+        hidden_act=_activation(reader, "activation_function", "gelu_new"),
+        tie_word_embeddings=reader.take_bool("tie_word_embeddings", True),
+        qkv_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        attention_scales=tuple(scale / (layer + 1 if by_layer else 1) for layer in range(num_layers)),
+        sliding_windows=(None,) * num_layers,
+    )
+
+
+def _read_opt(reader: ConfigReader, dtype: torch.dtype) -> ModelConfig:
+    hidden_size, num_heads = reader.take_int("hidden_size"), reader.take_int("num_attention_heads")
+    num_layers = reader.take_int("num_hidden_layers")
+    if hidden_size % num_heads:
+        raise reader.error("num_attention_heads", f"must divide hidden_size = {hidden_size}")
+    head_size, bias = hidden_size // num_heads, reader.take_bool("enable_bias", True)
+    norm_before = reader.take_bool("do_layer_norm_before", True)
+    return ModelConfig(
+        family="opt",
+        dtype=dtype,
+        vocab_size=reader.take_int("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=reader.take_int("ffn_dim"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=head_size,
+        max_model_len=reader.take_int("max_position_embeddings"),
+        norm_eps=1e-5,
+        hidden_act=_activation(reader, "activation_function", "relu"),
+        tie_word_embeddings=reader.take_bool("tie_word_embeddings", True),
+        qkv_bias=bias,
+        attention_output_bias=bias,
+        mlp_bias=bias,
+        attention_scales=(head_size**-0.5,) * num_layers,
+        sliding_windows=(None,) * num_layers,
+        opt=OPTSwitches(
+            embedding_size=reader.take_int("word_embed_proj_dim", hidden_size),
+            norm_before=norm_before,
+            final_norm=norm_before and not reader.take_bool("_remove_final_layer_norm", False),
+            norms_have_weights=reader.take_bool("layer_norm_elementwise_affine", True),
+        ),
+    )
+
+
+def _activation(reader: ConfigReader, name: str, default: str) -> str:
+    activation = reader.take(name) or default
+    if activation not in ACTIVATION_NAMES:
+        raise reader.unsupported(name, f"is not supported: must be one of {', '.join(ACTIVATION_NAMES)}")
+    return str(activation)
+
+
+def _max_model_len(max_position: int, ropes: tuple[RopeConfig, ...]) -> int:
+    """Return the context length. YaRN states the original context and a factor; their product is the context length.
+    The short factors of long rope end at the original context."""
+    scalings = [rope.scaling for rope in ropes]
+    if any(isinstance(each, LongRopeScaling) and not each.is_long for each in scalings):
+        return min(each.original_max_position for each in scalings if isinstance(each, LongRopeScaling))
+    yarn = [each for each in scalings if isinstance(each, YarnScaling)]
+    return max([max_position, *(int(each.original_max_position * each.factor) for each in yarn)])

@@ -1,0 +1,138 @@
+"""Derives the configuration of the part of a model that one rank computes."""
+
+from dataclasses import replace
+
+from tokenloom.engine_core.data.config import EngineConfig, ParallelConfig
+
+from ..parallel.sharding import Place, Shard
+from .expert_switches import ExpertSwitches
+from .model_config import ModelConfig
+
+
+def local_config(config: ModelConfig, place: Place) -> ModelConfig:
+    """Return the configuration of the rank at ``place``: its heads, its part of the MLPs, its layers.
+
+    Raises ``ValueError`` naming what cannot be divided among the ranks, or is not supported with several.
+    """
+    if place.is_whole:
+        return config
+    _check(config, place)
+    size, layers = place.tensor_size, place.layers(config.num_layers)
+    mine = slice(layers.start, layers.stop)
+    return replace(
+        config,
+        num_layers=len(layers),
+        num_heads=config.num_heads // size,
+        num_kv_heads=max(1, config.num_kv_heads // size),
+        intermediate_size=config.intermediate_size // size,
+        ropes=config.ropes[mine],
+        attention_scales=config.attention_scales[mine],
+        sliding_windows=config.sliding_windows[mine],
+        experts=None if config.experts is None else _local_experts(config.experts, place, mine),
+        shard=Shard(place.tensor_rank, size, config.num_kv_heads, place.spreads_context),
+        first_layer=layers.start,
+        is_last_stage=place.stage == place.num_stages - 1,
+        draws=place.draws,
+    )
+
+
+def check_options(config: EngineConfig) -> None:
+    """Raise ``ValueError`` naming an option that is not supported with several workers."""
+    parallel = config.parallel
+    if (context := parallel.decode_context_parallel_size) not in (1, parallel.tensor_parallel_size):
+        raise ValueError(
+            f"decode_context_parallel_size: must be 1 or tensor_parallel_size, {parallel.tensor_parallel_size}, "
+            f"not {context}"
+        )
+    _check_balancing(parallel)
+    if config.cache.block_size % context:
+        raise ValueError(f"block_size: {config.cache.block_size} tokens cannot be spread evenly over {context} workers")
+    if parallel.world_size == 1 and not parallel.spreads_experts_over_engines:
+        return
+    asked = {
+        "speculative_config": config.speculative is not None,
+        "enable_lora": config.lora.enable,
+        "quantization": config.worker.quantization is not None,
+        "runner pooling": config.worker.runner == "pooling",
+        "pooler_config": config.worker.pooler_config is not None,
+        "kv_transports with decode_context_parallel_size": context > 1 and bool(config.kv.transports),
+        "kv_offload_path with decode_context_parallel_size": context > 1 and bool(config.kv.offload_path),
+    }
+    several = f"{parallel.world_size} workers yet; use one worker"
+    if parallel.spreads_experts_over_engines:
+        several = "experts that are spread over engines yet; leave out enable_expert_parallel"
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise ValueError(f"{name}: is not supported with {several}")
+
+
+def _check_balancing(parallel: ParallelConfig) -> None:
+    if not parallel.enable_eplb:
+        if parallel.eplb_config is not None:
+            raise ValueError("eplb_config: needs enable_eplb")
+        return
+    spreads_over_workers = parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1
+    if not spreads_over_workers and not parallel.spreads_experts_over_engines:
+        raise ValueError("enable_eplb: needs enable_expert_parallel, and several workers or engines to balance")
+
+
+def num_sharing(config: EngineConfig, *, is_on_host: bool) -> int:
+    """Return how many workers share the memory of a device; ranks of an engine that are on GPUs have one each."""
+    count = config.cache.engines_on_host
+    return count if is_on_host else max(1, count // config.parallel.world_size)
+
+
+def _local_experts(experts: ExpertSwitches, place: Place, layers: slice) -> ExpertSwitches:
+    size, num_redundant = place.tensor_size, place.num_redundant_experts or 0
+    own = place.experts(experts.count + num_redundant)
+    return replace(
+        experts,
+        intermediate_size=experts.intermediate_size // (size if own is None else 1),
+        shared_size=experts.shared_size // size,
+        layers=experts.layers[layers],
+        own=own,
+        num_redundant=num_redundant,
+    )
+
+
+def _check(config: ModelConfig, place: Place) -> None:
+    size, kv_heads = place.tensor_size, config.num_kv_heads
+    counts = {"attention heads": config.num_heads, "rows of an MLP": config.intermediate_size}
+    if config.experts is not None:
+        if not place.spreads_experts:
+            counts |= {"rows of an expert": config.experts.intermediate_size}
+        counts |= {"rows of the shared expert": config.experts.shared_size}
+    _check_redundant(config, place)
+    for what, count in counts.items():
+        if count % size:
+            raise ValueError(f"tensor_parallel_size: {size} does not divide the model's {count} {what}")
+    if kv_heads % size and size % kv_heads:
+        raise ValueError(f"tensor_parallel_size: {size} neither divides the model's {kv_heads} KV heads nor is divided")
+    if place.num_stages > config.num_layers:
+        raise ValueError(f"pipeline_parallel_size: {place.num_stages} stages for {config.num_layers} layers")
+    if config.scheme is not None or config.quantization is not None:
+        method = config.quantization or (config.scheme.name if config.scheme else "")
+        raise ValueError(f"quantization: {method} is not supported with several workers yet; use one worker")
+    if config.has_class_head:
+        raise ValueError("models with a class head are not supported with several workers yet; use one worker")
+
+
+def _check_redundant(config: ModelConfig, place: Place) -> None:
+    redundant, ranks = place.num_redundant_experts, place.num_expert_ranks
+    if redundant is None:
+        return
+    if config.experts is None:
+        raise ValueError("enable_eplb: the model has no experts")
+    if config.mlp_bias:
+        raise ValueError("enable_eplb: experts with biases are not moved")
+    count = config.experts.count
+    if (count + redundant) % ranks:
+        raise ValueError(
+            f"num_redundant_experts: {count} experts and {redundant} copies are not a multiple of {ranks} ranks; "
+            f"{-count % ranks} copies would be"
+        )
+    if redundant > count * (ranks - 1):
+        raise ValueError(
+            f"num_redundant_experts: {redundant} copies are more than one of each of the {count} experts on each other "
+            f"of {ranks} ranks"
+        )

@@ -1,0 +1,199 @@
+"""Describes how a model rotates its heads, and reads that from a configuration."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from .files.config_reader import ConfigReader
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+
+
+_LONG_ROPE = ("longrope", "su")
+"""Both names of long rope."""
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Divides low frequencies by ``factor``, keeps high ones and blends those between (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Interpolates slow dimensions by ``factor``, fast ones not at all, and those between on a linear ramp (YaRN)."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    """The factor on cosine and sine."""
+    truncate: bool
+    """Whether the ends of the ramp are rounded to whole dimensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """Divides each frequency by a factor of its own: a short one up to the original context, a long one beyond it
+    (LongRoPE)."""
+
+    short_factors: tuple[float, ...]
+    """[head_size / 2], as are the long ones."""
+    long_factors: tuple[float, ...]
+    original_max_position: int
+    attention_factor: float
+    """The factor on cosine and sine."""
+    is_long: bool
+    """Whether the long factors are used. One set serves all tokens of an engine: keys that were rotated with the other
+    one would be wrong as soon as a request passes the original context."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Describes how a model rotates its heads."""
+
+    head_size: int
+    theta: float = 10_000.0
+    scaling: float | Llama3Scaling | YarnScaling | LongRopeScaling = field(default=1.0)
+    """A number divides every frequency (rope type ``linear``; 1 is ``default``)."""
+
+    @property
+    def attention_factor(self) -> float:
+        return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling | LongRopeScaling) else 1.0
+
+
+def no_rotation(head_size: int) -> RopeConfig:
+    """Return the configuration of a layer without positions: frequencies of zero leave its heads as they are."""
+    return RopeConfig(head_size, scaling=math.inf)
+
+
+def read_rope(config: ConfigReader, head_size: int, max_position: int, default_theta: float = 10_000.0) -> RopeConfig:
+    """Read the rope entries of a configuration, in the spelling of transformers 4 or 5. Long rope uses its short
+    factors, until :func:`with_context` chooses.
+
+    Raises ``ValueError`` naming a rope type or parameter that is not supported.
+    """
+    scaling, parameters = config.take_object("rope_scaling"), config.take_object("rope_parameters")
+    outer_theta = config.take_float("rope_theta", default_theta)
+    outer_original = config.take("original_max_position_embeddings")
+    if config.take("partial_rotary_factor", 1.0) not in (None, 1.0):
+        raise _partial(config)
+    rope = scaling or parameters
+    if rope is None:
+        return RopeConfig(head_size, outer_theta)
+    return _read_parameters(config, rope, RopeConfig(head_size, outer_theta), max_position, outer_original)
+
+
+def read_rope_by_kind(
+    config: ConfigReader, head_size: int, max_position: int, thetas: dict[str, float]
+) -> dict[str, RopeConfig]:
+    """Read the rope entries of a configuration (Gemma 3) whose layers rotate as their kind does.
+
+    ``thetas`` holds the default of each kind. Raises ``ValueError`` as :func:`read_rope`.
+    """
+    parameters = config.take("rope_parameters")
+    if not isinstance(parameters, dict) or not parameters.keys() <= thetas.keys():
+        local = RopeConfig(head_size, config.take_float("rope_local_base_freq", thetas["sliding_attention"]))
+        full = read_rope(config, head_size, max_position, thetas["full_attention"])
+        return {"full_attention": full, "sliding_attention": local}
+    reader, found = ConfigReader(parameters, "config.json: rope_parameters"), {}
+    for kind, theta in thetas.items():
+        rope, plain = reader.take_object(kind), RopeConfig(head_size, theta)
+        found[kind] = plain if rope is None else _read_parameters(config, rope, plain, max_position, None)
+    return found
+
+
+def _read_parameters(
+    config: ConfigReader, rope: ConfigReader, plain: RopeConfig, max_position: int, outer_original: Any
+) -> RopeConfig:
+    """Read one object of rope entries; ``plain`` holds the head size and the default frequency."""
+    old_name = rope.take("type", "default")
+    rope_type = rope.take("rope_type", old_name)
+    if rope_type not in (*get_args(RopeType), *_LONG_ROPE):
+        raise rope.unsupported(
+            "rope_type" if rope.take("rope_type") else "type", f"must be one of {(*get_args(RopeType), *_LONG_ROPE)}"
+        )
+    if rope.take("partial_rotary_factor", 1.0) not in (None, 1.0):
+        raise _partial(rope)
+    theta = rope.take_float("rope_theta", plain.theta)
+    original = rope.take_int("original_max_position_embeddings", max_position)
+    if outer_original is not None:  # the entry outside the rope object overrides the one inside
+        original = config.take_int("original_max_position_embeddings")
+    if rope_type in _LONG_ROPE:
+        result = RopeConfig(plain.head_size, theta, _read_long_rope(rope, plain.head_size, original, max_position))
+    else:
+        result = RopeConfig(plain.head_size, theta, _read_scaling(rope, rope_type, original))
+    rope.refuse_rest()
+    return result
+
+
+def _partial(config: ConfigReader) -> ValueError:
+    text = "must be 1: partly rotated heads are not supported"
+    return config.unsupported("partial_rotary_factor", text, is_known=False)
+
+
+def _read_long_rope(rope: ConfigReader, head_size: int, original: int, max_position: int) -> LongRopeScaling:
+    factor = rope.take_float("factor", max_position / original)
+    stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    short, long = (_read_factors(rope, name, head_size // 2) for name in ("short_factor", "long_factor"))
+    return LongRopeScaling(short, long, original, rope.take_float("attention_factor", stretched), is_long=False)
+
+
+def _read_factors(rope: ConfigReader, name: str, count: int) -> tuple[float, ...]:
+    values = rope.take(name)
+    is_list = isinstance(values, list) and len(values) == count
+    if not is_list or not all(type(value) in (int, float) and value > 0 for value in values):
+        raise rope.error(name, f"must be a list of head_dim / 2 = {count} positive numbers")
+    return tuple(map(float, values))
+
+
+def with_context(rope: RopeConfig, max_model_len: int) -> RopeConfig:
+    """Return the rotation of an engine whose requests have at most ``max_model_len`` tokens."""
+    scaling = rope.scaling
+    if not isinstance(scaling, LongRopeScaling):
+        return rope
+    # transformers chooses by the longest sequence of a batch and computes a sequence anew when it passes the original
+    # context; in a paged cache, keys of both kinds would meet. vLLM chooses as here. The engine's numerics name the
+    # choice.
+    return replace(rope, scaling=replace(scaling, is_long=max_model_len > scaling.original_max_position))
+
+
+def _read_scaling(rope: ConfigReader, rope_type: RopeType, original: int) -> float | Llama3Scaling | YarnScaling:
+    match rope_type:
+        case "default":
+            return 1.0
+        case "linear":
+            return rope.take_float("factor")
+        case "llama3":
+            return Llama3Scaling(
+                factor=rope.take_float("factor"),
+                low_freq_factor=rope.take_float("low_freq_factor"),
+                high_freq_factor=rope.take_float("high_freq_factor"),
+                original_max_position=original,
+            )
+        case "yarn":
+            factor = rope.take_float("factor")
+            return YarnScaling(
+                factor=factor,
+                original_max_position=original,
+                beta_fast=rope.take_float("beta_fast", 32.0),
+                beta_slow=rope.take_float("beta_slow", 1.0),
+                attention_factor=_yarn_attention_factor(rope, factor),
+                truncate=rope.take_bool("truncate", True),
+            )
+
+
+def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
+    given, mscale, mscale_all = rope.take("attention_factor"), rope.take("mscale"), rope.take("mscale_all_dim")
+    if given is not None:
+        return rope.take_float("attention_factor")
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    return magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)

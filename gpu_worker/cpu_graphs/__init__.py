@@ -1,0 +1,1 @@
+"""Steps of a model on a CPU that run from recordings of their calls."""

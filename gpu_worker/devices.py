@@ -1,0 +1,61 @@
+"""Makes the worker of a device."""
+
+from pathlib import Path
+
+import torch
+
+from tokenloom.engine_core.data.config import EngineConfig
+from tokenloom.engine_core.executor.worker import Worker
+
+from .checkpoint.supported import ENCODERS
+from .encoders.encoder_worker import EncoderWorker
+from .model_worker import ModelWorker
+from .models.transformers.architecture import read_architecture
+from .platform.cuda_platform import CUDAPlatform
+from .platform.platform import CPUPlatform
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+class CPUWorker(ModelWorker):
+    """Computes on the CPU of this process."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, CPUPlatform())
+
+
+class CUDAWorker(ModelWorker):
+    """Computes on a GPU of this process: the first one, or of several workers each on its own.
+
+    Raises ``ValueError`` if there is none.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, CUDAPlatform(config.cache.gpu_memory_utilization, _device_of(config.parallel.rank)))
+
+
+def make_worker(config: EngineConfig) -> Worker:
+    """Return the worker for ``config.worker.device``; ``auto`` is a GPU if this PyTorch finds one.
+
+    Raises ``ValueError`` for an unknown device, or one that this machine does not have.
+    """
+    name = config.worker.device
+    if config.parallel.world_size > 1 and _is_encoder(config):
+        raise ValueError("encoders are not supported with several workers; use one worker")
+    if name not in DEVICES:
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, not {name!r}")
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        if not _is_encoder(config):
+            return CUDAWorker(config)
+        return EncoderWorker(config, CUDAPlatform(config.cache.gpu_memory_utilization))
+    return EncoderWorker(config, CPUPlatform()) if _is_encoder(config) else CPUWorker(config)
+
+
+def _device_of(rank: int) -> torch.device | None:
+    """Return the GPU of a rank; None: the first one."""
+    return torch.device("cuda", rank % torch.cuda.device_count()) if rank and torch.cuda.is_available() else None
+
+
+def _is_encoder(config: EngineConfig) -> bool:
+    path = Path(config.worker.model)
+    return (path / "config.json").is_file() and read_architecture(path)[0] in ENCODERS

@@ -1,0 +1,191 @@
+"""Draws the tokens of a step on the device, so that only their ids and log probabilities come to the host."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+
+from ...device.device_link import DeviceLink, link_of
+from ...device.packed_copy import copy_packed
+from ..host.row_edit import RowEdit, pack_bits
+from ..host.sampler import NO_TOKEN
+from ..host.seen_tokens import SeenTokens
+from .draw_arrays import DrawArrays
+from .drawn_rows import DrawnRows, PendingLogprobs
+from .edit_arrays import EditArrays
+from .logprob_arrays import MOST_LISTED, FoundLogprobs, LogprobArrays
+from .pending_tokens import PendingTokens
+from .seen_counts import SeenCounts
+
+NO_CHOICE = -2
+"""Stands for the token of a row whose logits are all -inf."""
+
+
+class SamplerKernels(Protocol):
+    """Computes on the device, and waits for nothing."""
+
+    def draw(self, logits: Tensor, columns: Sequence[Tensor]) -> Tensor:
+        """Draw from float32 logits [rows, vocab] with the columns of :class:`DrawArrays`. Returns [rows] int64:
+        ``NO_TOKEN`` where no logit is finite, and ``NO_CHOICE`` where all of them are -inf."""
+
+    def change(self, logits: Tensor, edits: Sequence[Tensor], seen: Tensor) -> None:
+        """Change logits [rows, vocab] in place, by the arrays of :class:`EditArrays` and the words [slots, vocab] of
+        :class:`SeenCounts`."""
+
+    def count(self, seen: Tensor, edits: Sequence[Tensor], drawn: Tensor) -> None:
+        """Count the tokens ``drawn`` [rows] of the edits that have a slot; a negative one is token 0."""
+
+    def find_logprobs(
+        self, logits: Tensor, wanted: Sequence[Tensor], token_ids: Tensor, most_listed: int
+    ) -> FoundLogprobs:
+        """Return what log probabilities of tokens [n] need. ``logits`` [n, vocab] are those of the rows that ask;
+        ``wanted`` are the arrays of :class:`LogprobArrays` but for the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Says what single rows of a step ask for, beside the draw of a token."""
+
+    edits: dict[int, RowEdit]
+    """By row of the logits."""
+    logprobs: dict[int, tuple[int, Sequence[int]]]
+    """How many of the best tokens, and which others, by row of the logits."""
+
+
+NOTHING: Final = Asked({}, {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Wishes:
+    """Holds what the device gets of :class:`Asked`."""
+
+    edits: EditArrays | None
+    wanted: LogprobArrays | None
+    left_out: Collection[int]
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        edits = () if self.edits is None else self.edits.in_order()
+        return [*edits, *(() if self.wanted is None else self.wanted.in_order())]
+
+
+_NO_WISHES: Final = _Wishes(None, None, ())
+
+
+class DeviceSampler:
+    """Draws one token for each row, on the device of the logits, by the rule and with the numbers of the host's.
+
+    Belongs to one thread.
+    """
+
+    def __init__(self, kernels: SamplerKernels, link: DeviceLink | None = None) -> None:
+        """``link`` brings the results to the host; None: as the device of the logits does."""
+        self._kernels = kernels
+        self._link = link
+        self._seen: SeenCounts | None = None  # once a request has penalties, or the device changes anything
+
+    @torch.inference_mode()
+    def start(
+        self,
+        logits: Tensor,
+        params: Sequence[SamplingParams],
+        output_indices: npt.NDArray[np.int64],
+        asked: Asked = NOTHING,
+    ) -> DrawnRows:
+        """Let the device change float32 logits [rows, vocab] in place and draw. It does not wait: there is one copy to
+        the device, and then one back of each result. ``output_indices`` [rows] are those of the tokens to draw.
+
+        A greedy row takes the largest logit, among equals the lowest id.
+        """
+        draws = DrawArrays.of(params, output_indices).in_order()
+        wishes = self._wishes(logits, output_indices, asked)
+        moved = copy_packed([*draws, *wishes.arrays()], logits.device)
+        return self._start(logits, moved[: len(draws)], wishes, moved[len(draws) :])
+
+    @torch.inference_mode()
+    def start_with(
+        self, logits: Tensor, columns: Sequence[Tensor], output_indices: npt.NDArray[np.int64], asked: Asked = NOTHING
+    ) -> DrawnRows:
+        """Do what :meth:`start` does with the columns of :class:`DrawArrays`, which the device has. Only what rows ask
+        for beside a token is copied to it."""
+        wishes = self._wishes(logits, output_indices, asked)
+        arrays = wishes.arrays()
+        return self._start(logits, columns, wishes, copy_packed(arrays, logits.device) if arrays else [])
+
+    def _start(self, logits: Tensor, columns: Sequence[Tensor], wishes: _Wishes, moved: Sequence[Tensor]) -> DrawnRows:
+        num_edited = 0 if wishes.edits is None else len(wishes.edits.in_order())
+        edits, wanted = moved[:num_edited], moved[num_edited:]
+        own = logits.index_select(0, wanted[0]) if wanted else logits  # before they are changed
+        if edits:
+            # On the device: a penalty, a mask or log probabilities of one request once brought the logits of all of
+            # them to the host and cost a wait.
+            self._kernels.change(logits, edits, self._words(logits))
+        drawn = self._kernels.draw(logits, columns)
+        if wishes.edits is not None and (wishes.edits.slot_of >= 0).any():
+            self._kernels.count(self._words(logits), edits, drawn)
+        link, logprobs = self._link or link_of(logits.device), None
+        if wishes.wanted is not None:
+            own_tokens, most_listed = drawn.index_select(0, wanted[0]), int(wishes.wanted.listed.max())
+            found = self._kernels.find_logprobs(own, wanted[1:], own_tokens, most_listed)
+            logprobs = PendingLogprobs.fetch(wishes.wanted, found, link)
+        return DrawnRows(drawn, PendingTokens.fetch(drawn, link), logprobs, wishes.left_out)
+
+    def _words(self, logits: Tensor) -> Tensor:
+        if self._seen is None:
+            self._seen = SeenCounts(logits.device, logits.shape[1])
+        return self._seen.words
+
+    def _wishes(self, logits: Tensor, output_indices: npt.NDArray[np.int64], asked: Asked) -> _Wishes:
+        """Return what the rows ask for in columns, but for the rows that the device cannot serve."""
+        if not asked.edits and not asked.logprobs:
+            return _NO_WISHES
+        left_out = {row for row, (top, named) in asked.logprobs.items() if top + len(named) > MOST_LISTED}
+        slots: dict[int, int] = {}
+        for row, edit in asked.edits.items():
+            slot = self._slot(logits, edit, int(output_indices[row])) if row not in left_out else None
+            if slot is None:
+                left_out.add(row)
+            else:
+                slots[row] = slot
+        edits = [asked.edits[row] for row in slots]
+        rows = [row for row in asked.logprobs if row not in left_out]
+        return _Wishes(
+            EditArrays.of(list(slots), edits, list(slots.values()), logits.shape[1]) if edits else None,
+            LogprobArrays.of(rows, [asked.logprobs[row] for row in rows], logits.shape[1]) if rows else None,
+            left_out,
+        )
+
+    def _slot(self, logits: Tensor, edit: RowEdit, output_index: int) -> int | None:
+        """Return the slot of a row's counts, -1 without penalties; None: the device has no memory for it."""
+        if edit.penalties is None:
+            return -1
+        if self._seen is None:
+            self._seen = SeenCounts(logits.device, logits.shape[1])
+        return self._seen.slot(edit.penalties[0], output_index)
+
+    def prepare(self, logits: Tensor) -> None:
+        """Compile the kernels that rows need which ask for more than a token; logits [1, vocab] are not changed."""
+        params = SamplingParams(max_tokens=1, seed=0)
+        edit = RowEdit([np.zeros(1, np.int64)], [pack_bits(np.arange(2))], penalties=(SeenTokens([0]), params))
+        self.start(logits.clone(), [params], np.zeros(1, np.int64), Asked({0: edit}, {0: (1, ())})).tokens.wait()
+        self._seen = None
+
+    @torch.inference_mode()
+    def start_logprobs(self, logits: Tensor, token_ids: Sequence[int], num_top: int) -> PendingLogprobs:
+        """Let the device find log probabilities of given tokens [n] from logits [n, vocab], and of the best:
+        ``num_top`` of each row, at most ``MOST_LISTED``."""
+        wanted = LogprobArrays.of(range(len(token_ids)), [(num_top, ())] * len(token_ids), logits.shape[1])
+        tokens, *columns = copy_packed([np.array(token_ids, np.int64), *wanted.in_order()[1:]], logits.device)
+        found = self._kernels.find_logprobs(logits, columns, tokens, int(wanted.num_tops.max()))
+        return PendingLogprobs.fetch(wanted, found, self._link or link_of(logits.device))
+
+    def sample(
+        self, logits: Tensor, params: Sequence[SamplingParams], output_indices: npt.NDArray[np.int64]
+    ) -> list[int]:
+        """Do what :meth:`start` does and wait for the token ids; ``NO_TOKEN`` if no logit is finite."""
+        return [max(token_id, NO_TOKEN) for token_id in self.start(logits, params, output_indices).tokens.wait()]

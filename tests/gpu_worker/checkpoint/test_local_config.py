@@ -1,0 +1,78 @@
+"""Tests the configuration of a rank's part of a model, and what is refused with several workers."""
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from tests.gpu_worker.parallel.rank_threads import parallel
+from tokenloom import demo_model
+from tokenloom.engine_core.data.config import EngineConfig, LoraConfig, SpeculativeConfig, WorkerConfig
+from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
+from tokenloom.gpu_worker.checkpoint.local_config import check_options, local_config
+from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
+from tokenloom.gpu_worker.models.architectures import ModelLoader
+from tokenloom.gpu_worker.parallel.ranks import Ranks, place_of
+from tokenloom.gpu_worker.parallel.sharding import ONLY_PLACE, Place
+
+DEMO = Path(demo_model.__file__).parent
+
+
+@pytest.fixture
+def config() -> ModelConfig:
+    return load_model_config(DEMO, "float32")
+
+
+def test_one_rank_has_the_configuration_of_the_model(config: ModelConfig) -> None:
+    assert local_config(config, ONLY_PLACE) is config
+
+
+def test_a_rank_has_its_heads_and_layers(config: ModelConfig) -> None:
+    part = local_config(config, place_of(replace(parallel(2, 2), rank=3)))
+    assert (part.num_heads, part.num_kv_heads, part.intermediate_size) == (2, 1, 320)
+    assert (part.num_layers, part.first_layer, part.is_last_stage, part.draws) == (2, 2, True, False)
+    assert len(part.ropes) == len(part.sliding_windows) == len(part.attention_scales) == 2
+    assert part.kv_bytes_per_token * 4 == config.kv_bytes_per_token
+
+
+def test_kv_heads_are_repeated_where_there_are_fewer_than_ranks(config: ModelConfig) -> None:
+    part = local_config(config, Place(3, 4))
+    assert (part.num_heads, part.num_kv_heads) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (Place(0, 3), "tensor_parallel_size: 3 does not divide the model's 4 attention heads"),
+        (Place(0, 1, 0, 5), "pipeline_parallel_size: 5 stages for 4 layers"),
+    ],
+)
+def test_what_cannot_be_divided_is_named(config: ModelConfig, place: Place, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        local_config(config, place)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("enable_lora", {"lora": LoraConfig(enable=True)}),
+        ("speculative_config", {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=2)}),
+        ("quantization", {"worker": WorkerConfig(quantization="int4")}),
+        ("runner pooling", {"worker": WorkerConfig(runner="pooling")}),
+    ],
+)
+def test_options_that_need_one_worker_are_named(name: str, changes: dict[str, object]) -> None:
+    config = replace(EngineConfig(), **changes)
+    check_options(config)
+    with pytest.raises(ValueError, match=f"{name}: is not supported with 2 workers"):
+        check_options(replace(config, parallel=parallel(2)))
+
+
+def test_transformers_modules_and_gguf_files_are_refused(tmp_path: Path) -> None:
+    ranks = Ranks(Place(0, 2))
+    with pytest.raises(ValueError, match="transformers' modules are not divided"):
+        ModelLoader(model_impl="transformers", ranks=ranks).load(DEMO)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"model\.gguf: several workers read no GGUF file"):
+        ModelLoader(ranks=ranks).load(file)

@@ -1,0 +1,64 @@
+"""Rows reach the rank that holds their expert, and come back in their order."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tokenloom.gpu_worker.parallel.experts.expert_exchange import ExpertExchange
+from tokenloom.gpu_worker.parallel.experts.grouped_rows import GroupedRows
+from tokenloom.gpu_worker.parallel.ranks import Ranks
+
+NUM_EXPERTS = 5
+HIDDEN_SIZE = 6
+
+
+def run_expert(expert: int, rows: Tensor) -> Tensor:
+    return rows * (expert + 2)
+
+
+def choose(num_tokens: int, seed: int) -> GroupedRows:
+    generator = torch.Generator().manual_seed(seed)
+    return GroupedRows.sort(torch.rand(num_tokens, NUM_EXPERTS, generator=generator).topk(2, -1).indices)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [(7, 3), (1, 40), (4, 0)])
+def test_each_rank_gets_what_its_rows_would_give_on_one(
+    tmp_path: Path, dtype: torch.dtype, num_tokens: tuple[int, int]
+) -> None:
+    asked: list[set[int]] = [set(), set()]
+
+    def rank(number: int) -> None:
+        exchange = ExpertExchange(number, 2)
+        Ranks(experts=exchange).join_experts(str(tmp_path / "rendezvous"))
+
+        def run(expert: int, rows: Tensor) -> Tensor:
+            asked[number].add(expert)
+            return run_expert(expert, rows)
+
+        for step in range(3):
+            grouped = choose(num_tokens[number], seed=10 * step + number)
+            rows = torch.randn(2 * num_tokens[number], HIDDEN_SIZE).to(dtype)
+            parts = zip(grouped.experts, rows.split(grouped.counts) if len(rows) else (), strict=True)
+            expected = [run_expert(expert, part) for expert, part in parts]
+            computed = exchange.compute(rows, grouped, NUM_EXPERTS, run)
+            assert torch.equal(computed, torch.cat(expected) if expected else rows)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(rank, range(2)))
+    assert asked[0] <= {0, 1}
+    assert asked[1] <= {2, 3, 4}
+    assert not (tmp_path / "rendezvous").exists()
+
+
+def test_before_it_joins_a_rank_computes_its_own_experts_only() -> None:
+    grouped = choose(20, seed=1)
+    rows = torch.randn(40, HIDDEN_SIZE)
+    computed = ExpertExchange(1, 2).compute(rows, grouped, NUM_EXPERTS, run_expert)
+    for expert, before, after in zip(
+        grouped.experts, rows.split(grouped.counts), computed.split(grouped.counts), strict=True
+    ):
+        assert torch.equal(after, run_expert(expert, before) if expert >= 2 else torch.zeros_like(before))

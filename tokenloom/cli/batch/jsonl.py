@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import io
+import itertools
 import json
 import os
 import stat
@@ -16,6 +17,8 @@ from ..failures import CommandFailed
 
 STANDARD = Path("-")
 """Stands for standard input or output."""
+MAX_LINE_CHARS = 128 << 20
+"""Characters of a line with its end: more than a prompt of a million tokens with its embeddings in base64 needs."""
 MAX_DEPTH = 200
 """Objects and lists within each other; more would exceed Python's recursion where a line is read or written."""
 
@@ -23,7 +26,12 @@ MAX_DEPTH = 200
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines that are not blank, with their numbers from 1, for `parse`. Raises `CommandFailed`."""
     with _opened(path) as stream:
-        for number, line in enumerate(stream, 1):
+        for number in itertools.count(1):
+            line = stream.readline(MAX_LINE_CHARS + 1)
+            if len(line) > MAX_LINE_CHARS:  # such as /dev/full, which has no end of a line
+                raise CommandFailed(f"line {number} of {path} has more than {MAX_LINE_CHARS:,} characters")
+            if not line:
+                return
             if line.strip():
                 yield number, line
 
@@ -55,8 +63,10 @@ def check_apart(read: Path, written: Path, what: str) -> None:
 
 
 def count_lines(path: Path) -> int | None:
-    """Return how many lines `read_lines` yields; None for standard input, which can be read only once."""
-    return None if path == STANDARD else sum(1 for _ in read_lines(path))
+    """Return how many lines `read_lines` yields; None where they can be read only once, as from a pipe."""
+    if path == STANDARD or path.is_fifo() or path.is_char_device():
+        return None
+    return sum(1 for _ in read_lines(path))
 
 
 class LineWriter:

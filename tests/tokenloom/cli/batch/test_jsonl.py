@@ -1,10 +1,12 @@
 """Files of one object a line."""
 
 import contextlib
+import os
 from pathlib import Path
 
 import pytest
 
+from tokenloom.cli.batch import jsonl
 from tokenloom.cli.batch.jsonl import MAX_DEPTH, LineWriter, count_lines, parse, read_lines
 from tokenloom.cli.failures import CommandFailed
 
@@ -87,6 +89,24 @@ def test_a_file_of_something_else_is_left_alone(path: Path) -> None:
     with pytest.raises(CommandFailed, match="line 1 is not a JSON object"):
         LineWriter(path)
     assert path.read_text() == "my diary\n"
+
+
+def test_a_line_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "MAX_LINE_CHARS", 1000)
+    with pytest.raises(CommandFailed, match="line 1 of /dev/full has more than 1,000 characters"):
+        list(read_lines(Path("/dev/full")))
+
+
+def test_a_pipe_is_read_once_only(tmp_path: Path) -> None:
+    os.mkfifo(path := tmp_path / "pipe")
+    ends = os.open(path, os.O_RDWR)  # keeps both ends open, so that opening one does not wait
+    try:
+        os.write(ends, b"1\n2\n")
+        assert count_lines(path) is None
+        lines = read_lines(path)
+        assert [next(lines), next(lines)] == [(1, "1\n"), (2, "2\n")]
+    finally:
+        os.close(ends)
 
 
 def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:

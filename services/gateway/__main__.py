@@ -7,8 +7,8 @@ from tokenloom.services.runtime.host.uncollected_imports import uncollected_impo
 with uncollected_imports():
     from tokenloom.services.runtime.host.service import main
 
-    from .gateway_settings import GatewaySettings
     from .service import GatewayService
+    from .settings.gateway_settings import GatewaySettings
 
 if __name__ == "__main__":
     sys.exit(main(GatewayService, GatewaySettings, "gateway"))

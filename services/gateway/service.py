@@ -9,10 +9,7 @@ from tokenloom.services.runtime.host.descriptors import for_clients
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.telemetry.process_metrics import show_token_cost
 
-from .adapters.adapter_usage import AdapterUsage
 from .batches.open_batches import Batches, absent_routes, open_batches
-from .edges import open_edges
-from .gateway_settings import NUM_EDGES, GatewaySettings
 from .generation.resumable import UnattendedMetrics
 from .http.app import Routes
 from .http.byte_budget import ByteBudget
@@ -21,16 +18,19 @@ from .http.json_body import BodyParser
 from .http.response_counts import OTHER, ResponseCounts
 from .http.server.connections import Connections
 from .http.server.http_server import HttpServer
-from .mesh_spec import MeshSpec, mesh_specs
-from .metrics import count_moved
-from .model_metrics import ModelRegistries
-from .openai.openai_models import READ_FIELDS, WITHOUT_EFFECT
-from .part_gauges import PartGauges
-from .served_mesh import MeshMetrics, connect
-from .served_meshes import ServedMeshes
+from .metrics.gateway_metrics import count_moved
+from .metrics.usage_counts import AdapterUsage, KeyUsage
+from .openai.openai_models import WITHOUT_EFFECT
+from .routes.read_fields import READ_FIELDS
+from .servers import open_edges
+from .serving.model_registries import ModelRegistries
+from .serving.part_gauges import PartGauges
+from .serving.served_mesh import MeshMetrics, connect
+from .serving.served_meshes import ServedMeshes
+from .settings.gateway_settings import NUM_EDGES, GatewaySettings
+from .settings.mesh_spec import MeshSpec, mesh_specs
 from .tenants.api_keys import ApiKeys
 from .tenants.cache_salts import CacheSalts
-from .tenants.key_usage import KeyUsage
 from .tenants.tenant_limits import MAX_SESSIONS, gateway_limits
 from .tenants.tenant_metrics import TenantMetrics
 from .tenants.tenant_shares import TenantShares

@@ -9,18 +9,19 @@ from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request import output_constraints, sampling_params, validation
 from tokenloom.request.adapters import adapter_name
 from tokenloom.services.coordinator.lease import kubernetes_lease
-from tokenloom.services.gateway.adapters import adapter_usage
 from tokenloom.services.gateway.batches import batch_run, batch_store
+from tokenloom.services.gateway.formats import tool_request
 from tokenloom.services.gateway.generation import admission, charge
 from tokenloom.services.gateway.grpc import chat_prompt, message_bounds
 from tokenloom.services.gateway.http import json_body, pieces, request_body
 from tokenloom.services.gateway.http.server import uvicorn_protocol
+from tokenloom.services.gateway.metrics import usage_counts
 from tokenloom.services.gateway.page import traffic
-from tokenloom.services.gateway.pooling import pooler, pooling_job
+from tokenloom.services.gateway.pooling import pooler
+from tokenloom.services.gateway.records import pooling_request as pooling_job
 from tokenloom.services.gateway.request_log import recent_requests
 from tokenloom.services.gateway.responses import response_store
 from tokenloom.services.gateway.tenants import tenant_limits
-from tokenloom.services.gateway.tools import tool_request
 from tokenloom.supervisor import held_listener, ports, predecessors
 
 from .markdown_page import ROOT
@@ -94,7 +95,7 @@ SENTENCES = {
     ],
     "docs/use/adapters.md": [
         f"A name has 1 to {adapter_name.MAX_NAME} letters",
-        f"At most {adapter_usage.MAX_ADAPTERS:,} adapters have series of their own",
+        f"At most {usage_counts.MAX_ADAPTERS:,} adapters have series of their own",
     ],
     "docs/use/batches.md": [
         f"at least every {batch_run.LONGEST_WAIT:.0f} s",

@@ -13,10 +13,10 @@ from tokenloom.services.gateway.files.file_room import FileRoom
 from tokenloom.services.gateway.files.file_store import FileStore
 from tokenloom.services.gateway.generation.admission import Tenure
 from tokenloom.services.gateway.generation.charge import Charge, Charges
-from tokenloom.services.gateway.generation.claim import Claim
 from tokenloom.services.gateway.generation.generator import Generator
-from tokenloom.services.gateway.generation.job import Job
 from tokenloom.services.gateway.kserve import kserve_servicer
+from tokenloom.services.gateway.records.generate_request import Job
+from tokenloom.services.gateway.records.resume_token import Claim
 
 from .runner import size_of
 

@@ -9,10 +9,7 @@ from unittest.mock import patch
 
 from prometheus_client import CollectorRegistry
 
-from tokenloom.services.gateway.adapters.adapter_usage import AdapterUsage
-from tokenloom.services.gateway.adapters.model_names import ModelNames
 from tokenloom.services.gateway.assistant.message_plans import MessagePlans
-from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.generation.admission import Admission
 from tokenloom.services.gateway.generation.backlog import Backlog
 from tokenloom.services.gateway.generation.generator import Generator
@@ -20,13 +17,15 @@ from tokenloom.services.gateway.generation.resumable import ResumableRequests, U
 from tokenloom.services.gateway.http.json_body import BodyParser
 from tokenloom.services.gateway.mesh.mesh_view import MeshLoad
 from tokenloom.services.gateway.mesh.output_pool import OutputPool
-from tokenloom.services.gateway.metrics import GatewayMetrics
+from tokenloom.services.gateway.metrics.gateway_metrics import GatewayMetrics
+from tokenloom.services.gateway.metrics.usage_counts import AdapterUsage, KeyUsage
 from tokenloom.services.gateway.openai.openai_models import BodyReader
+from tokenloom.services.gateway.records.model_names import ModelNames
 from tokenloom.services.gateway.responses import response_store
 from tokenloom.services.gateway.responses.response_store import ResponseStore
 from tokenloom.services.gateway.routes.api_routes import api_routes
-from tokenloom.services.gateway.served_mesh import ServedMesh
-from tokenloom.services.gateway.tenants.key_usage import KeyUsage
+from tokenloom.services.gateway.serving.served_mesh import ServedMesh
+from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.tenants.tenant_limits import TenantLimits
 from tokenloom.services.runtime.peers.members import Members
 from tokenloom.services.runtime.tasks import Tasks

@@ -12,7 +12,7 @@ from tokenloom.services.coordinator.coordinator_settings import CoordinatorSetti
 from tokenloom.services.coordinator.engines.defaults import PREFIX_INDEX_MIB
 from tokenloom.services.coordinator.lease.kubernetes_api import SERVICE_ACCOUNT
 from tokenloom.services.engine.records.engine_settings import EngineSettings
-from tokenloom.services.gateway.gateway_settings import GatewaySettings
+from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.services.runtime.host.service_settings import ServiceSettings

@@ -19,8 +19,8 @@ from tokenloom.services.coordinator.coordinator_settings import CoordinatorSetti
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.engine.service import EngineService
-from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.service import GatewayService
+from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
 from tokenloom.services.output_processor.service import OutputProcessorService
 from tokenloom.services.runtime.host.host import Host

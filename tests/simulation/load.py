@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tokenloom.request.errors import TokenloomError
-from tokenloom.services.gateway.generation.claim import NEW, Claim
 from tokenloom.services.gateway.generation.delivered import Delivered, Position
 from tokenloom.services.gateway.generation.generator import Generator
-from tokenloom.services.gateway.generation.job import Job
 from tokenloom.services.gateway.mesh.collector import Delta
+from tokenloom.services.gateway.records.generate_request import Job
+from tokenloom.services.gateway.records.resume_token import NEW, Claim
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
 from tokenloom.v1 import output_processor_pb2, types_pb2
 

@@ -17,10 +17,10 @@ from tokenloom.services.engine.records.engine_settings import EngineSettings
 from tokenloom.services.engine.running_engine import RunningEngine
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.gateway import service as gateway_service
-from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.generation.generator import Generator
-from tokenloom.services.gateway.mesh_spec import mesh_specs
-from tokenloom.services.gateway.served_meshes import ServedMeshes
+from tokenloom.services.gateway.serving.served_meshes import ServedMeshes
+from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
+from tokenloom.services.gateway.settings.mesh_spec import mesh_specs
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
 from tokenloom.services.output_processor.service import OutputProcessorService
 from tokenloom.services.runtime.host.host import Host

@@ -2,17 +2,17 @@
 
 from dataclasses import dataclass
 
-from ..adapters.model_names import ModelNames
-from ..generation.job import Chat
+from ..encoding.sse import encode_json
+from ..formats.tool_request import read_tools
 from ..http.http_exchange import HttpExchange
 from ..http.json_body import BodyParser
-from ..http.sse import encode_json
 from ..http.time_limit import limited
 from ..mesh.tokenizer_client import TokenizerClient
 from ..openai.chat_messages import read_chat
 from ..openai.openai_models import Body, BodyReader
 from ..openapi.message_schemas import CountTokensRequest
-from ..tools.tool_request import read_tools
+from ..records.generate_request import Chat
+from ..records.model_names import ModelNames
 from .messages_body import conversation, thinking_of
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from tokenloom.request.errors import InvalidArgument
 
 from ..generation.generation import Generation
-from ..generation.job import Job
 from ..openai.chat import ChatApi
 from ..openai.ignored_members import unbound_strict
 from ..openai.openai_models import Body, BodyReader, Options
 from ..openapi.message_schemas import MessagesRequest
+from ..records.generate_request import Job
 from ..tenants.tenant import Tenant
 from .ignored_members import ignored_in_message
 from .message_answer import MessageAnswer

@@ -8,13 +8,13 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.reasoning import ReasoningFormat, reasoning_format
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
-from ..generation.job import Job
-from ..reasoning import opener
-from ..tools import FORMATS as TOOL_FORMATS
-from ..tools.forced import NamedCall, RequiredCalls, constraint_of
-from ..tools.strict_calls import has_strict, strict_constraint
-from ..tools.tool_parser import ToolFormat, ToolParser, new_call_id
-from ..tools.tool_request import ToolChoice, ToolRequest
+from ..formats.forced import NamedCall, RequiredCalls, constraint_of
+from ..formats.strict_calls import has_strict, strict_constraint
+from ..formats.think import opener
+from ..formats.tool_formats import FORMATS as TOOL_FORMATS
+from ..formats.tool_parser import ToolFormat, ToolParser, new_call_id
+from ..formats.tool_request import ToolChoice, ToolRequest
+from ..records.generate_request import Job
 from .parsed_message import MessagePlan
 
 UNBOUND_STRICT = "tools[].function.strict"

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..reasoning.think import ThinkParser
-from ..tools.tool_parser import ToolParser
-from .message_parts import CallArguments, CallBegin, Content, Part, Reasoning
+from ..formats.message_parts import CallArguments, CallBegin, Content, Part, Reasoning
+from ..formats.think import ThinkParser
+from ..formats.tool_parser import ToolParser
 
 MAX_PIECE = 4096
 """Characters that parsers are given at a time: they copy the rest of a piece for each mark in it."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument
 
+from ..encoding.sse import encode_json
 from ..files.file_store import FileStore
 from ..files.files_api import PURPOSE, id_of
 from ..files.page_query import PageQuery
@@ -13,7 +14,6 @@ from ..files.stored_file import new_file_id
 from ..http.app import Routes
 from ..http.http_exchange import HttpExchange
 from ..http.json_body import decode_object
-from ..http.sse import encode_json
 from ..openai.openai_models import Body, BodyReader
 from ..openapi.batch_schemas import CreateBatchRequest
 from .batch import ENDPOINTS, Batch, new_batch_id

@@ -10,11 +10,11 @@ from tokenloom.services.runtime.host.host import Host
 from ..files.disk import Disk
 from ..files.file_store import FileLimits, FileStore
 from ..files.files_api import FilesApi
-from ..gateway_settings import GatewaySettings
 from ..http.app import Routes
 from ..http.http_exchange import HttpExchange
 from ..http.internal_call import InternalCalls
 from ..openai.openai_models import BodyReader
+from ..settings.gateway_settings import GatewaySettings
 from ..tenants.api_keys import ApiKeys
 from .batch_metrics import BatchGauges, LineMetrics
 from .batch_run import Surroundings

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tokenloom.request.errors import InvalidArgument, NotFound, Unavailable
 
+from ..encoding.sse import encode_json
 from ..http.app import Routes
 from ..http.http_exchange import HttpExchange, UnsupportedEncoding
-from ..http.sse import encode_json
 from .disk import Disk
 from .file_room import FileRoom
 from .file_store import FileStore

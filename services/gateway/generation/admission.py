@@ -10,10 +10,10 @@ from tokenloom.request import errors, validation
 from tokenloom.request.reservation import Reservation
 from tokenloom.v1 import output_processor_pb2
 
+from ..records.generate_request import Chat, Job
 from ..tenants.tenant_share import MAX_QUEUE_SECONDS, TenantShare
 from ..tenants.tenant_shares import TenantShares
 from .backlog import Backlog, Claim, estimate_prompt_tokens
-from .job import Chat, Job
 from .refusal_log import RefusalLog
 
 MAX_PROMPTS = 1024

@@ -8,8 +8,8 @@ from typing import Final
 from tokenloom.request.errors import ResourceExhausted
 
 from ..mesh.capacity import Capacity
-from .defaults import ALWAYS_QUEUED
-from .job import Chat, EmbedsPrompt, Job
+from ..records.generate_request import Chat, EmbedsPrompt, Job
+from ..settings.gateway_settings import ALWAYS_QUEUED
 
 UNMEASURED_WAITING: Final = 256
 """Requests that may wait before any rate was measured, if not more of them run: few enough to be answered by any

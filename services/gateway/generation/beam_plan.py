@@ -8,7 +8,7 @@ from tokenloom.request.beam_search import MAX_LENGTH_PENALTY, num_candidates
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import types_pb2
 
-from .job import BeamOptions, Job
+from ..records.generate_request import BeamOptions, Job
 
 _WITHOUT_EFFECT = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
 """Nothing is drawn."""

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from ..usage_counts import Used
-from .claim import Claim
+from ..metrics.usage_counts import Used
+from ..records.resume_token import Claim
 
 KEPT_SECONDS: Final = 60.0
 """For so long output processors keep an answer that has ended (``--keep-lost-requests``). A later call with the same

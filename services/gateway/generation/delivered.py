@@ -1,25 +1,12 @@
 """Separates output that the client of a resumed answer has already from the rest."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from tokenloom.request import errors, logprob_columns
 from tokenloom.v1.output_processor_pb2 import SlotTextLogprobs
 
 from ..mesh.collector import Delta
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Says how much of one output the client has."""
-
-    num_tokens: int
-    num_chars: int
-    """Characters of the text, before it was parsed."""
-    finished: bool = False
-    """The client has the end too."""
-    num_prompt_logprobs: int = 0
-    """Tokens of the prompt whose log probabilities the client has."""
+from ..records.resume_token import Position
 
 
 class Delivered:

@@ -9,12 +9,12 @@ from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
 
 from ..mesh.collector import Collector, Delta, Outlet
 from ..mesh.output_pool import Cancel, OutputPool
-from ..metrics import GatewayMetrics, RequestWatch
-from ..usage_counts import Used
+from ..metrics.gateway_metrics import GatewayMetrics, RequestWatch
+from ..metrics.usage_counts import Used
+from ..records.resume_token import NEW, Claim
 from .beam_outputs import BeamTexts
 from .beam_run import BeamRun
 from .charge import Charge
-from .claim import NEW, Claim
 from .outputs_reasoning import OutputsReasoning
 from .preparation import Prepared
 

@@ -14,16 +14,16 @@ from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, Tr
 from ..mesh.mesh_view import MeshLoad, MeshView
 from ..mesh.output_pool import OutputPool
 from ..mesh.tokenizer_client import TokenizerClient
-from ..metrics import GatewayMetrics
+from ..metrics.gateway_metrics import GatewayMetrics
+from ..records.generate_request import Job
+from ..records.resume_token import NEW, Claim
 from ..request_log.request_record import record_generation
+from ..settings.gateway_settings import DEFAULT_MAX_VALUES
 from ..tenants.tenant import Tenant
 from .admission import Admission, Place, Tenure
 from .beam_outputs import BeamTexts
 from .charge import Charges
-from .claim import NEW, Claim
-from .defaults import DEFAULT_MAX_VALUES
 from .generation import Generation
-from .job import Job
 from .preparation import Preparer
 from .request_trace import traced
 from .resumable import ResumableRequests

@@ -14,11 +14,11 @@ from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
 
 from ..mesh.mesh_view import MeshView
 from ..mesh.tokenizer_client import TokenizerClient
+from ..records.generate_request import SHEDDABLE_PRIORITY, Chat, EmbedsPrompt, Job
+from ..records.pooling_tasks import NO_GENERATION, task_names
+from ..settings.gateway_settings import DEFAULT_MAX_VALUES
 from .beam_plan import BeamPlan, plan_beams
 from .block_hashing import add_hashes
-from .defaults import DEFAULT_MAX_VALUES
-from .job import SHEDDABLE_PRIORITY, Chat, EmbedsPrompt, Job
-from .pooling_tasks import NO_GENERATION, task_names
 from .request_cost import RequestCost, check_copies
 
 EncodedPrompt: TypeAlias = tokenizer_pb2.TokenizedPrompt | types_pb2.Prompt

@@ -9,8 +9,8 @@ from tokenloom.request.wire_errors import of_exception
 from tokenloom.services.runtime.telemetry.tracing import CURRENT, Attributes, Headers, Tracer
 from tokenloom.v1 import inference_pb2, output_processor_pb2
 
-from ..metrics import FINISH_REASONS
-from .job import Chat, Job
+from ..metrics.gateway_metrics import FINISH_REASONS
+from ..records.generate_request import Chat, Job
 
 
 class Outcome(Protocol):

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.tasks import Tasks
 
+from ..records.resume_token import Claim
 from .admission import Tenure
-from .claim import Claim
 
 
 class Resumable(Protocol):

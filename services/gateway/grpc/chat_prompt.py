@@ -9,9 +9,9 @@ from google.protobuf import json_format
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import inference_pb2
 
-from ..generation.job import Chat
+from ..formats.tool_request import MAX_TOOLS, ToolRequest, read_tool_request
 from ..openai.chat_messages import read_chat
-from ..tools.tool_request import MAX_TOOLS, ToolRequest, read_tool_request
+from ..records.generate_request import Chat
 
 MAX_MESSAGES = 4096
 """Limits the turns of a chat, which are read in the event loop."""

@@ -12,7 +12,7 @@ from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
 
 from ..assistant.message_plans import MessagePlans
 from ..assistant.parsed_message import MessagePlan
-from ..generation.job import BeamOptions, Chat, EmbedsPrompt, Job
+from ..records.generate_request import BeamOptions, Chat, EmbedsPrompt, Job
 from ..tenants.tenant import Tenant
 from .chat_prompt import read_chat_prompt
 

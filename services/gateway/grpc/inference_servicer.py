@@ -12,16 +12,16 @@ from tokenloom.request import errors, logprob_columns
 from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
-from ..adapters.model_names import NamedAdapter
 from ..assistant.parsed_message import MessagePlan, ParsedMessage
-from ..generation.claim import NEW, Claim
 from ..generation.delivered import Delivered
 from ..generation.generation import Generation
-from ..generation.job import Job
 from ..mesh.collector import Delta
+from ..records.generate_request import Job
+from ..records.model_names import NamedAdapter
+from ..records.resume_token import NEW, Claim
 from ..request_log.request_record import CURRENT_RECORD
-from ..served_mesh import ServedMesh
-from ..served_meshes import ServedMeshes
+from ..serving.served_mesh import ServedMesh
+from ..serving.served_meshes import ServedMeshes
 from ..tenants.call_tenant import call_tenant
 from ..tenants.tenant_share import TenantShare
 from ..tenants.tenant_shares import TenantShares

@@ -11,14 +11,14 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import inference_pb2, types_pb2
 
-from ..adapters.model_names import NamedAdapter
-from ..generation.job import Job
-from ..generation.pooling_tasks import TASKS
 from ..pooling.pooler import Pooler
 from ..pooling.pooling import Pooling
-from ..pooling.pooling_job import PoolingJob, check_count
 from ..pooling.scoring import plan_scoring
 from ..pooling.vector_json import floats
+from ..records.generate_request import Job
+from ..records.model_names import NamedAdapter
+from ..records.pooling_request import PoolingJob, check_count
+from ..records.pooling_tasks import TASKS
 from ..tenants.tenant import Tenant
 
 Context = grpc.aio.ServicerContext[Any, Any]

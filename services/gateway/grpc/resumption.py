@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import inference_pb2
 
-from ..generation.claim import NEW, Claim, claim_key, fingerprint, tokens_of
-from ..generation.delivered import Delivered, Position
-from ..mesh.request_ids import is_request_id
+from ..generation.delivered import Delivered
+from ..records.request_ids import is_request_id
+from ..records.resume_token import NEW, Claim, Position, claim_key, fingerprint, tokens_of
 from ..tenants.tenant import Tenant
 
 KEY_FIELD = "idempotency-key"

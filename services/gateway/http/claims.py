@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from tokenloom.request.errors import InvalidArgument
 
-from ..generation.claim import NEW, Claim, claim_key, fingerprint, tokens_of
-from ..generation.job import Chat, Job
 from ..openai.event_ids import FIELD, MAX_OUTPUTS, NO_EVENT, parse_event_id
 from ..openai.openai_models import Options
+from ..records.generate_request import Chat, Job
+from ..records.resume_token import NEW, Claim, claim_key, fingerprint, tokens_of
 from .http_exchange import HttpExchange
 
 KEY_FIELD = "Idempotency-Key"

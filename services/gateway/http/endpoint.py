@@ -10,14 +10,15 @@ from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, pick_headers
 
-from ..adapters.model_names import ModelNames
-from ..generation.claim import Claim
+from ..encoding import sse
 from ..generation.generation import Generation
 from ..generation.generator import Generator
-from ..generation.job import Job
 from ..openai.openai_models import Body, Options
+from ..records.generate_request import Job
+from ..records.model_names import ModelNames
+from ..records.resume_token import Claim
 from ..tenants.tenant import Tenant
-from . import orca, sse
+from . import orca
 from .answer_stream import AnswerShaper, AnswerStream, Slices
 from .claims import read_claim
 from .http_exchange import Headers as HeaderPairs

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tokenloom.request import errors, wire_errors
 
-from .sse import encode_json
+from ..encoding.sse import encode_json
 
 
 @dataclass(frozen=True, slots=True)

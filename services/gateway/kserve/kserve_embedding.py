@@ -5,11 +5,11 @@ from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1 import types_pb2
 from tokenloom.v1.kserve import grpc_service_pb2 as pb
 
-from ..adapters.model_names import NamedAdapter
-from ..generation.job import Job
 from ..pooling.pooling import Pooling
-from ..pooling.pooling_job import PoolingJob, check_count
 from ..pooling.vector_json import numbers
+from ..records.generate_request import Job
+from ..records.model_names import NamedAdapter
+from ..records.pooling_request import PoolingJob, check_count
 from ..tenants.tenant import Tenant
 from .kserve_inference import check_version, text
 from .kserve_tensors import read_inputs

@@ -8,9 +8,9 @@ from tokenloom.request.errors import InvalidArgument, NotFound
 from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1.kserve import grpc_service_pb2 as pb
 
-from ..generation.job import Job
 from ..http.json_body import decode_object
 from ..openai.completions import CompletionsApi
+from ..records.generate_request import Job
 from ..tenants.tenant import Tenant
 from .kserve_tensors import read_inputs
 

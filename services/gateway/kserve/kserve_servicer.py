@@ -18,8 +18,8 @@ from ..openai.answer import finish_reason
 from ..openai.completions import CompletionsApi
 from ..openai.openai_models import BodyReader
 from ..pooling.pooling import Pooling
-from ..served_mesh import ServedMesh
-from ..served_meshes import ServedMeshes
+from ..serving.served_mesh import ServedMesh
+from ..serving.served_meshes import ServedMeshes
 from ..tenants.call_tenant import call_tenant
 from ..tenants.tenant_shares import TenantShares
 from .kserve_embedding import EMBEDDING, asks_for_embedding, read_embedding, write_embedding

@@ -10,8 +10,8 @@ from tokenloom.services.runtime.peers.silence import describe, was_silent
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
+from ..records.request_ids import UNKNOWN_MARK, mark_of
 from .process_stream import ProcessStream, StreamNotNeeded, StreamOwner
-from .request_ids import UNKNOWN_MARK, mark_of
 
 log = logging.getLogger(__name__)
 

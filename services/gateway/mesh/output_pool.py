@@ -16,9 +16,9 @@ from tokenloom.services.runtime.streams.client_stream import INITIAL_CREDIT
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
+from ..records.request_ids import UNKNOWN_MARK, mark_in, marked, rank
 from .output_link import OutputLink
 from .process_stream import ProcessStream
-from .request_ids import UNKNOWN_MARK, mark_in, marked, rank
 from .sink import Sink
 from .submission import Submission
 

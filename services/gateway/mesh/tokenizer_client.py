@@ -18,7 +18,7 @@ from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, Re
 from tokenloom.services.runtime.telemetry.tracing import CURRENT
 from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
-from ..generation.job import Chat
+from ..records.generate_request import Chat
 
 log = logging.getLogger(__name__)
 

@@ -1,24 +1,16 @@
-"""Reads bodies of Ollama's API, and lists its routes."""
+"""Reads bodies of Ollama's API."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 
 from ..generation.generation import Generation
-from ..generation.job import Job
-from ..health import MeshHealth
-from ..http.app import Routes
-from ..http.endpoint import GenerationApi, GenerationEndpoint
 from ..http.error_form import ErrorForm
 from ..openai.chat import ChatApi
 from ..openai.openai_models import Body, Options
-from ..routes.status_routes import OLLAMA_DETAILS as DETAILS
-from ..routes.status_routes import get
+from ..records.generate_request import Job
 from ..tenants.tenant import Tenant
 from .ollama_answer import OllamaAnswer
 from .ollama_body import OPTIONS, OllamaRequest, chat_body
 
-_LINES = ((b"content-type", b"application/x-ndjson"),)
 _FORM = ErrorForm(lambda error: {"error": error.message}, is_lines=True)
 ERROR_FORMS = {f"/api/{name}": _FORM for name in ("chat", "generate", "embed", "embeddings", "show", "tags")}
 
@@ -43,24 +35,3 @@ class OllamaApi:
 
     def answer(self, generation: Generation, options: Options) -> OllamaAnswer:
         return OllamaAnswer(generation, options, is_chat=self.is_chat)
-
-
-def ollama_routes(
-    chats: ChatApi, endpoint: Callable[[GenerationApi], GenerationEndpoint], health: MeshHealth
-) -> Routes:
-    """``health``: knows the limits of the model, once an engine serves it."""
-    plans = chats.plans
-    capabilities = ["completion", *(["tools"] if plans.tools else []), *(["thinking"] if plans.reasoning else [])]
-
-    def show() -> object:
-        length = limits.max_model_len if (limits := health.limits()) else None
-        info = {"general.architecture": "tokenloom", "tokenloom.context_length": length}
-        return {"details": DETAILS, "model_info": info, "capabilities": capabilities}
-
-    both = {kind: replace(endpoint(OllamaApi(chats, kind)), stream_headers=_LINES) for kind in (True, False)}
-    return {
-        "/api/chat": {"POST": both[True]},
-        "/api/generate": {"POST": both[False]},
-        "/api/show": {"POST": get(show)["GET"]},
-        "/api/version": get(lambda: {"version": version("tokenloom")}),
-    }

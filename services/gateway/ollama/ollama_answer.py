@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from ..assistant.call_arguments import read_arguments
 from ..assistant.parsed_message import CallDelta, MessageDelta, OutputReader
+from ..encoding.sse import encode_json
+from ..formats.call_arguments import read_arguments
 from ..generation.generation import Generation
-from ..http.sse import encode_json
 from ..mesh.collector import Delta
 from ..openai.answer import finish_reason
 from ..openai.openai_models import Options

@@ -10,13 +10,13 @@ import msgspec
 from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1 import types_pb2
 
-from ..http.sse import encode_json
+from ..encoding.sse import encode_json
 from ..openai.openai_models import Body, BodyReader
 from ..openapi.pooling_schemas import PoolingFields
 from ..pooling.pooling import Pooling
 from ..pooling.pooling_api import Shape, ignored_fields, make_job, split_inputs
-from ..pooling.pooling_job import PoolingJob, check_count
 from ..pooling.vector_json import result_blocks
+from ..records.pooling_request import PoolingJob, check_count
 from ..tenants.tenant import Tenant
 
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from tokenloom.request.routed_experts import to_npy
 from tokenloom.v1 import inference_pb2, output_processor_pb2
 
+from ..encoding import sse
+from ..encoding.json_blocks import joined
 from ..generation.generation import Generation
-from ..http import sse
 from ..mesh.collector import Delta
-from ..metrics import FINISH_REASONS
+from ..metrics.gateway_metrics import FINISH_REASONS
 from .event_ids import CONTENT_ENDED, MAX_OUTPUTS, EventIds
-from .json_blocks import joined
 from .openai_logprobs import Position, positions, prompt_entries
 from .openai_models import Options
 

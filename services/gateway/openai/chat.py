@@ -9,18 +9,18 @@ from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..assistant.message_plans import MessagePlans
 from ..assistant.parsed_message import CallDelta, OutputReader
+from ..encoding import sse
+from ..encoding.json_blocks import JsonBlocks
+from ..formats.tool_request import NO_TOOLS, read_tool_request
 from ..generation.generation import Generation
-from ..generation.job import Job
-from ..http import sse
 from ..mesh.collector import Delta
 from ..openapi.request_schemas import ChatCompletionRequest
+from ..records.generate_request import Job
 from ..tenants.tenant import Tenant
-from ..tools.tool_request import NO_TOOLS, read_tool_request
 from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason, routed_member
 from .chat_messages import read_chat
 from .event_ids import CONTENT_ENDED, FINISHED
 from .ignored_members import ignored_in_chat
-from .json_blocks import JsonBlocks
 from .openai_logprobs import chat_entry
 from .openai_models import Body, BodyReader, Options, make_job, sampling_params
 from .template_kwargs import template_kwargs

@@ -6,9 +6,9 @@ from typing import Any
 
 from tokenloom.request.errors import InvalidArgument
 
-from ..generation.job import Chat
-from ..http import sse
-from ..tools.tool_request import Tool
+from ..encoding import sse
+from ..formats.tool_request import Tool
+from ..records.generate_request import Chat
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXTS = ("name", "tool_call_id")

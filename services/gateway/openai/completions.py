@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from tokenloom.request import errors
 from tokenloom.request.prompt_embeds import FIELD
 
+from ..encoding import sse
 from ..generation.generation import Generation
-from ..generation.job import EmbedsPrompt, Job, read_embeds_prompts
-from ..http import sse
 from ..mesh.collector import Delta
 from ..openapi.request_schemas import CompletionRequest
+from ..records.generate_request import EmbedsPrompt, Job, read_embeds_prompts
 from ..tenants.tenant import Tenant
 from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason, routed_member
 from .event_ids import FINISHED

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from tokenloom.request.errors import InvalidArgument
 
-from ..generation.delivered import Position
 from ..mesh.collector import Delta
-from ..mesh.request_ids import is_request_id
+from ..records.request_ids import is_request_id
+from ..records.resume_token import Position
 
 MAX_OUTPUTS = 64
 """Events of answers with more outputs have no ids, which would be longer than the events."""

@@ -16,19 +16,11 @@ from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..assistant.parsed_message import MessagePlan
 from ..foreign_fields import ignored_names
-from ..generation.job import BeamOptions, Chat, EmbedsPrompt, Job
-from ..ollama.ollama_body import OllamaRequest
-from ..openapi.message_schemas import MessagesRequest
-from ..openapi.pooling_schemas import ClassifyRequest, PoolingRequest, RerankRequest, ScoreRequest
 from ..openapi.request_schemas import (
-    ChatCompletionRequest,
     CommonFields,
-    CompletionRequest,
-    DetokenizeRequest,
     StreamOptions,
-    TokenizeRequest,
 )
-from ..openapi.response_api_schemas import ResponsesRequest
+from ..records.generate_request import BeamOptions, Chat, EmbedsPrompt, Job
 from ..tenants.tenant import Tenant
 from .event_ids import EventId
 from .response_format import read_response_format
@@ -72,30 +64,6 @@ RENAMED: Mapping[str, str] = {
 
 WITHOUT_EFFECT = ignored_names() | {"parallel_tool_calls"}
 """Known fields that have no effect here."""
-
-_BODIES: tuple[type[msgspec.Struct], ...] = (
-    ChatCompletionRequest,
-    CompletionRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    MessagesRequest,
-    ResponsesRequest,
-    OllamaRequest,
-    PoolingRequest,
-    ClassifyRequest,
-    ScoreRequest,
-    RerankRequest,
-)
-READ_FIELDS = frozenset(
-    {
-        *(name for model in _BODIES for name in model.__struct_fields__),
-        *SAMPLING_FIELDS,
-        *NOT_SUPPORTED_YET,
-        *RENAMED,
-    }
-)
-"""The fields whose values some endpoint reads."""
-
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
 

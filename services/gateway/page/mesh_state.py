@@ -6,8 +6,8 @@ from importlib.metadata import version
 from tokenloom.v1 import coordinator_pb2
 
 from ..mesh.engine_words import engine_words, placement_values
-from ..mesh.kv_flow import KvFlow
-from ..served_mesh import ServedMesh
+from ..metrics.kv_flow import KvFlow
+from ..serving.served_mesh import ServedMesh
 
 _STATES = {True: "serving", False: "lost"}
 

@@ -5,12 +5,12 @@ from urllib.parse import parse_qs
 
 from tokenloom.services.runtime.host.host import Host
 
+from ..encoding.sse import encode_json
 from ..http.app import PAGE_FILES, Handler, Routes
 from ..http.http_exchange import HttpExchange
 from ..http.response_counts import ResponseCounts
-from ..http.sse import encode_json
-from ..served_mesh import ServedMesh
-from ..served_meshes import ServedMeshes
+from ..serving.served_mesh import ServedMesh
+from ..serving.served_meshes import ServedMeshes
 from .mesh_state import mesh_state
 from .static_files import INDEX, static_files
 from .traffic import Traffics

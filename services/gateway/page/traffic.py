@@ -13,9 +13,9 @@ from tokenloom.services.runtime.telemetry.quantile import quantile
 
 from ..http.response_counts import ResponseCounts
 from ..mesh.mesh_view import MeshLoad
-from ..metrics import GatewayMetrics
-from ..served_mesh import ServedMesh
-from ..served_meshes import ServedMeshes
+from ..metrics.gateway_metrics import GatewayMetrics
+from ..serving.served_mesh import ServedMesh
+from ..serving.served_meshes import ServedMeshes
 
 INTERVAL_SECONDS = 5.0
 NUM_INTERVALS = 120

@@ -11,16 +11,16 @@ from tokenloom.v1 import types_pb2
 
 from ..generation.admission import Admission, Place
 from ..generation.block_hashing import add_hashes
-from ..generation.job import SHEDDABLE_PRIORITY, Job
-from ..generation.pooling_tasks import task_name
 from ..generation.request_trace import traced
-from ..health import MeshHealth
+from ..mesh.mesh_view import MeshView
 from ..mesh.output_pool import OutputPool
 from ..mesh.tokenizer_client import TokenizerClient
-from ..metrics import GatewayMetrics
+from ..metrics.gateway_metrics import GatewayMetrics
+from ..records.generate_request import SHEDDABLE_PRIORITY, Job
+from ..records.pooling_request import PoolingJob
+from ..records.pooling_tasks import task_name
 from ..request_log.request_record import record_generation
 from .pooling import Pooling
-from .pooling_job import PoolingJob
 from .pooling_preparation import check_task, encode
 
 MOST_AT_ONCE = 256
@@ -33,7 +33,7 @@ class Pooler:
     def __init__(
         self,
         tokenizers: TokenizerClient,
-        health: MeshHealth,
+        mesh: MeshView,
         outputs: OutputPool,
         metrics: GatewayMetrics,
         admission: Admission,
@@ -47,7 +47,7 @@ class Pooler:
     ) -> None:
         """The arguments are as in ``Generator``."""
         self._tokenizers = tokenizers
-        self._health = health
+        self._mesh = mesh
         self._outputs = outputs
         self._metrics = metrics
         self._admission = admission
@@ -60,7 +60,8 @@ class Pooler:
 
     def limits(self) -> types_pb2.ModelLimits:
         """Return the limits of the model. Raises ``Unavailable`` before the first engine serves."""
-        if (limits := self._health.limits()) is None:
+        info = self._tokenizers.info
+        if info is None or (limits := self._mesh.limits(info.fingerprint)) is None:
             raise errors.Unavailable("no engine is serving yet; retry")
         return limits
 
@@ -98,7 +99,7 @@ class Pooler:
 
     async def _begin(self, pooling: PoolingJob, place: Place, limits: types_pb2.ModelLimits) -> Pooling:
         prompts = await encode(pooling, self._tokenizers, limits)
-        await add_hashes(prompts, self._health.block_size, pooling.job.cache_salt)
+        await add_hashes(prompts, self._mesh.block_size, pooling.job.cache_salt)
         place.num_used = sum(len(prompt.token_ids) for prompt in prompts)
         place.reserve(place.num_used)
         on_end = _Progress(place, len(prompts)).step

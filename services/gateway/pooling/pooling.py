@@ -9,7 +9,7 @@ from tokenloom.v1 import inference_pb2, output_processor_pb2, tokenizer_pb2, typ
 
 from ..mesh.output_pool import Cancel, OutputPool
 from ..mesh.pooled_outputs import PooledOutputs, PooledResult
-from .pooling_job import PoolingJob
+from ..records.pooling_request import PoolingJob
 
 MAX_RESULT_BYTES = 256 << 20
 """Limits the results of one call: 2,048 vectors of 32,768 numbers, or 65,536 token vectors of 1,024."""

@@ -11,14 +11,14 @@ from tokenloom.request import errors
 from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1 import types_pb2
 
-from ..generation.job import Chat, Job
-from ..http import sse
+from ..encoding import sse
 from ..openai.chat_messages import read_chat
 from ..openai.openai_models import Body
 from ..openapi.pooling_schemas import InputFields, PoolingFields
+from ..records.generate_request import Chat, Job
+from ..records.pooling_request import PoolingJob, check_count
 from ..tenants.tenant import Tenant
 from .pooling import Pooling
-from .pooling_job import PoolingJob, check_count
 
 Shape = Callable[[Pooling], Iterator[bytes]]
 """Yields the JSON of an answer in small blocks."""

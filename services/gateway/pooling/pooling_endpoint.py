@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..adapters.model_names import ModelNames
 from ..http.endpoint import IGNORED_HEADER, listed, trace_headers
 from ..http.http_exchange import HttpExchange
 from ..http.json_body import BodyParser
 from ..http.pieces import respond_in_pieces
 from ..openai.openai_models import Body
+from ..records.model_names import ModelNames
+from ..records.pooling_request import PoolingJob
 from ..tenants.tenant import Tenant
 from .pooler import Pooler
 from .pooling_api import PoolingApi, Shape
-from .pooling_job import PoolingJob
 
 
 @dataclass(frozen=True, slots=True)

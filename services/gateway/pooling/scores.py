@@ -7,13 +7,13 @@ from typing import Any
 
 from tokenloom.request.errors import InvalidArgument
 
-from ..http.sse import encode_json
+from ..encoding.sse import encode_json
 from ..openai.openai_models import Body, BodyReader
 from ..openapi.pooling_schemas import PoolingFields, RerankRequest, ScoreRequest
+from ..records.pooling_request import PoolingJob
 from ..tenants.tenant import Tenant
 from .pooling import Pooling
 from .pooling_api import ListAnswer, Shape, ignored_fields, keeps_first, make_job, usage_object
-from .pooling_job import PoolingJob
 from .scoring import Scoring, plan_scoring
 from .vectors import Limits
 

@@ -7,9 +7,9 @@ from operator import mul
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import types_pb2
 
-from ..generation.job import Job
+from ..records.generate_request import Job
+from ..records.pooling_request import PoolingJob, check_count
 from .pooling import Pooling
-from .pooling_job import PoolingJob, check_count
 from .vector_json import numbers
 
 

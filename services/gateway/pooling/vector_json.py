@@ -5,7 +5,7 @@ from array import array
 from base64 import b64encode
 from collections.abc import Iterable, Iterator
 
-from ..http.sse import encode_json
+from ..encoding.sse import encode_json
 from ..mesh.pooled_outputs import PooledResult
 
 _NUMBERS = 8192

@@ -8,14 +8,14 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1 import types_pb2
 
-from ..generation.pooling_tasks import TASKS
-from ..http.sse import encode_json
+from ..encoding.sse import encode_json
 from ..openai.openai_models import Body, BodyReader
 from ..openapi.pooling_schemas import ClassifyRequest, EmbeddingRequest, PoolingRequest
+from ..records.pooling_request import PoolingJob
+from ..records.pooling_tasks import TASKS
 from ..tenants.tenant import Tenant
 from .pooling import Pooling
 from .pooling_api import ListAnswer, Shape, ignored_fields, keeps_first, read_inputs
-from .pooling_job import PoolingJob
 from .vector_json import numbers, result_blocks
 
 Limits = Callable[[], types_pb2.ModelLimits]

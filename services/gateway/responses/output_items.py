@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..assistant.parsed_message import CallDelta, MessageDelta
-from ..http.sse import encode_json
+from ..encoding.sse import encode_json
 from .function_tools import chat_name
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..assistant.parsed_message import OutputReader
+from ..encoding.sse import encode_json
 from ..generation.generation import Generation
-from ..http.sse import encode_json
 from ..mesh.collector import Delta
 from ..openai.answer import finish_reason
 from ..openai.openai_models import Options

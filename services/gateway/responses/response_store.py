@@ -8,8 +8,8 @@ from typing import Any
 from tokenloom.request import errors
 from tokenloom.request.reservation import Reservation
 
-from ..generation.claim import NEW, Claim
-from ..http.sse import encode_json
+from ..encoding.sse import encode_json
+from ..records.resume_token import NEW, Claim
 from ..tenants.room import Room
 from .input_items import Turn
 

@@ -7,13 +7,13 @@ from uuid import uuid4
 
 from tokenloom.request.errors import InvalidArgument
 
-from ..adapters.model_names import ModelNames
 from ..generation.generation import Generation
-from ..generation.job import Job
 from ..openai.chat import ChatApi
 from ..openai.ignored_members import unbound_strict
 from ..openai.openai_models import Body, BodyReader, Options
 from ..openapi.response_api_schemas import ResponsesRequest
+from ..records.generate_request import Job
+from ..records.model_names import ModelNames
 from ..tenants.tenant import Tenant
 from .function_tools import namespaced
 from .ignored_members import ignored_in_response

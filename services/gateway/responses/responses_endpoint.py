@@ -7,10 +7,10 @@ from typing import Any
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.host.host import Host
 
+from ..encoding.sse import encode_json
 from ..generation.generator import Generator
 from ..http.endpoint import Asked, GenerationEndpoint
 from ..http.http_exchange import HttpExchange
-from ..http.sse import encode_json
 from .response_answer import ResponseRequest, head_of, response_of
 from .response_store import ResponseStore, StoredResponse
 from .responses import ResponsesApi

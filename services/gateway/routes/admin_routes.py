@@ -8,11 +8,11 @@ from urllib.parse import parse_qs
 from tokenloom.request import errors
 from tokenloom.v1 import engine_pb2 as pb
 
+from ..encoding.sse import encode_json
 from ..http.app import Handler
 from ..http.http_exchange import HttpExchange
-from ..http.sse import encode_json
 from ..mesh.engine_calls import Ask, EngineCalls, alive, checked
-from ..served_meshes import ServedMeshes
+from ..serving.served_meshes import ServedMeshes
 
 _MODES = {"abort": pb.PAUSE_MODE_ABORT, "wait": pb.PAUSE_MODE_WAIT, "keep": pb.PAUSE_MODE_KEEP}
 _TAGS = {"weights": pb.WAKE_TAG_WEIGHTS, "kv_cache": pb.WAKE_TAG_KV_CACHE}

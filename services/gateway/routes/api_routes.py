@@ -5,25 +5,25 @@ from tokenloom.services.runtime.host.host import Host
 from ..anthropic.count_tokens import CountTokens
 from ..anthropic.message_routes import message_routes
 from ..anthropic.messages import MessagesApi
-from ..gateway_settings import GatewaySettings
 from ..http.app import Routes
 from ..http.endpoint import GenerationApi, GenerationEndpoint
 from ..http.json_body import BodyParser
 from ..http.response_counts import ResponseCounts
 from ..http.turn_share import ANSWERS_PER_TURN, TurnShare
-from ..ollama.ollama import ollama_routes
 from ..openai.chat import ChatApi
 from ..openai.completions import CompletionsApi
 from ..openai.openai_models import BodyReader
-from ..openapi.openapi_routes import document_routes
 from ..page.page_routes import page_routes
-from ..pooling.pooling_routes import pooling_routes
 from ..responses.response_routes import response_routes
 from ..responses.response_store import ResponseStore
 from ..responses.responses import ResponsesApi
 from ..responses.responses_endpoint import ResponsesEndpoint
-from ..served_mesh import ServedMesh
-from ..served_meshes import ServedMeshes
+from ..serving.served_mesh import ServedMesh
+from ..serving.served_meshes import ServedMeshes
+from ..settings.gateway_settings import GatewaySettings
+from .ollama_routes import ollama_routes
+from .openapi_routes import document_routes
+from .pooling_routes import pooling_routes
 from .status_routes import StatusRoutes, get, ollama_tags
 from .tokenize_routes import TokenizeRoutes
 
@@ -36,7 +36,7 @@ def status_routes(settings: GatewaySettings, host: Host, meshes: ServedMeshes, c
         **status.routes(),
         **(page_routes(meshes, host, counts, status.root) if settings.page else {}),
         "/api/tags": get(lambda: ollama_tags(meshes.listed())),
-        **document_routes(mesh.health, admin=settings.has_admin, batches=settings.batch_dir is not None),
+        **document_routes(mesh.health.limits, admin=settings.has_admin, batches=settings.batch_dir is not None),
     }
 
 

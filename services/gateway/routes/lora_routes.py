@@ -8,14 +8,14 @@ import msgspec
 from tokenloom.request import errors
 from tokenloom.request.adapters.adapter_name import check_adapter_name
 
-from ..adapters.mesh_adapters import MeshAdapters
+from ..encoding.sse import encode_json
 from ..http.app import Handler
 from ..http.http_exchange import HttpExchange
-from ..http.sse import encode_json
 from ..mesh.engine_calls import EngineCalls
+from ..mesh.mesh_adapters import MeshAdapters
 from ..openapi.lora_schemas import AdapterBody, LoadAdapter, PinAdapter
-from ..served_mesh import ServedMesh
-from ..served_meshes import ServedMeshes
+from ..serving.served_mesh import ServedMesh
+from ..serving.served_meshes import ServedMeshes
 
 MAX_BODY_BYTES = 16 << 10
 MAX_PATH = 4096
@@ -89,7 +89,7 @@ class LoraRoutes:
 
     def _of(self, mesh: ServedMesh) -> MeshAdapters:
         if mesh.model not in self._adapters:
-            self._adapters[mesh.model] = MeshAdapters(mesh, self._calls)
+            self._adapters[mesh.model] = MeshAdapters(mesh.view, self._calls)
         return self._adapters[mesh.model]
 
 

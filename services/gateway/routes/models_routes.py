@@ -4,11 +4,11 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from ..health import PARTS, PartState
+from ..encoding.sse import encode_json
 from ..http.app import Routes
 from ..http.http_exchange import HttpExchange
-from ..http.sse import encode_json
-from ..served_meshes import ServedMeshes
+from ..serving.mesh_health import PARTS, PartState
+from ..serving.served_meshes import ServedMeshes
 from .status_routes import get, health_object, model_object, model_of, respond_health
 
 

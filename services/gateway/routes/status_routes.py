@@ -11,14 +11,14 @@ from tokenloom.process.fall_backs import KINDS, FallBack
 from tokenloom.services.runtime.telemetry.metrics_page import metrics_page
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
-from ..adapters.model_names import ModelNames
+from ..encoding.sse import encode_json
 from ..generation.generator import Generator
-from ..health import MeshHealth, PartState
 from ..http.app import Handler, Routes
 from ..http.http_exchange import HttpExchange
-from ..http.sse import encode_json
 from ..mesh.engine_words import engine_words
 from ..mesh.mesh_view import MeshView
+from ..records.model_names import ModelNames
+from ..serving.mesh_health import MeshHealth, PartState
 
 OLLAMA_DETAILS = {"family": "tokenloom", "format": "safetensors"}
 """What Ollama's API says of every model."""

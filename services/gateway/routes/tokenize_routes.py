@@ -8,20 +8,20 @@ from tokenloom.request import errors
 from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.v1 import tokenizer_pb2
 
-from ..adapters.model_names import ModelNames
-from ..generation.job import Chat
-from ..health import MeshHealth
+from ..encoding.sse import encode_json
+from ..formats.tool_request import read_tools
 from ..http.app import Handler
 from ..http.endpoint import IGNORED_HEADER, listed
 from ..http.http_exchange import HttpExchange
 from ..http.json_body import BodyParser
-from ..http.sse import encode_json
 from ..http.time_limit import limited
 from ..mesh.tokenizer_client import TokenizerClient
 from ..openai.chat_messages import read_chat
 from ..openai.openai_models import Body, BodyReader
 from ..openapi.request_schemas import DetokenizeRequest, TokenizeRequest
-from ..tools.tool_request import read_tools
+from ..records.generate_request import Chat
+from ..records.model_names import ModelNames
+from ..serving.mesh_health import MeshHealth
 
 T = TypeVar("T")
 

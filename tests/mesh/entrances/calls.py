@@ -18,8 +18,8 @@ from tests.plain_text import PLAIN_TEXT
 from tests.ready_channel import ready_channel
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
-from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.service import GatewayService
+from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.v1 import inference_pb2 as pb
 from tokenloom.v1 import inference_pb2_grpc, types_pb2
 from tokenloom.v1.kserve import grpc_service_pb2 as kserve_pb

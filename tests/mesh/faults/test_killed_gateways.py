@@ -17,7 +17,7 @@ import pytest
 from tests.mesh.harness import MODEL, SOON, Mesh
 from tests.plain_text import PLAIN_TEXT
 from tests.ready_channel import ready_channel
-from tokenloom.services.gateway.gateway_settings import GatewaySettings
+from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 

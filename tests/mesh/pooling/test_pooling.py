@@ -14,9 +14,9 @@ from tests.mesh.harness import MODEL, Mesh
 from tests.ready_channel import ready_channel
 from tokenloom.engine_core.data.core_pooling_params import PoolingParams, PoolingTask
 from tokenloom.engine_core.fake_workers.hash_pooling import hash_pooled
-from tokenloom.services.gateway.generation.job import Job
-from tokenloom.services.gateway.pooling.pooling_job import PoolingJob
 from tokenloom.services.gateway.pooling.vector_json import numbers
+from tokenloom.services.gateway.records.generate_request import Job
+from tokenloom.services.gateway.records.pooling_request import PoolingJob
 from tokenloom.services.gateway.service import GatewayService
 from tokenloom.services.gateway.tenants.tenant import Tenant
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2

@@ -14,8 +14,8 @@ import httpx
 from tests.plain_text import PLAIN_TEXT
 from tests.ready_channel import ready_channel
 from tokenloom.request import errors, wire_errors
-from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.service import GatewayService
+from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.runtime.host.listener import SERVER_OPTIONS
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.local_streams.frames import status

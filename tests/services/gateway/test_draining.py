@@ -11,8 +11,8 @@ import pytest
 
 from tests.plain_text import PLAIN_TEXT
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
-from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.service import GatewayService
+from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.runtime.host.service import running
 
 PATH = "/v1/completions"

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.services.gateway.fakes import SOON, FakeMesh
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.gateway.gateway_settings import GatewaySettings
-from tokenloom.services.gateway.mesh_spec import mesh_specs
+from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
+from tokenloom.services.gateway.settings.mesh_spec import mesh_specs
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import coordinator_pb2, inference_pb2
 from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc

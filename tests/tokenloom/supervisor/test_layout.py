@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from msgspec import json
 
-from tokenloom.services.gateway.gateway_settings import GatewaySettings
-from tokenloom.services.gateway.mesh_spec import mesh_specs
+from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
+from tokenloom.services.gateway.settings.mesh_spec import mesh_specs
 from tokenloom.supervisor.layout import MESHES, MeshOptions, ServedModel, parts_of, write_meshes
 from tokenloom.supervisor.part_spec import PartSpec
 from tokenloom.supervisor.ports import GatewayPorts

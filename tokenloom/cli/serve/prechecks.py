@@ -17,7 +17,7 @@ from tokenloom.preflight.platforms import platform_note
 from tokenloom.preflight.refusal import CannotServe
 from tokenloom.preflight.run_directory import check_run_directory
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.gateway.gateway_settings import GatewaySettings
+from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.tenants.api_keys import ApiKeys
 from tokenloom.services.gateway.tenants.cache_salts import CacheSalts
 from tokenloom.services.runtime.addresses import Address

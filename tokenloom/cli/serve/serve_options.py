@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.engine.records.engine_settings import EngineSettings
-from tokenloom.services.gateway.gateway_settings import GatewaySettings
+from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
 from tokenloom.services.runtime.host.options import Option, flag, options_of
 from tokenloom.services.runtime.host.service_settings import ServiceSettings

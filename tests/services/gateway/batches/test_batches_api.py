@@ -13,7 +13,7 @@ import pytest
 from tests.services.gateway.fakes import SOON, FakeMesh
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.services.gateway.files.disk import Disk
-from tokenloom.services.gateway.generation.job import SHEDDABLE_PRIORITY
+from tokenloom.services.gateway.records.generate_request import SHEDDABLE_PRIORITY
 from tokenloom.v1 import types_pb2
 
 COMPLETIONS = "/v1/completions"

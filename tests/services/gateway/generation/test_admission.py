@@ -5,8 +5,8 @@ import pytest
 from tokenloom.request.errors import InvalidArgument, RateLimitExceeded, ResourceExhausted, Unavailable
 from tokenloom.services.gateway.generation.admission import Admission
 from tokenloom.services.gateway.generation.backlog import Backlog
-from tokenloom.services.gateway.generation.job import Job
 from tokenloom.services.gateway.mesh.capacity import Capacity
+from tokenloom.services.gateway.records.generate_request import Job
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT, TenantLimits
 from tokenloom.services.gateway.tenants.tenant_share import TenantShare
 from tokenloom.services.gateway.tenants.tenant_shares import TenantShares

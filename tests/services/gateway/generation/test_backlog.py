@@ -6,8 +6,8 @@ import pytest
 
 from tokenloom.request.errors import ResourceExhausted
 from tokenloom.services.gateway.generation.backlog import Backlog, Claim, estimate_prompt_tokens
-from tokenloom.services.gateway.generation.job import Chat, EmbedsPrompt, Job
 from tokenloom.services.gateway.mesh.capacity import Capacity
+from tokenloom.services.gateway.records.generate_request import Chat, EmbedsPrompt, Job
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
 from tokenloom.v1 import types_pb2
 

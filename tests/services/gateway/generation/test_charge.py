@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenloom.services.gateway.generation.charge import KEPT_SECONDS, Charge, Charges
-from tokenloom.services.gateway.generation.claim import NEW, Claim
-from tokenloom.services.gateway.usage_counts import Used
+from tokenloom.services.gateway.metrics.usage_counts import Used
+from tokenloom.services.gateway.records.resume_token import NEW, Claim
 
 
 def test_a_call_that_resumes_counts_what_is_beyond_the_others() -> None:

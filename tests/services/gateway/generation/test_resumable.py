@@ -19,10 +19,10 @@ from tokenloom.request import errors, wire_errors
 from tokenloom.services.gateway.generation.admission import Admission, Tenure
 from tokenloom.services.gateway.generation.backlog import Backlog
 from tokenloom.services.gateway.generation.charge import KEPT_SECONDS
-from tokenloom.services.gateway.generation.claim import Claim
-from tokenloom.services.gateway.generation.job import Job
 from tokenloom.services.gateway.generation.resumable import ResumableRequests, UnattendedMetrics
-from tokenloom.services.gateway.mesh.request_ids import id_of_key
+from tokenloom.services.gateway.records.generate_request import Job
+from tokenloom.services.gateway.records.request_ids import id_of_key
+from tokenloom.services.gateway.records.resume_token import Claim
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT, TenantLimits
 from tokenloom.services.gateway.tenants.tenant_shares import TenantShares
 from tokenloom.v1 import inference_pb2, types_pb2

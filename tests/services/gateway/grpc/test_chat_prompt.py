@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.services.gateway.formats.tool_request import ToolChoice
 from tokenloom.services.gateway.grpc.chat_prompt import read_chat_prompt
-from tokenloom.services.gateway.tools.tool_request import ToolChoice
 from tokenloom.v1 import inference_pb2 as pb
 
 USER = pb.ChatMessage(role="user", content="hi")

@@ -16,11 +16,12 @@ import pytest
 
 from tests.services.gateway.fakes import MODEL, FakeMesh
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.gateway.generation.job import Job
 from tokenloom.services.gateway.http import json_body
 from tokenloom.services.gateway.http.endpoint import IGNORED_HEADER
 from tokenloom.services.gateway.http.json_body import BodyParser, check_amount
-from tokenloom.services.gateway.openai.openai_models import READ_FIELDS, WITHOUT_EFFECT
+from tokenloom.services.gateway.openai.openai_models import WITHOUT_EFFECT
+from tokenloom.services.gateway.records.generate_request import Job
+from tokenloom.services.gateway.routes.read_fields import READ_FIELDS
 
 SIZE = 8 << 20
 COMPLETIONS = "/v1/completions"

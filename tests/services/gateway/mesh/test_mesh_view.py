@@ -6,7 +6,7 @@ from typing import Any
 from tests.loop_clock import pass_time
 from tokenloom.services.gateway.generation.backlog import Backlog
 from tokenloom.services.gateway.mesh.mesh_view import LOST_SECONDS, MeshView
-from tokenloom.services.gateway.metrics import MeshGauges
+from tokenloom.services.gateway.serving.mesh_gauges import MeshGauges
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import (
     ENGINE_STATE_SERVING,

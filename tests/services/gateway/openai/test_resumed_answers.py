@@ -16,6 +16,9 @@ from tests.services.gateway.openai.joined import join_events
 from tokenloom.request import errors
 from tokenloom.request.reasoning import reasoning_format
 from tokenloom.services.gateway.assistant.parsed_message import MessagePlan
+from tokenloom.services.gateway.formats.forced import NamedCall, RequiredCalls
+from tokenloom.services.gateway.formats.think import opener
+from tokenloom.services.gateway.formats.tool_formats import FORMATS
 from tokenloom.services.gateway.generation.delivered import Delivered
 from tokenloom.services.gateway.mesh.collector import Delta
 from tokenloom.services.gateway.openai.answer import AnswerBase
@@ -23,9 +26,6 @@ from tokenloom.services.gateway.openai.chat import ChatAnswer
 from tokenloom.services.gateway.openai.completions import CompletionAnswer
 from tokenloom.services.gateway.openai.event_ids import EventId, parse_event_id
 from tokenloom.services.gateway.openai.openai_models import Options
-from tokenloom.services.gateway.reasoning import opener
-from tokenloom.services.gateway.tools import FORMATS
-from tokenloom.services.gateway.tools.forced import NamedCall, RequiredCalls
 from tokenloom.v1 import inference_pb2
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SlotTextLogprobs
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs

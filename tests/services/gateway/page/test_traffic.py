@@ -3,12 +3,11 @@
 from prometheus_client import CollectorRegistry
 
 from tests.loop_clock import pass_time
-from tokenloom.services.gateway.adapters.adapter_usage import AdapterUsage
 from tokenloom.services.gateway.http.response_counts import ResponseCounts
 from tokenloom.services.gateway.mesh.mesh_view import MeshLoad
-from tokenloom.services.gateway.metrics import GatewayMetrics
+from tokenloom.services.gateway.metrics.gateway_metrics import GatewayMetrics
+from tokenloom.services.gateway.metrics.usage_counts import AdapterUsage, KeyUsage
 from tokenloom.services.gateway.page.traffic import INTERVAL_SECONDS, NUM_INTERVALS, Traffic
-from tokenloom.services.gateway.tenants.key_usage import KeyUsage
 
 LOAD = MeshLoad(num_running=1, num_waiting=2, kv_usage=0.5)
 

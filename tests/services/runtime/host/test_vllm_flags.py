@@ -15,8 +15,8 @@ from tests.services.gateway.fakes import FakeMesh
 from tokenloom.model_files.model_path import DEMO_MODEL, resolve
 from tokenloom.preflight.model_config import check_config
 from tokenloom.preflight.refusal import CannotServe
-from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.openapi.document import document
+from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.runtime.host.options import options_of
 from tokenloom.services.runtime.host.vllm_flags import ANSWERS
 from tokenloom.v1 import engine_pb2, inference_pb2

@@ -1,0 +1,1 @@
+"""Writes JSON and server-sent events as bytes."""

@@ -1,0 +1,90 @@
+"""Finds reasoning between ``<think>`` and ``</think>``, before the answer."""
+
+from collections.abc import Callable
+
+from tokenloom.request.reasoning import THINK_END as END
+from tokenloom.request.reasoning import THINK_START as START
+from tokenloom.request.reasoning import ReasoningFormat
+
+from .markers import begins_marker, find_marker
+from .message_parts import Content, Reasoning, TextPart
+
+
+class ThinkParser:
+    """Reads one output as it grows. Space around the marks is neither reasoning nor content."""
+
+    def __init__(self, *, inside: bool) -> None:
+        """``inside``: the output begins with reasoning, with or without its opening mark."""
+        self._inside = inside
+        self._begun = False
+        self._trims = inside  # space that follows is dropped
+        self._text = ""
+        self._blanks: list[str] = []  # held until something else follows
+
+    def feed(self, text: str) -> list[TextPart]:
+        """Return what is certain after more text."""
+        if (self._inside or not self._begun) and not text.strip():
+            self._blanks.append(text)
+            return []
+        self._take_blanks()
+        self._text += text
+        if not self._begun and not self._begin():
+            return []
+        if not self._inside:
+            return self._content()
+        reasoning, marker, held = find_marker(self._text, (END,))
+        if marker:
+            self._inside, self._text = False, held
+            parts = self._reasoning(reasoning.rstrip())
+            self._trims = True
+            return [*parts, *self._content()]
+        kept = reasoning.rstrip()
+        self._text = reasoning[len(kept) :] + held
+        return self._reasoning(kept)
+
+    def finish(self) -> list[TextPart]:
+        """Return the rest at the output's end."""
+        self._take_blanks()
+        text, self._text = self._text, ""
+        if self._inside:
+            return self._reasoning(text)
+        return [Content(text)] if text and not self._trims else []
+
+    def _take_blanks(self) -> None:
+        if self._blanks:
+            self._text += "".join(self._blanks)
+            self._blanks = []
+
+    def _begin(self) -> bool:
+        """Return whether it is clear how the output begins."""
+        ahead = self._text.lstrip()
+        if not ahead or begins_marker(ahead, START):
+            return False
+        self._begun = True
+        if ahead.startswith(START):
+            self._inside, self._text = True, ahead.removeprefix(START)
+            self._trims = True
+        return True
+
+    def _content(self) -> list[TextPart]:
+        text, self._text = self._trimmed(self._text), ""
+        return [Content(text)] if text else []
+
+    def _reasoning(self, text: str) -> list[TextPart]:
+        text = self._trimmed(text)
+        return [Reasoning(text)] if text else []
+
+    def _trimmed(self, text: str) -> str:
+        if self._trims:
+            text = text.lstrip()
+            self._trims = not text
+        return text
+
+
+OpenReasoning = Callable[[bool], ThinkParser]
+"""Makes a parser for one output, given whether the prompt has opened the reasoning."""
+
+
+def opener(reasoning: ReasoningFormat) -> OpenReasoning:
+    """Return what makes the parsers of outputs in this format."""
+    return lambda opened: ThinkParser(inside=opened or reasoning.begins_inside)

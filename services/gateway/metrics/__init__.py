@@ -1,0 +1,1 @@
+"""Measures requests, and counts what is used by key and by adapter."""

@@ -1,0 +1,163 @@
+"""Measures requests, under vLLM's names."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from tokenloom.services.runtime.telemetry import process_metrics
+from tokenloom.services.runtime.telemetry.fast_metrics import TracedHistogram
+from tokenloom.services.runtime.telemetry.tracing import CURRENT, trace_id_of
+from tokenloom.v1 import inference_pb2, types_pb2
+
+from ..mesh.collector import Delta
+from ..tenants.tenant import Tenant
+from .kv_flow import KvFlow
+from .request_sizes import RequestSizes, Sized
+from .usage_counts import AdapterUsage, KeyUsage, Used
+
+FINISH_REASONS = {
+    types_pb2.FINISH_REASON_STOP: "stop",
+    types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_ABORT: "abort",
+    types_pb2.FINISH_REASON_ERROR: "error",
+    types_pb2.FINISH_REASON_REPETITION: "repetition",
+}
+"""Their names for clients and dashboards."""
+
+
+class GatewayMetrics:
+    """Holds the gateway's counters and histograms, and what its page shows besides."""
+
+    def __init__(
+        self, registry: CollectorRegistry, model_name: str, key_usage: KeyUsage, adapter_usage: AdapterUsage
+    ) -> None:
+        """``key_usage``, ``adapter_usage``: count what is generated with each key and each adapter, for all models."""
+        labels = {"model_name": model_name}
+
+        def traced(name: str, text: str, buckets: Sequence[float]) -> TracedHistogram:
+            return TracedHistogram(registry, process_metrics.VLLM + name, text, labels, buckets)
+
+        self.prompt_tokens = process_metrics.fast_counter(
+            registry, "prompt_tokens", "Prompt tokens of accepted requests.", labels
+        )
+        self.generation_tokens = process_metrics.fast_counter(
+            registry, "generation_tokens", "Output tokens sent to clients.", labels
+        )
+        self.time_to_first_token = traced(
+            "time_to_first_token_seconds",
+            "Time from a request's arrival to its first token.",
+            process_metrics.LATENCY_SECONDS,
+        )
+        self.inter_token_latency = process_metrics.histogram(
+            registry, "inter_token_latency_seconds", "Time between two outputs of one prompt.", labels
+        )
+        self.e2e_latency = traced(
+            "e2e_request_latency_seconds",
+            "Time from a request's arrival to the end of one prompt's output.",
+            process_metrics.REQUEST_SECONDS,
+        )
+        success = process_metrics.counter(
+            registry, "request_success", "Prompts whose output has ended.", ["model_name", "finished_reason"]
+        )
+        self.kv_flow = KvFlow()
+        self.success = {reason: success.labels(model_name, name) for reason, name in FINISH_REASONS.items()}
+        self._model_name = model_name
+        self._pooled_prompts = Counter(
+            "tokenloom_gateway_pooled_prompts",
+            "Prompts from which a vector, classes or a score were computed.",
+            ["model_name", "task"],
+            registry=registry,
+        )
+        self._pooling_seconds = Histogram(
+            "tokenloom_gateway_pooling_seconds",
+            "Time from the arrival of a pooling call to its last result.",
+            ["model_name", "task"],
+            buckets=process_metrics.REQUEST_SECONDS,
+            registry=registry,
+        )
+        self._sizes = RequestSizes(registry, labels)
+        self._model_name = model_name
+        self._key_usage = key_usage
+        self._adapter_usage = adapter_usage
+
+    def observe_pooled(
+        self, task: str, usage: inference_pb2.Usage, tenant: Tenant, num_prompts: int, seconds: float
+    ) -> None:
+        """Observe a pooling call that has ended. ``num_prompts``: those that have a result; ``seconds``: it took."""
+        self.prompt_tokens.inc(usage.prompt_tokens)
+        self._pooled_prompts.labels(self._model_name, task).inc(num_prompts)
+        self._pooling_seconds.labels(self._model_name, task).observe(seconds)
+        used = Used(1, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        self._key_usage.add(tenant, used)
+
+    def observe_end(self, generation: "EndedGeneration", tenant: Tenant, used: Used) -> None:
+        """Observe a call that has ended, whatever ended it. ``used``: what no other call of its request has counted."""
+        self._sizes.observe(generation)
+        self._key_usage.add(tenant, used)
+        if generation.model != self._model_name:
+            self._adapter_usage.add(generation.model, used)
+
+
+class EndedGeneration(Sized, Protocol):
+    """Describes what is read of a generation at its end."""
+
+    @property
+    def model(self) -> str:
+        """The name of the model or adapter."""
+
+
+def count_moved(registry: CollectorRegistry) -> Counter:
+    """Add the counter of requests that were sent again."""
+    return Counter(
+        "tokenloom_gateway_requests_moved",
+        "Requests that were sent again because their output processor was lost, full or leaving.",
+        registry=registry,
+    )
+
+
+class RequestWatch:
+    """Measures one request: counts its tokens and observes its times. In a request that is traced, the times carry the
+    id of its trace.
+
+    Attributes:
+        ttft_seconds: From the arrival to the first token; None: the request has none yet.
+    """
+
+    def __init__(
+        self,
+        gateway: GatewayMetrics,
+        num_prompt_tokens: int,
+        num_outputs: int,
+        started_ns: int,
+        on_first_token: Callable[[int], None] | None = None,
+    ) -> None:
+        """``on_first_token``: called with the index of each output that has its first token."""
+        gateway.prompt_tokens.inc(num_prompt_tokens)
+        self._on_first_token = on_first_token
+        self._gateway = gateway
+        self._started = started_ns
+        self._trace_id = trace_id_of(CURRENT.get())
+        self.ttft_seconds: float | None = None
+        self._last = [0] * num_outputs  # when each output had its last tokens; 0: none yet
+
+    def output(self, delta: Delta) -> None:
+        """Record output that is on its way to the client."""
+        now = time.monotonic_ns()
+        if delta.token_ids:
+            if last := self._last[delta.index]:
+                self._gateway.inter_token_latency.observe((now - last) / 1e9)
+            else:
+                ttft = (now - self._started) / 1e9
+                self._gateway.time_to_first_token.observe_traced(ttft, self._trace_id)
+                if self.ttft_seconds is None:
+                    self.ttft_seconds = ttft
+                if self._on_first_token is not None:
+                    self._on_first_token(delta.index)
+            self._last[delta.index] = now
+            self._gateway.generation_tokens.inc(len(delta.token_ids))
+        if delta.finished is not None:
+            self._gateway.e2e_latency.observe_traced((now - self._started) / 1e9, self._trace_id)
+            self._gateway.success[delta.finished.reason].inc()
+            self._gateway.kv_flow.add(delta.finished)

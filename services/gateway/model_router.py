@@ -1,0 +1,85 @@
+"""Gives each request of the HTTP API to the routes of the mesh that serves its model."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from .http.app import Handler, Routes
+from .http.http_exchange import HttpExchange
+from .http.json_body import OFF_LOOP_BYTES
+from .serving.served_mesh import ServedMesh
+from .serving.served_meshes import ServedMeshes
+
+
+class _Model(msgspec.Struct):
+    """The field of a body that names the model; the others are skipped."""
+
+    model: msgspec.Raw = msgspec.Raw(b"null")
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Holds what a body names as its model; None: nothing."""
+
+    name: object
+
+
+_model = msgspec.json.Decoder(_Model)
+
+
+class ModelDoor:
+    """Holds the routes of each mesh, which are those of a gateway with one mesh.
+
+    A body is searched for its model before the routes of the mesh decode it. Requests without a body go to the first
+    mesh: their routes describe what all meshes share.
+    """
+
+    def __init__(
+        self, meshes: ServedMeshes, make_routes: Callable[[ServedMesh], Routes], *, max_body_bytes: int
+    ) -> None:
+        self._meshes = meshes
+        self._make_routes = make_routes
+        self._max_body_bytes = max_body_bytes
+        self._routes: dict[tuple[str, ...], Routes] = {}  # by the names of the model
+
+    def routes(self) -> Routes:
+        """Return the routes of all models."""
+        return {
+            path: {
+                method: self._by_model(path) if method == "POST" and "*" not in path else handler
+                for method, handler in methods.items()
+            }
+            for path, methods in self._of(self._meshes.first).items()
+        }
+
+    def _by_model(self, path: str) -> Handler:
+        async def handle(exchange: HttpExchange) -> None:
+            body = await exchange.read_body(self._max_body_bytes)
+            # Scanned for the name before it is decoded: only the routes of that model know which fields are valid. With
+            # one mesh there is no scan.
+            found = await _model_of(body.data)
+            mesh = self._meshes.first if found is None else self._meshes.pick(found.name)
+            await self._of(mesh)[path]["POST"](exchange)
+
+        return handle
+
+    def _of(self, mesh: ServedMesh) -> Routes:
+        if mesh.names not in self._routes:
+            self._routes[mesh.names] = self._make_routes(mesh)
+        return self._routes[mesh.names]
+
+
+async def _model_of(data: bytes | bytearray) -> "_Found | None":
+    """Return the value of ``model`` in a body; None for a body that is no JSON object, which the routes refuse."""
+    if len(data) <= OFF_LOOP_BYTES:
+        return _find(data)
+    return await asyncio.to_thread(_find, data)
+
+
+def _find(data: bytes | bytearray) -> "_Found | None":
+    try:
+        return _Found(msgspec.json.decode(_model.decode(data).model))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None

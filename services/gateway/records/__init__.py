@@ -1,0 +1,1 @@
+"""What a client asks for, independent of the API that it uses."""

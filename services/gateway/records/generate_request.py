@@ -1,0 +1,139 @@
+"""What a client asks for, independent of the API that it uses."""
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from tokenloom.request.adapters.adapter_salt import adapter_salt
+from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.prompt_embeds import FIELD, Part
+from tokenloom.v1 import output_processor_pb2, types_pb2
+
+from ..tenants.cache_salts import SALT_BYTES
+from ..tenants.tenant import Tenant
+from .model_names import NamedAdapter
+
+SHEDDABLE_PRIORITY: Final = 1 << 20
+"""Priority of a sheddable request, where engines take priorities: less urgent than what a client usually asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, as the tokenizer's template takes it."""
+
+    messages_json: bytes
+    tools_json: bytes = b""
+    template_kwargs_json: bytes = b""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """End within the last turn, so that the model continues it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedsPrompt:
+    """Token ids and safetensors files, in order. Their contents are checked later, against the model's limits."""
+
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamOptions:
+    """How to search for the likeliest outputs instead of sampling."""
+
+    length_penalty: float = 1.0
+    """Exponent of the length by which scores are divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request whose form has been checked, but not yet its values against the model's limits."""
+
+    prompts: Chat | Sequence[str | Sequence[object] | EmbedsPrompt]
+    """A conversation, texts, lists of what should be token ids, or prompts with embeddings."""
+    prompt_field: str
+    """The client's name for them, for errors."""
+    sampling: types_pb2.SamplingParams
+    """Only what the client set."""
+    text: output_processor_pb2.TextOptions = field(default_factory=output_processor_pb2.TextOptions)
+    tenant: Tenant = field(kw_only=True)
+    """Of the client's key; without a default, so that no entrance forgets it."""
+    ignore_eos: bool = False
+    priority: int = 0
+    """The client's; a lower one runs first. The gateway may raise it."""
+    is_sheddable: bool = False
+    """Run it only with capacity that no other request needs: it is refused first, and runs after all others."""
+    num_samples: int = 1
+    """Outputs of each prompt."""
+    beam_search: BeamOptions | None = None
+    """Search with ``num_samples`` beams; None: sample."""
+    bad_words: Sequence[str] = ()
+    """Texts that must not appear in the output."""
+    most_tokens: int = 0
+    """Limit of an output for which ``sampling`` has none; what the prompt leaves of the context may be less. 0: the
+    model's default."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only the last so many tokens of a prompt; -1: as many as leave room for the answer."""
+    add_special_tokens: bool = True
+    """For texts; a chat's template adds its own."""
+    echo: bool = False
+    """Return the prompt's text too."""
+    before: Sequence[int] = ()
+    """Tokens that a single prompt continues: the earlier turns of a session."""
+    timeout: float | None = None
+    """Seconds; None: the gateway's default."""
+    own_salt: str = ""
+    """The client's own salt: cached prefixes are shared only with requests that have it too."""
+    adapter: NamedAdapter | None = None
+    """The LoRA adapter that generates; None: the model itself."""
+    data_parallel_rank: int | None = None
+    """The rank of a data-parallel group that must run it; None: any."""
+
+    @property
+    def cache_salt(self) -> bytes:
+        """The salt of the hashes of its KV blocks. The client's own never reaches beyond its tenant, and no other
+        adapter has the same."""
+        salt = self.tenant.cache_salt
+        if self.own_salt:
+            salt = hashlib.blake2b(self.own_salt.encode(), key=salt, digest_size=SALT_BYTES).digest()
+        return salt if self.adapter is None else adapter_salt(salt, self.adapter.digest)
+
+
+def read_embeds_prompts(value: object) -> list[EmbedsPrompt]:
+    """Return the prompts of ``prompt_embeds``: one prompt, or a list of prompts. Raises ``InvalidArgument``.
+
+    A prompt is the base64 of a safetensors file, or a list of parts, ``{"token_ids": […]}`` and ``{"embeds": base64}``.
+    """
+    if isinstance(value, str):
+        return [EmbedsPrompt([_decode(value)])]
+    if not isinstance(value, list) or not value:
+        raise InvalidArgument(f"{FIELD} must be base64, or a list of prompts that have embeddings", FIELD)
+    if all(isinstance(item, Mapping) for item in value):
+        return [_read_parts(value)]
+    return [EmbedsPrompt([_decode(item)]) if isinstance(item, str) else _read_parts(item) for item in value]
+
+
+def _read_parts(value: object) -> EmbedsPrompt:
+    if not isinstance(value, list) or not value:
+        raise InvalidArgument(f"{FIELD}: a prompt must be base64 or a list of parts", FIELD)
+    return EmbedsPrompt([_read_part(part) for part in value])
+
+
+def _read_part(part: object) -> Part:
+    if isinstance(part, Mapping) and len(part) == 1:
+        if isinstance(token_ids := part.get("token_ids"), list):
+            return token_ids
+        if "embeds" in part:
+            return _decode(part["embeds"])
+    raise InvalidArgument(f'{FIELD}: a part must be {{"token_ids": [...]}} or {{"embeds": base64}}', FIELD)
+
+
+def _decode(text: object) -> bytes:
+    if not isinstance(text, str):
+        raise InvalidArgument(f"{FIELD} must be the base64 of a safetensors file", FIELD)
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidArgument(f"{FIELD} is not base64", FIELD) from None

@@ -1,0 +1,40 @@
+"""What a client asks a pooling model for, independent of the API that it uses."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from tokenloom.request.errors import InvalidArgument
+from tokenloom.v1 import types_pb2
+
+from .generate_request import Chat, Job
+
+MAX_INPUTS: Final = 2048
+"""Limits the inputs of a call, as in OpenAI's API."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingJob:
+    """A pooling call whose form has been checked, but not yet its values against the model's limits."""
+
+    job: Job
+    """The prompts, and what is said about them; nothing is generated."""
+    params: types_pb2.PoolingParams
+    second_texts: Sequence[str] = ()
+    """Joined to the prompts, as pairs that the model reads at once; empty: nothing is."""
+    keep_first: bool = False
+    """Whether a prompt that is cut keeps its first tokens instead of its last ones."""
+    num_queries: int = 0
+    """For late interaction: the first so many prompts are queries, the others documents."""
+
+    @property
+    def num_prompts(self) -> int:
+        return 1 if isinstance(self.job.prompts, Chat) else len(self.job.prompts)
+
+
+def check_count(count: int, field: str) -> None:
+    """Raise ``InvalidArgument`` for a call without inputs, or with too many."""
+    if not count:
+        raise InvalidArgument(f"{field} is empty; at least one input is needed", field)
+    if count > MAX_INPUTS:
+        raise InvalidArgument(f"{field} may hold at most {MAX_INPUTS} inputs, not {count}", field)

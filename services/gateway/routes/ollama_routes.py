@@ -1,0 +1,36 @@
+"""Lists the routes of Ollama's API, embeddings apart."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
+
+from ..http.app import Routes
+from ..http.endpoint import GenerationApi, GenerationEndpoint
+from ..ollama.ollama import OllamaApi
+from ..openai.chat import ChatApi
+from ..serving.mesh_health import MeshHealth
+from .status_routes import OLLAMA_DETAILS as DETAILS
+from .status_routes import get
+
+_LINES = ((b"content-type", b"application/x-ndjson"),)
+
+
+def ollama_routes(
+    chats: ChatApi, endpoint: Callable[[GenerationApi], GenerationEndpoint], health: MeshHealth
+) -> Routes:
+    """``health``: knows the limits of the model, once an engine serves it."""
+    plans = chats.plans
+    capabilities = ["completion", *(["tools"] if plans.tools else []), *(["thinking"] if plans.reasoning else [])]
+
+    def show() -> object:
+        length = limits.max_model_len if (limits := health.limits()) else None
+        info = {"general.architecture": "tokenloom", "tokenloom.context_length": length}
+        return {"details": DETAILS, "model_info": info, "capabilities": capabilities}
+
+    both = {kind: replace(endpoint(OllamaApi(chats, kind)), stream_headers=_LINES) for kind in (True, False)}
+    return {
+        "/api/chat": {"POST": both[True]},
+        "/api/generate": {"POST": both[False]},
+        "/api/show": {"POST": get(show)["GET"]},
+        "/api/version": get(lambda: {"version": version("tokenloom")}),
+    }

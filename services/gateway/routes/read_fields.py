@@ -1,0 +1,33 @@
+"""Lists the fields of all bodies whose values are read; the others are skipped while a body is decoded."""
+
+import msgspec
+
+from ..ollama.ollama_body import OllamaRequest
+from ..openai.openai_models import NOT_SUPPORTED_YET, RENAMED, SAMPLING_FIELDS
+from ..openapi.message_schemas import MessagesRequest
+from ..openapi.pooling_schemas import ClassifyRequest, PoolingRequest, RerankRequest, ScoreRequest
+from ..openapi.request_schemas import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ..openapi.response_api_schemas import ResponsesRequest
+
+_BODIES: tuple[type[msgspec.Struct], ...] = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    MessagesRequest,
+    ResponsesRequest,
+    OllamaRequest,
+    PoolingRequest,
+    ClassifyRequest,
+    ScoreRequest,
+    RerankRequest,
+)
+READ_FIELDS = frozenset(
+    {
+        *(name for model in _BODIES for name in model.__struct_fields__),
+        *SAMPLING_FIELDS,
+        *NOT_SUPPORTED_YET,
+        *RENAMED,
+    }
+)
+"""The fields whose values some endpoint reads."""

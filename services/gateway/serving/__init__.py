@@ -1,0 +1,1 @@
+"""The meshes behind the gateway, and whether each would answer a request now."""

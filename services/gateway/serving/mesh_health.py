@@ -1,0 +1,93 @@
+"""Finds out whether a request would be answered now, and which parts of the mesh are missing or degraded."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+
+from tokenloom.process.fall_backs import FallBack, FallBacks
+from tokenloom.services.runtime.host.health import Health
+from tokenloom.v1 import types_pb2
+
+from ..mesh.mesh_view import MeshView
+from ..mesh.output_pool import OutputPool
+from ..mesh.tokenizer_client import TokenizerClient
+
+PARTS = ("gateway", "tokenizer", "output_processor", "coordinator", "engine")
+"""The parts of a mesh."""
+PUBLISH_SECONDS = 0.25
+"""How often gRPC health follows the state of the mesh."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartState:
+    """Counts the replicas of one part, as this gateway sees them.
+
+    Attributes:
+        num_serving: Replicas that answer.
+        num_known: Replicas that should answer.
+        is_needed: Whether requests fail without any replica. They do not need the coordinator once engines are known.
+    """
+
+    num_serving: int
+    num_known: int
+    is_needed: bool = True
+
+    @property
+    def state(self) -> Literal["ok", "degraded", "missing"]:
+        """Return ``missing`` if no replica answers, ``degraded`` if only some do."""
+        if not self.num_serving:
+            return "missing"
+        return "ok" if self.num_serving >= self.num_known else "degraded"
+
+
+class MeshHealth:
+    """Looks at the parts that a request needs.
+
+    Attributes:
+        draining: Set when this gateway accepts no more requests.
+    """
+
+    def __init__(self, tokenizers: TokenizerClient, outputs: OutputPool, mesh: MeshView, fall_backs: FallBacks) -> None:
+        """``fall_backs``: those of this gateway."""
+        self._tokenizers = tokenizers
+        self._outputs = outputs
+        self._mesh = mesh
+        self._fall_backs = fall_backs
+        self.draining = False
+
+    def limits(self) -> types_pb2.ModelLimits | None:
+        """Return the limits of a request; None before the first engine is known."""
+        info = self._tokenizers.info
+        return self._mesh.limits(info.fingerprint) if info is not None else None
+
+    def parts(self) -> Mapping[str, PartState]:
+        """Return the state of every part, by its name in :data:`PARTS`."""
+        info = self._tokenizers.info
+        engines = self._mesh.count_engines(info.fingerprint) if info is not None else (0, 0)
+        return {
+            "gateway": PartState(int(not self.draining), 1),
+            "tokenizer": PartState(self._tokenizers.num_alive, self._tokenizers.num_known),
+            "output_processor": PartState(self._outputs.num_connected, self._outputs.num_known),
+            # /health was 503 without a coordinator before, although requests were answered by its last snapshot.
+            "coordinator": PartState(int(self._mesh.connected), 1, is_needed=False),
+            "engine": PartState(*engines),
+        }
+
+    def fall_backs(self) -> list[FallBack]:
+        """Return what this gateway and the engines do without; the subjects of the latter are the engines."""
+        return self._fall_backs.active + [
+            FallBack(each.kind, entry.identity.engine_id, each.detail)
+            for entry in self._mesh.engines
+            for each in entry.report.fall_backs
+        ]
+
+    def missing(self) -> list[str]:
+        """Return the parts without which requests are not answered now; empty when requests are answered."""
+        return [name for name, part in self.parts().items() if part.is_needed and not part.num_serving]
+
+    async def publish(self, health: Health) -> NoReturn:
+        """Make gRPC health follow whether requests are answered, until cancelled."""
+        while True:
+            await health.set_answering(not self.missing())
+            await asyncio.sleep(PUBLISH_SECONDS)

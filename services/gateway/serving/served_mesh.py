@@ -1,0 +1,156 @@
+"""Connects a gateway to the mesh behind it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter
+
+from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, marks_of
+from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.peers.enrolment import Enrolment
+from tokenloom.services.runtime.peers.members import Members
+from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
+
+from ..assistant.message_plans import MessagePlans
+from ..generation.admission import Admission
+from ..generation.backlog import Backlog
+from ..generation.generator import Generator
+from ..generation.resumable import ResumableRequests, UnattendedMetrics
+from ..mesh.mesh_view import MeshView
+from ..mesh.output_pool import OutputPool
+from ..mesh.tokenizer_client import TokenizerClient
+from ..metrics.gateway_metrics import GatewayMetrics
+from ..metrics.usage_counts import AdapterUsage, KeyUsage
+from ..pooling.pooler import Pooler
+from ..records.model_names import ModelNames
+from ..settings.gateway_settings import GatewaySettings
+from ..settings.mesh_spec import MeshSpec
+from ..tenants.tenant_shares import TenantShares
+from .mesh_gauges import MeshGauges
+from .mesh_health import MeshHealth
+
+
+@dataclass(frozen=True, slots=True)
+class ServedMesh:
+    """Holds what the edges serve: one model, and what a request to it needs."""
+
+    models: ModelNames
+    plans: MessagePlans
+    generator: Generator
+    pooler: Pooler
+    tokenizers: TokenizerClient
+    outputs: OutputPool
+    view: MeshView
+    health: MeshHealth
+    metrics: GatewayMetrics
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's names for clients; the first one stands in answers and metrics."""
+        return self.models.own
+
+    @property
+    def model(self) -> str:
+        """The model's first name."""
+        return self.names[0]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshMetrics:
+    """Holds where a mesh's metrics go.
+
+    Attributes:
+        registry: Of the metrics with the label ``model_name``.
+        moved, unattended, key_usage, adapter_usage: Counted for all meshes of the gateway together.
+    """
+
+    registry: CollectorRegistry
+    moved: Counter
+    unattended: UnattendedMetrics
+    key_usage: KeyUsage
+    adapter_usage: AdapterUsage
+
+
+async def connect(
+    spec: MeshSpec, settings: GatewaySettings, host: Host, shares: TenantShares, metrics: MeshMetrics
+) -> ServedMesh:
+    """Connect to the other parts. Returns once a tokenizer has reported which model it serves."""
+    tokenizer_members = Members(spec.tokenizers, size=settings.peer_subset)
+    output_members = Members(spec.output_processors, size=settings.peer_subset)
+    tokenizers = TokenizerClient(tokenizer_members, host.channels, host.fall_backs)
+    view = MeshView(spec.coordinator, host.channels, host.fall_backs)
+    outputs = OutputPool(
+        output_members,
+        settings.instance_id,
+        host.epoch,
+        host.channels,
+        max_kept_bytes=settings.max_kept_prompt_bytes,
+        on_moved=metrics.moved.inc,
+    )
+    health = MeshHealth(tokenizers, outputs, view, host.fall_backs)
+    host.spawn(tokenizers.run(), name="tokenizer probes")
+    host.spawn(view.run(), name="coordinator watch")
+    host.spawn(_enroll(spec, settings, host, (tokenizer_members, output_members)), name="enrolment")
+    # The gateway reads no checkpoint: the model's default sampling parameters, its parsers and its fingerprint come
+    # with the tokenizer's information.
+    info = await tokenizers.wait_known()
+    backlog = Backlog(settings.max_queue_seconds, host.random, always_queued=settings.always_queued)
+    view.follow_capacity(info.fingerprint, backlog.observe)
+    outputs.start(host, info.fingerprint)
+    names = spec.names or (info.fingerprint.model,)
+    model = names[0]
+    metrics.registry.register(MeshGauges(view, backlog, model))
+    plans = MessagePlans.choose(settings.tool_call_parser, settings.reasoning_parser, info)
+    counts = GatewayMetrics(metrics.registry, model, metrics.key_usage, metrics.adapter_usage)
+    admission = Admission(shares, backlog, settings.most_urgent_priority)
+    generator = Generator(
+        tokenizers,
+        view,
+        outputs,
+        counts,
+        admission,
+        ResumableRequests(settings.keep_disconnected_requests, metrics.unattended, host.failed),
+        default_timeout=settings.request_timeout,
+        most_urgent_priority=settings.most_urgent_priority,
+        max_request_values=settings.max_request_values,
+        tracer=host.tracer,
+        model=model,
+        reasoning_marks=None if plans.reasoning is None else await _marks(plans.reasoning, tokenizers),
+        random=host.random,
+        clock=host.clock.nanoseconds,
+    )
+    pooler = Pooler(
+        tokenizers,
+        view,
+        outputs,
+        counts,
+        admission,
+        default_timeout=settings.request_timeout,
+        most_urgent_priority=settings.most_urgent_priority,
+        tracer=host.tracer,
+        model=model,
+        random=host.random,
+        clock=host.clock.nanoseconds,
+    )
+    return ServedMesh(ModelNames(names, view), plans, generator, pooler, tokenizers, outputs, view, health, counts)
+
+
+async def _enroll(spec: MeshSpec, settings: GatewaySettings, host: Host, peers: Sequence[Members]) -> None:
+    """Keep this gateway's position among the gateways of the mesh, from which its subsets of large meshes follow."""
+    enrolment = Enrolment("gateway", settings.instance_id)
+
+    def moved() -> None:
+        assert enrolment.position is not None
+        for members in peers:
+            members.move(enrolment.position)
+
+    async with host.channels.open(spec.coordinator, "coordinator") as channel:
+        await enrolment.run(CoordinatorStub(channel), moved)
+
+
+async def _marks(reasoning: ReasoningFormat, tokenizers: TokenizerClient) -> ReasoningMarks | None:
+    """Return the marks of the model's reasoning as tokens; None if the tokenizer has no tokens for them."""
+    texts = (reasoning.start, reasoning.end)
+    encoded = await tokenizers.encode(texts, add_special_tokens=False)
+    tokens = {text: list(prompt.token_ids) for text, prompt in zip(texts, encoded.prompts, strict=True)}
+    return marks_of(reasoning, tokens.__getitem__) if all(tokens.values()) else None

@@ -1,0 +1,1 @@
+"""Options of the gateway, and of the meshes behind it."""

@@ -1,0 +1,303 @@
+"""Options of a gateway."""
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Final, Literal
+
+from msgspec import Meta
+
+from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.reasoning import ReasoningParserName
+from tokenloom.services.runtime.addresses import parse_member
+from tokenloom.services.runtime.host.descriptors import for_clients
+from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
+from tokenloom.services.runtime.host.service_settings import Address, Count, ServiceSettings
+from tokenloom.services.runtime.peers.certificate_files import CertificateFiles
+
+from ..tenants.tenant import TenantLimits
+
+DEFAULT_QUEUE_SECONDS: Final = 10.0
+"""A person who waits longer for the first word has often given up."""
+ALWAYS_QUEUED: Final = 32
+"""Outputs that may wait whatever the estimate says: few requests are no overload, and rates that were measured with few
+are unreliable."""
+DEFAULT_MAX_VALUES = 1 << 21
+"""16,384 tokens of 128 samples, or 100,000 tokens with 20 alternatives each."""
+DEFAULT_UNATTENDED_SECONDS: Final = 15.0
+"""A client of ours notices a dead connection after 10 s at most; the gateway may have noticed it at once."""
+
+
+def _check_members(values: tuple[str, ...]) -> tuple[str, ...]:
+    if not values:
+        raise ValueError("must hold at least one address")
+    try:
+        return tuple(map(parse_member, values))
+    except InvalidArgument as error:
+        raise ValueError(error.message) from None
+
+
+def _check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Called only for keys that were given: an empty key must not open the gateway to every client."""
+    if not keys:
+        raise ValueError("holds no key; leave the option out to serve clients without a key")
+    return keys
+
+
+_Secret = Annotated[str, Meta(extra={"secret": True})]
+NUM_EDGES = 2
+"""HTTP and gRPC: each has connections of its own."""
+MAX_STREAMS = 1024
+"""gRPC calls of one connection; clients keep further ones back."""
+
+_Descriptor = Annotated[int, Meta(ge=3)]
+_Members = Annotated[tuple[str, ...], Meta(extra={"check": _check_members})]
+_Keys = Annotated[tuple[str, ...], Meta(extra={"check": _check_keys, "secret": True})]
+
+
+class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
+    """The public edges: addresses, API keys, certificates, limits and parsers."""
+
+    service: ClassVar[str] = "gateway"
+
+    http_listen: Annotated[Address, "Address of the OpenAI API: host:port or unix:/path."] = "127.0.0.1:8000"
+    http_listen_fd: Annotated[
+        _Descriptor | None,
+        "Descriptor of an inherited socket that listens on --http-listen. It keeps connections waiting while the "
+        "gateway restarts.",
+    ] = None
+    listen_fd: Annotated[
+        _Descriptor | None,
+        "Descriptor of an inherited socket that listens on --listen and shares the port, as tokenloom serve opens it.",
+    ] = None
+    tokenizers: Annotated[
+        _Members,
+        "Addresses of tokenizers, separated by commas; dns:///name:port stands for every address that "
+        "DNS has for the name.",
+    ]
+    output_processors: Annotated[_Members, "Addresses of output processors, in the form of --tokenizers."]
+    coordinator: Annotated[Address, "Address of the coordinator."]
+    peer_subset: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 16)],
+        "Output processors, and tokenizers, that this gateway works with when there are more: the gateways share them "
+        "out evenly. Requests that are resumed or have an idempotency key connect it to all for a minute.",
+    ] = 32
+    served_model_name: Annotated[
+        tuple[str, ...],
+        "Model names for clients, separated by commas; the first one stands in answers and metrics. By default the "
+        "name that the tokenizer serves.",
+    ] = ()
+    meshes: Annotated[
+        Path | None,
+        "File (.toml, .json or .yaml) with a table [[mesh]] for each further mesh behind this gateway: "
+        "served_model_name, tokenizers, output_processors and coordinator. Requests go by their model.",
+    ] = None
+    api_key: Annotated[
+        _Keys, "Accepted API keys, separated by commas; without this and --api-key-file no key is needed."
+    ] = ()
+    api_key_file: Annotated[
+        Path | None, "File with the SHA-256 of an accepted key, in hex, on each line; or tenants in TOML."
+    ] = None
+    cache_salt_secret: Annotated[
+        _Secret,
+        "Secret of at least 16 bytes, equal for all gateways, that separates the tenants' cached prefixes; by default "
+        "each gateway with API keys draws its own.",
+    ] = ""
+    cache_salt_secret_file: Annotated[Path | None, "File with that secret; it wins over --cache-salt-secret."] = None
+    admin_api_key: Annotated[
+        _Keys, "Keys for the admin routes; without this and --admin-api-key-file these are not served."
+    ] = ()
+    admin_api_key_file: Annotated[Path | None, "File of admin keys, as --api-key-file."] = None
+    operator_tls_cert: Annotated[
+        Path | None, "Certificate that the admin routes present to engines, in a mesh with certificates."
+    ] = None
+    operator_tls_key: Annotated[Path | None, "Private key of that certificate."] = None
+    cors_origins: Annotated[
+        tuple[str, ...], "Origins of web pages that may call the API from a browser, separated by commas; *: all."
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        "Further host names under which a gateway without API keys may be called, separated by commas; *: all.",
+    ] = ()
+    public_tls_cert: Annotated[Path | None, "Certificate chain to present to clients over HTTP and gRPC, PEM."] = None
+    public_tls_key: Annotated[Path | None, "Private key of that certificate."] = None
+    page: Annotated[
+        bool, "Serve a page for browsers at /: the mesh, a playground and the last ten minutes of traffic."
+    ] = True
+    strict: Annotated[bool, "Refuse unknown request fields instead of ignoring them."] = False
+    tool_call_parser: Annotated[
+        Literal["auto", "none", "hermes", "llama3_json", "mistral"],
+        "How the model writes tool calls; auto: as its chat template indicates.",
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParserName,
+        "How the model writes reasoning; auto: as its chat template indicates.",
+    ] = "auto"
+    access_log: Annotated[
+        bool,
+        "Log a line for each request that has ended: ids, status, sizes and times, without prompts and keys. "
+        "Successful probes and scrapes have none.",
+    ] = True
+    max_body_bytes: Annotated[Count, "Largest request, over HTTP and gRPC."] = 8 << 20
+    max_body_bytes_in_flight: Annotated[
+        Count,
+        "Bytes of HTTP request bodies held at the same time until they are decoded, and of gRPC messages until they "
+        "are answered, each by themselves; further ones are refused with a retryable error.",
+    ] = 64 << 20
+    max_stored_response_bytes: Annotated[
+        Annotated[int, Meta(ge=0)],
+        "Bytes of responses of /v1/responses that this gateway keeps for previous_response_id; the oldest ones are "
+        "dropped. 0: it keeps none, and none runs in the background.",
+    ] = 64 << 20
+    batch_dir: Annotated[
+        Annotated[Path | None, Meta(extra={"directory": True})],
+        "Directory for the files and results of /v1/files and /v1/batches, used by this gateway alone; without it the "
+        "routes are not served.",
+    ] = None
+    max_file_bytes: Annotated[Count, "Largest file of /v1/files."] = 256 << 20
+    tenant_file_bytes: Annotated[Count, "Bytes of the files that one tenant may store, results included."] = 4 << 30
+    tenant_files: Annotated[Count, "Files that one tenant may store."] = 1000
+    max_batch_lines: Annotated[Count, "Requests of one batch."] = 50_000
+    batch_concurrency: Annotated[
+        Count, "Lines of all batches that are answered at the same time, while no other request needs the capacity."
+    ] = 16
+    max_connections: Annotated[
+        Count,
+        "Connections of clients over HTTP, and as many over gRPC; fewer if the limit of open descriptors is too low.",
+    ] = 16384
+    max_connections_per_peer: Annotated[
+        Count, "HTTP connections from one address; connections through a unix socket have none."
+    ] = 4096
+    max_grpc_calls: Annotated[
+        Count, "gRPC calls of clients that are open at the same time; further ones end in RESOURCE_EXHAUSTED."
+    ] = 4096
+    max_kept_prompt_bytes: Annotated[
+        Count,
+        "Bytes of prompts kept while their requests run; a prompt beyond them is not kept, and its request ends with a "
+        "retryable error if its output processor is lost.",
+    ] = 1 << 30
+    max_queue_seconds: Annotated[
+        Annotated[float, Meta(gt=0)],
+        "Seconds that a request may wait for its first token, by the estimate at its arrival; a request that would "
+        "wait longer is refused with status 503 and a Retry-After. A request of a less urgent priority may wait less.",
+    ] = DEFAULT_QUEUE_SECONDS
+    always_queued: Annotated[
+        Annotated[int, Meta(ge=0)],
+        "Outputs that may wait for their first token whatever the estimate says, because it is unreliable for few.",
+    ] = ALWAYS_QUEUED
+    max_live_requests: Annotated[
+        Count,
+        "Outputs in work at the same time, a bound of the gateway's memory: --max-queue-seconds limits requests first.",
+    ] = 16384
+    max_request_values: Annotated[
+        Count,
+        "Largest n * max_tokens * (1 + logprobs) of a request, for all its prompts; without max_tokens, the default is "
+        "lowered to fit.",
+    ] = DEFAULT_MAX_VALUES
+    tenant_live_outputs: Annotated[
+        Count | None,
+        "Outputs (prompts times n) of one tenant in work. Default with several tenants: half of --max-live-requests.",
+    ] = None
+    tenant_tokens_per_second: Annotated[
+        Annotated[float, Meta(gt=0)] | None, "Prompt and output tokens of one tenant per second; by default any number."
+    ] = None
+    tenant_token_burst: Annotated[
+        Count | None, "Tokens that a tenant may use at once after it was idle; by default those of 60 s."
+    ] = None
+    tenant_sessions: Annotated[
+        Count | None,
+        "Sessions and streams of the Open Inference Protocol that one tenant may have open; by default 256 where "
+        "several share the gateway.",
+    ] = None
+    tenant_pending_grammars: Annotated[
+        Count | None,
+        "Different grammars of one tenant that wait for their first token. Default with several tenants: 32.",
+    ] = None
+    tenant_body_bytes: Annotated[
+        Count | None,
+        "Bytes of one tenant's request bodies that the gateway holds. Default with several tenants: half of its limit.",
+    ] = None
+    most_urgent_priority: Annotated[
+        Annotated[int, Meta(ge=-(2**31), lt=2**31)], "Lowest (most urgent) priority value that a client can get."
+    ] = 0
+    request_timeout: Annotated[
+        Annotated[float, Meta(gt=0)],
+        "Seconds that a request may take; also the time that a session, or a stream of the Open Inference Protocol, "
+        "may wait for its next request.",
+    ] = 600.0
+
+    keep_disconnected_requests: Annotated[
+        Annotated[float, Meta(ge=0, le=3600)],
+        "Seconds for which a request that its client can resume runs on after the client's connection has ended; 0: it "
+        "is cancelled at once, as every other request is.",
+    ] = DEFAULT_UNATTENDED_SECONDS
+    drain: Annotated[
+        Literal["finish", "migrate"],
+        "What happens to live requests after a stop signal: finish lets them end within --drain-timeout, then ends the "
+        "resumable ones so that their clients continue them through another gateway; migrate does this at once.",
+    ] = "finish"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.meshes is not None and not self.served_model_name:
+            raise ValueError("--meshes needs --served-model-name: requests name the model")
+        if (self.public_tls_cert is None) != (self.public_tls_key is None):
+            raise ValueError("--public-tls-cert and --public-tls-key must be set together")
+        if self.max_body_bytes_in_flight < self.max_body_bytes:
+            raise ValueError("--max-body-bytes-in-flight must be at least --max-body-bytes")
+        if (self.operator_tls_cert is None) != (self.operator_tls_key is None):
+            raise ValueError("--operator-tls-cert and --operator-tls-key must be set together")
+        if self.has_admin and self.certificate is not None and self.operator_certificate is None:
+            raise ValueError("admin routes of a mesh with certificates need --operator-tls-cert and --operator-tls-key")
+
+    @property
+    def is_public(self) -> bool:
+        return True
+
+    @property
+    def held_listener(self) -> int | None:
+        return self.listen_fd
+
+    @property
+    def tenant_limits(self) -> TenantLimits:
+        """The options for tenants without limits of their own."""
+        return TenantLimits(
+            tokens_per_second=self.tenant_tokens_per_second,
+            token_burst=self.tenant_token_burst,
+            live_outputs=self.tenant_live_outputs,
+            sessions=self.tenant_sessions,
+            pending_grammars=self.tenant_pending_grammars,
+            body_bytes=self.tenant_body_bytes,
+        )
+
+    @property
+    def is_open(self) -> bool:
+        """API keys keep strangers out, wherever TLS ends."""
+        return self.insecure or bool(self.api_key) or self.api_key_file is not None
+
+    @property
+    def public_certificate(self) -> CertificateFiles | None:
+        if self.public_tls_cert is None or self.public_tls_key is None:
+            return None
+        return CertificateFiles(None, self.public_tls_cert, self.public_tls_key, "public_tls_cert")
+
+    @property
+    def grpc_limits(self) -> GrpcLimits:
+        """The limits of clients."""
+        connections = for_clients(self.max_connections, NUM_EDGES)
+        return GrpcLimits(connections, streams=MAX_STREAMS, calls=self.max_grpc_calls)
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether the admin routes are served."""
+        return bool(self.admin_api_key) or self.admin_api_key_file is not None
+
+    @property
+    def operator_certificate(self) -> CertificateFiles | None:
+        """What the admin routes present to engines; None: the mesh has no certificates."""
+        if self.tls_ca is None or self.operator_tls_cert is None or self.operator_tls_key is None:
+            return None
+        return CertificateFiles(self.tls_ca, self.operator_tls_cert, self.operator_tls_key, "operator_tls_cert")
+
+    @property
+    def max_message_bytes(self) -> int:
+        """The limit is the same over HTTP and gRPC."""
+        return self.max_body_bytes

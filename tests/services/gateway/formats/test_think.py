@@ -1,0 +1,58 @@
+"""Reasoning is separated from the answer, whatever pieces the text arrives in."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenloom.request.reasoning import FORMATS
+from tokenloom.services.gateway.formats.message_parts import Content, Reasoning, TextPart
+from tokenloom.services.gateway.formats.think import ThinkParser, opener
+
+
+def told(parser: ThinkParser, pieces: Sequence[str]) -> tuple[str, str]:
+    """Reasoning and content."""
+    parts: list[TextPart] = []
+    for piece in pieces:
+        parts += parser.feed(piece)
+    parts += parser.finish()
+    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    return reasoning, "".join(part.text for part in parts if isinstance(part, Content))
+
+
+@pytest.mark.parametrize(
+    ("inside", "text", "expected"),
+    [
+        (False, "<think>\nHm, <b>.\n</think>\n\nYes.\n", ("Hm, <b>.", "Yes.\n")),
+        (False, "<think>\n\n</think>\n\nYes.", ("", "Yes.")),
+        (False, "Yes <think>no</think>", ("", "Yes <think>no</think>")),
+        (False, " \n<thin", ("", " \n<thin")),
+        (False, "", ("", "")),
+        (False, "<think>cut of", ("cut of", "")),
+        (True, "Hm.\n</think>\n\nYes.", ("Hm.", "Yes.")),
+        (True, "<think>Hm.</think>Yes.", ("Hm.", "Yes.")),
+        (True, "cut of </thi", ("cut of </thi", "")),
+        (True, "</think>Yes.", ("", "Yes.")),
+    ],
+)
+def test_examples(inside: bool, text: str, expected: tuple[str, str]) -> None:
+    assert told(ThinkParser(inside=inside), [text]) == expected
+    assert told(ThinkParser(inside=inside), list(text)) == expected
+
+
+@given(
+    inside=st.booleans(),
+    pieces=st.lists(st.sampled_from(("<think>", "</think>", "<", "/think>", " ", "\n", "a")) | st.text(max_size=3)),
+)
+def test_pieces_do_not_matter(inside: bool, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    whole = told(ThinkParser(inside=inside), [text])
+    assert told(ThinkParser(inside=inside), pieces) == whole
+    assert told(ThinkParser(inside=inside), list(text)) == whole
+
+
+def test_names() -> None:
+    assert told(opener(FORMATS["deepseek_r1"])(False), ["Hm.</think>Yes."]) == ("Hm.", "Yes.")
+    assert told(opener(FORMATS["qwen3"])(True), ["Hm.</think>Yes."]) == ("Hm.", "Yes.")
+    assert told(opener(FORMATS["qwen3"])(False), ["Yes."]) == ("", "Yes.")

@@ -15,26 +15,26 @@ from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunn
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
 from .attention.attention_backend import AttentionBackend, IntArray, KVCache
-from .batch.drawn_tokens import DrawnTokens
 from .batch.expected_tokens import ExpectedTokens
 from .batch.input_batch import InputBatch, StepInputs
 from .batch.prompt_logprobs import PromptPart
+from .batch.sampled_tokens import SampledTokens
 from .device.packed_copy import to_device
 from .expert_report import expert_loads, routed_experts
 from .layers.expert_routes import ExpertRoutes
 from .lora.slots import LoraSlots
-from .models.model import Model, routes_of
+from .models.model import LanguageModel, routes_of
 from .parallel.ranks import ONLY_RANK, Ranks
 from .pooling.pooled_rows import Floats
 from .pooling.pooler import Pooler
 from .sampler.device.device_sampler import DeviceSampler
-from .sampler.device.draw_arrays import RowDraws
+from .sampler.device.sampling_arrays import SamplingRows
 from .sampler.pending_step import EndingStep
 from .sampler.step_sampler import StepSampler, rows_of
 from .speculation.interface import Proposer
 from .speculation.rejection import RejectionSampler
 from .speculation.speculation import Speculation
-from .step_recordings import RecordedSteps
+from .step_recordings import StepRecordings
 
 _CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Model,
+        model: LanguageModel,
         backend: AttentionBackend,
         batch: InputBatch,
         num_blocks: int,
@@ -56,7 +56,7 @@ class ModelRunner:
         logits_metrics_interval: int = 0,
         proposer: Proposer | None = None,
         rejection: RejectionSampler | None = None,
-        recorded: RecordedSteps | None = None,
+        recorded: StepRecordings | None = None,
         loras: LoraSlots | None = None,
         pooler: Pooler | None = None,
         ranks: Ranks = ONLY_RANK,
@@ -75,7 +75,7 @@ class ModelRunner:
         self.set_model(model, pooler)
         self._backend = backend
         self._batch = batch
-        self._drawn = None if ranks.place.is_alone else DrawnTokens(ranks, batch)
+        self._drawn = None if ranks.place.is_alone else SampledTokens(ranks, batch)
         self._draws = ranks.place.draws
         self._ranks = ranks
         self._expected = ExpectedTokens(batch)
@@ -94,7 +94,7 @@ class ModelRunner:
         self.make_kv_caches()
         self._executed: _Executed | None = None  # set between ``execute`` and ``sample``
 
-    def set_model(self, model: Model, pooler: Pooler | None = None) -> None:
+    def set_model(self, model: LanguageModel, pooler: Pooler | None = None) -> None:
         """Use other weights of the same shapes from now on."""
         self._pooler = pooler
         self._model = model
@@ -377,5 +377,5 @@ class _Executed:
     prompt_logprobs: dict[str, PromptPart]
     routed_experts: dict[str, RoutedExperts]
     pooled: dict[str, Floats]
-    draws: RowDraws | None
+    draws: SamplingRows | None
     """What the rows that draw ask for, on the device; None: the host has to send it."""

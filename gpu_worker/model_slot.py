@@ -11,7 +11,7 @@ from .checkpoint.model_config import ModelConfig
 from .checkpoint.weights import Checkpoint, FileStamps, check_unchanged, file_stamps
 from .layers.embedding import InputEmbeds
 from .models.architectures import ModelLoader
-from .models.model import Model
+from .models.model import LanguageModel
 from .models.on_host import OnHost
 from .models.self_check import CheckedModel
 
@@ -53,7 +53,7 @@ class ModelSlot:
         self._loader = loader
         # Recorded before loading, so that a file that changes during the load is noticed later.
         self._stamps: FileStamps | None = file_stamps(path, loader.load_format)
-        self.model: Model = loader.load(path)
+        self.model: LanguageModel = loader.load(path)
         self._declared = self.model.declared if isinstance(self.model, CheckedModel) else self.model.config
         self._on_host: OnHost | None = None
         self._checked: tuple[Path, FileStamps] | None = None  # what :meth:`replace` may load

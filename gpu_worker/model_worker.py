@@ -39,7 +39,7 @@ from .model_runner import ModelRunner
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
 from .models.decoder import DecoderModel, expert_layers
-from .models.model import Model, expert_counts, routes_of
+from .models.model import LanguageModel, expert_counts, routes_of
 from .models.self_check import CheckedModel, check_model
 from .numerics import numerics_of
 from .ops.ops_choice import make_ops
@@ -48,7 +48,7 @@ from .platform.device_check import check_device
 from .platform.platform import Platform
 from .pooling.pooler import Pooler, check_pooling, make_pooler
 from .speculation.drafting import Drafting
-from .step_recordings import RecordedSteps, make_recorded_steps
+from .step_recordings import StepRecordings, make_recorded_steps
 from .warm_up import (
     DRAWN,
     LargestStep,
@@ -325,7 +325,7 @@ class ModelWorker:
         self._slot = self._backend = self._runner = self._pool = self._pages = self._drafting = None
 
     @property
-    def _model(self) -> Model:
+    def _model(self) -> LanguageModel:
         assert self._slot is not None, "load_model comes first"
         return self._slot.model
 
@@ -400,7 +400,7 @@ class ModelWorker:
             ranks=self._ranks,
         )
 
-    def _make_recorded(self, batch: InputBatch) -> RecordedSteps | None:
+    def _make_recorded(self, batch: InputBatch) -> StepRecordings | None:
         assert self._backend is not None, "load_model comes first"
         if not self._ranks.place.is_whole and self._device.type != "cpu":
             return None  # a graph of a GPU holds no exchange with other GPUs yet

@@ -4,11 +4,11 @@ import torch
 
 from .checkpoint.model_config import ModelConfig
 from .layers.rounding import input_rounding
-from .parallel.sharding import Place
+from .parallel.sharding import RankPlace
 from .platform.platform import Platform
 
 
-def numerics_of(config: ModelConfig, platform: Platform, backend: str, library: str | None, place: Place) -> str:
+def numerics_of(config: ModelConfig, platform: Platform, backend: str, library: str | None, place: RankPlace) -> str:
     """Return ``ModelInfo.numerics``. ``backend``: of attention; ``library``: whose modules compute, None: our own."""
     scheme = config.scheme.name if config.scheme else None
     kind, quantization = platform.device.type, config.quantization

@@ -9,12 +9,12 @@ from .batch.input_batch import InputBatch, StepInputs
 from .cpu_graphs.fixed_plan import make_fixed_plan
 from .cpu_graphs.recorded_model import MOST_TOKENS, RecordedModel
 from .device.device_link import Event
-from .models.model import Model
+from .models.model import LanguageModel
 from .platform.platform import Platform
-from .sampler.device.draw_arrays import RowDraws
+from .sampler.device.sampling_arrays import SamplingRows
 
 
-class RecordedSteps(Protocol):
+class StepRecordings(Protocol):
     """Computes steps of a model from recordings."""
 
     @property
@@ -22,17 +22,17 @@ class RecordedSteps(Protocol):
         """Whether it also computes the steps that cannot be recorded, such as those whose experts are chosen by row."""
 
     @property
-    def draws(self) -> RowDraws | None:
+    def draws(self) -> SamplingRows | None:
         """What the rows that draw in the latest step ask for, on the device; None: the host has to send it."""
 
     def compute(
-        self, model: Model, inputs: StepInputs, kv_caches: list[KVCache], *, adapted: bool = False
+        self, model: LanguageModel, inputs: StepInputs, kv_caches: list[KVCache], *, adapted: bool = False
     ) -> tuple[Tensor, Tensor] | None:
         """Compute a step. Returns the last hidden states [T, hidden_size] and the logits [S, vocab] of the rows that
         draw, which hold until the next step; None: the step must be computed as ever. ``adapted``: rows have LoRA
         adapters, or the choices of experts are reported."""
 
-    def record_ahead(self, model: Model, kv_caches: list[KVCache]) -> None:
+    def record_ahead(self, model: LanguageModel, kv_caches: list[KVCache]) -> None:
         """Make the recordings that are worth it before the first request."""
 
     def event(self) -> Event | None:
@@ -49,7 +49,7 @@ def make_recorded_steps(
     most_tokens: int,
     *,
     eager: bool,
-) -> RecordedSteps | None:
+) -> StepRecordings | None:
     """Return what computes steps with one copy and graphs on a GPU, or from recordings of kernel calls on a CPU; None:
     the backend's steps are computed as ever.
 

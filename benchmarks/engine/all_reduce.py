@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from tokenloom.engine_core.data.config import ParallelConfig
-from tokenloom.gpu_worker.parallel.group import Group
+from tokenloom.gpu_worker.parallel.group import RankGroup
 from tokenloom.gpu_worker.parallel.ranks import join_ranks
 from tokenloom.gpu_worker.parallel.recordable_group import RecordableGroup
 from tokenloom.gpu_worker.parallel.shared_group import SharedGroup
@@ -24,7 +24,7 @@ _REPEATS = 200
 _TURNS = 5
 
 
-def _seconds(group: Group, num_tokens: int) -> float:
+def _seconds(group: RankGroup, num_tokens: int) -> float:
     x = torch.ones(num_tokens, _HIDDEN_SIZE)
     group.all_reduce(x)
     started = time.perf_counter()

@@ -28,7 +28,7 @@ from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
 from tokenloom.gpu_worker.models.architectures import load_model
-from tokenloom.gpu_worker.models.model import Model
+from tokenloom.gpu_worker.models.model import LanguageModel
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
 
 _BLOCK = 16
@@ -111,7 +111,7 @@ def decode_call(config: ModelConfig, requests: int, context: int) -> Callable[[]
     return partial(plan.attend, query, cache, ScoreRule(config.head_size**-0.5))
 
 
-def step_call(model: Model, config: ModelConfig, requests: int, context: int) -> Callable[[], torch.Tensor]:
+def step_call(model: LanguageModel, config: ModelConfig, requests: int, context: int) -> Callable[[], torch.Tensor]:
     """Return what computes a decode step of ``model`` with the KV cache of ``config``, up to the logits.
 
     All requests read the same random blocks, each in an order of its own, so that they take the memory of one.
@@ -147,7 +147,7 @@ def compare_kv_dtypes(config: ModelConfig, requests: int, context: int, pairs: i
 
 
 @torch.inference_mode()
-def compare_steps(model: Model, requests: int, context: int, pairs: int) -> dict[str, Any]:
+def compare_steps(model: LanguageModel, requests: int, context: int, pairs: int) -> dict[str, Any]:
     """Return what :func:`compare_calls` does of whole decode steps, in CPU time if one thread computes them, otherwise
     in the time that passes."""
     configs = {dtype: replace(model.config, kv_cache_dtype=dtype) for dtype in KV_DTYPES}

@@ -130,7 +130,7 @@ class _Bench:
             ]
 
         sampler.draw = draw_script
-        self._runner._batch._drawer = None  # the kernel that draws knows no script
+        self._runner._batch._kernel_sampler = None  # the kernel that draws knows no script
 
     def row(self, case: _Case) -> dict[str, Any]:
         """Measure one case."""

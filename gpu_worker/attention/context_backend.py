@@ -13,7 +13,7 @@ from torch import Tensor
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
 from ..checkpoint.model_config import ModelConfig
-from ..parallel.group import Group
+from ..parallel.group import RankGroup
 from .attention_backend import IntArray, KVCache
 from .cache import allocate_kv_caches, elements, write_slots
 from .score_rule import ScoreRule
@@ -28,7 +28,7 @@ class ContextBackend:
     name = "context"
     reads_tails = False
 
-    def __init__(self, config: ModelConfig, block_size: int, device: torch.device, group: Group) -> None:
+    def __init__(self, config: ModelConfig, block_size: int, device: torch.device, group: RankGroup) -> None:
         """``config``: with all KV heads of the model. ``block_size``: of the engine, a multiple of the group's size."""
         self.config = config
         self.device = device

@@ -49,13 +49,13 @@ class TorchBackend:
         slot_mapping: IntArray,
         foreign_tails: IntArray | None = None,
     ) -> "TorchPlan":
-        batch = Batch(np.diff(cu_query_lens), cu_query_lens[:-1].copy(), seq_lens.copy(), block_tables.copy())
+        batch = AttentionBatch(np.diff(cu_query_lens), cu_query_lens[:-1].copy(), seq_lens.copy(), block_tables.copy())
         tails = _tails(batch, self._block_size, foreign_tails)
         return TorchPlan(batch, slot_mapping, tails, self._config, self._block_size, self._device)
 
 
 @dataclass(frozen=True)
-class Batch:
+class AttentionBatch:
     """Holds the step's requests in columns."""
 
     query_lens: IntArray
@@ -94,7 +94,7 @@ class TorchPlan:
 
     def __init__(
         self,
-        batch: Batch,
+        batch: AttentionBatch,
         slot_mapping: IntArray,
         tails: IntArray,
         config: ModelConfig,
@@ -222,7 +222,7 @@ class TorchPlan:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
 
 
-def _tails(batch: Batch, block_size: int, requests: IntArray | None) -> IntArray:
+def _tails(batch: AttentionBatch, block_size: int, requests: IntArray | None) -> IntArray:
     """Return the slots [n] behind the tokens of these requests, or of all, in the last block of each."""
     seq_lens, tables = batch.seq_lens, batch.block_tables
     chosen = np.arange(len(seq_lens)) if requests is None else requests

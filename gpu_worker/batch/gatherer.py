@@ -10,8 +10,8 @@ import numpy.typing as npt
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import GatherArgs, load_batch
 from .block_table import BlockTable
-from .members import Members
 from .step_arrays import StepArrays
+from .step_rows import StepRows
 
 Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
@@ -63,13 +63,13 @@ class Gatherer:
             most_requests=most,
         )
         self._where = byref(self._args)
-        self._members: Members | None = None  # of the last step
+        self._members: StepRows | None = None  # of the last step
         self._ones: list[int] = []  # as many as that step had requests
         self._num_ones = most  # lengths, from the first one on, that are 1
         self._point_to(self._few)
         self._decodes: tuple[int, Gathered] | None = None  # the last ones of these members, and their tables' width
 
-    def gather(self, members: Members, lengths: Collection[int]) -> Gathered:
+    def gather(self, members: StepRows, lengths: Collection[int]) -> Gathered:
         """Gather the arrays of a step that computes so many tokens of each of these requests.
 
         Returns the same object while the same requests decode and the shapes of their arrays stay. Raises
@@ -111,7 +111,7 @@ class Gatherer:
         self._lengths[:count] = 1
         self._num_ones = count
 
-    def _wrong(self, members: Members, index: int) -> str:
+    def _wrong(self, members: StepRows, index: int) -> str:
         """Say what is wrong with a request of a step, or (index -1) with the step."""
         if index < 0:
             return f"a step of {self._args.num_requests} requests, of which {self._args.most_requests} fit"

@@ -16,14 +16,14 @@ from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRe
 from ..pooling.pooled_rows import PooledRows
 from ..sampler.host import LogprobRows, make_logits_processors
 from .block_table import BlockTable
-from .drawer import make_drawer
 from .expected_tokens import UNKNOWN_TOKEN, Places
 from .gatherer import Gathered, make_gatherer
-from .members import Members
-from .prompt_logprobs import PromptLogprobs
+from .kernel_sampler import make_kernel_sampler
+from .prompt_logprobs import PromptLogprobRows
 from .prompt_rows import PromptEmbeds, TokenRows, only_tokens
 from .row_changes import RowChanges
 from .step_arrays import StepArrays
+from .step_rows import StepRows
 
 Ints = npt.NDArray[np.int64]
 _NONE: Mapping[str, list[int]] = MappingProxyType({})
@@ -100,14 +100,14 @@ class InputBatch:
         self._gatherer = make_gatherer(self._token_ids, self._num_computed, self._num_tokens, self.block_table)
         self._gathered: Gathered | None = None
         self._inputs: StepInputs  # those of ``_gathered``
-        self._drawer = make_drawer(self._token_ids, self._num_tokens, self._num_prompt_tokens)
+        self._kernel_sampler = make_kernel_sampler(self._token_ids, self._num_tokens, self._num_prompt_tokens)
         self.clear()
 
     def clear(self) -> None:
         """Forget every request."""
         self.logits_processors = make_logits_processors()
         self.logprobs = LogprobRows()
-        self.prompt_logprobs = PromptLogprobs()
+        self.prompt_logprobs = PromptLogprobRows()
         self.prompt_embeds = PromptEmbeds()
         self.pooled = PooledRows()
         self.routed: set[int] = set()
@@ -118,7 +118,7 @@ class InputBatch:
         self._row_of: dict[str, int] = {}
         self._params: dict[int, SamplingParams] = {}
         self._free_rows = list(range(self._max_num_seqs - 1, -1, -1))
-        self._members: Members | None = None  # of the last step; None once a row was added or removed
+        self._members: StepRows | None = None  # of the last step; None once a row was added or removed
 
     def __len__(self) -> int:
         """Return how many rows are in use."""
@@ -264,10 +264,10 @@ class InputBatch:
         lengths = np.fromiter(counts, dtype=np.int64, count=len(rows))
         return self.gather(members.req_ids, rows, self._num_computed[rows], lengths, drafts)
 
-    def _members_of(self, req_ids: list[str]) -> Members:
+    def _members_of(self, req_ids: list[str]) -> StepRows:
         members = self._members
         if members is None or members.req_ids != req_ids:
-            members = self._members = Members.find(req_ids, self._row_of, self._params)
+            members = self._members = StepRows.find(req_ids, self._row_of, self._params)
         return members
 
     def gather(
@@ -383,9 +383,9 @@ class InputBatch:
 
         Returns the tokens [n], which hold until the next call; None: no kernel can draw them, and nothing was appended.
         """
-        if self._drawer is None or self._members is None:
+        if self._kernel_sampler is None or self._members is None:
             return None
-        return self._drawer.append(self._members, places, logits)
+        return self._kernel_sampler.append(self._members, places, logits)
 
     def expect_tokens(self, rows: Ints) -> Places:
         """Append a token that only the device knows to each of these rows, as :meth:`append` does with known ones.

@@ -49,7 +49,7 @@ class PromptPart:
         return result
 
 
-class PromptLogprobs:
+class PromptLogprobRows:
     """Holds the batch rows whose prompt log probabilities are not complete. A step without such rows costs one dict
     lookup.
 

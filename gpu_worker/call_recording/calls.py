@@ -48,7 +48,7 @@ class Call(NamedTuple):
         return self._replace(words=[addressof(args)], args=args)
 
 
-class Exchange(NamedTuple):
+class RankExchange(NamedTuple):
     """Holds an exchange with other ranks that is no kernel: Python makes it between two runs of kernels."""
 
     perform: Callable[[Tensor], object]
@@ -61,11 +61,11 @@ class Exchange(NamedTuple):
         yield self.tensor.data_ptr()
 
 
-Entry: TypeAlias = Call | Exchange
+Entry: TypeAlias = Call | RankExchange
 """What a recorded step consists of."""
 
 
-class Exchanged(NamedTuple):
+class RecordedExchange(NamedTuple):
     """Holds what an exchange with other ranks was in the recorded step, so that its recording can be tried without
     them."""
 

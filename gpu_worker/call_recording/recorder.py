@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels.library import loaded_libraries
-from .calls import Entry, Exchange, Exchanged, UnrecordableError, describe
+from .calls import Entry, RankExchange, RecordedExchange, UnrecordableError, describe
 from .torch_calls import TORCH_CALLS
 
 _aten = torch.ops.aten
@@ -20,7 +20,7 @@ _recording = threading.Lock()
 """Kernels have one hook each, so one step of a process is recorded at a time."""
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees the operations of PyTorch as a dispatch mode, and the calls of kernels through their ``errcheck`` hooks.
 
     Only allocations, views and the operations of :data:`~.torch_calls.TORCH_CALLS` may be among PyTorch's. After any
@@ -30,7 +30,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Entry] = []
-        self.exchanged: list[Exchanged] = []
+        self.exchanged: list[RecordedExchange] = []
         """What the exchanges with other ranks read and wrote, in order."""
         self.tensors: dict[int, Tensor] = {}
         """The memory that the step allocated, by address. The tensors keep it from being used twice."""
@@ -89,8 +89,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.failure = "an exchange of an odd tensor"
             return
         if len(self.calls) == num_calls:
-            self.calls.append(Exchange(perform, tensor))
-        self.exchanged.append(Exchanged(num_calls, tensor.data_ptr(), before, _content(tensor) if writes else None))
+            self.calls.append(RankExchange(perform, tensor))
+        self.exchanged.append(
+            RecordedExchange(num_calls, tensor.data_ptr(), before, _content(tensor) if writes else None)
+        )
 
     def hear(self, function: Any, arguments: tuple[Any, ...]) -> None:
         """Note a call that a kernel's hook reports, if this thread made it."""
@@ -111,10 +113,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise UnrecordableError(f"{func} is not a kernel")
 
 
-_hearing: Recorder | None = None
+_hearing: CallRecorder | None = None
 
 
-def current_recorder() -> Recorder | None:
+def current_recorder() -> CallRecorder | None:
     """Return what records the step that this thread computes; None: it is not recorded."""
     return _hearing if _hearing is not None and _hearing.hears_exchanges else None
 
@@ -130,14 +132,14 @@ def _hook(result: object, function: Any, arguments: tuple[Any, ...]) -> object:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[Recorder | None]:
+def recording() -> Iterator[CallRecorder | None]:
     """Record the operations of this thread; None if another thread records at this moment."""
     global _hearing
     if not _recording.acquire(blocking=False):
         yield None
         return
     try:
-        _hearing, hooked = Recorder(), list(_functions())
+        _hearing, hooked = CallRecorder(), list(_functions())
         for function in hooked:
             function.errcheck = _hook
         try:

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from tokenloom.engine_core.data.config import EngineConfig, ParallelConfig
 
-from ..parallel.sharding import Place, Shard
+from ..parallel.sharding import RankPlace, Shard
 from .expert_switches import ExpertSwitches
 from .model_config import ModelConfig
 
 
-def local_config(config: ModelConfig, place: Place) -> ModelConfig:
+def local_config(config: ModelConfig, place: RankPlace) -> ModelConfig:
     """Return the configuration of the rank at ``place``: its heads, its part of the MLPs, its layers.
 
     Raises ``ValueError`` naming what cannot be divided among the ranks, or is not supported with several.
@@ -82,7 +82,7 @@ def num_sharing(config: EngineConfig, *, is_on_host: bool) -> int:
     return count if is_on_host else max(1, count // config.parallel.world_size)
 
 
-def _local_experts(experts: ExpertSwitches, place: Place, layers: slice) -> ExpertSwitches:
+def _local_experts(experts: ExpertSwitches, place: RankPlace, layers: slice) -> ExpertSwitches:
     size, num_redundant = place.tensor_size, place.num_redundant_experts or 0
     own = place.experts(experts.count + num_redundant)
     return replace(
@@ -95,7 +95,7 @@ def _local_experts(experts: ExpertSwitches, place: Place, layers: slice) -> Expe
     )
 
 
-def _check(config: ModelConfig, place: Place) -> None:
+def _check(config: ModelConfig, place: RankPlace) -> None:
     size, kv_heads = place.tensor_size, config.num_kv_heads
     counts = {"attention heads": config.num_heads, "rows of an MLP": config.intermediate_size}
     if config.experts is not None:
@@ -117,7 +117,7 @@ def _check(config: ModelConfig, place: Place) -> None:
         raise ValueError("models with a class head are not supported with several workers yet; use one worker")
 
 
-def _check_redundant(config: ModelConfig, place: Place) -> None:
+def _check_redundant(config: ModelConfig, place: RankPlace) -> None:
     redundant, ranks = place.num_redundant_experts, place.num_expert_ranks
     if redundant is None:
         return

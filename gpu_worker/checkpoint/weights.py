@@ -13,7 +13,7 @@ from tokenloom.gguf.gguf_file import is_gguf
 
 from ..device.memory import forget_mapped, return_freed
 from ..parallel.experts.expert_exchange import ExpertExchange
-from ..parallel.group import ALONE, Group
+from ..parallel.group import ALONE, RankGroup
 from ..parallel.sharding import Dimension, length, take_part, total
 from .directory_source import DirectorySource
 from .files.packed_weight import PackedWeight, fill_rows
@@ -65,7 +65,7 @@ class Checkpoint:
         device: torch.device,
         scheme: Scheme | None = None,
         adapt: Adapt | None = None,
-        group: Group = ALONE,
+        group: RankGroup = ALONE,
         exchange: ExpertExchange | None = None,
         balancer: "ExpertBalancer | None" = None,
         source: WeightSource | None = None,

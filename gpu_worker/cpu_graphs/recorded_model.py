@@ -17,10 +17,10 @@ from torch import Tensor
 from ..attention.attention_backend import KVCache
 from ..batch.input_batch import StepInputs
 from ..call_recording.buffers import Buffers, SharedMemory
-from ..call_recording.calls import Entry, Exchanged, UnrecordableError
-from ..call_recording.recorder import Recorder, recording
+from ..call_recording.calls import Entry, RecordedExchange, UnrecordableError
+from ..call_recording.dry_run import DryRun
+from ..call_recording.recorder import CallRecorder, recording
 from ..call_recording.recording import Recording
-from ..call_recording.rehearsal import Rehearsal
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.threads import kernel_threads
 from ..models.model import StepModel
@@ -150,7 +150,7 @@ class RecordedModel:
         self._steps[size] = step
         return hidden, logits
 
-    def _make_step(self, recorder: Recorder, num_calls: int, hidden: Tensor, logits: Tensor) -> _Step:
+    def _make_step(self, recorder: CallRecorder, num_calls: int, hidden: Tensor, logits: Tensor) -> _Step:
         """Make a recording of the first ``num_calls`` calls, or of all if those behind them could be recorded."""
         is_whole = recorder.failure is None and len(recorder.calls) > num_calls
         results = [hidden, logits] if is_whole else [hidden]
@@ -173,12 +173,12 @@ class RecordedModel:
         made: Recording,
         plan: BoundPlan,
         calls: Sequence[Entry],
-        exchanged: Sequence[Exchanged],
+        exchanged: Sequence[RecordedExchange],
         buffers: Buffers,
         results: Sequence[Tensor],
     ) -> None:
         """Run ``made`` once, without other ranks. Raises :class:`UnrecordableError` if it computes something else."""
-        rehearsal = Rehearsal(calls, exchanged)
+        rehearsal = DryRun(calls, exchanged)
         if exchanged:
             made = Recording(rehearsal.calls, buffers, self._memory.bytes, results)
             plan = self._plan.bind(made.structs)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..batch.input_batch import InputBatch
-from ..sampler.device.draw_arrays import RowDraws
+from ..sampler.device.sampling_arrays import SamplingRows
 from ..sampler.host.philox import Purpose, uniform
 from .step_tensors import RowKernels
 
@@ -66,8 +66,8 @@ class DeviceRows:
         indices = self._batch.output_indices(rows).astype(np.uint64)
         return uniform(self._seeds[rows], indices, Purpose.SAMPLE)
 
-    def draws(self, rows: Tensor, numbers: Tensor) -> RowDraws:
+    def draws(self, rows: Tensor, numbers: Tensor) -> SamplingRows:
         """Return what these rows [S] ask for in a step, with the ``numbers`` [S] of their draws."""
         params = self._params.index_select(1, rows)
         columns = (params[0], params[1], params[2], numbers, self._top_ks.index_select(0, rows))
-        return RowDraws(columns, rows, self.last_tokens)
+        return SamplingRows(columns, rows, self.last_tokens)

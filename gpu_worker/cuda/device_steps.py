@@ -14,8 +14,8 @@ from ..attention.triton_backend import TritonBackend
 from ..batch.input_batch import InputBatch, StepInputs
 from ..device.device_link import Event
 from ..device.packed_copy import to_device
-from ..models.model import Model
-from ..sampler.device.draw_arrays import RowDraws
+from ..models.model import LanguageModel
+from ..sampler.device.sampling_arrays import SamplingRows
 from .device_rows import DeviceRows
 from .step_buffers import StepBuffers
 from .step_graphs import StepGraphs, StepPlans
@@ -24,7 +24,7 @@ from .step_tools import Capture, StepTools
 
 
 class DeviceSteps:
-    """Fulfils :class:`~..recorded.recorded_steps.RecordedSteps`: computes every step that fits. Belongs to one thread.
+    """Fulfils :class:`~..step_recordings.StepRecordings`: computes every step that fits. Belongs to one thread.
 
     A step costs one copy to the device, the kernels that make its arrays there from the rows that the device keeps, and
     then a graph, or the kernels of the model one after the other.
@@ -55,7 +55,7 @@ class DeviceSteps:
         self._tensors = StepTensors.allocate(most, plans.num_groups, most_blocks, device)
         self._most_tokens = most_tokens
         self._graphs = None if capture is None else StepGraphs(plans, self._tensors, capture, most)
-        self.draws: RowDraws | None = None
+        self.draws: SamplingRows | None = None
         """What the rows that draw in the latest step ask for; None: none does."""
 
     def event(self) -> Event:
@@ -68,7 +68,7 @@ class DeviceSteps:
             self._graphs.forget()
 
     @torch.inference_mode()
-    def record_ahead(self, model: Model, kv_caches: list[KVCache]) -> None:
+    def record_ahead(self, model: LanguageModel, kv_caches: list[KVCache]) -> None:
         """Capture all graphs, over padding alone: compiling and capturing one takes seconds."""
         if self._graphs is None:
             return
@@ -82,7 +82,7 @@ class DeviceSteps:
 
     @torch.inference_mode()
     def compute(
-        self, model: Model, inputs: StepInputs, kv_caches: list[KVCache], *, adapted: bool = False
+        self, model: LanguageModel, inputs: StepInputs, kv_caches: list[KVCache], *, adapted: bool = False
     ) -> tuple[Tensor, Tensor] | None:
         """Compute a step. Returns the last hidden states [T, hidden_size] and the logits of the rows that draw, which
         hold until the next step; None: the step has more requests or tokens than fit, as warm-up steps may.
@@ -144,7 +144,7 @@ class DeviceSteps:
         self._kernels.prepare(step, rows.tables, rows.last_tokens, self._tensors, padded, self._plans.block_size)
 
     def _forward(
-        self, model: Model, inputs: StepInputs, kv_caches: list[KVCache], size: StepSize, most_queries: int
+        self, model: LanguageModel, inputs: StepInputs, kv_caches: list[KVCache], size: StepSize, most_queries: int
     ) -> Tensor:
         tensors = self._tensors.part(size)
         plan = self._plans.plan(tensors, most_queries, int(inputs.seq_lens.max(initial=1)))
@@ -159,7 +159,7 @@ def _logit_rows(inputs: StepInputs) -> npt.NDArray[np.int64]:
     return inputs.rows_to_verify(last) if inputs.drafts else last
 
 
-def _logits(model: Model, hidden: Tensor, rows: Tensor | None) -> Tensor:
+def _logits(model: LanguageModel, hidden: Tensor, rows: Tensor | None) -> Tensor:
     """Return the logits [S, vocab] of these rows, or of all."""
     if rows is None:
         return model.compute_logits(hidden)

@@ -61,7 +61,7 @@ def cores_within(limit: float | None, threads: int, num_engines: int = 1) -> int
     return threads if limit is None else max(1, min(threads, math.ceil(limit / num_engines - 0.25)))
 
 
-class CoreWatch:
+class CpuWatch:
     """Looks at the counters every few steps, and chooses the threads. For the thread that computes steps only."""
 
     def __init__(

@@ -21,7 +21,7 @@ _OTHER_HEADS = """cls.predictions.bias cls.predictions.transform.dense.weight cl
     lm_head.dense.bias lm_head.layer_norm.weight lm_head.layer_norm.bias lm_head.decoder.weight lm_head.decoder.bias"""
 
 
-class Layer:
+class BertLayer:
     """Computes attention and MLP, each added to its input and then normalized."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: EncoderConfig, quantization: str | None) -> None:
@@ -57,7 +57,9 @@ class BertModel:
         self._types = checkpoint.take(f"{embeddings}.token_type_embeddings.weight", config.num_token_types, hidden)
         self._norm = load_layer_norm(checkpoint, f"{embeddings}.LayerNorm", hidden, config.norm_eps)
         layers = range(config.num_layers)
-        self._layers = [Layer(checkpoint, f"{prefix}encoder.layer.{layer}", config, quantization) for layer in layers]
+        self._layers = [
+            BertLayer(checkpoint, f"{prefix}encoder.layer.{layer}", config, quantization) for layer in layers
+        ]
         self.head = _load_head(checkpoint, prefix, config) if config.num_classes else None
         unused = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias")
         checkpoint.skip([*(prefix + each for each in unused), *_OTHER_HEADS.split()])

@@ -14,7 +14,7 @@ from .encoder_config import EncoderConfig, read_encoder_config
 from .modernbert import ModernBertModel
 
 
-class Encoder(Protocol):
+class EncoderModel(Protocol):
     """Holds an encoder with its weights."""
 
     @property
@@ -35,7 +35,7 @@ class Encoder(Protocol):
 
 def load_encoder(
     path: Path, dtype: str = "auto", device: torch.device | None = None, quantization: str | None = None
-) -> Encoder:
+) -> EncoderModel:
     """Load the checkpoint directory ``path`` of an encoder; the arguments are those of ``models.load_model``.
 
     Raises ``ValueError`` naming what the checkpoint lacks, or a feature that is not supported.
@@ -43,7 +43,7 @@ def load_encoder(
     config = read_encoder_config(path, dtype)
     device = device or torch.device("cpu")
     with Checkpoint(path, config.dtype, device) as checkpoint:
-        model: Encoder
+        model: EncoderModel
         if config.family == "modernbert":
             model = ModernBertModel(checkpoint, config, device, quantization)
         else:

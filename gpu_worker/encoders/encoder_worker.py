@@ -28,7 +28,7 @@ from ..platform.platform import Platform
 from ..pooling.class_head import ClassHead
 from ..pooling.pooled_rows import Floats
 from ..pooling.pooler import Pooler, check_pooling, make_pooler
-from .encoder import Encoder, load_encoder
+from .encoder import EncoderModel, load_encoder
 from .encoder_config import EncoderConfig, read_encoder_config
 
 
@@ -56,7 +56,7 @@ class EncoderWorker:
         self._platform = platform
         self._path = Path(config.worker.model)
         self._stamps: FileStamps | None = None
-        self._model: Encoder | None = None
+        self._model: EncoderModel | None = None
         self._pooler: Pooler | None = None
         self._offered: _Offered | None = None
         self._checked: tuple[Path, FileStamps] | None = None  # what may be loaded in the place of the weights

@@ -18,7 +18,7 @@ from .encoder_config import EncoderConfig
 from .segments import attend
 
 
-class Layer:
+class ModernBertLayer:
     """Computes attention and MLP, each after a norm and added to its input."""
 
     def __init__(
@@ -61,7 +61,7 @@ class ModernBertModel:
         self._rotaries = [RotaryEmbedding(rope, device, rotation) for rope in ropes]
         self._rotary_of_layer = [ropes.index(rope) for rope in config.ropes]
         self._layers = [
-            Layer(checkpoint, f"{prefix}layers.{layer}", config, layer, quantization)
+            ModernBertLayer(checkpoint, f"{prefix}layers.{layer}", config, layer, quantization)
             for layer in range(config.num_layers)
         ]
         self._norm = _load_norm(checkpoint, f"{prefix}final_norm", config)

@@ -15,7 +15,7 @@ from tokenloom.engine_core.kv_transfer.device_memory import DeviceMemory, PeerMe
 from tokenloom.engine_core.kv_transfer.kv_transport import BlockIds, KVPool, KVReader, KVTransferError, checked_pairs
 from tokenloom.process.fall_backs import OF_PROCESS
 
-from .listener import Listener, hang_up
+from .listener import KVListener, hang_up
 from .socket_frames import decoded
 from .unix_offer import connect, serve_offers
 
@@ -39,7 +39,7 @@ class DeviceTransport:
     serves_on_demand = False
 
     def __init__(self) -> None:
-        self._listener: Listener | None = None
+        self._listener: KVListener | None = None
         self._readers = weakref.WeakSet[DeviceReader]()
         self._lock = threading.Lock()
 

@@ -16,7 +16,7 @@ _BACKLOG = 64
 _RETRY_SECONDS = 0.1
 
 
-class Listener:
+class KVListener:
     """Owns a listening socket, its connections and their threads."""
 
     def __init__(

@@ -30,10 +30,10 @@ from tokenloom.engine_core.kv_transfer.kv_transport import (
     region_planes,
 )
 
-from .listener import Listener, hang_up
+from .listener import KVListener, hang_up
 from .shared_window import WindowOwner, WindowReader
 from .socket_frames import decoded
-from .staging import Part, Stagings
+from .staging import StagedPart, Stagings
 from .unix_offer import connect, serve_offers
 
 _MAX_OFFER_BYTES = 64 << 10
@@ -56,7 +56,7 @@ class SharedMemoryTransport:
     serves_on_demand = False
 
     def __init__(self) -> None:
-        self._listener: Listener | None = None
+        self._listener: KVListener | None = None
         self._readers = weakref.WeakSet[SharedMemoryReader]()
         self._lock = threading.Lock()
 
@@ -162,7 +162,7 @@ class _MappedBlocks:
             return
         views = [view for plane in self._planes for view in plane]
 
-        def fill(packed: Bytes, part: Part) -> None:
+        def fill(packed: Bytes, part: StagedPart) -> None:
             count = len(source[part.blocks])
             rows = packed.reshape(-1, count, packed.size // count // len(views[part.regions]))
             for view, row in zip(views[part.regions], rows, strict=True):
@@ -208,7 +208,7 @@ class _WindowBlocks:
             copy_blocks((there,), np.arange(len(target)), pool.planes, target)
             return
 
-        def fill(packed: Bytes, part: Part) -> None:
+        def fill(packed: Bytes, part: StagedPart) -> None:
             some = there[part.regions, part.blocks]
             np.copyto(packed.reshape(some.shape), some)
 

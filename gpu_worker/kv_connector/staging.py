@@ -12,7 +12,7 @@ HALF_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StagedPart:
     """Describes a part of a batch: some blocks in some regions. Parts follow each other as a batch travels on a socket:
     region by region, and in each block by block."""
 
@@ -22,7 +22,7 @@ class Part:
     nbytes: int
 
 
-def parts_of(num_regions: int, num_blocks: int, block_bytes: int, most_bytes: int) -> Iterator[Part]:
+def parts_of(num_regions: int, num_blocks: int, block_bytes: int, most_bytes: int) -> Iterator[StagedPart]:
     """Divide a batch of ``num_blocks`` blocks, of ``block_bytes`` in each region, into parts of at most ``most_bytes``,
     or of one block in one region if that is more."""
     if not num_blocks:
@@ -31,13 +31,13 @@ def parts_of(num_regions: int, num_blocks: int, block_bytes: int, most_bytes: in
         step = most_bytes // (num_blocks * block_bytes)
         for first in range(0, num_regions, step):
             last = min(first + step, num_regions)
-            yield Part(slice(first, last), slice(0, num_blocks), (last - first) * num_blocks * block_bytes)
+            yield StagedPart(slice(first, last), slice(0, num_blocks), (last - first) * num_blocks * block_bytes)
         return
     step = max(1, most_bytes // block_bytes)
     for region in range(num_regions):
         for first in range(0, num_blocks, step):
             last = min(first + step, num_blocks)
-            yield Part(slice(region, region + 1), slice(first, last), (last - first) * block_bytes)
+            yield StagedPart(slice(region, region + 1), slice(first, last), (last - first) * block_bytes)
 
 
 class Staging:
@@ -68,7 +68,7 @@ class Staging:
         if waiting is not None:
             send(waiting[1])
 
-    def receive(self, block_ids: BlockIds, fill: Callable[[Bytes, Part], None]) -> None:
+    def receive(self, block_ids: BlockIds, fill: Callable[[Bytes, StagedPart], None]) -> None:
         """Call ``fill`` for the bytes of each part; the last part is copied meanwhile. Waits for all of them."""
         waits: list[Wait | None] = [None, None]
         try:
@@ -85,7 +85,7 @@ class Staging:
                 if rest is not None:
                     rest()
 
-    def _parts(self, num_blocks: int) -> Iterator[Part]:
+    def _parts(self, num_blocks: int) -> Iterator[StagedPart]:
         return parts_of(self._num_regions, num_blocks, self._block_bytes, self._half_bytes)
 
 
@@ -95,7 +95,9 @@ class Stagings:
     def __init__(self) -> None:
         self._idle: list[tuple[KVPool, Staging]] = []  # as many as threads that copied at once
 
-    def receive(self, pool: KVPool, memory: DeviceMemory, ids: BlockIds, fill: Callable[[Bytes, Part], None]) -> None:
+    def receive(
+        self, pool: KVPool, memory: DeviceMemory, ids: BlockIds, fill: Callable[[Bytes, StagedPart], None]
+    ) -> None:
         """Do what :meth:`Staging.receive` does."""
         kept = self._take(pool) or Staging(pool, memory)
         try:

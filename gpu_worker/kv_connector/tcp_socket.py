@@ -28,9 +28,9 @@ from tokenloom.engine_core.kv_transfer.kv_transport import (
     checked_pairs,
 )
 
-from .listener import Listener, hang_up
+from .listener import KVListener, hang_up
 from .socket_frames import decoded, pieces, receive_frame, receive_into, send, send_frame
-from .staging import Part, Staging, Stagings
+from .staging import StagedPart, Staging, Stagings
 
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 30.0
@@ -97,7 +97,7 @@ class SocketTransport:
         self._listen = listen
         self._advertise = advertise
         self._tls = tls
-        self._listener: Listener | None = None
+        self._listener: KVListener | None = None
         self._readers: set[SocketReader] = set()
         self._lock = threading.Lock()
 
@@ -105,7 +105,7 @@ class SocketTransport:
         assert self._listener is None, "a transport serves one pool"
         server, address = self._bind()
         owner = _Owner(pool, secrets.token_bytes(16), self._tls.peer_name if self._tls else "")
-        self._listener = Listener(
+        self._listener = KVListener(
             server,
             owner.serve,
             name="kv-socket",
@@ -286,7 +286,7 @@ class SocketReader:
         return connection, welcome
 
 
-def _fill(connection: socket.socket, packed: Bytes, part: Part) -> None:
+def _fill(connection: socket.socket, packed: Bytes, part: StagedPart) -> None:
     receive_into(connection, [packed.data])
 
 

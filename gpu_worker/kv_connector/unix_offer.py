@@ -11,7 +11,7 @@ import msgspec
 
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 
-from .listener import Listener
+from .listener import KVListener
 from .socket_frames import decoded
 
 SECONDS = 5.0
@@ -27,7 +27,9 @@ class Endpoint(msgspec.Struct, array_like=True):
     """Readers show it, because every process on the host can see the socket's name."""
 
 
-def serve_offers(serve: Callable[[socket.socket], None], *, name: str, max_connections: int) -> tuple[Listener, bytes]:
+def serve_offers(
+    serve: Callable[[socket.socket], None], *, name: str, max_connections: int
+) -> tuple[KVListener, bytes]:
     """Call ``serve`` with the connection of each reader that showed the token, on a thread of its own.
 
     Returns the listener, which the caller closes, and the endpoint for readers.
@@ -42,7 +44,7 @@ def serve_offers(serve: Callable[[socket.socket], None], *, name: str, max_conne
         if _user_of(connection) == own_user and hmac.compare_digest(token, endpoint.token):
             serve(connection)
 
-    listener = Listener(server, check, name=name, max_connections=max_connections)
+    listener = KVListener(server, check, name=name, max_connections=max_connections)
     return listener, msgspec.msgpack.encode(endpoint)
 
 

@@ -14,7 +14,7 @@ from ..checkpoint.weights import Checkpoint
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.gpu_kernels import uses_triton
 from ..kernels.library import warn_unavailable
-from ..parallel.group import Group
+from ..parallel.group import RankGroup
 from ..parallel.sharding import Dimension, length
 from .fp8_linear import Fp8Linear, can_round
 from .int8_linear import Int8Linear
@@ -42,7 +42,7 @@ class PlainLinear:
 class SummedLinear:
     """Adds the products of all ranks, of which each has a part of the inputs."""
 
-    def __init__(self, part: Linear, group: Group) -> None:
+    def __init__(self, part: Linear, group: RankGroup) -> None:
         self._part = part
         self._group = group
 

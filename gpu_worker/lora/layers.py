@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..checkpoint.linear_layer import Linear
 from ..kernels.library import LoraLayer, LoraPart, LoraRows
+from .adapted_rows import AdaptedRows
 from .adapter import Adapter, Matrices
-from .step_rows import StepRows
 
 
 class LoraKernel(Protocol):
@@ -28,11 +28,11 @@ class CurrentRows:
     """
 
     def __init__(self) -> None:
-        self.rows: StepRows | None = None
+        self.rows: AdaptedRows | None = None
         self._struct = LoraRows()
         self.at = ctypes.addressof(self._struct)
 
-    def set(self, rows: StepRows) -> None:
+    def set(self, rows: AdaptedRows) -> None:
         """Begin a step with these rows."""
         self.rows = rows
         rows.fill(self._struct)
@@ -85,14 +85,14 @@ class LoraLinear:
             self._parts[slot * len(self._names) + index] = part
             column += outputs
 
-    def _add(self, x: Tensor, out: Tensor, rows: StepRows) -> None:
+    def _add(self, x: Tensor, out: Tensor, rows: AdaptedRows) -> None:
         if self._kernel is None:
             self._add_with_torch(x, out, rows)
             return
         x = x.contiguous()
         self._kernel(x.data_ptr(), out.data_ptr(), self._current.at, self._at)
 
-    def _add_with_torch(self, x: Tensor, out: Tensor, rows: StepRows) -> None:
+    def _add_with_torch(self, x: Tensor, out: Tensor, rows: AdaptedRows) -> None:
         for slot, indices in rows.groups(x.device):
             column = 0
             for outputs, matrices in zip(self._outputs, self._matrices[slot], strict=True):

@@ -15,9 +15,9 @@ from ..batch.input_batch import StepInputs
 from ..checkpoint.linear_layer import Linear
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_lora, warn_unavailable
+from .adapted_rows import AdaptedRows
 from .adapter import Adapter, Layout, read_adapter
 from .layers import CurrentRows, LoraKernel, LoraLinear
-from .step_rows import StepRows
 
 _KINDS = frozenset(f"{kind}_proj" for kind in ("q", "k", "v", "o", "qkv", "gate", "up", "gate_up", "down"))
 """The last parts of the names of layers that may have an adapter."""
@@ -38,7 +38,7 @@ class LoraSlots:
         self._slots: list[bytes] = [b""] * config.max_loras
         """The digest of the adapter in each slot; empty: none."""
         self._dtype = torch.float32  # of the model's activations
-        self._grouped: tuple[list[int], bytes, StepRows] | None = None
+        self._grouped: tuple[list[int], bytes, AdaptedRows] | None = None
 
     def adapt(
         self, base: Linear, names: Sequence[str], inputs: int, outputs: Sequence[int], dtype: torch.dtype
@@ -101,12 +101,12 @@ class LoraSlots:
         """Forget the rows of the step: what is computed next has no adapter."""
         self._current.rows = None
 
-    def _group(self, of_requests: list[int], cu_query_lens: npt.NDArray[np.int32]) -> StepRows:
+    def _group(self, of_requests: list[int], cu_query_lens: npt.NDArray[np.int32]) -> AdaptedRows:
         """Return the rows by slots; while the same requests decode, those of the step before."""
         lengths = cu_query_lens.tobytes()
         if self._grouped is None or self._grouped[:2] != (of_requests, lengths):
             slots = np.repeat(np.array(of_requests, dtype=np.int32), np.diff(cu_query_lens))
-            self._grouped = of_requests, lengths, StepRows(slots, len(self._slots))
+            self._grouped = of_requests, lengths, AdaptedRows(slots, len(self._slots))
         return self._grouped[2]
 
     def _fill(self, slot: int, digest: bytes) -> None:

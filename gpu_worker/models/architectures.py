@@ -26,7 +26,7 @@ from ..parallel.pipeline import Stage
 from ..parallel.ranks import ONLY_RANK, Ranks
 from .decoder import DecoderModel
 from .gpt2 import GPT2Model
-from .model import Model
+from .model import LanguageModel
 from .opt import OPTModel
 from .transformers.architecture import read_architecture
 
@@ -48,7 +48,7 @@ def load_model(
     adapt: Adapt | None = None,
     ranks: Ranks = ONLY_RANK,
     load_format: LoadFormat = "auto",
-) -> Model:
+) -> LanguageModel:
     """Load the checkpoint directory ``path``, or the part of it that this one of ``ranks`` computes.
 
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``device`` is the CPU by default, ``ops``
@@ -73,7 +73,7 @@ def load_model(
     joined = (ranks.group, ranks.experts, ranks.balancer, source)
     opened = Checkpoint(path, config.dtype, device, config.scheme, adapt, *joined)
     with parallel_build(kernels), opened as checkpoint:
-        model: Model
+        model: LanguageModel
         match config.family:
             case "gpt2":
                 model = GPT2Model(checkpoint, config, stage)
@@ -141,12 +141,12 @@ def _missing_feature(path: Path) -> UnsupportedError | None:
 
 def _load_transformers(
     path: Path, dtype: torch.dtype, device: torch.device, ops: Ops, quantization: str | None
-) -> Model:
+) -> LanguageModel:
     lack = _missing_feature(path)
     if lack is not None:
         OF_PROCESS.begin("slow_modules", str(lack))
     try:
-        model: Model = _transformers(path).TransformersModel(path, dtype, device, ops, quantization)
+        model: LanguageModel = _transformers(path).TransformersModel(path, dtype, device, ops, quantization)
     except ValueError as error:
         if lack is None:
             raise
@@ -195,7 +195,7 @@ class ModelLoader:
         config = load_model_config(path, self.dtype, self.quantization, self.max_model_len)
         return local_config(config, self.ranks.place)
 
-    def load(self, path: Path) -> Model:
+    def load(self, path: Path) -> LanguageModel:
         """Load a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
         if not self.ranks.place.is_whole:
             self._check_for_ranks(path)
@@ -227,7 +227,7 @@ class ModelLoader:
             meta = torch.device("meta")
             load_model(path, self.dtype, meta, quantization=self.quantization, load_format=self.load_format)
 
-    def replace_weights(self, model: Model, path: Path) -> None:
+    def replace_weights(self, model: LanguageModel, path: Path) -> None:
         """Replace the weights of ``model`` with those of a checkpoint that passed :meth:`check`, layer by layer."""
         config = model.config
         device = self.device or torch.device("cpu")

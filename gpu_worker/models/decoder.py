@@ -15,11 +15,11 @@ from ..parallel.pipeline import Stage
 from ..pooling.class_head import ClassHead, load_score_head
 from .decoder_layers import AddNorm, DecoderLayer, PostNormLayer, add
 from .experts import Experts
-from .model import Model
+from .model import LanguageModel
 
 
 class DecoderModel:
-    """Computes the whole model (see :class:`~.model.Model`)."""
+    """Computes the whole model (see :class:`~.model.LanguageModel`)."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class DecoderModel:
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def expert_layers(model: Model) -> list[Experts]:
+def expert_layers(model: LanguageModel) -> list[Experts]:
     """Return the experts of each layer that has some, of a model of this class."""
     assert isinstance(model, DecoderModel), "no other model has experts on several ranks"
     return [layer.mlp for layer in model._layers if isinstance(layer.mlp, Experts)]

@@ -10,7 +10,7 @@ from ..checkpoint.weights import Checkpoint
 from ..layers.expert_routes import ExpertRoutes
 from ..layers.linear import Linear, load_linear
 from ..ops.ops import HeadNorm, Ops, Rotation
-from ..parallel.group import Group
+from ..parallel.group import RankGroup
 from ..parallel.sharding import Dimension, joined, length
 from .experts import Experts
 from .mlp import MLP
@@ -96,7 +96,7 @@ class NormedProjection:
 class SharedNorm:
     """Applies RMSNorm to rows of which each rank has an equal part; equally many ranks may have the same part."""
 
-    def __init__(self, weight: Tensor, eps: float, group: Group) -> None:
+    def __init__(self, weight: Tensor, eps: float, group: RankGroup) -> None:
         self._weight = weight
         self._eps = eps
         self._group = group

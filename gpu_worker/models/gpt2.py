@@ -16,7 +16,7 @@ from ..parallel.pipeline import Stage
 from ..parallel.sharding import joined
 
 
-class Attention:
+class GPT2Attention:
     """Computes multi-head self-attention."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, layer: int) -> None:
@@ -33,13 +33,13 @@ class Attention:
         return self._out(plan.attend(query, kv_cache, self._rule).flatten(1))
 
 
-class Block:
+class GPT2Block:
     """Computes attention and MLP, each after a norm and added to its input."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, layer: int) -> None:
         hidden, inner, eps = config.hidden_size, config.shard.part(config.intermediate_size), config.norm_eps
         self._attention_norm = load_layer_norm(checkpoint, f"{prefix}.ln_1", hidden, eps)
-        self._attention = Attention(checkpoint, f"{prefix}.attn", config, layer)
+        self._attention = GPT2Attention(checkpoint, f"{prefix}.attn", config, layer)
         self._mlp_norm = load_layer_norm(checkpoint, f"{prefix}.ln_2", hidden, eps)
         self._up = load_conv1d(checkpoint, f"{prefix}.mlp.c_fc", hidden, inner, config.quantization)
         self._down = load_conv1d(checkpoint, f"{prefix}.mlp.c_proj", inner, hidden, config.quantization)
@@ -59,7 +59,7 @@ class GPT2Model:
         """``stage``: as in :class:`~.decoder.DecoderModel`."""
         self.config = config
         self._stage = stage
-        self._blocks: list[Block] = []
+        self._blocks: list[GPT2Block] = []
         self.load_weights(checkpoint)
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
@@ -74,7 +74,7 @@ class GPT2Model:
             if len(self._blocks) == config.num_layers:
                 del self._blocks[0]
                 checkpoint.return_dropped()
-            self._blocks.append(Block(checkpoint, f"{prefix}h.{config.first_layer + layer}", config, layer))
+            self._blocks.append(GPT2Block(checkpoint, f"{prefix}h.{config.first_layer + layer}", config, layer))
         self._norm = load_layer_norm(checkpoint, f"{prefix}ln_f", config.hidden_size, config.norm_eps)
 
     def forward(

@@ -11,7 +11,7 @@ from ..layers.embedding import InputEmbeds
 from ..layers.expert_routes import ExpertRoutes, Ints
 
 
-class Model(Protocol):
+class LanguageModel(Protocol):
     """Holds a decoder-only language model with its weights."""
 
     @property
@@ -44,26 +44,26 @@ class Model(Protocol):
 
 
 @runtime_checkable
-class RoutedModel(Model, Protocol):
+class RoutedModel(LanguageModel, Protocol):
     """A model of a class that may have experts."""
 
     routes: ExpertRoutes | None
 
 
-def expert_counts(model: Model) -> Ints:
+def expert_counts(model: LanguageModel) -> Ints:
     """Return the tokens that each expert of a model with experts computed, [num_layers, num_experts]."""
     routes = routes_of(model)
     assert routes is not None, "the model has no experts"
     return routes.counts()
 
 
-def routes_of(model: Model) -> ExpertRoutes | None:
+def routes_of(model: LanguageModel) -> ExpertRoutes | None:
     """Return what records the choices of a model's routers; None if it has no experts."""
     return model.routes if isinstance(model, RoutedModel) else None
 
 
 class StepModel(Protocol):
-    """Computes steps that may be recorded, as :class:`Model` does."""
+    """Computes steps that may be recorded, as :class:`LanguageModel` does."""
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], plan: AttentionPlan

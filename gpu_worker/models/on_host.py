@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from .model import Model
+from .model import LanguageModel
 
 _PACKAGE = __name__.split(".gpu_worker.", maxsplit=1)[0] + ".gpu_worker."
 
@@ -13,7 +13,7 @@ _PACKAGE = __name__.split(".gpu_worker.", maxsplit=1)[0] + ".gpu_worker."
 class OnHost:
     """Holds a model whose tensors were moved to host memory."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         """Move every tensor of ``model`` to host memory; the model cannot compute until :meth:`restore`.
 
         Attributes:
@@ -28,14 +28,14 @@ class OnHost:
             # again.
             tensor.data = torch.empty_like(tensor, device="cpu").copy_(tensor)
 
-    def restore(self) -> Model:
+    def restore(self) -> LanguageModel:
         """Move the tensors back to where they were, and return the model."""
         for tensor, device in self._moved:
             tensor.data = tensor.to(device)
         return self._model
 
 
-def tensors_of(model: Model) -> list[Tensor]:
+def tensors_of(model: LanguageModel) -> list[Tensor]:
     """Return every tensor that the parts of a model hold, each once, but none that oneDNN packed: it is on the host."""
     found = _walk(model, set())
     return list({id(tensor): tensor for tensor in found if not tensor.is_mkldnn and not tensor.is_meta}.values())

@@ -19,7 +19,7 @@ _FIRST_POSITION = 2
 """The row of the position table that belongs to position 0."""
 
 
-class Attention:
+class OPTAttention:
     """Computes multi-head self-attention."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, layer: int) -> None:
@@ -37,7 +37,7 @@ class Attention:
         return self._out(plan.attend(query, kv_cache, self._rule).flatten(1))
 
 
-class Block:
+class OPTBlock:
     """Computes attention and MLP, each added to its input; the norms are applied before the parts or after the sums."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, opt: OPTSwitches, layer: int) -> None:
@@ -49,7 +49,7 @@ class Block:
         )
         self._norm_before = opt.norm_before
         self._attention_norm = _load_norm(checkpoint, f"{prefix}.self_attn_layer_norm", config, opt)
-        self._attention = Attention(checkpoint, f"{prefix}.self_attn", config, layer)
+        self._attention = OPTAttention(checkpoint, f"{prefix}.self_attn", config, layer)
         self._mlp_norm = _load_norm(checkpoint, f"{prefix}.final_layer_norm", config, opt)
         self._up = load_linear(checkpoint, [f"{prefix}.fc1"], hidden, [inner], bias, quantization)
         self._down = load_linear(checkpoint, [f"{prefix}.fc2"], inner, [hidden], bias, quantization)
@@ -75,7 +75,7 @@ class OPTModel:
         self.config = config
         self._stage = stage
         self._opt = config.opt
-        self._blocks: list[Block] = []
+        self._blocks: list[OPTBlock] = []
         self.load_weights(checkpoint)
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
@@ -98,7 +98,9 @@ class OPTModel:
             if len(self._blocks) == config.num_layers:
                 del self._blocks[0]
                 checkpoint.return_dropped()
-            self._blocks.append(Block(checkpoint, f"{prefix}.layers.{config.first_layer + layer}", config, opt, layer))
+            self._blocks.append(
+                OPTBlock(checkpoint, f"{prefix}.layers.{config.first_layer + layer}", config, opt, layer)
+            )
         self._norm = _load_norm(checkpoint, f"{prefix}.final_layer_norm", config, opt) if opt.final_norm else None
 
     def forward(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..attention.attention_backend import AttentionBackend, KVCache
 from ..checkpoint.model_config import ModelConfig
-from .model import Model
+from .model import LanguageModel
 
 # Two rows of 40 and 13 tokens, so that chunks, decodes and both together are met, and a block is left unfinished
 # between steps.
@@ -27,7 +27,7 @@ _ROUNDED_SHARE = 0.75
 
 
 @runtime_checkable
-class CheckedModel(Model, Protocol):
+class CheckedModel(LanguageModel, Protocol):
     """A model that can also be computed without the paged cache."""
 
     architecture: str

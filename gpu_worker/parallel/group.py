@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """Joins ranks that make the same calls in the same order."""
 
     rank: int
@@ -31,7 +31,7 @@ class Peers(Protocol):
 
 
 class Alone:
-    """Fulfils :class:`Group` for a rank that computes every layer by itself."""
+    """Fulfils :class:`RankGroup` for a rank that computes every layer by itself."""
 
     rank = 0
     size = 1
@@ -43,4 +43,4 @@ class Alone:
         return x[None]
 
 
-ALONE: Final[Group] = Alone()
+ALONE: Final[RankGroup] = Alone()

@@ -12,8 +12,8 @@ import torch
 from tokenloom.engine_core.data.config import EplbConfig, ParallelConfig
 
 from .experts.expert_exchange import ExpertExchange
-from .group import ALONE, Group, Peers
-from .sharding import ONLY_PLACE, Place
+from .group import ALONE, Peers, RankGroup
+from .sharding import ONLY_PLACE, RankPlace
 
 if TYPE_CHECKING:  # engines that do not move experts import none of it
     from .experts.balancer import ExpertBalancer
@@ -28,8 +28,8 @@ _JOIN_TIMEOUT = timedelta(minutes=1)
 class Ranks:
     """Holds the place of this rank, and its ways to the others."""
 
-    place: Place = ONLY_PLACE
-    group: Group = ALONE
+    place: RankPlace = ONLY_PLACE
+    group: RankGroup = ALONE
     """The ranks that compute the same layers."""
     tensors: Peers | None = None
     """Carries tensors of the device between stages; None: there is one stage."""
@@ -80,10 +80,10 @@ class Ranks:
 ONLY_RANK: Final = Ranks()
 
 
-def place_of(parallel: ParallelConfig) -> Place:
+def place_of(parallel: ParallelConfig) -> RankPlace:
     """Return the place of the rank that ``parallel`` is for."""
     stage, tensor_rank = divmod(parallel.rank, parallel.tensor_parallel_size)
-    return Place(
+    return RankPlace(
         tensor_rank,
         parallel.tensor_parallel_size,
         stage,
@@ -96,7 +96,7 @@ def place_of(parallel: ParallelConfig) -> Place:
     )
 
 
-def make_balancer(parallel: ParallelConfig, place: Place) -> "ExpertBalancer | None":
+def make_balancer(parallel: ParallelConfig, place: RankPlace) -> "ExpertBalancer | None":
     """Return what moves the experts of this rank; None: they stay where they are."""
     if not parallel.enable_eplb:
         return None

@@ -3,13 +3,13 @@
 from torch import Tensor
 
 from ..call_recording.recorder import current_recorder
-from .group import Group
+from .group import RankGroup
 
 
 class RecordableGroup:
-    """Fulfils :class:`.group.Group` over another group on the CPU, whose sums replace the tensors that it gets."""
+    """Fulfils :class:`.group.RankGroup` over another group on the CPU, whose sums replace the tensors that it gets."""
 
-    def __init__(self, inner: Group) -> None:
+    def __init__(self, inner: RankGroup) -> None:
         self.rank, self.size = inner.rank, inner.size
         self.inner = inner
 

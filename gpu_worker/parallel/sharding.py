@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ShardedDimension:
     """Holds which entries a rank has along one dimension of a tensor."""
 
     total: int
@@ -23,7 +23,7 @@ class Cut:
     """(first, end) of each run of entries, in the order in which the rank holds them."""
 
 
-Dimension: TypeAlias = int | Cut
+Dimension: TypeAlias = int | ShardedDimension
 """The length of a dimension that every rank holds whole, or the part of one that is cut."""
 
 
@@ -47,7 +47,7 @@ def joined(dimensions: Sequence[Dimension]) -> Dimension:
         parts = ((0, each),) if isinstance(each, int) else each.ranges
         ranges += [(start + first, start + end) for first, end in parts]
         start += total(each)
-    return Cut(start, tuple(ranges))
+    return ShardedDimension(start, tuple(ranges))
 
 
 def take_part(whole: Tensor, shape: Sequence[Dimension]) -> Tensor:
@@ -80,7 +80,7 @@ class Shard:
         """Return this rank's part of a dimension of which each rank has ``count`` entries."""
         if self.size == 1:
             return count
-        return Cut(count * self.size, ((self.rank * count, (self.rank + 1) * count),))
+        return ShardedDimension(count * self.size, ((self.rank * count, (self.rank + 1) * count),))
 
     def kv_part(self, num_heads: int, head_size: int) -> Dimension:
         """Return this rank's part of keys or values, of which each rank has ``num_heads``: the heads that its queries
@@ -88,14 +88,14 @@ class Shard:
         if self.size == 1:
             return num_heads * head_size
         first = self.rank * self.num_kv_heads // self.size
-        return Cut(self.num_kv_heads * head_size, ((first * head_size, (first + num_heads) * head_size),))
+        return ShardedDimension(self.num_kv_heads * head_size, ((first * head_size, (first + num_heads) * head_size),))
 
 
 WHOLE: Final = Shard()
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Holds the place of a rank in an engine: which part of which layers it computes."""
 
     tensor_rank: int = 0
@@ -168,4 +168,4 @@ class Place:
         return range(first, first + each + (self.stage < more))
 
 
-ONLY_PLACE: Final = Place()
+ONLY_PLACE: Final = RankPlace()

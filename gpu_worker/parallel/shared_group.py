@@ -10,18 +10,18 @@ from torch import Tensor
 
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_sums, warn_unavailable
-from .group import Group
+from .group import RankGroup
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class SharedGroup:
-    """Fulfils :class:`.group.Group`; another group does what is no sum of floats.
+    """Fulfils :class:`.group.RankGroup`; another group does what is no sum of floats.
 
     The memory belongs to the first rank's process; it is anonymous, so that it ends with the last process of the group.
     """
 
-    def __init__(self, inner: Group, store: Any, name: str) -> None:
+    def __init__(self, inner: RankGroup, store: Any, name: str) -> None:
         """``store``: holds under ``name`` where the first rank's memory is.
 
         Raises :class:`KernelsUnavailable` without a compiler.
@@ -51,7 +51,7 @@ class SharedGroup:
         return self.inner.all_gather(x)
 
 
-def shared_if_possible(inner: Group, store: Any, name: str) -> Group:
+def shared_if_possible(inner: RankGroup, store: Any, name: str) -> RankGroup:
     """Return a group over shared memory, or ``inner`` where there are no kernels. All ranks are on one machine and
     have the same kernels."""
     try:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tokenloom.engine_core.data.config import ParallelConfig
 
-from .group import ALONE, Group
+from .group import ALONE, RankGroup
 from .recordable_group import RecordableGroup
-from .sharding import Place
+from .sharding import RankPlace
 from .shared_group import shared_if_possible
 
 if TYPE_CHECKING:  # engines that do not move experts import none of it
@@ -33,7 +33,7 @@ _MOST_SENT = 64
 
 
 class TorchGroup:
-    """Fulfils :class:`.group.Group`."""
+    """Fulfils :class:`.group.RankGroup`."""
 
     def __init__(self, backend: Any, rank: int, size: int) -> None:
         """``backend``: a process group of torch.distributed."""
@@ -91,8 +91,8 @@ class TorchLink:
 
 
 def join(
-    parallel: ParallelConfig, place: Place, device: torch.device, balancer: "ExpertBalancer | None"
-) -> tuple[Group, TorchPeers | None, TorchPeers]:
+    parallel: ParallelConfig, place: RankPlace, device: torch.device, balancer: "ExpertBalancer | None"
+) -> tuple[RankGroup, TorchPeers | None, TorchPeers]:
     """Join the other ranks of the engine where ``parallel`` says, and wait for them; ``balancer`` gets its own way to
     them. Returns the group of the ranks that compute the same layers, the peers that carry tensors between stages,
     None if there is one stage, and those that carry tokens."""
@@ -103,7 +103,7 @@ def join(
     tensors = None
     if place.num_stages > 1:
         tensors = TorchPeers(make(_c10d.PrefixStore("stages", store), rank, size, host), device)
-    group: Group = ALONE
+    group: RankGroup = ALONE
     if (tensor_size := place.tensor_size) > 1:
         prefix = _c10d.PrefixStore(f"stage-{place.stage}", store)
         group = TorchGroup(make(prefix, place.tensor_rank, tensor_size, host), place.tensor_rank, tensor_size)

@@ -11,7 +11,7 @@ from tokenloom.process.control_groups import cpu_limit
 from ..attention.attention_backend import KVCache
 from ..cuda.step_tools import Capture, StepTools
 from ..device import memory
-from ..device.cpu_watch import CoreWatch, ProcessThreads, cores_within
+from ..device.cpu_watch import CpuWatch, ProcessThreads, cores_within
 from ..kernels.threads import prepare_sharing
 from ..sampler.device.device_sampler import DeviceSampler
 
@@ -84,7 +84,7 @@ class CPUPlatform:
     computes_fp8 = False
 
     def __init__(self) -> None:
-        self._watch: CoreWatch | None = None
+        self._watch: CpuWatch | None = None
 
     def start(self, num_threads: int, num_engines: int) -> None:
         """Prepare torch's threads: ``num_threads``, or as many as this engine's part of a CPU limit can keep busy if
@@ -92,7 +92,7 @@ class CPUPlatform:
         most = num_threads or torch.get_num_threads()
         torch.set_num_threads(cores_within(cpu_limit(), most, num_engines))
         prepare_sharing()
-        self._watch = CoreWatch(ProcessThreads(most), most, num_engines)
+        self._watch = CpuWatch(ProcessThreads(most), most, num_engines)
 
     def before_step(self) -> None:
         if self._watch is not None:

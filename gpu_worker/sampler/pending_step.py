@@ -8,13 +8,13 @@ from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput
 
 from ..device.device_link import Event
 from .device.device_sampler import NO_CHOICE
-from .device.drawn_rows import DrawnRows
+from .device.sampled_rows import SampledRows
 
 
 class PendingStep:
     """Fulfils :class:`tokenloom.engine_core.data.pending_output.PendingOutput`. Any thread may wait for it."""
 
-    def __init__(self, output: ModelRunnerOutput, drawn: DrawnRows, indices: list[int], *, has_masks: bool) -> None:
+    def __init__(self, output: ModelRunnerOutput, drawn: SampledRows, indices: list[int], *, has_masks: bool) -> None:
         """``output``: without tokens yet. ``indices`` [S]: the requests of the step that drew. ``has_masks``: whether
         masks of requests can be why a row has no choice."""
         self._output = output

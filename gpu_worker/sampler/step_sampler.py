@@ -14,9 +14,9 @@ from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunn
 from ..batch.expected_tokens import ExpectedTokens
 from ..batch.input_batch import InputBatch, StepInputs
 from ..device.packed_copy import to_device
-from .device.device_sampler import NO_CHOICE, NOTHING, Asked, DeviceSampler
-from .device.draw_arrays import RowDraws
-from .device.drawn_rows import DrawnRows
+from .device.device_sampler import NO_CHOICE, NOTHING, DeviceSampler, RowDemands
+from .device.sampled_rows import SampledRows
+from .device.sampling_arrays import SamplingRows
 from .grammar_mask import allow_only, force
 from .host.logprobs import JoinedLogprobs, RowLogprobs
 from .host.sampler import NO_TOKEN, Sampler
@@ -27,7 +27,7 @@ Ints = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
 
 
-class Draw(Protocol):
+class SampleRows(Protocol):
     """Draws a token for each row; see :meth:`Sampler.sample`."""
 
     def __call__(self, logits: Logits, params: Sequence[SamplingParams], output_indices: Ints) -> list[int]: ...
@@ -49,7 +49,7 @@ class StepSampler:
         :class:`~tokenloom.gpu_worker.model_runner.ModelRunner`.
         """
         self.batch = batch
-        self.draw: Draw = Sampler().sample
+        self.draw: SampleRows = Sampler().sample
         """Draws on the host."""
         self.device_sampler = device_sampler
         self._publish = publish
@@ -59,7 +59,7 @@ class StepSampler:
     def sample(
         self, inputs: StepInputs, logits: Tensor, grammar: GrammarOutput | None, output: ModelRunnerOutput
     ) -> None:
-        """Draw a token for each request of ``inputs.sampled`` [S] from its row of ``logits`` [S, vocab]."""
+        """Sample a token for each request of ``inputs.sampled`` [S] from its row of ``logits`` [S, vocab]."""
         self.measure(inputs, logits, output)
         if self.device_sampler is None and self.only_draws(grammar):
             tokens = self.batch.append_drawn(inputs.sampled, logits)
@@ -96,7 +96,7 @@ class StepSampler:
         inputs: StepInputs,
         logits: Tensor,
         grammar: GrammarOutput | None,
-        draws: RowDraws,
+        draws: SamplingRows,
         output: ModelRunnerOutput,
         expected: ExpectedTokens,
     ) -> PendingStep | None:
@@ -148,9 +148,9 @@ class StepSampler:
         logits: Tensor,
         grammar: GrammarOutput | None,
         output: ModelRunnerOutput,
-        draw: Draw | None = None,
+        draw: SampleRows | None = None,
     ) -> tuple[list[int], RowLogprobs | None]:
-        """Draw the next token of the requests ``places`` [n] of the step from ``logits`` [n, vocab].
+        """Sample the next token of the requests ``places`` [n] of the step from ``logits`` [n, vocab].
 
         Returns the tokens, ``NO_TOKEN`` where no token can be drawn, and what log probabilities need. Adds to
         ``output`` what only the logits show. ``draw`` replaces :attr:`draw`.
@@ -176,14 +176,14 @@ class StepSampler:
 
     def _finish(
         self,
-        drawn: DrawnRows,
+        drawn: SampledRows,
         inputs: StepInputs,
         places: Ints,
         logits: Tensor,
         grammar: GrammarOutput | None,
         output: ModelRunnerOutput,
     ) -> tuple[list[int], RowLogprobs | None]:
-        """Draw on the host for the rows that the device left out, only their logits come to it, and wait for the
+        """Sample on the host for the rows that the device left out, only their logits come to it, and wait for the
         others."""
         hosted, found = np.array(sorted(drawn.left_out), dtype=np.int64), None
         if len(hosted):
@@ -199,12 +199,14 @@ class StepSampler:
             return tokens, None if drawn.logprobs is None else JoinedLogprobs(drawn.wait_for_logprobs())
         return tokens, JoinedLogprobs(drawn.wait_for_logprobs(), found[1], hosted.tolist())
 
-    def _asked(self, inputs: StepInputs, places: Ints, output_indices: Ints, grammar: GrammarOutput | None) -> Asked:
+    def _asked(
+        self, inputs: StepInputs, places: Ints, output_indices: Ints, grammar: GrammarOutput | None
+    ) -> RowDemands:
         """Return what the requests ``places`` [n] of the step ask for beside a token, whose index each has."""
         batch = self.batch
         if batch.only_draws and grammar is None:
             return NOTHING
-        asked, rows = Asked({}, {}), rows_of(inputs, places)
+        asked, rows = RowDemands({}, {}), rows_of(inputs, places)
         masks = {} if grammar is None else _masks(grammar)
         forced = {} if grammar is None else grammar.forced
         columns = zip(places.tolist(), rows.tolist(), output_indices.tolist(), strict=True)
@@ -233,7 +235,7 @@ class StepSampler:
         on_device: Tensor,
         grammar: GrammarOutput | None,
         output: ModelRunnerOutput,
-        draw: Draw,
+        draw: SampleRows,
     ) -> tuple[list[int], RowLogprobs | None]:
         logits: Logits = on_device.cpu().numpy()
         rows, batch = rows_of(inputs, places), self.batch

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..batch.input_batch import Ints, StepInputs
-from ..models.model import Model
+from ..models.model import LanguageModel
 from .greedy_drafts import DraftRange, GreedyDrafts, StateAddresses
 
 
@@ -15,7 +15,7 @@ class DraftModel:
 
     keeps_drafts = True
 
-    def __init__(self, model: Model, at_once: GreedyDrafts | None = None) -> None:
+    def __init__(self, model: LanguageModel, at_once: GreedyDrafts | None = None) -> None:
         self._model = model
         self.at_once = at_once
 

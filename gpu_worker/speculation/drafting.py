@@ -18,7 +18,7 @@ from ..batch.input_batch import InputBatch
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..models.architectures import ModelLoader
-from ..models.model import Model
+from ..models.model import LanguageModel
 from ..models.self_check import CheckedModel
 from ..ops.torch_ops import TorchOps
 from .draft_model import DraftModel
@@ -32,7 +32,7 @@ from .recorded_drafter import make_recorded_drafter
 from .rejection import RejectionSampler
 
 _CPU = torch.device("cpu")
-GetModel = Callable[[], Model]
+GetModel = Callable[[], LanguageModel]
 """Returns the model that is drafted for, which sleep and new weights replace."""
 _FIELD = "speculative_config.model"
 

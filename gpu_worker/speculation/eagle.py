@@ -22,7 +22,7 @@ from ..layers.linear import load_linear
 from ..layers.rotary import RotaryEmbedding
 from ..models.decoder_layers import AddNorm, Attention
 from ..models.mlp import MLP
-from ..models.model import Model
+from ..models.model import LanguageModel
 from ..ops.ops import Ops
 from .draft_weights import DraftWeights, fits
 from .greedy_drafts import DraftRange, GreedyDrafts, StateAddresses
@@ -38,7 +38,9 @@ class EmbedsTokens(Protocol):
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
 
-def load_greedy_head(path: Path, config: ModelConfig, target: Model, device: torch.device) -> GreedyDrafts | None:
+def load_greedy_head(
+    path: Path, config: ModelConfig, target: LanguageModel, device: torch.device
+) -> GreedyDrafts | None:
     """Load the weights of a head, and those of ``target``, for :class:`GreedyDrafts`. None: the head computes every
     draft."""
     plain = target.config.logit_softcap is None and target.config.quantization is None

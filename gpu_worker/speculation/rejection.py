@@ -16,7 +16,7 @@ from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from ..sampler.host import Purpose, Sampler, uniform
 from ..sampler.host.allowed_set import allowed_set
 from ..sampler.host.sampler import first_past
-from ..sampler.step_sampler import Draw
+from ..sampler.step_sampler import SampleRows
 
 Ints = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
@@ -51,7 +51,7 @@ class RejectionSampler:
         for req_id in req_ids:
             self._proposed.pop(req_id, None)
 
-    def bind(self, req_ids: Sequence[str], number: int, drafts: Sequence[int | None]) -> Draw:
+    def bind(self, req_ids: Sequence[str], number: int, drafts: Sequence[int | None]) -> SampleRows:
         """Return how pass ``number`` draws for these requests, of which each has its draft, or none."""
         return functools.partial(self._draw, req_ids, number, drafts)
 

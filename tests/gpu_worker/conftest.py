@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.kernels import triton as kernels
-from tokenloom.gpu_worker.models.model import Model
+from tokenloom.gpu_worker.models.model import LanguageModel
 
 # tests/conftest.py has imported Triton in the same way; here its kernels are decorated, before a test imports them.
 os.environ["TRITON_INTERPRET"] = "1"
@@ -120,7 +120,7 @@ def run_model() -> RunModel:
     """
 
     def run(
-        model: Model, prompts: Sequence[Tensor], steps: Sequence[Sequence[int]], backend: str = "torch"
+        model: LanguageModel, prompts: Sequence[Tensor], steps: Sequence[Sequence[int]], backend: str = "torch"
     ) -> list[Tensor]:
         attention = make_attention_backend(backend, model.config, BLOCK_SIZE, CPU)
         width = max(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts)

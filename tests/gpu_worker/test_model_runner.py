@@ -112,7 +112,7 @@ def test_greedy_requests_get_the_tokens_that_numpy_finds(model, monkeypatch):
         return [*steps, run(runner, {"b": 1, "a": 1}, computed={"b": 5, "a": 11})]
 
     found = draw()
-    monkeypatch.setattr(input_batch, "make_drawer", lambda *_: None)
+    monkeypatch.setattr(input_batch, "make_kernel_sampler", lambda *_: None)
     assert found == draw()
 
 

@@ -14,7 +14,7 @@ from tokenloom.gpu_worker.device.memory import return_freed, status_bytes
 from tokenloom.gpu_worker.layers.weight_memory import weight_memory
 from tokenloom.gpu_worker.model_slot import ModelSlot, WeightsLostError
 from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
-from tokenloom.gpu_worker.models.model import Model
+from tokenloom.gpu_worker.models.model import LanguageModel
 
 
 def make_slot(path: Path, quantization: str | None = None) -> ModelSlot:
@@ -23,7 +23,7 @@ def make_slot(path: Path, quantization: str | None = None) -> ModelSlot:
 
 @pytest.fixture
 def logits(run_model: RunModel):
-    def logits(model: Model) -> torch.Tensor:
+    def logits(model: LanguageModel) -> torch.Tensor:
         return run_model(model, [torch.arange(9)], [[9]])[0]
 
     return logits

@@ -40,9 +40,9 @@ from tokenloom.engine_core.scheduling.scheduler import Scheduler
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
-from tokenloom.gpu_worker.batch.drawer import Drawer
 from tokenloom.gpu_worker.batch.input_batch import InputBatch, StepInputs
-from tokenloom.gpu_worker.batch.members import Members
+from tokenloom.gpu_worker.batch.kernel_sampler import KernelSampler
+from tokenloom.gpu_worker.batch.step_rows import StepRows
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.kernels.prebuilt import Variant
 from tokenloom.gpu_worker.layers.panel_linear import PanelLinear
@@ -210,8 +210,8 @@ def draw(rng: random.Random) -> None:
     ]
     known = np.array([rng.choice([1, 4, 8]) for _ in range(num_rows)], dtype=np.int64)
     tokens, prompts = np.zeros((num_rows, 8), np.int32), np.ones(num_rows, np.int64)
-    drawer = Drawer(tokens, known, prompts)
-    members = Members.find(
+    drawer = KernelSampler(tokens, known, prompts)
+    members = StepRows.find(
         [str(n) for n in range(num_rows)], {str(n): n for n in range(num_rows)}, dict(enumerate(params))
     )
     logits = np.random.default_rng(rng.randrange(1 << 30)).normal(0, 3, (num_rows, vocab)).astype(np.float32)

@@ -44,7 +44,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """Says where a tensor is found."""
 
     stored: str
@@ -55,7 +55,7 @@ class Place:
     """Not None: the tensor holds the matrices of all experts, and this one is meant."""
 
 
-def places(file: GgufFile) -> dict[str, Place]:
+def places(file: GgufFile) -> dict[str, TensorPlace]:
     """Return the file's tensors by the names that models ask for. A tensor that has none keeps its own name."""
     architecture = file.metadata["general.architecture"]
     heads = dict.fromkeys(("attn_q", "attn_k"))
@@ -64,17 +64,17 @@ def places(file: GgufFile) -> dict[str, Place]:
         heads = {"attn_q": queries, "attn_k": file.metadata.get("llama.attention.head_count_kv", queries)}
     found = {}
     for name in file.tensors.keys() - {ROPE_FACTORS}:
-        found[_WHOLE_MODEL.get(name, name)] = Place(name, None)
+        found[_WHOLE_MODEL.get(name, name)] = TensorPlace(name, None)
         block, _, rest = name.removeprefix("blk.").partition(".")
         part, _, kind = rest.rpartition(".")
         if name.startswith("blk.") and part in _OF_A_LAYER:
             del found[name]
-            found[f"model.layers.{block}.{_OF_A_LAYER[part]}.{kind}"] = Place(name, heads.get(part))
+            found[f"model.layers.{block}.{_OF_A_LAYER[part]}.{kind}"] = TensorPlace(name, heads.get(part))
         elif name.startswith("blk.") and part in _OF_EXPERTS and len(shape := file.tensors[name].shape) == 3:
             del found[name]
             for expert in range(shape[0]):
                 own = f"model.layers.{block}.mlp.experts.{expert}.{_OF_EXPERTS[part]}.{kind}"
-                found[own] = Place(name, None, expert)
+                found[own] = TensorPlace(name, None, expert)
     is_mixtral = architecture == "llama" and has_experts(file)
     return {_mixtral_name(name): place for name, place in found.items()} if is_mixtral else found
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .probe import Refused
+from .probe import UnservableModel
 
 _READABLE = {
     Tensor.size,
@@ -35,6 +35,6 @@ class AbsentWeight(Tensor):
         cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if function not in _READABLE:
-            raise Refused("computes with the weight of a linear layer itself, instead of calling the layer")
+            raise UnservableModel("computes with the weight of a linear layer itself, instead of calling the layer")
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))

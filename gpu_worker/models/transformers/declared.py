@@ -7,7 +7,7 @@ import torch
 
 from ...checkpoint.model_config import ModelConfig
 from .layer_rule import LayerRule
-from .probe import Refused
+from .probe import UnservableModel
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 _UNLIMITED = 2048
@@ -69,7 +69,7 @@ def declared_config(config: Any, dtype: torch.dtype, quantization: str | None) -
 def complete(declared: ModelConfig, text: Any, rules: list[LayerRule]) -> ModelConfig:
     """Return the configuration with what the layers' ``rules`` show. ``text`` is transformers' configuration.
 
-    Raises :class:`Refused` if the layers cannot share one KV cache.
+    Raises :class:`UnservableModel` if the layers cannot share one KV cache.
     """
     _check_layers(text, rules)
     return replace(
@@ -94,14 +94,16 @@ def _number(text: Any, name: str) -> int:
 def _check_layers(text: Any, rules: list[LayerRule]) -> None:
     num_layers = _number(text, "num_hidden_layers")
     if not rules:
-        raise Refused("computes attention or state by itself, not through transformers' AttentionInterface")
+        raise UnservableModel("computes attention or state by itself, not through transformers' AttentionInterface")
     if len(rules) != num_layers:
-        raise Refused(f"attends {len(rules)} times in {num_layers} layers: the others keep a state of their own")
+        raise UnservableModel(
+            f"attends {len(rules)} times in {num_layers} layers: the others keep a state of their own"
+        )
     if len({id(rule.module) for rule in rules}) != num_layers:
-        raise Refused("attends more than once in a layer")
+        raise UnservableModel("attends more than once in a layer")
     heads = sorted({(rule.num_heads, rule.num_kv_heads) for rule in rules})
     if len(heads) > 1:
-        raise Refused(f"has layers with different numbers of heads, (query, KV): {', '.join(map(str, heads))}")
+        raise UnservableModel(f"has layers with different numbers of heads, (query, KV): {', '.join(map(str, heads))}")
     _check_windows(text, rules)
 
 
@@ -114,6 +116,6 @@ def _check_windows(text: Any, rules: list[LayerRule]) -> None:
     for layer, (kind, rule) in enumerate(zip(kinds, rules, strict=True)):
         found = rule.scores.sliding_window
         if kind == "full_attention" and found is not None:
-            raise Refused(f"declares full attention in layer {layer} and computes a window of {found}")
+            raise UnservableModel(f"declares full attention in layer {layer} and computes a window of {found}")
         if kind == "sliding_attention" and found is None and window and window < max_model_len(text):
-            raise Refused(f"declares a window of {window} in layer {layer} and computes full attention")
+            raise UnservableModel(f"declares a window of {window} in layer {layer} and computes full attention")

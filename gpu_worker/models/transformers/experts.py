@@ -12,7 +12,7 @@ from ...parallel.experts.grouped_rows import GroupedRows, mix_experts
 _ATTRIBUTE = "tokenloom_experts"
 
 
-class GroupedExperts:
+class ModuleExperts:
     """Holds the matrices of a layer's experts as our linear layers.
 
     Attributes:

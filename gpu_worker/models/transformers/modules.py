@@ -10,7 +10,7 @@ from ...layers.linear import Linear, make_linear
 from ...layers.norm import rms_norm
 from ...ops.ops import Ops
 from .absent_weight import AbsentWeight
-from .experts import GroupedExperts, can_group
+from .experts import ModuleExperts, can_group
 from .merged import merge_layers
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -53,7 +53,7 @@ def replace_modules(model: nn.Module, head: nn.Module | None, ops: Ops, quantiza
     """
     for parent in list(model.modules()):
         if can_group(parent):
-            GroupedExperts.take_over(parent, quantization)
+            ModuleExperts.take_over(parent, quantization)
         merge_layers(parent, quantization, ops)
         for name, module in list(parent.named_children()):
             new = _replacement(module, None if module is head else quantization, ops)

@@ -16,11 +16,11 @@ NUM_PROBED = 2
 """The tokens of the pass."""
 
 
-class Refused(ValueError):
+class UnservableModel(ValueError):
     """Raised for a model that paged attention cannot serve; the message completes "the model …"."""
 
 
-class Recorder:
+class AttentionRecorder:
     """Fulfils ``AttentionOwner``: records the calls, and answers with zeros."""
 
     def __init__(self, max_model_len: int) -> None:
@@ -32,13 +32,13 @@ class Recorder:
         module, query, key, value, mask, scaling, options = call
         _check_options(module, options)
         if key.shape[2] != query.shape[2]:
-            raise Refused(f"attends to {key.shape[2]} keys with {query.shape[2]} queries")
+            raise UnservableModel(f"attends to {key.shape[2]} keys with {query.shape[2]} queries")
         try:
             # Configurations do not say reliably which layers have a window: some classes pass one to attention, some
             # only build a mask, and Phi-3.5-MoE was wrong without an error.
             window = window_of(mask, self._max_model_len)
         except UnreadableMask:
-            raise Refused("changes its attention mask (as ALiBi, chunks or documents do)") from None
+            raise UnservableModel("changes its attention mask (as ALiBi, chunks or documents do)") from None
         scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
         scores = ScoreRule(scale, window, options.get("softcap"), _sinks(options))
         sizes = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
@@ -58,10 +58,10 @@ class Recorder:
 
 def _check_options(module: nn.Module, options: dict[str, Any]) -> None:
     if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
-        raise Refused("attends to later tokens")
+        raise UnservableModel("attends to later tokens")
     unknown = sorted(name for name in options.keys() - _KNOWN if isinstance(options[name], Tensor))
     if unknown:
-        raise Refused(f"passes {', '.join(unknown)} to attention")
+        raise UnservableModel(f"passes {', '.join(unknown)} to attention")
 
 
 def _sinks(options: dict[str, Any]) -> Tensor | None:
@@ -72,11 +72,11 @@ def _sinks(options: dict[str, Any]) -> Tensor | None:
 def record(body: nn.Module, model: Any, max_model_len: int, device: torch.device) -> list[LayerRule]:
     """Return the rules of all attention calls of a pass of ``body``, the inner part of ``model``.
 
-    Raises :class:`Refused`.
+    Raises :class:`UnservableModel`.
     """
     if getattr(model, "_is_stateful", False):
-        raise Refused("keeps a state between tokens, as recurrent layers do")
-    recorder = Recorder(max_model_len)
+        raise UnservableModel("keeps a state between tokens, as recurrent layers do")
+    recorder = AttentionRecorder(max_model_len)
     bind(model, recorder)
     model.set_attn_implementation(PROBING)
     ids = torch.zeros(1, NUM_PROBED, dtype=torch.int64, device=device)

@@ -21,7 +21,7 @@ from .experts import routes_of_modules
 from .head import Head
 from .loading import load_modules
 from .paged_attention import SERVING, EnoughLayers, PagedAttention, bind
-from .probe import NUM_PROBED, Refused, record
+from .probe import NUM_PROBED, UnservableModel, record
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class TransformersModel:
         try:
             return self._take(found, model)
         except Exception as error:  # a module may fail in any way
-            reason = str(error) if isinstance(error, Refused) else f"fails ({type(error).__name__}: {error})"
+            reason = str(error) if isinstance(error, UnservableModel) else f"fails ({type(error).__name__}: {error})"
             raise ValueError(f"{path / 'config.json'}: {found.architecture} is not supported: it {reason}") from error
 
     def _take(self, found: CausalClass, model: Any) -> _Parts:
@@ -133,15 +133,15 @@ class TransformersModel:
         try:
             head = Head(model, body_name, declared.hidden_size, self._device, self._dtype)
         except EnoughLayers:
-            raise Refused("computes logits from a part that is inside another one") from None
+            raise UnservableModel("computes logits from a part that is inside another one") from None
         return _Parts(model, body, head, attention)
 
     def _set_config(self, config: ModelConfig) -> None:
-        """Keep what the first checkpoint showed. Raises :class:`Refused` if another one shows something else."""
+        """Keep what the first checkpoint showed. Raises :class:`UnservableModel` if another one differs."""
         for field in dataclasses.fields(ModelConfig) if hasattr(self, "config") else ():
             old, new = getattr(self.config, field.name), getattr(config, field.name)
             if old != new:
-                raise Refused(f"has {field.name} {new}, and the loaded checkpoint {old}")
+                raise UnservableModel(f"has {field.name} {new}, and the loaded checkpoint {old}")
         self.config = config
 
 
@@ -162,4 +162,4 @@ def _body_name(model: Any) -> str:
     for name, child in children.items():
         if child is decoder:
             return name
-    raise Refused("has no part that computes hidden states separately from logits")
+    raise UnservableModel("has no part that computes hidden states separately from logits")

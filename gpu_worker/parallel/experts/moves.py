@@ -18,7 +18,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MovedPiece:
     """Names a part of an expert's bytes that is sent in one step."""
 
     move: Move
@@ -48,7 +48,7 @@ class MoveList:
         most = max(Counter(move.target // self.per_rank for move in self.moves).values(), default=0)
         return -(-most * self.expert_bytes // self.step_bytes)
 
-    def pieces(self, turn: int) -> Iterator[Piece]:
+    def pieces(self, turn: int) -> Iterator[MovedPiece]:
         """Yield what is sent in one step: of the bytes that a rank receives one after the other, the next ones."""
         # A step must not wait for megabytes: it begins to send so many bytes, and the next step waits for them.
         begin, end = turn * self.step_bytes, (turn + 1) * self.step_bytes
@@ -58,7 +58,7 @@ class MoveList:
             start, received[rank] = received[rank], received[rank] + self.expert_bytes
             first, last = max(begin, start), min(end, received[rank])
             if first < last:
-                yield Piece(move, first - start, last - start)
+                yield MovedPiece(move, first - start, last - start)
 
 
 def moves_between(current: Ints, planned: Ints, per_rank: int) -> tuple[Move, ...]:

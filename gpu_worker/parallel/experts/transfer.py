@@ -7,10 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .moves import MoveList, Piece
+from .moves import MovedPiece, MoveList
 
 
-class Pending(Protocol):
+class PendingMessage(Protocol):
     """Stands for a message that may still be on its way."""
 
     def wait(self) -> object:
@@ -23,10 +23,10 @@ class WeightLink(Protocol):
     rank: int
     size: int
 
-    def send(self, x: Tensor, rank: int, tag: int) -> Pending:
+    def send(self, x: Tensor, rank: int, tag: int) -> PendingMessage:
         """Begin to send bytes, uint8 [n], which must not change before they are sent."""
 
-    def receive(self, x: Tensor, rank: int, tag: int) -> Pending:
+    def receive(self, x: Tensor, rank: int, tag: int) -> PendingMessage:
         """Begin to fill ``x``, uint8 [n]."""
 
     def add(self, x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class LayerTransfer:
         self._sent: dict[int, Tensor] = {}  # bytes of experts, by their places
         self._received: dict[int, Tensor] = {}  # as _sent
         self._arriving: list[int] = []  # places whose last bytes are on their way
-        self._pending: list[Pending] = []
+        self._pending: list[PendingMessage] = []
         self._turn = 0
 
     @property
@@ -114,7 +114,7 @@ class LayerTransfer:
         self.settle()
         self._sent, self._received, self._arriving = {}, {}, []
 
-    def _post(self, piece: Piece, layer: MovableExperts) -> None:
+    def _post(self, piece: MovedPiece, layer: MovableExperts) -> None:
         rank, move, part = self._link.rank, piece.move, slice(piece.begin, piece.end)
         source, target = move.source // self.moves.per_rank, move.target // self.moves.per_rank
         if source == rank and move.source not in self._sent:

@@ -16,11 +16,11 @@ from ...device.packed_copy import copy_packed
 from ..host.row_edit import RowEdit, pack_bits
 from ..host.sampler import NO_TOKEN
 from ..host.seen_tokens import SeenTokens
-from .draw_arrays import DrawArrays
-from .drawn_rows import DrawnRows, PendingLogprobs
 from .edit_arrays import EditArrays
 from .logprob_arrays import MOST_LISTED, FoundLogprobs, LogprobArrays
 from .pending_tokens import PendingTokens
+from .sampled_rows import PendingLogprobs, SampledRows
+from .sampling_arrays import SamplingArrays
 from .seen_counts import SeenCounts
 
 NO_CHOICE = -2
@@ -31,7 +31,7 @@ class SamplerKernels(Protocol):
     """Computes on the device, and waits for nothing."""
 
     def draw(self, logits: Tensor, columns: Sequence[Tensor]) -> Tensor:
-        """Draw from float32 logits [rows, vocab] with the columns of :class:`DrawArrays`. Returns [rows] int64:
+        """Draw from float32 logits [rows, vocab] with the columns of :class:`SamplingArrays`. Returns [rows] int64:
         ``NO_TOKEN`` where no logit is finite, and ``NO_CHOICE`` where all of them are -inf."""
 
     def change(self, logits: Tensor, edits: Sequence[Tensor], seen: Tensor) -> None:
@@ -49,7 +49,7 @@ class SamplerKernels(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RowDemands:
     """Says what single rows of a step ask for, beside the draw of a token."""
 
     edits: dict[int, RowEdit]
@@ -58,12 +58,12 @@ class Asked:
     """How many of the best tokens, and which others, by row of the logits."""
 
 
-NOTHING: Final = Asked({}, {})
+NOTHING: Final = RowDemands({}, {})
 
 
 @dataclass(frozen=True, slots=True)
 class _Wishes:
-    """Holds what the device gets of :class:`Asked`."""
+    """Holds what the device gets of :class:`RowDemands`."""
 
     edits: EditArrays | None
     wanted: LogprobArrays | None
@@ -95,29 +95,35 @@ class DeviceSampler:
         logits: Tensor,
         params: Sequence[SamplingParams],
         output_indices: npt.NDArray[np.int64],
-        asked: Asked = NOTHING,
-    ) -> DrawnRows:
+        asked: RowDemands = NOTHING,
+    ) -> SampledRows:
         """Let the device change float32 logits [rows, vocab] in place and draw. It does not wait: there is one copy to
         the device, and then one back of each result. ``output_indices`` [rows] are those of the tokens to draw.
 
         A greedy row takes the largest logit, among equals the lowest id.
         """
-        draws = DrawArrays.of(params, output_indices).in_order()
+        draws = SamplingArrays.of(params, output_indices).in_order()
         wishes = self._wishes(logits, output_indices, asked)
         moved = copy_packed([*draws, *wishes.arrays()], logits.device)
         return self._start(logits, moved[: len(draws)], wishes, moved[len(draws) :])
 
     @torch.inference_mode()
     def start_with(
-        self, logits: Tensor, columns: Sequence[Tensor], output_indices: npt.NDArray[np.int64], asked: Asked = NOTHING
-    ) -> DrawnRows:
-        """Do what :meth:`start` does with the columns of :class:`DrawArrays`, which the device has. Only what rows ask
-        for beside a token is copied to it."""
+        self,
+        logits: Tensor,
+        columns: Sequence[Tensor],
+        output_indices: npt.NDArray[np.int64],
+        asked: RowDemands = NOTHING,
+    ) -> SampledRows:
+        """Do what :meth:`start` does with the columns of :class:`SamplingArrays`, which the device has. Only what rows
+        ask for beside a token is copied to it."""
         wishes = self._wishes(logits, output_indices, asked)
         arrays = wishes.arrays()
         return self._start(logits, columns, wishes, copy_packed(arrays, logits.device) if arrays else [])
 
-    def _start(self, logits: Tensor, columns: Sequence[Tensor], wishes: _Wishes, moved: Sequence[Tensor]) -> DrawnRows:
+    def _start(
+        self, logits: Tensor, columns: Sequence[Tensor], wishes: _Wishes, moved: Sequence[Tensor]
+    ) -> SampledRows:
         num_edited = 0 if wishes.edits is None else len(wishes.edits.in_order())
         edits, wanted = moved[:num_edited], moved[num_edited:]
         own = logits.index_select(0, wanted[0]) if wanted else logits  # before they are changed
@@ -133,14 +139,14 @@ class DeviceSampler:
             own_tokens, most_listed = drawn.index_select(0, wanted[0]), int(wishes.wanted.listed.max())
             found = self._kernels.find_logprobs(own, wanted[1:], own_tokens, most_listed)
             logprobs = PendingLogprobs.fetch(wishes.wanted, found, link)
-        return DrawnRows(drawn, PendingTokens.fetch(drawn, link), logprobs, wishes.left_out)
+        return SampledRows(drawn, PendingTokens.fetch(drawn, link), logprobs, wishes.left_out)
 
     def _words(self, logits: Tensor) -> Tensor:
         if self._seen is None:
             self._seen = SeenCounts(logits.device, logits.shape[1])
         return self._seen.words
 
-    def _wishes(self, logits: Tensor, output_indices: npt.NDArray[np.int64], asked: Asked) -> _Wishes:
+    def _wishes(self, logits: Tensor, output_indices: npt.NDArray[np.int64], asked: RowDemands) -> _Wishes:
         """Return what the rows ask for in columns, but for the rows that the device cannot serve."""
         if not asked.edits and not asked.logprobs:
             return _NO_WISHES
@@ -172,7 +178,7 @@ class DeviceSampler:
         """Compile the kernels that rows need which ask for more than a token; logits [1, vocab] are not changed."""
         params = SamplingParams(max_tokens=1, seed=0)
         edit = RowEdit([np.zeros(1, np.int64)], [pack_bits(np.arange(2))], penalties=(SeenTokens([0]), params))
-        self.start(logits.clone(), [params], np.zeros(1, np.int64), Asked({0: edit}, {0: (1, ())})).tokens.wait()
+        self.start(logits.clone(), [params], np.zeros(1, np.int64), RowDemands({0: edit}, {0: (1, ())})).tokens.wait()
         self._seen = None
 
     @torch.inference_mode()

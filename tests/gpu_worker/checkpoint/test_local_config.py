@@ -13,7 +13,7 @@ from tokenloom.gpu_worker.checkpoint.local_config import check_options, local_co
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
 from tokenloom.gpu_worker.models.architectures import ModelLoader
 from tokenloom.gpu_worker.parallel.ranks import Ranks, place_of
-from tokenloom.gpu_worker.parallel.sharding import ONLY_PLACE, Place
+from tokenloom.gpu_worker.parallel.sharding import ONLY_PLACE, RankPlace
 
 DEMO = Path(demo_model.__file__).parent
 
@@ -36,18 +36,18 @@ def test_a_rank_has_its_heads_and_layers(config: ModelConfig) -> None:
 
 
 def test_kv_heads_are_repeated_where_there_are_fewer_than_ranks(config: ModelConfig) -> None:
-    part = local_config(config, Place(3, 4))
+    part = local_config(config, RankPlace(3, 4))
     assert (part.num_heads, part.num_kv_heads) == (1, 1)
 
 
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (Place(0, 3), "tensor_parallel_size: 3 does not divide the model's 4 attention heads"),
-        (Place(0, 1, 0, 5), "pipeline_parallel_size: 5 stages for 4 layers"),
+        (RankPlace(0, 3), "tensor_parallel_size: 3 does not divide the model's 4 attention heads"),
+        (RankPlace(0, 1, 0, 5), "pipeline_parallel_size: 5 stages for 4 layers"),
     ],
 )
-def test_what_cannot_be_divided_is_named(config: ModelConfig, place: Place, message: str) -> None:
+def test_what_cannot_be_divided_is_named(config: ModelConfig, place: RankPlace, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         local_config(config, place)
 
@@ -69,7 +69,7 @@ def test_options_that_need_one_worker_are_named(name: str, changes: dict[str, ob
 
 
 def test_transformers_modules_and_gguf_files_are_refused(tmp_path: Path) -> None:
-    ranks = Ranks(Place(0, 2))
+    ranks = Ranks(RankPlace(0, 2))
     with pytest.raises(ValueError, match="transformers' modules are not divided"):
         ModelLoader(model_impl="transformers", ranks=ranks).load(DEMO)
     file = tmp_path / "model.gguf"

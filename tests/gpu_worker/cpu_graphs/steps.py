@@ -14,7 +14,7 @@ from tokenloom.gpu_worker.cpu_graphs.fixed_plan import make_fixed_plan
 from tokenloom.gpu_worker.cpu_graphs.recorded_model import RecordedModel
 from tokenloom.gpu_worker.model_runner import ModelRunner
 from tokenloom.gpu_worker.models.architectures import load_model
-from tokenloom.gpu_worker.models.model import Model
+from tokenloom.gpu_worker.models.model import LanguageModel
 from tokenloom.gpu_worker.ops.cpu_ops import CPUOps
 
 CPU = torch.device("cpu")
@@ -29,11 +29,11 @@ PARAMS = {
 Drawn = dict[str, tuple[list[int], Logprobs]]
 
 
-def load(path: Path, dtype: str, **options: Any) -> Model:
+def load(path: Path, dtype: str, **options: Any) -> LanguageModel:
     return load_model(path, dtype, ops=CPUOps(), **options)
 
 
-def make_runner(model: Model, *, records: bool, **config: Any) -> tuple[ModelRunner, RecordedModel | None]:
+def make_runner(model: LanguageModel, *, records: bool, **config: Any) -> tuple[ModelRunner, RecordedModel | None]:
     backend = make_attention_backend("cpu", model.config, BLOCK, CPU)
     batch = InputBatch(4, 256, BLOCK)
     plan = make_fixed_plan(backend, 8, 32, batch.gathered)

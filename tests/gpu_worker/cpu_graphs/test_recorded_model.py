@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.gpu_worker.cpu_graphs.steps import generate, load, make_runner
 from tokenloom import demo_model
-from tokenloom.gpu_worker.call_recording.recorder import Recorder
+from tokenloom.gpu_worker.call_recording.recorder import CallRecorder
 from tokenloom.gpu_worker.cpu_graphs.recorded_model import RecordedModel
 from tokenloom.gpu_worker.kernels.threads import kernel_threads, set_kernel_threads
 
@@ -102,7 +102,7 @@ def test_a_recording_that_computes_something_else_is_not_used(demo: Any) -> None
 
 def test_recording_imports_no_compiler() -> None:
     """PyTorch wraps this method of modes in a function that imports ``torch._dynamo`` at the first operation."""
-    assert not hasattr(Recorder.__torch_dispatch__, "__wrapped__")
+    assert not hasattr(CallRecorder.__torch_dispatch__, "__wrapped__")
 
 
 def test_another_number_of_threads_gets_its_own_recording(demo: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokenloom.gpu_worker.device import cpu_watch as core_watch
-from tokenloom.gpu_worker.device.cpu_watch import CoreWatch, Counters, ProcessThreads, cores_within, read_counters
+from tokenloom.gpu_worker.device.cpu_watch import Counters, CpuWatch, ProcessThreads, cores_within, read_counters
 from tokenloom.gpu_worker.kernels import threads as kernel_threads
 
 
@@ -19,7 +19,7 @@ class System:
         self.looks = 0
         self.chosen: list[tuple[int, int, bool]] = []
         self.spreads = 0
-        self.watch = CoreWatch(self, threads, num_engines, self.read, lambda: self.now)
+        self.watch = CpuWatch(self, threads, num_engines, self.read, lambda: self.now)
 
     def read(self) -> Counters:
         self.looks += 1

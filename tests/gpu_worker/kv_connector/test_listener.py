@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.gpu_worker.kv_connector.listener import Listener
+from tokenloom.gpu_worker.kv_connector.listener import KVListener
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def echo(connection: socket.socket) -> None:
 
 
 def test_serves_each_connection_beside_the_others(server: socket.socket) -> None:
-    listener = Listener(server, echo, name="test", max_connections=4)
+    listener = KVListener(server, echo, name="test", max_connections=4)
     with connect(server) as first, connect(server) as second:
         for sock, data in ((second, b"2"), (first, b"1"), (second, b"22")):
             sock.sendall(data)
@@ -39,7 +39,7 @@ def test_closes_what_is_too_many_and_takes_the_next_when_one_ends(server: socket
         echo(connection)
         ended.release()
 
-    listener = Listener(server, serve, name="test", max_connections=1)
+    listener = KVListener(server, serve, name="test", max_connections=1)
     with connect(server) as first:
         first.sendall(b"x")
         assert first.recv(1) == b"x"
@@ -63,7 +63,7 @@ def test_an_error_of_the_connection_ends_only_it(server: socket.socket) -> None:
             raise ConnectionError
         connection.sendall(b"x")
 
-    listener = Listener(server, serve, name="test", max_connections=4)
+    listener = KVListener(server, serve, name="test", max_connections=4)
     with connect(server) as first, connect(server) as second:
         first.sendall(b"!")
         assert first.recv(1) == b""
@@ -80,7 +80,7 @@ def test_a_bug_that_one_connection_meets_is_logged_and_ends_only_it(
             raise KeyError("a bug")
         connection.sendall(b"x")
 
-    listener = Listener(server, serve, name="test", max_connections=4)
+    listener = KVListener(server, serve, name="test", max_connections=4)
     with connect(server) as first, connect(server) as second:
         first.sendall(b"!")
         assert first.recv(1) == b""
@@ -93,7 +93,7 @@ def test_a_bug_that_one_connection_meets_is_logged_and_ends_only_it(
 def test_a_connection_without_a_thread_is_closed_and_the_next_one_is_served(
     server: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    listener = Listener(server, echo, name="test", max_connections=1)
+    listener = KVListener(server, echo, name="test", max_connections=1)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", without_threads)
         with connect(server) as first:
@@ -111,7 +111,7 @@ def without_threads(thread: threading.Thread) -> None:
 
 def test_close_hangs_up_and_leaves_no_thread(server: socket.socket) -> None:
     before = threading.active_count()
-    listener = Listener(server, echo, name="test", max_connections=4)
+    listener = KVListener(server, echo, name="test", max_connections=4)
     with connect(server) as sock:
         sock.sendall(b"x")
         assert sock.recv(1) == b"x"
@@ -126,7 +126,7 @@ def test_close_hangs_up_and_leaves_no_thread(server: socket.socket) -> None:
 def test_a_unix_socket_serves_as_well(tmp_path: Path) -> None:
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(tmp_path / "s"))
-    listener = Listener(server, echo, name="test", max_connections=4)
+    listener = KVListener(server, echo, name="test", max_connections=4)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(str(tmp_path / "s"))
         sock.sendall(b"x")

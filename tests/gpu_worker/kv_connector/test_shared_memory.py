@@ -14,7 +14,7 @@ from tests.engine_core.processes import wait_until
 from tests.gpu_worker.kv_connector.conftest import LAYOUT, SIZES, MakePool, block
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVRegion, KVTransferError
-from tokenloom.gpu_worker.kv_connector.listener import Listener
+from tokenloom.gpu_worker.kv_connector.listener import KVListener
 from tokenloom.gpu_worker.kv_connector.shared_memory import SharedMemoryTransport, _Offer, map_offer
 from tokenloom.gpu_worker.kv_connector.staging import Stagings
 from tokenloom.gpu_worker.kv_connector.unix_offer import Endpoint
@@ -158,7 +158,7 @@ def test_an_owner_that_passes_nothing_is_refused(transport, answer: bytes) -> No
         connection.recv(4096)  # the reader's token: it would not reach an owner that has closed already
         connection.sendall(answer)
 
-    owner = Listener(server, respond, name="test", max_connections=1)
+    owner = KVListener(server, respond, name="test", max_connections=1)
     try:
         with pytest.raises(KVTransferError, match="not passed"):
             transport.open(msgspec.msgpack.encode(Endpoint(name, b"x" * 16)), LAYOUT)
@@ -173,7 +173,7 @@ def test_another_process_reads(transport, make_pool: MakePool) -> None:
 import sys
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
-from tokenloom.gpu_worker.kv_connector.listener import Listener
+from tokenloom.gpu_worker.kv_connector.listener import KVListener
 from tokenloom.gpu_worker.kv_connector.shared_memory import SharedMemoryTransport
 memory = PoolMemory.allocate(4096, shared=False)
 sizes = {SIZES}

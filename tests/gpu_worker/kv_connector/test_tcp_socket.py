@@ -12,7 +12,7 @@ import pytest
 
 from tests.gpu_worker.kv_connector.conftest import LAYOUT, SIZES, MakePool, block, blocks
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVTransferError
-from tokenloom.gpu_worker.kv_connector.listener import Listener
+from tokenloom.gpu_worker.kv_connector.listener import KVListener
 from tokenloom.gpu_worker.kv_connector.socket_frames import receive_frame, send_frame
 from tokenloom.gpu_worker.kv_connector.tcp_socket import TLS, SocketTransport, _Batch, _Endpoint, _Hello, _Welcome
 
@@ -139,7 +139,7 @@ def test_an_owner_that_dies_is_an_error_of_reads_to_come(make: Make, make_pool: 
         assert caught.value.reason == "transport"
 
 
-def fake_owner(name: str, num_bytes: int, release: threading.Event) -> tuple[Listener, bytes]:
+def fake_owner(name: str, num_bytes: int, release: threading.Event) -> tuple[KVListener, bytes]:
     """Answers a batch with so many bytes, and hangs up when released."""
 
     def serve(connection: socket.socket) -> None:
@@ -151,7 +151,7 @@ def fake_owner(name: str, num_bytes: int, release: threading.Event) -> tuple[Lis
 
     server = socket.socket(socket.AF_UNIX)
     server.bind(f"\0{name}")
-    listener = Listener(server, serve, name="test", max_connections=4)
+    listener = KVListener(server, serve, name="test", max_connections=4)
     return listener, msgspec.msgpack.encode(_Endpoint(f"unix:@{name}", b""))
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tokenloom.gpu_worker.kernels.library import load_lora
 from tokenloom.gpu_worker.layers.linear import make_linear
+from tokenloom.gpu_worker.lora.adapted_rows import AdaptedRows
 from tokenloom.gpu_worker.lora.adapter import Adapter, Layout
 from tokenloom.gpu_worker.lora.layers import CurrentRows, LoraLinear
-from tokenloom.gpu_worker.lora.step_rows import StepRows
 
 NAMES, INPUTS, OUTPUTS = ("q_proj", "k_proj", "v_proj"), 43, (72, 16, 21)
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ class Layer:
             self.changes.append(torch.cat(changes))
 
     def __call__(self, x: Tensor, slots: Sequence[int]) -> Tensor:
-        self.current.set(StepRows(np.array(slots, dtype=np.int32), len(self.changes)))
+        self.current.set(AdaptedRows(np.array(slots, dtype=np.int32), len(self.changes)))
         return self.layer(x)
 
     def expected(self, x: Tensor, slots: Sequence[int]) -> Tensor:

@@ -5,7 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenloom.gpu_worker.parallel.sharding import WHOLE, Cut, Place, Shard, joined, length, take_part, total
+from tokenloom.gpu_worker.parallel.sharding import (
+    WHOLE,
+    RankPlace,
+    Shard,
+    ShardedDimension,
+    joined,
+    length,
+    take_part,
+    total,
+)
 
 
 def test_one_rank_has_plain_numbers() -> None:
@@ -31,24 +40,24 @@ def test_parts_of_a_fused_tensor_lie_apart() -> None:
     shard = Shard(1, 2, num_kv_heads=2)
     query, kv = shard.part(8), shard.kv_part(1, 4)
     fused = joined((query, kv, kv))
-    assert fused == Cut(32, ((8, 16), (20, 24), (28, 32)))
+    assert fused == ShardedDimension(32, ((8, 16), (20, 24), (28, 32)))
     assert (length(fused), total(fused)) == (16, 32)
     assert take_part(torch.arange(32), (fused,)).tolist() == [*range(8, 16), *range(20, 24), *range(28, 32)]
 
 
 @pytest.mark.parametrize(("rank", "head"), [(0, 0), (1, 0), (2, 1), (3, 1)])
 def test_ranks_share_kv_heads_if_there_are_fewer(rank: int, head: int) -> None:
-    assert Shard(rank, 4, num_kv_heads=2).kv_part(1, 8) == Cut(16, ((head * 8, head * 8 + 8),))
+    assert Shard(rank, 4, num_kv_heads=2).kv_part(1, 8) == ShardedDimension(16, ((head * 8, head * 8 + 8),))
 
 
 @given(st.integers(1, 60), st.integers(1, 8))
 def test_stages_have_all_layers_once_in_order(num_layers: int, num_stages: int) -> None:
-    stages = [Place(stage=stage, num_stages=num_stages).layers(num_layers) for stage in range(num_stages)]
+    stages = [RankPlace(stage=stage, num_stages=num_stages).layers(num_layers) for stage in range(num_stages)]
     assert [layer for stage in stages for layer in stage] == list(range(num_layers))
     assert max(map(len, stages)) - min(map(len, stages)) <= 1
 
 
 def test_the_first_rank_of_the_last_stage_draws() -> None:
-    places = [Place(rank % 2, 2, rank // 2, 3) for rank in range(6)]
+    places = [RankPlace(rank % 2, 2, rank // 2, 3) for rank in range(6)]
     assert [place.draws for place in places] == [False, False, False, False, True, False]
     assert {place.output_rank for place in places} == {4}

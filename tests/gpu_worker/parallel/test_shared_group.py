@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.gpu_worker.parallel.rank_threads import parallel
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.parallel import shared_group
-from tokenloom.gpu_worker.parallel.group import Group
+from tokenloom.gpu_worker.parallel.group import RankGroup
 from tokenloom.gpu_worker.parallel.ranks import join_ranks
 from tokenloom.gpu_worker.parallel.recordable_group import RecordableGroup
 from tokenloom.gpu_worker.parallel.shared_group import SharedGroup
@@ -22,7 +22,7 @@ SIZES = [1, 7, 64, 1000, (1 << 16) + 3, 3 << 16]
 """Elements; the shared memory holds 65,536 floats at once."""
 
 
-def run_ranks(size: int, directory: Path, run: Callable[[Group], object]) -> list[object]:
+def run_ranks(size: int, directory: Path, run: Callable[[RankGroup], object]) -> list[object]:
     def rank(number: int) -> object:
         config = replace(parallel(size), rank=number, rendezvous=str(directory / "store"))
         return run(join_ranks(config, CPU).group)
@@ -39,7 +39,7 @@ def tensors(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_rank_gets_the_same_sum(size: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    def add(group: Group) -> list[torch.Tensor]:
+    def add(group: RankGroup) -> list[torch.Tensor]:
         assert isinstance(group, RecordableGroup)
         assert isinstance(group.inner, SharedGroup)
         return [group.all_reduce(x) for x in tensors(group.rank, dtype)]
@@ -58,7 +58,7 @@ def test_gloo_replaces_the_memory_where_no_kernel_can_be_built(tmp_path: Path, m
 
     monkeypatch.setattr(shared_group, "load_sums", unavailable)
 
-    def add(group: Group) -> tuple[list[float], list[list[float]]]:
+    def add(group: RankGroup) -> tuple[list[float], list[list[float]]]:
         assert isinstance(group, RecordableGroup)
         assert isinstance(group.inner, TorchGroup)
         x = torch.tensor([1.0, 10.0]) * (group.rank + 1)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tokenloom.gpu_worker.checkpoint.directory_source import stored_dtype
 from tokenloom.gpu_worker.checkpoint.weights import Checkpoint, file_stamps
 from tokenloom.gpu_worker.models.architectures import load_model
-from tokenloom.gpu_worker.models.model import Model
+from tokenloom.gpu_worker.models.model import LanguageModel
 
 CPU = torch.device("cpu")
 PROMPT = torch.arange(7)
@@ -36,7 +36,7 @@ def pickled(path: Path, dtype: torch.dtype = torch.float32) -> Path:
 def test_the_model_is_that_of_the_safetensors(
     name: str, save_checkpoint: Callable[..., Path], run_model: Callable[..., list[torch.Tensor]]
 ) -> None:
-    def logits(model: Model) -> torch.Tensor:
+    def logits(model: LanguageModel) -> torch.Tensor:
         (result,) = run_model(model, [PROMPT], [[7]])
         return result
 

@@ -17,7 +17,7 @@ from tokenloom.gpu_worker.ops import triton_ops
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
 from tokenloom.gpu_worker.ops.triton_ops import TritonOps
 from tokenloom.gpu_worker.sampler.device import sampler_kernels
-from tokenloom.gpu_worker.sampler.device.device_sampler import Asked, DeviceSampler
+from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler, RowDemands
 from tokenloom.gpu_worker.sampler.device.sampler_kernels import TritonSamplerKernels
 from tokenloom.gpu_worker.sampler.host import SeenTokens
 from tokenloom.gpu_worker.sampler.host.row_edit import RowEdit, pack_bits
@@ -82,7 +82,7 @@ def test_the_draw_of_a_step_stays_on_the_device(launched, save_checkpoint):
     seen, params = SeenTokens([1, 2]), SamplingParams(max_tokens=4, seed=1, frequency_penalty=1.0)
     bias = (np.array([5]), np.array([2.0], dtype=np.float32))
     edit = RowEdit([np.array([3, 4])], [pack_bits(np.array([1, 2, 40]))], bias, (seen, params))
-    asked = Asked({1: edit, 2: RowEdit(forced=7)}, {0: (3, (1,)), 1: (0, ())})
+    asked = RowDemands({1: edit, 2: RowEdit(forced=7)}, {0: (3, (1,)), 1: (0, ())})
     sampler = DeviceSampler(TritonSamplerKernels(), MetaLink())
     for index in range(2):
         launched.clear()

@@ -6,8 +6,8 @@ import torch
 
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.sampler.device.device_sampler import NO_CHOICE
-from tokenloom.gpu_worker.sampler.device.draw_arrays import DrawArrays
 from tokenloom.gpu_worker.sampler.device.sampler_kernels import draw
+from tokenloom.gpu_worker.sampler.device.sampling_arrays import SamplingArrays
 from tokenloom.gpu_worker.sampler.host import NO_TOKEN, Sampler
 
 CASES = {
@@ -28,7 +28,7 @@ def draw_both(logits, params, width=128):
     """The output index of a row is its number."""
     indices = np.arange(len(logits))
     host = Sampler().sample(logits.copy(), params, indices)
-    columns = [torch.from_numpy(each) for each in DrawArrays.of(params, indices).in_order()]
+    columns = [torch.from_numpy(each) for each in SamplingArrays.of(params, indices).in_order()]
     return host, draw(torch.from_numpy(logits), columns, width).tolist()
 
 

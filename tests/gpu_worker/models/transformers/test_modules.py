@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tokenloom.gpu_worker.models.transformers.experts import can_group
 from tokenloom.gpu_worker.models.transformers.modules import LinearModule, NormModule, replace_modules
-from tokenloom.gpu_worker.models.transformers.probe import Refused
+from tokenloom.gpu_worker.models.transformers.probe import UnservableModel
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 
 
@@ -95,5 +95,5 @@ def test_a_module_that_computes_with_a_weight_is_refused_and_one_that_reads_its_
     replace_modules(module, None, TorchOps(), None)
     weight = module.classifier.weight
     assert (weight.dtype, weight.shape, weight.size(0), weight.dim()) == (torch.float32, (8, 64), 8, 2)
-    with pytest.raises(Refused, match="computes with the weight of a linear layer itself"):
+    with pytest.raises(UnservableModel, match="computes with the weight of a linear layer itself"):
         module(torch.randn(3, 64))

@@ -6,8 +6,8 @@ from tests.gpu_worker.cuda.late_link import LateLink
 from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput
 from tokenloom.gpu_worker.device.device_link import HostLink
 from tokenloom.gpu_worker.sampler.device.device_sampler import NO_CHOICE
-from tokenloom.gpu_worker.sampler.device.drawn_rows import DrawnRows
 from tokenloom.gpu_worker.sampler.device.pending_tokens import PendingTokens
+from tokenloom.gpu_worker.sampler.device.sampled_rows import SampledRows
 from tokenloom.gpu_worker.sampler.host import NO_TOKEN
 from tokenloom.gpu_worker.sampler.pending_step import PendingStep
 
@@ -34,7 +34,7 @@ def test_the_output_of_a_step_gets_its_tokens_once():
     link = LateLink()
     output = ModelRunnerOutput(["a", "b", "c", "d"], [])
     ids = torch.tensor([4, NO_TOKEN, NO_CHOICE])
-    pending = PendingStep(output, DrawnRows(ids, PendingTokens.fetch(ids, link), None, ()), [0, 2, 3], has_masks=True)
+    pending = PendingStep(output, SampledRows(ids, PendingTokens.fetch(ids, link), None, ()), [0, 2, 3], has_masks=True)
     assert output.sampled_token_ids == []
     assert pending.result() is output
     assert pending.result() is output

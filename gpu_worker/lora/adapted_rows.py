@@ -11,7 +11,7 @@ from ..kernels.library import LoraRows
 from ..kernels.threads import kernel_threads
 
 
-class StepRows:
+class AdaptedRows:
     """Holds the rows of a step that have an adapter, those of an adapter next to each other."""
 
     def __init__(self, slots: npt.NDArray[np.int32], num_slots: int) -> None:

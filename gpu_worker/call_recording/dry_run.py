@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..kernels.library import load_replay
-from .calls import Call, Entry, Exchanged, describe
+from .calls import Call, Entry, RecordedExchange, describe
 
 _Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
-class Rehearsal:
+class DryRun:
     """Holds the calls of a recorded step in which no other rank takes part.
 
     Attributes:
@@ -22,7 +22,7 @@ class Rehearsal:
             writes what the exchange left.
     """
 
-    def __init__(self, calls: Sequence[Entry], exchanged: Sequence[Exchanged]) -> None:
+    def __init__(self, calls: Sequence[Entry], exchanged: Sequence[RecordedExchange]) -> None:
         """``exchanged``: the exchanges among ``calls``, in order."""
         self._expected: list[bytes] = []
         self._given: list[_Bytes] = []
@@ -38,7 +38,7 @@ class Rehearsal:
         """Return whether the calls, which have run, gave the other ranks the same bits as the recorded step."""
         return all(given.tobytes() == expected for given, expected in zip(self._given, self._expected, strict=True))
 
-    def _replace(self, each: Exchanged) -> list[Call]:
+    def _replace(self, each: RecordedExchange) -> list[Call]:
         calls = []
         # As strict as the trial of a lone rank: what this rank would have given to the others has to be the same bits
         # too.

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tokenloom.gpu_worker.call_recording.buffers import Buffers
-from tokenloom.gpu_worker.call_recording.recorder import Recorder, current_recorder, recording
+from tokenloom.gpu_worker.call_recording.dry_run import DryRun
+from tokenloom.gpu_worker.call_recording.recorder import CallRecorder, current_recorder, recording
 from tokenloom.gpu_worker.call_recording.recording import Recording
-from tokenloom.gpu_worker.call_recording.rehearsal import Rehearsal
 from tokenloom.gpu_worker.kernels.library import load_replay
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
@@ -29,7 +29,7 @@ class OtherRank:
         x += 2
 
 
-def record(source: Tensor, other: OtherRank, *, with_ends: bool = True) -> tuple[Recorder, Tensor]:
+def record(source: Tensor, other: OtherRank, *, with_ends: bool = True) -> tuple[CallRecorder, Tensor]:
     """Widen ``source``, exchange it, and scale what came; without ends Python scales before and after the exchange."""
     kernels = load_replay()
     with torch.inference_mode(), recording() as recorder:
@@ -43,7 +43,7 @@ def record(source: Tensor, other: OtherRank, *, with_ends: bool = True) -> tuple
     return recorder, x
 
 
-def make(recorder: Recorder, result: Tensor, rehearsal: Rehearsal | None = None) -> tuple[Recording, Tensor]:
+def make(recorder: CallRecorder, result: Tensor, rehearsal: DryRun | None = None) -> tuple[Recording, Tensor]:
     buffers = Buffers(recorder.tensors, recorder.calls, [result])
     with torch.inference_mode():
         memory = torch.zeros(buffers.nbytes, dtype=torch.uint8)
@@ -55,7 +55,7 @@ def test_a_rehearsal_exchanges_nothing_and_a_run_does() -> None:
     source, other = torch.full((COUNT,), 3.0, dtype=torch.bfloat16), OtherRank()
     recorder, x = record(source, other)
     assert x.tolist() == [50.0] * COUNT
-    rehearsal = Rehearsal(recorder.calls, recorder.exchanged)
+    rehearsal = DryRun(recorder.calls, recorder.exchanged)
     tried, _memory = make(recorder, x, rehearsal)
     tried.run()
     assert rehearsal.was_right()
@@ -71,7 +71,7 @@ def test_a_rehearsal_exchanges_nothing_and_a_run_does() -> None:
 def test_other_content_for_the_ranks_is_noticed() -> None:
     """What the exchange left hides the difference from everything behind it."""
     recorder, x = record(torch.full((COUNT,), 3.0, dtype=torch.bfloat16), OtherRank(), with_ends=False)
-    rehearsal = Rehearsal(recorder.calls, recorder.exchanged)
+    rehearsal = DryRun(recorder.calls, recorder.exchanged)
     tried, _memory = make(recorder, x, rehearsal)
     tried.run()
     assert torch.equal(tried.results[0], x)

@@ -46,7 +46,7 @@ def _fetch(tensor: Tensor, link: DeviceLink) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnRows:
+class SampledRows:
     """Holds the tokens of a step, and the log probabilities that its rows asked for."""
 
     token_ids: Tensor

@@ -17,7 +17,7 @@ _DRAW = np.dtype(
 
 
 @dataclass(frozen=True, slots=True)
-class Members:
+class StepRows:
     """Holds what all steps share that compute the same requests in the same order. Nothing in it changes."""
 
     req_ids: list[str]

@@ -20,7 +20,7 @@ class _Expected:
     """[S]: rows of the batch that get a token each."""
 
 
-class DrawnTokens:
+class SampledTokens:
     """Brings the tokens of every step into the batches of all ranks, although one rank draws them.
 
     A rank of an earlier stage takes them only when a step needs them: until then it computes steps of other requests.

@@ -14,7 +14,7 @@ from ..host.philox import Purpose, uniform
 
 
 @dataclass(frozen=True, slots=True)
-class DrawArrays:
+class SamplingArrays:
     """Holds what the rows of a step ask for, one number a row each; see ``kernels.triton.sample``."""
 
     temperatures: npt.NDArray[np.float64]
@@ -24,7 +24,7 @@ class DrawArrays:
     top_ks: npt.NDArray[np.int32]
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], output_indices: npt.NDArray[np.int64]) -> "DrawArrays":
+    def of(cls, params: Sequence[SamplingParams], output_indices: npt.NDArray[np.int64]) -> "SamplingArrays":
         """Read the parameters of rows, and compute the uniform numbers of their next draws as the host's rule does."""
         seeds = np.array([each.seed for each in params], dtype=np.uint64)
         return cls(
@@ -41,11 +41,11 @@ class DrawArrays:
 
 
 @dataclass(frozen=True, slots=True)
-class RowDraws:
+class SamplingRows:
     """Holds on the device what the rows that draw in a step ask for; see ``kernels.triton.sample``."""
 
     columns: tuple[Tensor, ...]
-    """[S] each, in the order of ``DrawArrays.in_order``."""
+    """[S] each, in the order of ``SamplingArrays.in_order``."""
     rows: Tensor
     """[S] int64."""
     last_tokens: Tensor

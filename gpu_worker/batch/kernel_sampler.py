@@ -10,13 +10,13 @@ from torch import Tensor
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import DrawArgs, load_draw
 from ..kernels.threads import kernel_threads
-from .members import Members
+from .step_rows import StepRows
 
 Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
 
-class Drawer:
+class KernelSampler:
     """Belongs to a batch, whose arrays never move."""
 
     def __init__(self, tokens: Int32s, known: Ints, prompts: Ints) -> None:
@@ -36,11 +36,11 @@ class Drawer:
         )
         self._where = byref(self._args)
         # What the last call had; kept, because the arguments point to it.
-        self._members: Members | None = None
+        self._members: StepRows | None = None
         self._places = self._found = self._drawn[:0]
         self._layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
-    def append(self, members: Members, places: Ints, logits: Tensor) -> Ints | None:
+    def append(self, members: StepRows, places: Ints, logits: Tensor) -> Ints | None:
         """Draw a token for each of the requests ``places`` [n] of a step from logits [n, vocab] of the host, as
         :meth:`~..sampler.sampler.Sampler.sample` does, and append it to its row; a full row keeps its tokens.
 
@@ -61,7 +61,7 @@ class Drawer:
         assert appended >= 0, f"tokens for places {places} of {len(members.rows)} requests: one is not there"
         return self._found if appended else None
 
-    def _point_to(self, members: Members, places: Ints, layout: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    def _point_to(self, members: StepRows, places: Ints, layout: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
         """Let the next calls draw for these places of a step, from logits of this shape and these strides."""
         args, ((count, vocab), (stride, _)) = self._args, layout
         assert len(places) == count, f"{len(places)} tokens are to be drawn from {count} rows of logits"
@@ -72,9 +72,9 @@ class Drawer:
         self._members, self._places, self._found, self._layout = members, places, self._drawn[:count], layout
 
 
-def make_drawer(tokens: Int32s, known: Ints, prompts: Ints) -> Drawer | None:
+def make_kernel_sampler(tokens: Int32s, known: Ints, prompts: Ints) -> KernelSampler | None:
     """Return what draws the tokens of a batch; None: numpy does."""
     try:
-        return Drawer(tokens, known, prompts)
+        return KernelSampler(tokens, known, prompts)
     except KernelsUnavailable:
         return None

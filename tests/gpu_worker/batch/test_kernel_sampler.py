@@ -10,8 +10,8 @@ import torch
 
 from tests.gpu_worker.sampler.host.variants import VARIANTS, params, peaked
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
-from tokenloom.gpu_worker.batch.drawer import Drawer
-from tokenloom.gpu_worker.batch.members import Members
+from tokenloom.gpu_worker.batch.kernel_sampler import KernelSampler
+from tokenloom.gpu_worker.batch.step_rows import StepRows
 from tokenloom.gpu_worker.kernels.threads import set_kernel_threads
 from tokenloom.gpu_worker.sampler.host.sampler import Sampler
 
@@ -27,8 +27,8 @@ class Rows:
     def __init__(self, wanted: Sequence[SamplingParams] = (GREEDY,) * 3) -> None:
         self.tokens = np.zeros((6, 8), dtype=np.int32)
         self.known, self.prompts = np.arange(6), np.ones(6, dtype=np.int64)
-        self._drawer = Drawer(self.tokens, self.known, self.prompts)
-        self._members = Members.find(list(ROWS), ROWS, dict(zip(ROWS.values(), wanted, strict=True)))
+        self._drawer = KernelSampler(self.tokens, self.known, self.prompts)
+        self._members = StepRows.find(list(ROWS), ROWS, dict(zip(ROWS.values(), wanted, strict=True)))
 
     def append(self, logits: torch.Tensor, places: Sequence[int] = (0, 1, 2)) -> list[int] | None:
         found = self._drawer.append(self._members, np.array(places), logits)
@@ -93,7 +93,7 @@ def test_a_part_of_the_requests() -> None:
 
 def test_each_call_draws_for_its_own_members_places_and_logits() -> None:
     """One drawer keeps arguments from call to call: one of them changes at a time here."""
-    rows, other = Rows(), Members.find(["c", "a", "b"], ROWS, dict.fromkeys(ROWS.values(), GREEDY))
+    rows, other = Rows(), StepRows.find(["c", "a", "b"], ROWS, dict.fromkeys(ROWS.values(), GREEDY))
     three, two, members = np.array([0, 1, 2]), np.array([2, 0]), rows._members
     wide = torch.eye(3, 9)
     calls = [

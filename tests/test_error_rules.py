@@ -23,7 +23,6 @@ KEPT = {
     "gateway/batches/batch_run.py:run": "its caller fails the batch",
     "gateway/routes/lora_routes.py:_read": "an HTTP handler; no task",
     "runtime/held_sockets/held_port.py:_connect": "connects a socket, which raises OSError only",
-    "runtime/local_streams/call.py:read": "a method of a call; no task",
 }
 """Why a coroutine may let other errors through, by file and name."""
 

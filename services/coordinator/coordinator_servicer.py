@@ -34,9 +34,9 @@ from tokenloom.v1.types_pb2 import EngineRole
 from .caches.cache_followers import CacheFollowers
 from .engines.engine_registry import Registry
 from .engines.engine_stream import EngineStream, to_duration
-from .engines.groups import Commands, Groups
+from .engines.groups import Commands, DataParallelGroups
 from .engines.report_checks import check_identity, check_report
-from .enrolments import Enrolments
+from .enrolled_replicas import EnrolledReplicas
 from .feed.snapshot_feed import SnapshotFeed
 from .picks.pick_metrics import PickMetrics
 from .picks.pick_slices import PickSlices
@@ -70,8 +70,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._epoch = epoch
         self._picks = picks
         self._streams: dict[str, EngineStream] = {}  # one for each joined engine
-        self._enrolments = Enrolments()
-        self._groups = Groups()
+        self._enrolments = EnrolledReplicas()
+        self._groups = DataParallelGroups()
         self._complete = asyncio.Event()
         self._closing = False
         self._slices = PickSlices(self._pick)

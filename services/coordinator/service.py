@@ -19,7 +19,7 @@ from .engines.predecessor import Predecessor
 from .lease.file_lease import FileLease
 from .lease.kubernetes_api import LeaseApi
 from .lease.kubernetes_lease import KubernetesLease
-from .lease.lease import Lease
+from .lease.lease import LeaderLease
 from .picks.pick_metrics import PickMetrics
 from .standby import take_over
 
@@ -30,7 +30,7 @@ class CoordinatorService:
     With a lease, only its holder listens, so that every peer that connects reaches the active coordinator.
     """
 
-    def __init__(self, settings: CoordinatorSettings, lease: Lease | None = None) -> None:
+    def __init__(self, settings: CoordinatorSettings, lease: LeaderLease | None = None) -> None:
         """``lease``: None for the one that the settings name, if they do."""
         self._settings = settings
         self._lease = lease
@@ -90,7 +90,7 @@ class CoordinatorService:
             await self._lease.release()
 
 
-def _lease(settings: CoordinatorSettings, host: Host) -> Lease | None:
+def _lease(settings: CoordinatorSettings, host: Host) -> LeaderLease | None:
     kind, _, name = settings.lease.partition(":")
     if kind == "file":
         return FileLease(Path(name))

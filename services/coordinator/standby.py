@@ -8,12 +8,12 @@ from tokenloom.services.runtime.tasks import first_of
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 
 from .engines.predecessor import Predecessor
-from .lease.lease import Lease
+from .lease.lease import LeaderLease
 
 log = logging.getLogger(__name__)
 
 
-async def take_over(lease: Lease, channels: Channels, address: str, predecessor: Predecessor) -> None:
+async def take_over(lease: LeaderLease, channels: Channels, address: str, predecessor: Predecessor) -> None:
     """Return when this process holds the lease. ``predecessor``: takes what the coordinator at ``address`` shows until
     then."""
     log.info("waiting for the lease")

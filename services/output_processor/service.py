@@ -19,16 +19,16 @@ from tokenloom.v1.output_processor_pb2 import ProcessInput
 from tokenloom.v1.output_processor_pb2_grpc import OutputProcessorServicer, add_OutputProcessorServicer_to_server
 from tokenloom.v1.types_pb2 import Fingerprint, Hello
 
+from .gateway_stream import GatewayStream
+from .gateway_streams import GatewayStreams
 from .output_processor_settings import Drain, OutputProcessorSettings
 from .placement.engine_links import EngineLinks
 from .placement.placement import Placer
 from .request.kept_requests import KeptRequests
-from .request.metrics import Metrics
+from .request.live_request import LiveRequestLimit, default_prompt_bytes
+from .request.metrics import OutputProcessorMetrics
 from .request.requests import Requests
-from .request.room import Room, default_prompt_bytes
 from .request.sample_group import SampleGroup
-from .stream.gateway_session import Session
-from .stream.sessions import Sessions
 from .text.vocabulary import Vocabulary
 
 Load: TypeAlias = Callable[[Path, OutputProcessorSettings], tuple[CheckpointInfo, Vocabulary, Fingerprint]]
@@ -66,7 +66,7 @@ class OutputProcessorService:
                 initial_credit=INITIAL_CREDIT,
             )
 
-        sessions = Sessions()
+        sessions = GatewayStreams()
         links = EngineLinks(
             greet,
             host.failed,
@@ -92,8 +92,10 @@ class OutputProcessorService:
             placer,
             vocabulary,
             frozenset(info.eos_token_ids),
-            Metrics(host.metrics, lambda: requests.num_live, lambda: links.num_open),
-            room=Room(settings.max_requests, settings.max_prompt_bytes or default_prompt_bytes(memory_limit())),
+            OutputProcessorMetrics(host.metrics, lambda: requests.num_live, lambda: links.num_open),
+            room=LiveRequestLimit(
+                settings.max_requests, settings.max_prompt_bytes or default_prompt_bytes(memory_limit())
+            ),
             kept=kept,
             tracer=host.tracer,
             clock=host.clock.nanoseconds,
@@ -115,7 +117,7 @@ async def _cancelled(task: "asyncio.Task[Any]") -> None:
 
 
 class _Servicer(OutputProcessorServicer):
-    def __init__(self, hello: Hello, requests: Requests, sessions: Sessions) -> None:
+    def __init__(self, hello: Hello, requests: Requests, sessions: GatewayStreams) -> None:
         self._hello = hello
         self._requests = requests
         self._sessions = sessions
@@ -123,12 +125,12 @@ class _Servicer(OutputProcessorServicer):
     async def Process(  # type: ignore[override]  # it writes to the context, because a generator costs more per frame
         self, request_iterator: AsyncIterator[ProcessInput], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        session = Session(self._hello, self._requests)
+        session = GatewayStream(self._hello, self._requests)
         with self._sessions.joined(session):
             await session.run(request_iterator, context.write)
 
 
-async def _drain(sessions: Sessions, requests: Requests, mode: Drain) -> None:
+async def _drain(sessions: GatewayStreams, requests: Requests, mode: Drain) -> None:
     """Announce that this process leaves, then let live requests finish, or move them to other output processors: at
     once or, in mode ``finish``, when the drain timeout has passed."""
     # First, so that gateways know it before the first refusal: 10 of 47 requests were lost while refusals came sooner.

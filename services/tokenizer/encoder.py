@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PromptTruncation:
     """Limits the tokens of a prompt: drops tokens of its text, or of a pair's second text, never special tokens."""
 
     max_tokens: int
@@ -37,7 +37,7 @@ class Cut:
         return [position for position in range(len(sequence_ids)) if position not in dropped]
 
 
-class Encoder:
+class TextEncoder:
     """Runs a tokenizer in its own threads."""
 
     def __init__(self, tokenizer: Tokenizer, *, block_size: int, max_text_bytes: int, num_threads: int) -> None:
@@ -56,7 +56,7 @@ class Encoder:
         salt: bytes,
         want_token_strings: bool = False,
         second_texts: Sequence[str] = (),
-        cut: Cut | None = None,
+        cut: PromptTruncation | None = None,
     ) -> list[TokenizedPrompt]:
         """Return the ids of each text and, if wanted, the prefixes of its block hashes and the strings of its tokens.
 
@@ -93,7 +93,7 @@ class Encoder:
         want_hashes: bool,
         salt: bytes,
         want_token_strings: bool,
-        cut: Cut | None,
+        cut: PromptTruncation | None,
     ) -> list[TokenizedPrompt]:
         prompts = []
         for text, second in pairs:

@@ -6,7 +6,7 @@ from tokenloom.services.runtime.telemetry.fast_metrics import Counter, Histogram
 from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS
 
 
-class Metrics:
+class TokenizerMetrics:
     """Counts tokens, and measures the calls that were answered, by method."""
 
     def __init__(self, registry: CollectorRegistry) -> None:

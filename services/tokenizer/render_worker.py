@@ -1,8 +1,8 @@
 """Renders chat templates in a process that can be killed: ``python -m tokenloom.services.tokenizer.render_worker``.
 
-The process exchanges JSON behind 4-byte big-endian lengths over stdin and stdout: first ``Setup``, answered by a
-``Reply`` without text, then one ``Reply`` for each ``Job``. It ends when stdin does. Its memory is limited, and a job
-that exceeds its time ends the process even if the parent is gone.
+The process exchanges JSON behind 4-byte big-endian lengths over stdin and stdout: first ``RenderSetup``, answered by a
+``RenderReply`` without text, then one ``RenderReply`` for each ``RenderJob``. It ends when stdin does. Its memory is
+limited, and a job that exceeds its time ends the process even if the parent is gone.
 """
 
 import json
@@ -17,7 +17,7 @@ from .chat_template import ChatTemplate, TemplateRefused, TemplateTooLong
 LENGTH = struct.Struct(">I")
 
 
-class Setup(TypedDict):
+class RenderSetup(TypedDict):
     """Carries the template and the limits; the first message."""
 
     source: str
@@ -26,7 +26,7 @@ class Setup(TypedDict):
     seconds: float
 
 
-class Job(TypedDict):
+class RenderJob(TypedDict):
     """Carries a conversation to render, as the unparsed JSON of the request."""
 
     messages_json: str
@@ -36,15 +36,15 @@ class Job(TypedDict):
     continue_final_message: bool
 
 
-class Reply(TypedDict, total=False):
-    """Carries one of these fields, or none in answer to ``Setup``."""
+class RenderReply(TypedDict, total=False):
+    """Carries one of these fields, or none in answer to ``RenderSetup``."""
 
     text: str
     refused: str
     too_long: str
 
 
-def pack(message: Setup | Job | Reply) -> bytes:
+def pack(message: RenderSetup | RenderJob | RenderReply) -> bytes:
     """Encode a message for the pipe. Raises ``UnicodeEncodeError`` when it contains half a surrogate pair."""
     data = json.dumps(message, ensure_ascii=False).encode()
     return LENGTH.pack(len(data)) + data
@@ -53,15 +53,17 @@ def pack(message: Setup | Job | Reply) -> bytes:
 def main() -> None:
     """Serve until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole group; the parent decides
-    setup: Setup = _read(sys.stdin.buffer) or sys.exit()
+    setup: RenderSetup = _read(sys.stdin.buffer) or sys.exit()
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
     signal.setitimer(signal.ITIMER_REAL, setup["seconds"])  # SIGALRM's default action ends the process
     try:
         template = ChatTemplate(setup["source"], setup["special_tokens"])
     except (ValueError, MemoryError, RecursionError) as error:
-        _write(pack(Reply(refused=_printable(str(error) or "Compiling the chat template takes too much memory."))))
+        _write(
+            pack(RenderReply(refused=_printable(str(error) or "Compiling the chat template takes too much memory.")))
+        )
         return
-    _write(pack(Reply()))
+    _write(pack(RenderReply()))
     while True:
         signal.setitimer(signal.ITIMER_REAL, 0)
         if (job := _read(sys.stdin.buffer)) is None:
@@ -70,22 +72,22 @@ def main() -> None:
         _write(_answer(template, job))
 
 
-def _answer(template: ChatTemplate, job: Job) -> bytes:
+def _answer(template: ChatTemplate, job: RenderJob) -> bytes:
     try:
-        return pack(Reply(text=_render(template, job)))
+        return pack(RenderReply(text=_render(template, job)))
     except TemplateRefused as error:
-        return pack(Reply(refused=_printable(str(error))))
+        return pack(RenderReply(refused=_printable(str(error))))
     except TemplateTooLong as error:
-        return pack(Reply(too_long=str(error)))
+        return pack(RenderReply(too_long=str(error)))
     except MemoryError:
-        return pack(Reply(too_long="Rendering the conversation took too much memory."))
+        return pack(RenderReply(too_long="Rendering the conversation took too much memory."))
     except UnicodeEncodeError:
-        return pack(Reply(refused="The messages contain half a surrogate pair, which is not a character."))
+        return pack(RenderReply(refused="The messages contain half a surrogate pair, which is not a character."))
     except (ValueError, RecursionError) as error:
-        return pack(Reply(refused=f"The messages are not the expected JSON: {_printable(str(error))}"))
+        return pack(RenderReply(refused=f"The messages are not the expected JSON: {_printable(str(error))}"))
 
 
-def _render(template: ChatTemplate, job: Job) -> str:
+def _render(template: ChatTemplate, job: RenderJob) -> str:
     messages = _objects(job["messages_json"])
     if job["continue_final_message"] and not messages:
         raise ValueError("there is no final message to continue")

@@ -9,7 +9,7 @@ from typing import Self
 
 from tokenloom.request import errors
 
-from .render_worker import LENGTH, Job, Reply, Setup, pack
+from .render_worker import LENGTH, RenderJob, RenderReply, RenderSetup, pack
 
 MAX_WAITING = 256
 """Conversations that wait for a worker; more are refused with an error that invites a retry."""
@@ -28,7 +28,7 @@ class RenderProcess:
         self._writer = writer
 
     @classmethod
-    async def start(cls, setup: Setup) -> Self:
+    async def start(cls, setup: RenderSetup) -> Self:
         """Start a worker. Raises ``Unavailable`` when it does not start, ``InvalidArgument`` for a wrong template."""
         ours, theirs = socket.socketpair()
         try:
@@ -51,7 +51,7 @@ class RenderProcess:
             raise errors.InvalidArgument(reply["refused"], "model")
         return worker
 
-    async def exchange(self, request: bytes, seconds: float) -> Reply:
+    async def exchange(self, request: bytes, seconds: float) -> RenderReply:
         """Send a packed message and return the answer. When this is cut short, :meth:`kill` the process.
 
         Raises ``TimeoutError`` after ``seconds``, ``IncompleteReadError`` or ``ConnectionError`` if the process ended.
@@ -60,7 +60,7 @@ class RenderProcess:
             self._writer.write(request)
             await self._writer.drain()
             (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-            reply: Reply = json.loads(await self._reader.readexactly(length))
+            reply: RenderReply = json.loads(await self._reader.readexactly(length))
             return reply
 
     async def kill(self) -> None:
@@ -75,7 +75,7 @@ class Renderer:
 
     def __init__(self, source: str, special_tokens: dict[str, str], *, num_workers: int, seconds: float) -> None:
         """``special_tokens``: by the name that the template uses. ``seconds``: limit of each rendering."""
-        self._setup = Setup(
+        self._setup = RenderSetup(
             source=source,
             special_tokens=special_tokens,
             memory_bytes=_MEMORY_BYTES,
@@ -93,7 +93,7 @@ class Renderer:
             worker = self._idle.get_nowait()
             self._idle.put_nowait(worker or await RenderProcess.start(self._setup))
 
-    async def render(self, job: Job) -> str:
+    async def render(self, job: RenderJob) -> str:
         """Return the rendered conversation.
 
         Raises ``InvalidArgument`` when the template refuses it, ``ResourceExhausted`` when it grows past its limit or

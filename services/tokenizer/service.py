@@ -15,8 +15,8 @@ from tokenloom.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
 from tokenloom.v1.types_pb2 import Fingerprint
 
 from . import output_format
-from .encoder import Encoder
-from .metrics import Metrics
+from .encoder import TextEncoder
+from .metrics import TokenizerMetrics
 from .renderer import Renderer
 from .tokenizer_servicer import TokenizerServicer
 from .tokenizer_settings import TokenizerSettings
@@ -27,13 +27,13 @@ class TokenizerService:
 
     def __init__(self, settings: TokenizerSettings) -> None:
         self._settings = settings
-        self._encoder: Encoder | None = None
+        self._encoder: TextEncoder | None = None
         self._renderer: Renderer | None = None
 
     async def start(self, host: Host) -> None:
         settings = self._settings
         info, tokenizer, answer = await asyncio.to_thread(_load, settings)
-        self._encoder = Encoder(
+        self._encoder = TextEncoder(
             tokenizer,
             block_size=settings.block_size,
             max_text_bytes=settings.max_text_bytes,
@@ -47,7 +47,7 @@ class TokenizerService:
                 seconds=settings.render_timeout,
             )
             await self._renderer.start()
-        servicer = TokenizerServicer(self._encoder, self._renderer, answer, Metrics(host.metrics))
+        servicer = TokenizerServicer(self._encoder, self._renderer, answer, TokenizerMetrics(host.metrics))
         host.add_servicer(add_TokenizerServicer_to_server, servicer)
 
     async def drain(self) -> None:

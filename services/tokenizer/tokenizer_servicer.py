@@ -18,10 +18,10 @@ from tokenloom.v1.tokenizer_pb2 import (
 )
 from tokenloom.v1.tokenizer_pb2_grpc import TokenizerServicer as TokenizerServicerBase
 
-from .encoder import Cut, Encoder
-from .metrics import Metrics
+from .encoder import PromptTruncation, TextEncoder
+from .metrics import TokenizerMetrics
 from .output_format import opens_reasoning
-from .render_worker import Job
+from .render_worker import RenderJob
 from .renderer import Renderer
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -31,7 +31,7 @@ class TokenizerServicer(TokenizerServicerBase):
     """Answers calls without state: any replica can answer, and any call may be retried."""
 
     def __init__(
-        self, encoder: Encoder, renderer: Renderer | None, info: GetTokenizerInfoResponse, metrics: Metrics
+        self, encoder: TextEncoder, renderer: Renderer | None, info: GetTokenizerInfoResponse, metrics: TokenizerMetrics
     ) -> None:
         """``renderer``: None when the model has no chat template."""
         self._encoder = encoder
@@ -48,7 +48,7 @@ class TokenizerServicer(TokenizerServicerBase):
             salt=request.cache_salt,
             want_token_strings=request.want_token_strings,
             second_texts=request.second_texts,
-            cut=Cut(request.max_tokens, request.keep_first) if request.max_tokens else None,
+            cut=PromptTruncation(request.max_tokens, request.keep_first) if request.max_tokens else None,
         )
         self._metrics.encode.observe(time.monotonic() - started)
         self._metrics.tokens.inc(sum(len(prompt.token_ids) for prompt in prompts))
@@ -83,7 +83,7 @@ class TokenizerServicer(TokenizerServicerBase):
         return self._info
 
 
-def _job(request: EncodeChatRequest) -> Job:
+def _job(request: EncodeChatRequest) -> RenderJob:
     texts = []
     for field, data in (
         ("messages", request.messages_json),
@@ -95,7 +95,7 @@ def _job(request: EncodeChatRequest) -> Job:
         except UnicodeDecodeError:
             raise errors.InvalidArgument(f"{field} is not UTF-8.", field) from None
     messages, tools, template_kwargs = texts
-    return Job(
+    return RenderJob(
         messages_json=messages,
         tools_json=tools,
         template_kwargs_json=template_kwargs,

@@ -27,7 +27,7 @@ from tokenloom.services.gateway.routes.api_routes import api_routes
 from tokenloom.services.gateway.serving.served_mesh import ServedMesh
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.tenants.tenant_limits import TenantLimits
-from tokenloom.services.runtime.peers.members import Members
+from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
@@ -108,7 +108,7 @@ class Gateway:
         self.backlog = Backlog(60.0, random)
         self.admission = Admission(self.clients.shares, self.backlog)
         self.outputs = OutputPool(
-            Members(addresses),
+            PeerMembers(addresses),
             "gateway",
             1,
             self.processors,  # type: ignore[arg-type]

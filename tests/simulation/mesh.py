@@ -24,7 +24,7 @@ from tokenloom.services.gateway.settings.mesh_spec import mesh_specs
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
 from tokenloom.services.output_processor.service import OutputProcessorService
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.services.runtime.host.surroundings import Surroundings
+from tokenloom.services.runtime.host.host_dependencies import HostDependencies
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
 from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from tokenloom.v1.types_pb2 import Fingerprint
@@ -155,13 +155,15 @@ class Mesh:
             self.network, self.plan.seed, settings, bound, may_stand_by=may_stand_by
         )
 
-    def _coordinator(self, settings: CoordinatorSettings, process: Process, world: Surroundings) -> CoordinatorService:
+    def _coordinator(
+        self, settings: CoordinatorSettings, process: Process, world: HostDependencies
+    ) -> CoordinatorService:
         if self.plan.num_coordinators == 1:
             return CoordinatorService(settings)
         identity = f"{settings.instance_id}_{world.random.getrandbits(64):016x}"
         return CoordinatorService(settings, KubernetesLease(self.leases, "coordinator", identity))
 
-    def _engine(self, settings: EngineSettings, process: Process, world: Surroundings) -> SimulatedEngine:
+    def _engine(self, settings: EngineSettings, process: Process, world: HostDependencies) -> SimulatedEngine:
         transports = [MemoryTransport(self.pools, process)] if settings.kv_transports else []
         config = _core_config(settings)
         return SimulatedEngine(
@@ -220,15 +222,15 @@ def _gateway_settings(name: str, processors: tuple[str, ...]) -> GatewaySettings
     )
 
 
-def _tokenizer(settings: TokenizerSettings, process: Process, world: Surroundings) -> TokenizerStub:
+def _tokenizer(settings: TokenizerSettings, process: Process, world: HostDependencies) -> TokenizerStub:
     return TokenizerStub(settings)
 
 
 def _output_processor(
-    settings: OutputProcessorSettings, process: Process, world: Surroundings
+    settings: OutputProcessorSettings, process: Process, world: HostDependencies
 ) -> OutputProcessorService:
     return OutputProcessorService(settings, load_once)
 
 
-def _gateway(settings: GatewaySettings, process: Process, world: Surroundings) -> SimulatedGateway:
+def _gateway(settings: GatewaySettings, process: Process, world: HostDependencies) -> SimulatedGateway:
     return SimulatedGateway(settings)

@@ -6,9 +6,9 @@ from random import Random
 from typing import Any
 
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.host.host_dependencies import HostDependencies
 from tokenloom.services.runtime.host.service import Service, running
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
-from tokenloom.services.runtime.host.surroundings import Surroundings
 from tokenloom.services.runtime.tasks import first_of
 
 from .network import Network
@@ -18,7 +18,7 @@ from .virtual_loop import Process
 START_SECONDS = 30.0
 """A part that has not started by then never will."""
 
-Make = Callable[[Process, Surroundings], Service]
+Make = Callable[[Process, HostDependencies], Service]
 """Makes the service of one process."""
 
 

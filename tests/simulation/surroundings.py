@@ -8,11 +8,11 @@ import grpc
 import grpc.aio
 
 from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
-from tokenloom.services.runtime.host.listener import Listener
+from tokenloom.services.runtime.host.host_dependencies import Clock, HostDependencies, Port
+from tokenloom.services.runtime.host.host_dependencies import Network as HostNetwork
+from tokenloom.services.runtime.host.listener import ServiceListener
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.runtime.host.servicer_edge import Edge
-from tokenloom.services.runtime.host.surroundings import Clock, Port, Surroundings
-from tokenloom.services.runtime.host.surroundings import Network as HostNetwork
 from tokenloom.services.runtime.local_streams.call import LocalCall
 from tokenloom.services.runtime.local_streams.server import ServerCall
 from tokenloom.services.runtime.peers.channels import Channels
@@ -26,11 +26,11 @@ from .pipe import Pipe
 from .virtual_loop import Process
 
 
-def surroundings(network: Network, process: Process, random: Random) -> Surroundings:
+def surroundings(network: Network, process: Process, random: Random) -> HostDependencies:
     """Return the surroundings of one simulated process."""
     loop = network.loop
     clock = Clock(loop.time, lambda: round(loop.time() * 1e9))
-    return Surroundings(_Sockets(network, process), random, clock)
+    return HostDependencies(_Sockets(network, process), random, clock)
 
 
 class _Call:
@@ -42,7 +42,7 @@ class _Call:
         self.method = method
 
 
-class _Listening(Listener):
+class _Listening(ServiceListener):
     """Serves an edge at an address of the network."""
 
     def __init__(self, network: Network, process: Process, address: str, edge: Edge) -> None:
@@ -88,7 +88,7 @@ class _Sockets(HostNetwork):
         self._network = network
         self._process = process
 
-    def listener(self, settings: ServiceSettings, edge: Edge) -> Listener:
+    def listener(self, settings: ServiceSettings, edge: Edge) -> ServiceListener:
         return _Listening(self._network, self._process, settings.listen, edge)
 
     def port(

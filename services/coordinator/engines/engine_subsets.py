@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.peers import subset
-from tokenloom.services.runtime.peers.subset import Position
+from tokenloom.services.runtime.peers.subset import ReplicaPosition
 from tokenloom.services.runtime.placement.pool import Pool
 from tokenloom.v1.coordinator_pb2 import Subset
 from tokenloom.v1.types_pb2 import EngineRole
@@ -52,7 +52,7 @@ class EngineSubsets:
                 self._found.clear()
             if (rings := self._rings.get(pool)) is None:
                 rings = self._rings[pool] = subset.rings(engines())
-            found = subset.of_rings(rings, Position(wanted.index, wanted.count), wanted.size)
+            found = subset.of_rings(rings, ReplicaPosition(wanted.index, wanted.count), wanted.size)
             self._found[key] = make(found) if len(found) < sum(map(len, rings)) else None
         return self._found[key]
 

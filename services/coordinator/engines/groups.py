@@ -32,7 +32,7 @@ class _Group:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Groups:
+class DataParallelGroups:
     """Holds the groups of the engines that have joined."""
 
     def __init__(self) -> None:

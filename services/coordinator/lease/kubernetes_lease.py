@@ -27,7 +27,7 @@ POLL_SECONDS = 0.25
 """How often a pod that waits looks; it looks too when the lease ends, if that is earlier."""
 
 
-class Api(Protocol):
+class LeaseRequests(Protocol):
     """What a lease needs of the API server; see :class:`.LeaseApi`. All methods raise ``ApiError``."""
 
     async def get(self, name: str) -> Object: ...
@@ -42,7 +42,7 @@ class Api(Protocol):
 class KubernetesLease:
     """Competes for the Lease ``name`` as ``identity``, which must be unique among the pods."""
 
-    def __init__(self, api: Api, name: str, identity: str) -> None:
+    def __init__(self, api: LeaseRequests, name: str, identity: str) -> None:
         self._api = api
         self._name = name
         self._identity = identity

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 
-class Lease(Protocol):
+class LeaderLease(Protocol):
     """Is held by one process at a time."""
 
     async def acquire(self) -> None:

@@ -18,7 +18,7 @@ _MAX_BEHIND = 2048
 """Blocks that wait until they are entered together: each piece for itself would take several times as long."""
 
 
-class Piece(NamedTuple):
+class LoggedBlocks(NamedTuple):
     """Says where a part of a prompt is: its blocks from ``begin`` to ``end`` are from ``position`` on in the log."""
 
     begin: int
@@ -55,10 +55,10 @@ class BlockLog:
         starts = self._starts
         return self.num_blocks + num_blocks <= self.max_blocks and starts.num_entries < starts.max_entries
 
-    def leading(self, words: Words, position: int = -1) -> list[Piece]:
+    def leading(self, words: Words, position: int = -1) -> list[LoggedBlocks]:
         """Return where the leading blocks of a prompt are, as far as they are known, or blocks that follow each other
         from the one at ``position`` on."""
-        pieces: list[Piece] = []
+        pieces: list[LoggedBlocks] = []
         begin = 0
         while begin < len(words) and (position >= 0 or (position := self._starts.get(int(words[begin]))) >= 0):
             known = self._words[position : min(position + len(words) - begin, self.num_blocks)]
@@ -68,7 +68,7 @@ class BlockLog:
                 length = len(known)
             elif not length:
                 break  # the table has found another word
-            pieces.append(Piece(begin, begin + length, position))
+            pieces.append(LoggedBlocks(begin, begin + length, position))
             begin, position = begin + length, -1
         return pieces
 

@@ -8,10 +8,10 @@ import numpy as np
 from tokenloom.request.prefix_schedule import LEADING_BLOCKS, MAX_HASHES
 from tokenloom.services.runtime.placement.engine_columns import IntColumn
 
-from .block_groups import Groups
-from .block_log import BLOCK_BYTES, SEARCHABLE_BLOCK_BYTES, BlockLog, Piece
+from .block_holders import BlockHolders
+from .block_log import BLOCK_BYTES, SEARCHABLE_BLOCK_BYTES, BlockLog, LoggedBlocks
+from .hash_runs import HashRuns
 from .hash_table import Values, Words, words_of
-from .stretches import Stretches
 
 MAX_BLOCKS = 1 << 16
 """Blocks remembered of one engine at most."""
@@ -29,7 +29,7 @@ class _Generation:
 
     def __init__(self, max_blocks: int, *, is_searchable: bool) -> None:
         self.log = BlockLog(max_blocks, is_searchable=is_searchable)
-        self.groups = Groups()
+        self.groups = BlockHolders()
 
 
 class Run(NamedTuple):
@@ -70,7 +70,7 @@ class PrefixIndex:
     stands for all of its prefix, so the blocks of a prompt that an engine has are always the leading ones.
 
     Two bounds decide what is kept. Of each engine, at most as many blocks as its cache holds, in eighths that are
-    forgotten together, the least recently picked first (:class:`.Stretches`). Of all engines, as many blocks as fit
+    forgotten together, the least recently picked first (:class:`.HashRuns`). Of all engines, as many blocks as fit
     into ``max_bytes``: a young generation takes every block that is picked, and when it is full, it becomes the old
     one, and the old one is forgotten. Thus between half and all of the capacity holds the most recently picked blocks.
     256 MiB are 7 to 14 million different blocks of any number of engines, and 4 to 8 million once evictions are
@@ -83,10 +83,10 @@ class PrefixIndex:
     def __init__(self, max_bytes: int) -> None:
         self._max_log_bytes = int(max_bytes * _LOG_SHARE / 2)
         self._max_group_bytes = int(max_bytes * (1 - _LOG_SHARE) / 2)
-        self._stretches = Stretches()
+        self._stretches = HashRuns()
         self._is_searchable = False  # what is remembered from the first eviction on
         self._young, self._old = (_Generation(0, is_searchable=False) for _ in range(2))
-        self._swept: list[Groups] = []
+        self._swept: list[BlockHolders] = []
 
     def open(self, row: int, num_blocks: int) -> None:
         """Add an engine, or forget what was remembered of the one in its row. ``num_blocks``: what its cache holds."""
@@ -191,7 +191,7 @@ class PrefixIndex:
             for piece in self._old.log.leading(words) if self._old.log.num_blocks else ():
                 if piece.end > num_known:
                     skipped = max(num_known - piece.begin, 0)
-                    rest = Piece(piece.begin + skipped, piece.end, piece.position + skipped)
+                    rest = LoggedBlocks(piece.begin + skipped, piece.end, piece.position + skipped)
                     runs += [Run(run.begin, run.end, run.value, -1) for run in _runs(self._old.log, rest, _OLD)]
                     num_found = piece.end
             if num_found < len(words):
@@ -276,7 +276,7 @@ class PrefixIndex:
         self._stretches.recycle()
 
 
-def _runs(log: BlockLog, piece: Piece, offset: int) -> list[Run]:
+def _runs(log: BlockLog, piece: LoggedBlocks, offset: int) -> list[Run]:
     """Return the runs of a piece; ``offset`` is added to the values."""
     begin, end, position = piece
     values = log.values[position : position + end - begin]

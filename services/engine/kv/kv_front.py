@@ -14,8 +14,8 @@ from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument, Unimplemented
 from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.host.host_dependencies import Network, Port
 from tokenloom.services.runtime.host.servicer_edge import Edge
-from tokenloom.services.runtime.host.surroundings import Network, Port
 from tokenloom.services.runtime.peers.callers import check_caller
 from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.services.runtime.tasks import first_of

@@ -10,7 +10,7 @@ from tokenloom.request.reservation import AdmissionLimit
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers import hello
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.peers.members import Members
+from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget
 from tokenloom.services.runtime.streams.client_stream import INITIAL_CREDIT
 from tokenloom.v1 import output_processor_pb2 as pb
@@ -47,7 +47,7 @@ class OutputPool:
 
     def __init__(
         self,
-        members: Members,
+        members: PeerMembers,
         peer_id: str,
         epoch: int,
         channels: Channels,

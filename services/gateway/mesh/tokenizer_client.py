@@ -13,7 +13,7 @@ from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
-from tokenloom.services.runtime.peers.members import Members
+from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
 from tokenloom.services.runtime.telemetry.tracing import CURRENT
 from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
@@ -46,7 +46,7 @@ class TokenizerClient:
         info: What the replicas serve; None until the first one has answered.
     """
 
-    def __init__(self, members: Members, channels: Channels, fall_backs: FallBacks | None = None) -> None:
+    def __init__(self, members: PeerMembers, channels: Channels, fall_backs: FallBacks | None = None) -> None:
         """``fall_backs``: where it is noted that a replica serves something else; None: nowhere."""
         self._members = members
         self._channels = channels

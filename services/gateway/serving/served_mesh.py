@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry, Counter
 
 from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, marks_of
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.services.runtime.peers.enrolment import Enrolment
-from tokenloom.services.runtime.peers.members import Members
+from tokenloom.services.runtime.peers.members import PeerMembers
+from tokenloom.services.runtime.peers.replica_index import ReplicaIndex
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 
 from ..assistant.message_plans import MessagePlans
@@ -75,8 +75,8 @@ async def connect(
     spec: MeshSpec, settings: GatewaySettings, host: Host, shares: TenantShares, metrics: MeshMetrics
 ) -> ServedMesh:
     """Connect to the other parts. Returns once a tokenizer has reported which model it serves."""
-    tokenizer_members = Members(spec.tokenizers, size=settings.peer_subset)
-    output_members = Members(spec.output_processors, size=settings.peer_subset)
+    tokenizer_members = PeerMembers(spec.tokenizers, size=settings.peer_subset)
+    output_members = PeerMembers(spec.output_processors, size=settings.peer_subset)
     tokenizers = TokenizerClient(tokenizer_members, host.channels, host.fall_backs)
     view = MeshView(spec.coordinator, host.channels, host.fall_backs)
     outputs = OutputPool(
@@ -135,9 +135,9 @@ async def connect(
     return ServedMesh(ModelNames(names, view), plans, generator, pooler, tokenizers, outputs, view, health, counts)
 
 
-async def _enroll(spec: MeshSpec, settings: GatewaySettings, host: Host, peers: Sequence[Members]) -> None:
+async def _enroll(spec: MeshSpec, settings: GatewaySettings, host: Host, peers: Sequence[PeerMembers]) -> None:
     """Keep this gateway's position among the gateways of the mesh, from which its subsets of large meshes follow."""
-    enrolment = Enrolment("gateway", settings.instance_id)
+    enrolment = ReplicaIndex("gateway", settings.instance_id)
 
     def moved() -> None:
         assert enrolment.position is not None

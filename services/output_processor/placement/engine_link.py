@@ -35,30 +35,30 @@ class _StepHangs(errors.Unavailable):
 class AttemptOwner(Protocol):
     """Receives what an engine reports of its attempts. No call follows ``on_finished`` or ``on_lost``."""
 
-    def on_kv_granted(self, attempt: "Attempt", kv: KVSource) -> None:
+    def on_kv_granted(self, attempt: "EngineAttempt", kv: KVSource) -> None:
         """Called when the prefill takes more steps: its KV may be read meanwhile."""
 
-    def on_prompt_logprobs(self, attempt: "Attempt", token_index: int, logprobs: Logprobs) -> None:
+    def on_prompt_logprobs(self, attempt: "EngineAttempt", token_index: int, logprobs: Logprobs) -> None:
         """Called with log probabilities of prompt tokens, from this position on."""
 
     def on_tokens(
-        self, attempt: "Attempt", token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None
+        self, attempt: "EngineAttempt", token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None
     ) -> None:
         """Called with new tokens; ``token_index`` is the position of the first of them in the whole output."""
 
-    def on_pooled(self, attempt: "Attempt", part: Pooled) -> None:
+    def on_pooled(self, attempt: "EngineAttempt", part: Pooled) -> None:
         """Called with the result of a pooling request, or the next part of it."""
 
-    def on_finished(self, attempt: "Attempt", finished: Finished) -> None:
+    def on_finished(self, attempt: "EngineAttempt", finished: Finished) -> None:
         """Called when the attempt has ended."""
 
-    def on_lost(self, attempt: "Attempt", *, is_alone: bool) -> None:
+    def on_lost(self, attempt: "EngineAttempt", *, is_alone: bool) -> None:
         """Called when the engine died, fell silent or hangs. ``is_alone``: this link carried no other request, and the
         engine did not just fall silent, as one does that is frozen or cut off."""
 
 
 @dataclass(slots=True, eq=False)
-class Attempt:
+class EngineAttempt:
     """Describes one attempt at a request, or at its beginning, on one engine.
 
     Attributes:
@@ -84,7 +84,7 @@ class Attempt:
     owner: AttemptOwner = field(init=False)
 
 
-class EngineLink(ClientStream[EngineInput, EngineFrame, Attempt]):
+class EngineLink(ClientStream[EngineInput, EngineFrame, EngineAttempt]):
     """Connects to an engine in ``run``. When ``run`` returns the link is dead, and is never used again."""
 
     def __init__(self, identity: EngineIdentity, hello: Hello, channels: Channels, *, hang_seconds: float) -> None:
@@ -132,7 +132,7 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, Attempt]):
         if self.error is not None:
             raise self.error
 
-    def add(self, request: AddRequest, attempt: Attempt, owner: AttemptOwner) -> None:
+    def add(self, request: AddRequest, attempt: EngineAttempt, owner: AttemptOwner) -> None:
         """Send an attempt; its slot is filled in here. Raises ``Unavailable`` if the engine just died."""
         if self.error is not None:
             raise self.error
@@ -144,23 +144,23 @@ class EngineLink(ClientStream[EngineInput, EngineFrame, Attempt]):
         # append would take twice the memory for a long prompt
         self._message(request.ByteSize()).add.add().CopyFrom(request)
 
-    def accept(self, attempt: Attempt, token_ids: Sequence[int]) -> None:
+    def accept(self, attempt: EngineAttempt, token_ids: Sequence[int]) -> None:
         """Send the first tokens of an attempt that was added ahead of them: it may continue from there."""
         if attempt.slot in self.slots:
             self._message().accept.add(slot=attempt.slot, token_ids=token_ids)
 
-    def stop_at(self, attempt: Attempt, num_tokens: int) -> None:
+    def stop_at(self, attempt: EngineAttempt, num_tokens: int) -> None:
         """Make the attempt end with so many output tokens, because a stop string was found; the engine confirms it."""
         if attempt.slot in self.slots:
             self._message().stop_at.add(slot=attempt.slot, num_tokens=num_tokens)
 
-    def abort(self, attempt: Attempt) -> None:
+    def abort(self, attempt: EngineAttempt) -> None:
         """End an attempt, if it is live; its owner receives no more of it."""
         if self.slots.pop(attempt.slot, None) is not None:
             self.touch()
             self.drop_kv(attempt)
 
-    def drop_kv(self, attempt: Attempt) -> None:
+    def drop_kv(self, attempt: EngineAttempt) -> None:
         """Release the KV that a finished prefill left. This has no effect once another engine reads it."""
         self._message().abort_slots.append(attempt.slot)
 

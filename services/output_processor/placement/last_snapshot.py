@@ -10,7 +10,7 @@ import numpy as np
 from tokenloom.request import errors
 from tokenloom.services.runtime.peers import subset
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
-from tokenloom.services.runtime.peers.subset import Position
+from tokenloom.services.runtime.peers.subset import ReplicaPosition
 from tokenloom.services.runtime.placement import pairing, prefix_homes
 from tokenloom.services.runtime.placement.data_parallel_rank import has_rank
 from tokenloom.services.runtime.placement.engine_columns import EngineColumns, Rows
@@ -136,7 +136,7 @@ class LastSnapshot:
             engines = [self._entries[row] for row in serving]
             rings = subset.rings([(each.identity.engine_id, each.report.role) for each in engines])
             self._rings = [[serving[each] for each in ring] for ring in rings]
-        return subset.of_rings(self._rings, Position(wanted.index, wanted.count), wanted.size)
+        return subset.of_rings(self._rings, ReplicaPosition(wanted.index, wanted.count), wanted.size)
 
     def num_requests(self, key: EngineKey) -> int:
         """Return how many requests an engine last reported; 0 for an engine that is not in the snapshot."""

@@ -8,7 +8,7 @@ import grpc.aio
 
 from tokenloom.process.fall_backs import FallBacks
 from tokenloom.request import errors, wire_errors
-from tokenloom.services.runtime.peers.enrolment import Enrolment
+from tokenloom.services.runtime.peers.replica_index import ReplicaIndex
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget, RetryDebt
 from tokenloom.services.runtime.placement.longest_request import longest_request
 from tokenloom.services.runtime.registry.registry_view import RegistryView
@@ -19,18 +19,18 @@ from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.output_processor_pb2 import Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
-from .engine_link import Attempt, EngineLink
+from .engine_cooldown import EngineCooldown
+from .engine_link import EngineAttempt, EngineLink
 from .engine_links import EngineLinks
 from .engine_search import EngineSearch
 from .last_snapshot import EngineKey, LastSnapshot
-from .left_out import LeftOut
 from .pick_stream import ANSWER_SECONDS, PickStream
 
 _MAX_PICKS = 3  # engines that do not answer before a request waits
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PendingPick:
     """Holds a pick that the coordinator was asked for."""
 
     request: PickRequest
@@ -70,8 +70,8 @@ class Placer:
         self.budget = RetryBudget(clock)
         self._links = links
         self._snapshot = LastSnapshot(fingerprint, clock, seed)
-        self._left_out = LeftOut(clock)
-        self._enrolment = Enrolment("output_processor", instance_id)
+        self._cooldown = EngineCooldown(clock)
+        self._enrolment = ReplicaIndex("output_processor", instance_id)
         self._subset_size = subset_size
         self._subset: Subset | None = None  # None until the position is known
         self._is_closed = False
@@ -94,7 +94,7 @@ class Placer:
             news, self._news = self._news, asyncio.Event()
             news.set()
 
-    def at_once(self, submit: Submit) -> Attempt | None:
+    def at_once(self, submit: Submit) -> EngineAttempt | None:
         """Place the beginning of a request on the only engine of the mesh, without the coordinator: any pick would
         choose it. The attempt is not sent yet, and nothing counts it but the engine's own reports.
 
@@ -105,7 +105,7 @@ class Placer:
         # waits for it: 0.6 ms to the first token. Without it the coordinator takes 1.3 instead of 3.0 µs of CPU per
         # token (batch of 64).
         link = self._only_link(submit)
-        return None if link is None else Attempt(link)
+        return None if link is None else EngineAttempt(link)
 
     def _only_link(self, submit: Submit) -> EngineLink | None:
         only = self._snapshot.only_engine
@@ -114,7 +114,7 @@ class Placer:
         link = self._links.find_open(only)
         return link if link is not None and _fits(submit, link.identity) else None
 
-    def ask(self, submit: Submit) -> Asked | None:
+    def ask(self, submit: Submit) -> PendingPick | None:
         """Ask for the first engine of a request, so that the request can be made while the coordinator answers.
 
         Returns None when :meth:`at_once` places it, or only :meth:`place` can ask: the request continues from tokens or
@@ -123,7 +123,7 @@ class Placer:
         if submit.journals or submit.trace_headers or not self._picks.is_open or self._only_link(submit) is not None:
             return None
         request = _pick_request(submit, EngineRole.ENGINE_ROLE_PREFILL, 0, self._fingerprint, self._subset)
-        return Asked(request, self._picks.pick(request))
+        return PendingPick(request, self._picks.pick(request))
 
     async def place(
         self,
@@ -133,8 +133,8 @@ class Placer:
         *,
         num_output_tokens: int = 0,
         pool: Fingerprint | None = None,
-        asked: Asked | None = None,
-    ) -> Attempt:
+        asked: PendingPick | None = None,
+    ) -> EngineAttempt:
         """Place one leg, ``PREFILL`` for the beginning of a request. The attempt is not sent yet. Without an engine,
         wait for one.
 
@@ -153,7 +153,7 @@ class Placer:
         if leg == EngineRole.ENGINE_ROLE_DECODE:
             search.is_admitted = True  # with the leg before
         if search.exclude:
-            self._left_out.add(search.exclude[-1])  # the one that has just failed or refused this sample
+            self._cooldown.add(search.exclude[-1])  # the one that has just failed or refused this sample
         if search.must_wait:
             await search.pause(self._news)
         await search.wait_for_budget(self._news)
@@ -179,7 +179,7 @@ class Placer:
         submit: Submit,
         exclude: Collection[EngineKey],
         response: Awaitable[PickResponse] | None,
-    ) -> Attempt:
+    ) -> EngineAttempt:
         """Place a leg without waiting. ``response``: the first pick, if it was asked for already."""
         unreached = list(exclude)
         debt = RetryDebt(self.budget)
@@ -196,29 +196,29 @@ class Placer:
                 if not isinstance(error, errors.Unavailable):
                     raise
                 unreached.append(key)
-                self._left_out.add(key)
+                self._cooldown.add(key)
                 debt.failed(Cause.SILENT)
                 if not debt.pay():
                     break
                 continue
-            return Attempt(link, pick, picked.whole_request, is_counted=pick is None)
+            return EngineAttempt(link, pick, picked.whole_request, is_counted=pick is None)
         raise errors.Unavailable("No engine answers; retry.")
 
     def is_shared(self, key: EngineKey, num_samples: int) -> bool:
         """Return whether an engine last reported more live requests than the samples of one."""
         return self._snapshot.num_requests(key) > num_samples
 
-    def release(self, attempt: Attempt) -> None:
+    def release(self, attempt: EngineAttempt) -> None:
         """Note that an attempt ended or is not needed. A second call has no effect."""
         if attempt.is_counted:
             attempt.is_counted = False
             self._snapshot.release(attempt.link.key)
 
-    def share(self, attempt: Attempt) -> Attempt:
+    def share(self, attempt: EngineAttempt) -> EngineAttempt:
         """Return an attempt at one more sample on the same engine; its pick is acknowledged with the first."""
         if attempt.is_counted:
             self._snapshot.count(attempt.link.key)
-        return Attempt(attempt.link, is_counted=attempt.is_counted)
+        return EngineAttempt(attempt.link, is_counted=attempt.is_counted)
 
     async def close(self) -> None:
         """Close the links and the channel, and end the placements. :meth:`run` must be cancelled before."""
@@ -255,7 +255,7 @@ class Placer:
                 raise error from None
         except (errors.Unavailable, errors.DeadlineExceeded):
             pass
-        avoided = self._left_out.now().union(exclude)
+        avoided = self._cooldown.now().union(exclude)
         try:
             return self._snapshot.pick(request, avoided)
         except errors.Unavailable:

@@ -10,7 +10,7 @@ from tokenloom.v1.output_processor_pb2 import RequestFinished
 from tokenloom.v1.types_pb2 import FinishReason
 
 
-class Metrics:
+class OutputProcessorMetrics:
     """Counts requests, their tokens and where time went. Engines and gateways measure latencies and token rates."""
 
     def __init__(self, registry: CollectorRegistry, num_live: Callable[[], int], num_links: Callable[[], int]) -> None:

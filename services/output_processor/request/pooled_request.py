@@ -11,13 +11,13 @@ from tokenloom.v1.engine_pb2 import Finished, KVSource
 from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
 from tokenloom.v1.types_pb2 import EngineRole, FinishReason, Logprobs, Pooled, Timeline
 
-from ..placement.engine_link import Attempt
-from ..placement.placement import Asked, Placer
+from ..placement.engine_link import EngineAttempt
+from ..placement.placement import PendingPick, Placer
 from .add_request import make_pooling_add
+from .engine_retries import EngineRetries
 from .lifetime import Lifetime
 from .outbox import Outbox
-from .request_trace import RequestTrace
-from .retries import Retries
+from .request_span import RequestSpan
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class PooledRequest:
         outbox: Outbox,
         placer: Placer,
         tasks: Tasks,
-        trace: RequestTrace | None,
+        trace: RequestSpan | None,
         clock: Callable[[], int],
         on_end: Callable[[int, RequestFinished], object],
     ) -> None:
@@ -54,8 +54,8 @@ class PooledRequest:
         self._clock = clock
         self._on_end = on_end
         self._lifetime = Lifetime.of(submit, asyncio.get_running_loop().time())
-        self._retries = Retries(submit, self._lifetime, self._engine_died, placer)
-        self._attempt: Attempt | None = None
+        self._retries = EngineRetries(submit, self._lifetime, self._engine_died, placer)
+        self._attempt: EngineAttempt | None = None
         self._placement: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timeline = Timeline()
@@ -63,7 +63,7 @@ class PooledRequest:
         self._has_ended = False
         self.slot = submit.slot
 
-    def start(self, asked: Asked | None = None) -> None:
+    def start(self, asked: PendingPick | None = None) -> None:
         """Find an engine. ``asked``: the pick, if the coordinator was asked already."""
         if self._lifetime.deadline is not None:
             self._timer = asyncio.get_running_loop().call_at(self._lifetime.deadline, self._expire)
@@ -77,14 +77,14 @@ class PooledRequest:
         """End with an error."""
         self._end(_ERROR, error=error)
 
-    def on_pooled(self, attempt: Attempt, part: Pooled) -> None:
+    def on_pooled(self, attempt: EngineAttempt, part: Pooled) -> None:
         attempt.has_output = True
         # Passed on without being kept, so the memory here does not depend on the size of results. A request that
         # another engine begins anew costs one prompt, and its first part has offset 0.
         part.slot = self.slot
         self._outbox.add_pooled(part)
 
-    def on_finished(self, attempt: Attempt, finished: Finished) -> None:
+    def on_finished(self, attempt: EngineAttempt, finished: Finished) -> None:
         self._placer.release(attempt)
         try:
             error = wire_errors.from_proto(finished.error) if finished.reason == _ERROR else None
@@ -95,7 +95,7 @@ class PooledRequest:
         except Exception as error:  # a fault of one request never ends the stream of all
             self.fail(error)
 
-    def on_lost(self, attempt: Attempt, *, is_alone: bool) -> None:
+    def on_lost(self, attempt: EngineAttempt, *, is_alone: bool) -> None:
         self._placer.release(attempt)
         try:
             self._retries.lost(attempt, is_alone=is_alone)
@@ -103,14 +103,14 @@ class PooledRequest:
         except Exception as error:  # the other requests of the engine are to learn of its loss, too
             self.fail(error)
 
-    def on_kv_granted(self, attempt: Attempt, kv: KVSource) -> None:
+    def on_kv_granted(self, attempt: EngineAttempt, kv: KVSource) -> None:
         """Do nothing: no other engine continues from the KV."""
 
-    def on_prompt_logprobs(self, attempt: Attempt, token_index: int, logprobs: Logprobs) -> None:
+    def on_prompt_logprobs(self, attempt: EngineAttempt, token_index: int, logprobs: Logprobs) -> None:
         self.fail(errors.Internal("the engine sent log probabilities for a pooling request"))
 
     def on_tokens(
-        self, attempt: Attempt, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None
+        self, attempt: EngineAttempt, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None
     ) -> None:
         self.fail(errors.Internal("the engine generated tokens for a pooling request"))
 
@@ -120,13 +120,13 @@ class PooledRequest:
         self._num_attempts += 1
         self._continue()
 
-    def _continue(self, asked: Asked | None = None) -> None:
+    def _continue(self, asked: PendingPick | None = None) -> None:
         if (verdict := self._retries.verdict()) is not None:
             self.fail(verdict)
         else:
             self._placement = self._tasks.spawn(self._place(asked), name=f"place {self._submit.request_id}")
 
-    async def _place(self, asked: Asked | None) -> None:
+    async def _place(self, asked: PendingPick | None) -> None:
         """Find an engine and send the request. A failure ends this request, never the gateway's stream."""
         started, role = self._clock(), EngineRole.ENGINE_ROLE_PREFILL
         try:
@@ -138,7 +138,7 @@ class PooledRequest:
             self._placement = None
             self.fail(error)
 
-    def _send(self, attempt: Attempt) -> None:
+    def _send(self, attempt: EngineAttempt) -> None:
         self._attempt = attempt
         self._timeline.prefill_engine = attempt.link.identity.engine_id
         deadline = self._lifetime.deadline

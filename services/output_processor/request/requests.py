@@ -11,14 +11,14 @@ from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.services.runtime.telemetry.tracing import Tracer
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, Submit
 
-from ..placement.placement import Asked, Placer
+from ..placement.placement import PendingPick, Placer
 from ..text.vocabulary import Vocabulary
 from .kept_requests import KeptRequests
-from .metrics import Metrics
+from .live_request import LiveRequest, LiveRequestLimit, num_samples
+from .metrics import OutputProcessorMetrics
 from .outbox import Outbox
 from .pooled_request import PooledRequest
-from .request_trace import RequestTrace
-from .room import Place, Room, num_samples
+from .request_span import RequestSpan
 from .sample_group import SampleGroup
 from .sample_output import SampleOutput
 
@@ -32,9 +32,9 @@ class Requests:
         placer: Placer,
         vocabulary: Vocabulary,
         eos_token_ids: frozenset[int],
-        metrics: Metrics,
+        metrics: OutputProcessorMetrics,
         *,
-        room: Room,
+        room: LiveRequestLimit,
         kept: KeptRequests[SampleGroup],
         tracer: Tracer | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
@@ -61,7 +61,7 @@ class Requests:
         """Samples that have not ended."""
         return self._room.num_live
 
-    def ask(self, submit: Submit) -> Asked | None:
+    def ask(self, submit: Submit) -> PendingPick | None:
         """Ask the coordinator for the engine of a request that is not made yet. Returns None when that has to wait, or
         when the request may be running already."""
         if submit.take_over:
@@ -80,7 +80,7 @@ class Requests:
         """Return a pooling request that has not started yet. The arguments and errors are as in :meth:`make`."""
         self._check(submit)
         self._placer.budget.add_request()
-        trace = RequestTrace.open(self._tracer, submit) if submit.trace_headers else None
+        trace = RequestSpan.open(self._tracer, submit) if submit.trace_headers else None
 
         def ended(slot: int, finished: RequestFinished) -> None:
             self._sample_ended(place, finished)
@@ -120,7 +120,7 @@ class Requests:
             if index not in journals or not journals[index].finished
         ]
         count = len(samples)
-        trace = RequestTrace.open(self._tracer, submit) if submit.trace_headers else None
+        trace = RequestSpan.open(self._tracer, submit) if submit.trace_headers else None
         with self._taken(submit, count) as place:
             ended = partial(self._sample_ended, place)
             if not submit.fingerprint:
@@ -142,7 +142,7 @@ class Requests:
         self._room.check(submit)
 
     @contextmanager
-    def _taken(self, submit: Submit, count: int) -> Iterator[Place]:
+    def _taken(self, submit: Submit, count: int) -> Iterator[LiveRequest]:
         """Take the place of a request that is made in the ``with`` block; give it back if that fails."""
         self._idle.clear()
         place = self._room.take(submit, count)
@@ -153,7 +153,7 @@ class Requests:
             self._note_idle()
             raise
 
-    def _sample_ended(self, place: Place, finished: RequestFinished) -> None:
+    def _sample_ended(self, place: LiveRequest, finished: RequestFinished) -> None:
         place.end_sample()
         self._note_idle()
         self._metrics.ended(finished)

@@ -9,13 +9,13 @@ from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SamplePosition, Submit
 from tokenloom.v1.types_pb2 import FinishReason, SamplingParams
 
-from ..placement.engine_link import Attempt
-from ..placement.placement import Asked, Placer
-from .legs import Legs
+from ..placement.engine_link import EngineAttempt
+from ..placement.placement import PendingPick, Placer
 from .lifetime import Lifetime
+from .live_request import num_samples
 from .outbox import Outbox
-from .request_trace import RequestTrace
-from .room import num_samples
+from .request_span import RequestSpan
+from .request_stages import RequestStages
 from .sample_output import SampleOutput
 
 _UNWANTED = (FinishReason.FINISH_REASON_ERROR, FinishReason.FINISH_REASON_ABORT)
@@ -37,7 +37,7 @@ class SampleGroup:
         samples: list[SampleOutput],
         placer: Placer,
         tasks: Tasks,
-        trace: RequestTrace | None,
+        trace: RequestSpan | None,
         on_sample_end: Callable[[RequestFinished], None],
         on_end: Callable[[int], object],
     ) -> None:
@@ -49,7 +49,7 @@ class SampleGroup:
         self._on_end = on_end
         self._lifetime = Lifetime.of(submit, asyncio.get_running_loop().time())
         self._samples = [
-            Legs(
+            RequestStages(
                 submit,
                 sample_params(submit, output.sample_index),
                 output,
@@ -61,8 +61,8 @@ class SampleGroup:
             for output in samples
         ]
         self._num_live = len(samples)
-        self._first: Legs | None = None
-        self._waiting: list[Legs] = []  # samples that begin when the first one has settled
+        self._first: RequestStages | None = None
+        self._waiting: list[RequestStages] = []  # samples that begin when the first one has settled
         self._timer: asyncio.TimerHandle | None = None
         self.slot = submit.slot
         self.on_taken: Callable[[int], object] = _ignore
@@ -144,7 +144,7 @@ class SampleGroup:
             self.cancel()
             raise
 
-    def start(self, asked: Asked | None = None) -> None:
+    def start(self, asked: PendingPick | None = None) -> None:
         """Start the first sample. ``asked``: its pick, if one was asked for."""
         if self._lifetime.deadline is not None:
             self._timer = asyncio.get_running_loop().call_at(self._lifetime.deadline, self._expire)
@@ -169,7 +169,7 @@ class SampleGroup:
         for sample in self._samples:
             sample.fail(error)
 
-    def _settled(self, attempt: Attempt) -> None:
+    def _settled(self, attempt: EngineAttempt) -> None:
         """Run the other samples on the engine of the first one."""
         waiting, self._waiting = self._waiting, []
         for sample in waiting:
@@ -177,7 +177,7 @@ class SampleGroup:
             # them.
             sample.begin_on(self._placer.share(attempt))
 
-    def _sample_ended(self, sample: Legs, finished: RequestFinished) -> None:
+    def _sample_ended(self, sample: RequestStages, finished: RequestFinished) -> None:
         self._num_live -= 1
         self._on_sample_end(finished)
         if self._trace is not None:

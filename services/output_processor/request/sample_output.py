@@ -9,7 +9,7 @@ from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, Sa
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs, Timeline
 
 from ..text.detokenizer import Detokenizer, StopMatch
-from ..text.logprob_texts import PromptLogprobs, part_with_texts, with_texts
+from ..text.logprob_texts import PromptLogprobTexts, part_with_texts, with_texts
 from ..text.vocabulary import Vocabulary
 from .outbox import NOWHERE, Outbox, PacedOutbox
 from .routed_output import RoutedOutput
@@ -62,7 +62,7 @@ class SampleOutput:
         self._detokenizer = _detokenizer(submit, vocabulary)
         has_prompt_logprobs = params.HasField("prompt_logprobs")
         num_known = submit.num_prompt_logprobs
-        self._prompt_logprobs = PromptLogprobs(vocabulary, prompt_ids, num_known) if has_prompt_logprobs else None
+        self._prompt_logprobs = PromptLogprobTexts(vocabulary, prompt_ids, num_known) if has_prompt_logprobs else None
         self._journal = journal
         self._bytes_to_skip = 0 if journal is None else journal.emitted_text_bytes
         # Kept as numbers until the end: setting a protobuf field costs as much as decoding a token.

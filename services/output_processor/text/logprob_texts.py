@@ -39,7 +39,7 @@ def part_with_texts(columns: SlotTextLogprobs, start: int) -> SlotTextLogprobs |
     return rest
 
 
-class PromptLogprobs:
+class PromptLogprobTexts:
     """Passes on the log probabilities of one prompt, from its second token on: each once, though attempts repeat."""
 
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int], num_given: int = 0) -> None:

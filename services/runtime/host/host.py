@@ -18,11 +18,11 @@ from ..tasks import Failure, Tasks
 from ..telemetry import metrics_server, process_metrics
 from ..telemetry.tracing import Tracer
 from .health import Health
+from .host_dependencies import HostDependencies
 from .outside_calls import OutsideCalls
 from .service_settings import ServiceSettings
 from .servicer_edge import Authorize, Edge, ObserveCall
 from .state_file import StateFile
-from .surroundings import Surroundings
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +52,9 @@ class Host:
         fall_backs: What this process does without; metrics and the state file show it.
     """
 
-    def __init__(self, settings: ServiceSettings, surroundings: Surroundings | None = None) -> None:
+    def __init__(self, settings: ServiceSettings, surroundings: HostDependencies | None = None) -> None:
         """``surroundings``: None for those of a real process."""
-        surroundings = surroundings or Surroundings()
+        surroundings = surroundings or HostDependencies()
         self.settings = settings
         self.network, self.random, self.clock = surroundings.network, surroundings.random, surroundings.clock
         self.epoch = self.random.getrandbits(64) or 1  # zero means "any" in a Hello

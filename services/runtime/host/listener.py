@@ -40,7 +40,7 @@ _GOAWAY_SECONDS = 0.02
 """Time in which the server has asked its clients to leave, before the first call ends."""
 
 
-class Listener:
+class ServiceListener:
     """Passes the calls of both transports to one edge."""
 
     def __init__(self, settings: ServiceSettings, edge: Edge) -> None:

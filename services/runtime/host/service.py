@@ -22,8 +22,8 @@ from ..telemetry.loop_turns import LoopTurns
 from . import descriptors
 from .heap import Heap
 from .host import Host
+from .host_dependencies import HostDependencies
 from .service_settings import ServiceSettings
-from .surroundings import Surroundings
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class StandsBy(Protocol):
 
 @contextlib.asynccontextmanager
 async def running(
-    service: Service, settings: ServiceSettings, surroundings: Surroundings | None = None
+    service: Service, settings: ServiceSettings, surroundings: HostDependencies | None = None
 ) -> AsyncIterator[Host]:
     """Run a service in this event loop. The body runs while the service is SERVING; leaving it drains and stops.
 

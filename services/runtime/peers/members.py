@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from .. import addresses
 from ..addresses import DNS, Address
 from . import subset
-from .subset import Position
+from .subset import ReplicaPosition
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
 """Returns the IP addresses of a name and port. Raises ``OSError`` when they are not known now."""
 
 
-class Members:
+class PeerMembers:
     """Holds the current addresses of the replicas that this process works with: all, or its subset of a large mesh. One
     that left may finish what it has begun, but gets no new work."""
 
@@ -30,7 +30,7 @@ class Members:
         self._names = [addresses.parse(name.removeprefix(DNS)) for name in given if name.startswith(DNS)]
         self._resolve = resolve or _resolve
         self._size = size
-        self._position: Position | None = None
+        self._position: ReplicaPosition | None = None
         self._found: dict[Address, frozenset[str]] = {}
         self._chosen: frozenset[str] = frozenset()
         self._joined: Callable[[str], object] = lambda address: None
@@ -54,7 +54,7 @@ class Members:
         """Return whether a replica is there, but is not among those that this process works with."""
         return address not in self._chosen and address in self._known()
 
-    def move(self, position: Position) -> None:
+    def move(self, position: ReplicaPosition) -> None:
         """Take this process's position among the processes that choose subsets of these replicas."""
         self._position = position
         self._choose()

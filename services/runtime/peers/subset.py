@@ -23,7 +23,7 @@ _LEAST_COPIES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class ReplicaPosition:
     """Says which of the owners of its kind a process is: number ``index``, below ``count``, in the order of names."""
 
     index: int
@@ -35,10 +35,10 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(names, key=_key)
 
 
-def positions(names: Iterable[str]) -> dict[str, Position]:
+def positions(names: Iterable[str]) -> dict[str, ReplicaPosition]:
     """Return the position of each of these owners, by name."""
     ordered = in_order(set(names))
-    return {name: Position(index, len(ordered)) for index, name in enumerate(ordered)}
+    return {name: ReplicaPosition(index, len(ordered)) for index, name in enumerate(ordered)}
 
 
 def num_copies(num_members: int, num_owners: int, size: int) -> int:
@@ -48,7 +48,7 @@ def num_copies(num_members: int, num_owners: int, size: int) -> int:
     return min(max(copies, _LEAST_COPIES), num_owners)
 
 
-def indices(num_members: int, position: Position, size: int) -> list[int]:
+def indices(num_members: int, position: ReplicaPosition, size: int) -> list[int]:
     """Return which members of the ring are in the subset of the owner at ``position``, in the ring's order."""
     index, count = position.index, position.count
     # All-to-all, a hundred output processors and a thousand engines have 100,000 streams, each with less than one of an
@@ -62,7 +62,7 @@ def indices(num_members: int, position: Position, size: int) -> list[int]:
     return [number % num_members for number in range(begin, end)]
 
 
-def choose(members: Iterable[str], position: Position | None, size: int) -> list[str]:
+def choose(members: Iterable[str], position: ReplicaPosition | None, size: int) -> list[str]:
     """Return the members in the subset of the owner at ``position``; all of them while the position is not known."""
     ordered: Sequence[str] = in_order(set(members))
     return list(ordered) if position is None else [ordered[each] for each in indices(len(ordered), position, size)]
@@ -79,7 +79,7 @@ def rings(members: Sequence[tuple[str, object]]) -> list[list[int]]:
     return list(by_group.values())
 
 
-def of_rings(members: Iterable[Sequence[int]], position: Position, size: int) -> list[int]:
+def of_rings(members: Iterable[Sequence[int]], position: ReplicaPosition, size: int) -> list[int]:
     """Return the numbers of the members in a subset that takes ``size`` of each of these rings, the lowest first."""
     return sorted(ring[each] for ring in members for each in indices(len(ring), position, size))
 

@@ -28,7 +28,7 @@ LOOK_SECONDS = 0.25
 """Time between two looks at what the server owes."""
 
 
-class ClientMessage(Protocol):
+class OutgoingMessage(Protocol):
     """What a client sends. Only the first message has a hello."""
 
     credit: int
@@ -41,7 +41,7 @@ class ServerFrame(Protocol):
     def hello(self) -> Hello: ...
 
 
-Message = TypeVar("Message", bound=ClientMessage)
+Message = TypeVar("Message", bound=OutgoingMessage)
 Frame = TypeVar("Frame", bound=ServerFrame)
 Item = TypeVar("Item")
 

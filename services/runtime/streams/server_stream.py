@@ -13,7 +13,7 @@ from ..peers.hello import HEARTBEAT_SECONDS, HELLO_SECONDS, NO_CREDIT_SECONDS, c
 from ..tasks import first_of
 
 
-class ClientMessage(Protocol):
+class IncomingMessage(Protocol):
     """What a client sends. Only the first message has a hello."""
 
     @property
@@ -23,7 +23,7 @@ class ClientMessage(Protocol):
     def HasField(self, name: str, /) -> bool: ...  # protobuf's
 
 
-Message = TypeVar("Message", bound=ClientMessage)
+Message = TypeVar("Message", bound=IncomingMessage)
 Frame = TypeVar("Frame")
 
 

@@ -297,5 +297,5 @@ async def test_a_process_without_a_name_is_refused(coordinator: Coordinator) -> 
     assert isinstance(await status_of(coordinator.enroll("")), errors.InvalidArgument)
 
 
-def place(name: str, names: str) -> subset.Position:
+def place(name: str, names: str) -> subset.ReplicaPosition:
     return subset.positions(names)[name]

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from tokenloom.request import errors
 from tokenloom.services.tokenizer import encoder as encoder_module
-from tokenloom.services.tokenizer.encoder import Cut, Encoder
+from tokenloom.services.tokenizer.encoder import PromptTruncation, TextEncoder
 
 
 class Panic(BaseException):
@@ -19,8 +19,8 @@ class Panicking:
         raise Panic("byte index 1 is not a char boundary")
 
 
-def make(tokenizer: Any) -> Encoder:
-    return Encoder(tokenizer, block_size=16, max_text_bytes=100, num_threads=1)
+def make(tokenizer: Any) -> TextEncoder:
+    return TextEncoder(tokenizer, block_size=16, max_text_bytes=100, num_threads=1)
 
 
 async def test_a_panic_is_an_invalid_argument() -> None:
@@ -59,15 +59,17 @@ async def test_pairs_are_joined_as_the_tokenizer_joins_them() -> None:
 @pytest.mark.parametrize(
     ("second", "cut", "ids"),
     [
-        (None, Cut(4), [0, 4, 5, 1]),
-        (None, Cut(4, keep_first=True), [0, 2, 3, 1]),
-        (None, Cut(6), [0, 2, 3, 4, 5, 1]),
-        ("e f g", Cut(8), [0, 2, 3, 4, 5, 1, 8, 1]),
-        ("e f g", Cut(8, keep_first=True), [0, 2, 3, 4, 5, 1, 6, 1]),
-        ("e f g", Cut(5), [0, 4, 5, 1, 1]),
+        (None, PromptTruncation(4), [0, 4, 5, 1]),
+        (None, PromptTruncation(4, keep_first=True), [0, 2, 3, 1]),
+        (None, PromptTruncation(6), [0, 2, 3, 4, 5, 1]),
+        ("e f g", PromptTruncation(8), [0, 2, 3, 4, 5, 1, 8, 1]),
+        ("e f g", PromptTruncation(8, keep_first=True), [0, 2, 3, 4, 5, 1, 6, 1]),
+        ("e f g", PromptTruncation(5), [0, 4, 5, 1, 1]),
     ],
 )
-async def test_a_cut_keeps_special_tokens_and_the_first_text(second: str | None, cut: Cut, ids: list[int]) -> None:
+async def test_a_cut_keeps_special_tokens_and_the_first_text(
+    second: str | None, cut: PromptTruncation, ids: list[int]
+) -> None:
     encoder = make(_word_piece())
     seconds = [] if second is None else [second]
     (prompt,) = await encoder.encode(

@@ -10,7 +10,7 @@ import pytest
 
 from tests.loop_clock import pass_time, settle
 from tokenloom.request import errors
-from tokenloom.services.tokenizer.render_worker import Job
+from tokenloom.services.tokenizer.render_worker import RenderJob
 from tokenloom.services.tokenizer.renderer import Renderer
 
 # Obeys the conversation: the first message says what to do.
@@ -34,12 +34,12 @@ async def rendering(num_workers: int = 1, seconds: float = 60.0) -> AsyncIterato
         await renderer.close()
 
 
-def job(word: str) -> Job:
+def job(word: str) -> RenderJob:
     return raw_job(json.dumps([{"role": "user", "content": word}]))
 
 
-def raw_job(messages_json: str) -> Job:
-    return Job(
+def raw_job(messages_json: str) -> RenderJob:
+    return RenderJob(
         messages_json=messages_json,
         tools_json="",
         template_kwargs_json="",

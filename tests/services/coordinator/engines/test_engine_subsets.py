@@ -9,12 +9,12 @@ from tests.services.coordinator.policies import DEFAULT_POLICY
 from tokenloom.request.errors import InvalidArgument, Unavailable
 from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.runtime.peers import subset
-from tokenloom.services.runtime.peers.subset import Position
+from tokenloom.services.runtime.peers.subset import ReplicaPosition
 from tokenloom.v1.coordinator_pb2 import EngineRef, EngineState, PickRequest, Subset
 from tokenloom.v1.types_pb2 import EngineRole
 
 NAMES = [f"engine-{number:02}" for number in range(40)]
-PLACE, SIZE = Position(3, 10), 8
+PLACE, SIZE = ReplicaPosition(3, 10), 8
 NEAR = subset.choose(NAMES, PLACE, SIZE)
 
 

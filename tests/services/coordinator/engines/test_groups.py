@@ -6,7 +6,7 @@ import pytest
 
 from tests.loop_clock import settle
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument, NotFound
-from tokenloom.services.coordinator.engines.groups import Groups
+from tokenloom.services.coordinator.engines.groups import DataParallelGroups
 from tokenloom.v1.coordinator_pb2 import EngineCommand, EngineIdentity, EngineReport
 
 
@@ -25,15 +25,17 @@ def report(size: int = 2, start: int | None = None, complete: int | None = None)
 
 
 @pytest.fixture
-def pair() -> tuple[Groups, EngineIdentity, EngineIdentity]:
-    groups, ranks = Groups(), (identity(0), identity(1))
+def pair() -> tuple[DataParallelGroups, EngineIdentity, EngineIdentity]:
+    groups, ranks = DataParallelGroups(), (identity(0), identity(1))
     for rank in ranks:
         groups.join(rank)
         assert groups.report(rank, report()) == []
     return groups, *ranks
 
 
-def test_a_rank_is_asked_once_to_begin_the_wave_of_another(pair: tuple[Groups, EngineIdentity, EngineIdentity]) -> None:
+def test_a_rank_is_asked_once_to_begin_the_wave_of_another(
+    pair: tuple[DataParallelGroups, EngineIdentity, EngineIdentity],
+) -> None:
     groups, first, second = pair
     assert groups.report(first, report(start=0)) == [("engine-1", EngineCommand(start_wave=0))]
     assert groups.report(first, report(start=0)) == []
@@ -44,7 +46,7 @@ def test_a_rank_is_asked_once_to_begin_the_wave_of_another(pair: tuple[Groups, E
 
 
 def test_a_rank_that_joins_again_or_could_not_be_asked_is_asked_again(
-    pair: tuple[Groups, EngineIdentity, EngineIdentity],
+    pair: tuple[DataParallelGroups, EngineIdentity, EngineIdentity],
 ) -> None:
     groups, first, second = pair
     groups.report(first, report(start=0))
@@ -56,7 +58,9 @@ def test_a_rank_that_joins_again_or_could_not_be_asked_is_asked_again(
     assert groups.report(again, report()) == [("engine-1", EngineCommand(start_wave=0))]
 
 
-def test_a_newcomer_is_asked_only_when_it_is_a_member(pair: tuple[Groups, EngineIdentity, EngineIdentity]) -> None:
+def test_a_newcomer_is_asked_only_when_it_is_a_member(
+    pair: tuple[DataParallelGroups, EngineIdentity, EngineIdentity],
+) -> None:
     groups, first, _ = pair
     groups.join(newcomer := identity(2))
     assert groups.report(newcomer, report(size=0)) == []
@@ -71,13 +75,15 @@ def test_a_newcomer_is_asked_only_when_it_is_a_member(pair: tuple[Groups, Engine
     ],
 )
 def test_a_rank_that_does_not_fit_is_refused_by_name(other: EngineIdentity, error: str) -> None:
-    groups = Groups()
+    groups = DataParallelGroups()
     groups.join(identity(0))
     with pytest.raises(InvalidArgument, match=error):
         groups.join(other)
 
 
-async def test_a_group_has_its_size_when_all_ranks_say_so(pair: tuple[Groups, EngineIdentity, EngineIdentity]) -> None:
+async def test_a_group_has_its_size_when_all_ranks_say_so(
+    pair: tuple[DataParallelGroups, EngineIdentity, EngineIdentity],
+) -> None:
     groups, first, second = pair
     with pytest.raises(FailedPrecondition, match="ranks 2, 3 of data-parallel group 'g' have not joined"):
         groups.resize("g", 4)
@@ -98,7 +104,7 @@ async def test_a_group_has_its_size_when_all_ranks_say_so(pair: tuple[Groups, En
 
 
 async def test_a_group_that_is_lost_while_it_changes_is_no_hang(
-    pair: tuple[Groups, EngineIdentity, EngineIdentity],
+    pair: tuple[DataParallelGroups, EngineIdentity, EngineIdentity],
 ) -> None:
     groups, *ranks = pair
     waiting = asyncio.create_task(groups.wait_resized("g", 1))

@@ -19,8 +19,8 @@ from tokenloom.services.gateway.mesh.process_stream import ProcessStream
 from tokenloom.services.gateway.mesh.submission import MAX_LOSSES_ALONE
 from tokenloom.services.runtime.local_streams.call import SILENT
 from tokenloom.services.runtime.peers import retry_budget
-from tokenloom.services.runtime.peers.members import Members
-from tokenloom.services.runtime.peers.subset import Position
+from tokenloom.services.runtime.peers.members import PeerMembers
+from tokenloom.services.runtime.peers.subset import ReplicaPosition
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, SampleJournal, SlotTextLogprobs
 from tokenloom.v1.types_pb2 import Hello, Logprobs
 
@@ -460,9 +460,9 @@ async def test_one_that_comes_back_while_its_channel_closes_is_not_lost(monkeypa
 
 
 def a_pool(num_output_processors: int) -> OutputPool:
-    members = Members([f"unix:/none/{number}.sock" for number in range(num_output_processors)], size=2)
+    members = PeerMembers([f"unix:/none/{number}.sock" for number in range(num_output_processors)], size=2)
     pool = OutputPool(members, "gateway", 1, None, max_kept_bytes=1, on_moved=lambda: None)  # type: ignore[arg-type]
-    members.move(Position(0, num_output_processors))
+    members.move(ReplicaPosition(0, num_output_processors))
     return pool
 
 

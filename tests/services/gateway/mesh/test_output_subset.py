@@ -22,7 +22,7 @@ async def test_a_gateway_works_with_its_subset_and_seeks_among_all(socket_dir: P
     fake = FakeMesh(socket_dir)
     fake.coordinator.position = Position(index=0, count=3)
     addresses = fake.address("mesh"), fake.address("second")
-    (near_address,) = subset.choose(addresses, subset.Position(0, 3), 1)
+    (near_address,) = subset.choose(addresses, subset.ReplicaPosition(0, 3), 1)
     near, far = fake.outputs, fake.second_outputs
     if near_address != addresses[0]:
         near, far = far, near

@@ -12,7 +12,7 @@ from tests.services.gateway.fakes import SOON, FakeMesh
 from tokenloom.request import errors
 from tokenloom.services.gateway.mesh.tokenizer_client import MAX_CALLS, TokenizerClient
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.peers.members import Members
+from tokenloom.services.runtime.peers.members import PeerMembers
 from tokenloom.v1 import tokenizer_pb2
 
 BODY = {"prompt": "text", "max_tokens": 3}
@@ -72,7 +72,7 @@ class DeadReplica:
 
 
 async def test_calls_that_fail_everywhere_do_not_multiply() -> None:
-    client = TokenizerClient(Members(("unix:/none",)), Channels(None))
+    client = TokenizerClient(PeerMembers(("unix:/none",)), Channels(None))
     replicas = {f"unix:/{number}": DeadReplica() for number in range(8)}
     client._stubs = replicas  # type: ignore[assignment]
     for _ in range(200):
@@ -106,7 +106,7 @@ class LivingReplica:
 
 
 async def test_calls_in_between_do_not_turn_a_retry_back_to_the_lost_replica() -> None:
-    client = TokenizerClient(Members(("unix:/none",)), Channels(None))
+    client = TokenizerClient(PeerMembers(("unix:/none",)), Channels(None))
     lost, living = LostReplica(), LivingReplica()
     client._stubs = {"unix:/0": living, "unix:/1": lost}  # type: ignore[dict-item]
     client._alive = set(client._stubs)
@@ -132,7 +132,7 @@ class SlowReplica:
 
 
 async def test_a_burst_of_calls_waits_in_the_gateway() -> None:
-    client = TokenizerClient(Members(("unix:/none",)), Channels(None))
+    client = TokenizerClient(PeerMembers(("unix:/none",)), Channels(None))
     replica = SlowReplica()
     client._stubs = {"unix:/0": replica}  # type: ignore[dict-item]
     client._alive = {"unix:/0"}
@@ -161,7 +161,7 @@ class ReconnectedReplica:
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
 async def test_the_only_replica_is_asked_again_when_its_connection_was_lost(code: grpc.StatusCode) -> None:
-    client = TokenizerClient(Members(("unix:/none",)), Channels(None))
+    client = TokenizerClient(PeerMembers(("unix:/none",)), Channels(None))
     replica = ReconnectedReplica(code)
     client._stubs = {"unix:/0": replica}  # type: ignore[dict-item]
     client._alive = {"unix:/0"}

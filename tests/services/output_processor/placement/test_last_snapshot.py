@@ -9,7 +9,7 @@ from tokenloom.services.coordinator.engines.engine_registry import Registry
 from tokenloom.services.coordinator.feed.snapshot_feed import SnapshotFeed
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey, LastSnapshot
 from tokenloom.services.runtime.peers import subset
-from tokenloom.services.runtime.peers.subset import Position
+from tokenloom.services.runtime.peers.subset import ReplicaPosition
 from tokenloom.services.runtime.registry.registry_view import RegistryView
 from tokenloom.v1.coordinator_pb2 import (
     EngineIdentity,
@@ -194,7 +194,7 @@ def test_requests_with_an_adapter_go_to_the_engines_that_have_it() -> None:
 def test_a_subset_is_used_as_the_coordinator_does() -> None:
     names = [f"engine-{number}" for number in range(40)]
     wanted = Subset(index=3, count=10, size=8)
-    near = set(subset.choose(names, Position(3, 10), 8))
+    near = set(subset.choose(names, ReplicaPosition(3, 10), 8))
     draining = identity("d")
     snapshot = fleet(
         *(entry(identity(name)) for name in names), entry(draining, state=EngineState.ENGINE_STATE_DRAINING)

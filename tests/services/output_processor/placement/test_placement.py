@@ -18,11 +18,11 @@ from tests.services.output_processor.fakes import (
     submit,
 )
 from tokenloom.request.errors import ResourceExhausted, Unavailable
-from tokenloom.services.output_processor.placement.engine_link import Attempt
+from tokenloom.services.output_processor.placement.engine_cooldown import LEFT_OUT_SECONDS, EngineCooldown
+from tokenloom.services.output_processor.placement.engine_link import EngineAttempt
 from tokenloom.services.output_processor.placement.engine_links import IDLE_SECONDS, EngineLinks
 from tokenloom.services.output_processor.placement.engine_search import EngineSearch
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey
-from tokenloom.services.output_processor.placement.left_out import LEFT_OUT_SECONDS, LeftOut
 from tokenloom.services.output_processor.placement.pick_stream import ANSWER_SECONDS
 from tokenloom.services.output_processor.placement.placement import Placer
 from tokenloom.services.runtime.peers.channels import Channels
@@ -153,7 +153,7 @@ async def test_links_that_are_too_many_close_when_they_are_idle(socket_dir: Path
             await stack.enter_async_context(serve_engine(each))
         opened = {each.engine_id: await links.get(each) for each in engines}
         owner: Any = object()
-        attempt = Attempt(opened["b"])
+        attempt = EngineAttempt(opened["b"])
         opened["b"].add(AddRequest(request_id="r"), attempt, owner)
         links._close_idle()
         assert links.num_open == 3, "none has been idle for long"
@@ -179,7 +179,7 @@ async def test_an_engine_that_refused_is_left_out_while_the_coordinator_is_away(
                 await asyncio.sleep(0.005)
 
         now = 0.0
-        placer._left_out = LeftOut(lambda: now)
+        placer._cooldown = EngineCooldown(lambda: now)
 
         async def placed(search: EngineSearch) -> str:
             attempt = await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL, search)
@@ -192,7 +192,7 @@ async def test_an_engine_that_refused_is_left_out_while_the_coordinator_is_away(
         now = LEFT_OUT_SECONDS
         assert await placed(without_time()) == "a"  # which has less to do
         for name in "ab":
-            placer._left_out.add(EngineKey(name, 1))
+            placer._cooldown.add(EngineKey(name, 1))
         assert await placed(without_time()) in "ab"  # better than none
 
 

@@ -12,12 +12,12 @@ from tests.services.output_processor.fakes import submit
 from tokenloom.model_files.checkpoint import load_tokenizer
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request.errors import Unavailable
-from tokenloom.services.output_processor.placement.engine_link import Attempt, AttemptOwner
+from tokenloom.services.output_processor.placement.engine_link import AttemptOwner, EngineAttempt
 from tokenloom.services.output_processor.placement.engine_search import EngineSearch
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey
-from tokenloom.services.output_processor.request.legs import Legs
 from tokenloom.services.output_processor.request.lifetime import MAX_ENGINE_DEATHS, Lifetime
 from tokenloom.services.output_processor.request.outbox import Outbox
+from tokenloom.services.output_processor.request.request_stages import RequestStages
 from tokenloom.services.output_processor.request.sample_output import SampleOutput
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget
@@ -45,7 +45,7 @@ def vocabulary() -> tuple[Vocabulary, list[int]]:
 class Sent:
     """An Add as its engine sees it."""
 
-    def __init__(self, engine: "Engine", add: AddRequest, attempt: Attempt) -> None:
+    def __init__(self, engine: "Engine", add: AddRequest, attempt: EngineAttempt) -> None:
         self.engine, self.add, self.attempt = engine, add, attempt
         self.awaits = add.awaits_tokens
         self.granted = False
@@ -71,7 +71,7 @@ class Engine:
         self.leases: set[int] = set()
         self.last_slot = 0
 
-    def add(self, request: AddRequest, attempt: Attempt, owner: AttemptOwner) -> None:
+    def add(self, request: AddRequest, attempt: EngineAttempt, owner: AttemptOwner) -> None:
         if self.dead:
             raise Unavailable("dead")
         assert not request.HasField("kv_source") or request.kv_source.engine_epoch != self.identity.epoch
@@ -80,7 +80,7 @@ class Engine:
         attempt.owner = owner
         self.live[self.last_slot] = Sent(self, request, attempt)
 
-    def accept(self, attempt: Attempt, token_ids: Sequence[int]) -> None:
+    def accept(self, attempt: EngineAttempt, token_ids: Sequence[int]) -> None:
         if (sent := self.live.get(attempt.slot)) is not None:
             assert sent.awaits
             assert len(token_ids) > 0
@@ -88,15 +88,15 @@ class Engine:
             sent.add.accepted_token_ids.extend(token_ids)
             sent.num_tokens += len(token_ids)
 
-    def stop_at(self, attempt: Attempt, num_tokens: int) -> None:
+    def stop_at(self, attempt: EngineAttempt, num_tokens: int) -> None:
         if (sent := self.live.get(attempt.slot)) is not None:
             sent.stop_at = num_tokens
 
-    def abort(self, attempt: Attempt) -> None:
+    def abort(self, attempt: EngineAttempt) -> None:
         if self.live.pop(attempt.slot, None) is not None:
             self.leases.discard(attempt.slot)
 
-    def drop_kv(self, attempt: Attempt) -> None:
+    def drop_kv(self, attempt: EngineAttempt) -> None:
         assert attempt.slot not in self.live
         self.leases.discard(attempt.slot)
 
@@ -120,9 +120,9 @@ class Later:
     """Awaited until the test decides."""
 
     def __init__(self) -> None:
-        self.result: Attempt | Exception | None = None
+        self.result: EngineAttempt | Exception | None = None
 
-    def __await__(self) -> Generator[None, None, Attempt]:
+    def __await__(self) -> Generator[None, None, EngineAttempt]:
         while self.result is None:
             yield
         if isinstance(self.result, Exception):
@@ -161,7 +161,7 @@ class Placements:
     def at_once(self, _: object) -> None:
         return None
 
-    async def place(self, request: object, role: EngineRole, search: EngineSearch, **_: object) -> Attempt:
+    async def place(self, request: object, role: EngineRole, search: EngineSearch, **_: object) -> EngineAttempt:
         later = Later()
         entry = role, later
         self.waiting.append(entry)
@@ -171,7 +171,7 @@ class Placements:
             if entry in self.waiting:  # it was cancelled
                 self.waiting.remove(entry)
 
-    def release(self, attempt: Attempt) -> None:
+    def release(self, attempt: EngineAttempt) -> None:
         if attempt.is_counted:
             attempt.is_counted = False
             self.num_out -= 1
@@ -185,10 +185,10 @@ class Placements:
         self.run()
         return task
 
-    def resolve(self, index: int, result: Attempt | Exception) -> None:
+    def resolve(self, index: int, result: EngineAttempt | Exception) -> None:
         _, later = self.waiting.pop(index)
         later.result = result
-        self.num_out += isinstance(result, Attempt)
+        self.num_out += isinstance(result, EngineAttempt)
         self.run()
 
     def run(self) -> None:
@@ -224,7 +224,7 @@ class LegsMachine(RuleBasedStateMachine):
         request = submit(1, max_tokens=max_tokens, stop=[stop] if stop else [])
         output = SampleOutput(request, words, frozenset(), self.outbox)
         placer = tasks = self.placements
-        self.live = Legs(
+        self.live = RequestStages(
             request,
             request.sampling_params,
             output,
@@ -247,7 +247,7 @@ class LegsMachine(RuleBasedStateMachine):
         index %= len(self.placements.waiting)
         role, _ = self.placements.waiting[index]
         whole = whole and role != EngineRole.ENGINE_ROLE_DECODE
-        placement = Attempt(self.engines[number], None, whole, is_counted=True)  # type: ignore[arg-type]
+        placement = EngineAttempt(self.engines[number], None, whole, is_counted=True)  # type: ignore[arg-type]
         self.placements.resolve(index, placement)
 
     @precondition(lambda self: self.placements.waiting)

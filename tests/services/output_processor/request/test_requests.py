@@ -17,10 +17,10 @@ from tokenloom.request.errors import TryElsewhere, Unavailable
 from tokenloom.request.sample_seed import sample_seed
 from tokenloom.services.output_processor.request import lifetime
 from tokenloom.services.output_processor.request.kept_requests import KeptRequests
-from tokenloom.services.output_processor.request.metrics import Metrics
+from tokenloom.services.output_processor.request.live_request import LiveRequestLimit
+from tokenloom.services.output_processor.request.metrics import OutputProcessorMetrics
 from tokenloom.services.output_processor.request.outbox import Outbox
 from tokenloom.services.output_processor.request.requests import Requests
-from tokenloom.services.output_processor.request.room import Room
 from tokenloom.services.output_processor.request.sample_group import SampleGroup
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget
@@ -211,11 +211,16 @@ class Bounded:
     """Requests of which few may be live."""
 
     def __init__(self, tokenizer: Tokenizer, max_requests: int) -> None:
-        metrics = Metrics(CollectorRegistry(), lambda: 0, lambda: 0)
+        metrics = OutputProcessorMetrics(CollectorRegistry(), lambda: 0, lambda: 0)
         placer: Any = NoPlacer()
         kept = KeptRequests[SampleGroup](lambda error: None, 60, 1 << 20)
         self.requests = Requests(
-            placer, Vocabulary(tokenizer), frozenset(), metrics, room=Room(max_requests, MAX_BYTES), kept=kept
+            placer,
+            Vocabulary(tokenizer),
+            frozenset(),
+            metrics,
+            room=LiveRequestLimit(max_requests, MAX_BYTES),
+            kept=kept,
         )
         self.tasks = Tasks(lambda error: None)
         self.ended: list[int] = []

@@ -3,7 +3,7 @@ from tokenizers import Tokenizer
 
 from tokenloom.request import logprob_columns
 from tokenloom.request.errors import Internal
-from tokenloom.services.output_processor.text.logprob_texts import PromptLogprobs, with_texts
+from tokenloom.services.output_processor.text.logprob_texts import PromptLogprobTexts, with_texts
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.v1.types_pb2 import Logprobs
 
@@ -39,7 +39,7 @@ def test_a_prompts_logprobs_are_passed_on_once(byte_level_tokenizer: Tokenizer) 
     vocabulary = Vocabulary(byte_level_tokenizer)
     prompt = [1, 2, 3, 4, 5]
     whole = columns(4, [7])
-    state = PromptLogprobs(vocabulary, prompt)
+    state = PromptLogprobTexts(vocabulary, prompt)
     first = state.take(1, logprob_columns.part(whole, 0, 2))
     assert first is not None
     assert (first.prompt, first.token_index, first.first_text) == (True, 1, vocabulary.token_bytes(1))
@@ -55,4 +55,4 @@ def test_a_prompts_logprobs_are_passed_on_once(byte_level_tokenizer: Tokenizer) 
 @pytest.mark.parametrize(("index", "count"), [(2, 1), (1, 5)])
 def test_what_cannot_be_the_prompts(byte_level_tokenizer: Tokenizer, index: int, count: int) -> None:
     with pytest.raises(Internal):
-        PromptLogprobs(Vocabulary(byte_level_tokenizer), [1, 2, 3]).take(index, columns(count, []))
+        PromptLogprobTexts(Vocabulary(byte_level_tokenizer), [1, 2, 3]).take(index, columns(count, []))

@@ -8,8 +8,8 @@ from tests.loop_clock import pass_time
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.addresses import parse_member
 from tokenloom.services.runtime.peers import members, subset
-from tokenloom.services.runtime.peers.members import WIDE_SECONDS, Members
-from tokenloom.services.runtime.peers.subset import Position
+from tokenloom.services.runtime.peers.members import WIDE_SECONDS, PeerMembers
+from tokenloom.services.runtime.peers.subset import ReplicaPosition
 
 
 class Zone:
@@ -39,7 +39,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_name_stands_for_whoever_is_there() -> None:
     zone, joined = Zone(), []
-    both = Members(["unix:/fixed", "dns:///tokenizer:7"], zone.resolve)
+    both = PeerMembers(["unix:/fixed", "dns:///tokenizer:7"], zone.resolve)
     async with asyncio.timeout(30):
         task = asyncio.create_task(both.watch(joined.append))
         await zone.looked_at()
@@ -64,13 +64,13 @@ async def test_a_name_stands_for_whoever_is_there() -> None:
 
 async def test_a_process_works_with_its_subset_and_for_a_while_with_all() -> None:
     names, joined = [f"unix:/{number}" for number in range(10)], list[str]()
-    few = Members(names, size=4)
+    few = PeerMembers(names, size=4)
     task = asyncio.create_task(few.watch(joined.append))
     await asyncio.sleep(0)
     assert sorted(joined) == names, "all, until the position is known"
     joined.clear()
-    few.move(Position(1, 5))
-    mine = set(subset.choose(names, Position(1, 5), 4))
+    few.move(ReplicaPosition(1, 5))
+    mine = set(subset.choose(names, ReplicaPosition(1, 5), 4))
     assert (len(mine), joined) == (4, [])
     assert {name for name in names if name in few} == mine
     other = next(name for name in names if name not in mine)
@@ -88,8 +88,8 @@ async def test_a_process_works_with_its_subset_and_for_a_while_with_all() -> Non
 
 async def test_a_mesh_that_fits_is_never_narrow() -> None:
     names = [f"unix:/{number}" for number in range(4)]
-    all_of_them = Members(names, size=4)
-    all_of_them.move(Position(1, 5))
+    all_of_them = PeerMembers(names, size=4)
+    all_of_them.move(ReplicaPosition(1, 5))
     all_of_them.widen()
     assert (all_of_them.is_narrow, all_of_them.is_wide) == (False, False)
     assert all(name in all_of_them for name in names)

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tokenloom.services.runtime.peers import subset
-from tokenloom.services.runtime.peers.subset import Position
+from tokenloom.services.runtime.peers.subset import ReplicaPosition
 
 MOVES = 2
 """Members that one subset may gain, and lose, when one comes or goes."""
@@ -97,7 +97,7 @@ def test_an_owner_that_comes_or_goes_moves_few(
 
 
 def test_the_order_of_the_names_given_does_not_matter() -> None:
-    names, place = members(100), Position(3, 10)
+    names, place = members(100), ReplicaPosition(3, 10)
     assert subset.choose(names, place, 16) == subset.choose(reversed(names), place, 16)
 
 

@@ -7,23 +7,23 @@ from contextlib import contextmanager
 
 from tokenloom.request import errors
 
-from .gateway_session import Session
+from .gateway_stream import GatewayStream
 
 _FLUSH_SECONDS = 1.0
 """How long the gateways may take to read the last frames."""
 
 
-class Sessions:
+class GatewayStreams:
     """Knows the sessions that run."""
 
     def __init__(self) -> None:
-        self._sessions: dict[Session, None] = {}  # one for each gateway's stream
+        self._sessions: dict[GatewayStream, None] = {}  # one for each gateway's stream
         self._leaving = False
         self._empty = asyncio.Event()
         self._empty.set()
 
     @contextmanager
-    def joined(self, session: Session) -> Iterator[None]:
+    def joined(self, session: GatewayStream) -> Iterator[None]:
         """Hold a session while it runs."""
         self._sessions[session] = None
         self._empty.clear()

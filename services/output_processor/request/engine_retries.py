@@ -6,13 +6,13 @@ from tokenloom.request import errors
 from tokenloom.services.runtime.peers.retry_budget import Cause, cause_of
 from tokenloom.v1.output_processor_pb2 import Submit
 
-from ..placement.engine_link import Attempt
+from ..placement.engine_link import EngineAttempt
 from ..placement.engine_search import EngineSearch
 from ..placement.placement import Placer
 from .lifetime import Lifetime
 
 
-class Retries:
+class EngineRetries:
     """Takes note of each attempt that an engine failed.
 
     Attributes:
@@ -29,7 +29,7 @@ class Retries:
         self._placer = placer
         self.search = EngineSearch(placer.budget, lifetime.give_up_at)
 
-    def lost(self, attempt: Attempt, *, is_alone: bool) -> None:
+    def lost(self, attempt: EngineAttempt, *, is_alone: bool) -> None:
         """Note that the engine of an attempt died, fell silent or hangs. ``is_alone``: as in ``AttemptOwner``.
 
         Requests of other output processors on that engine show in the coordinator's last snapshot. Without a sign of
@@ -40,7 +40,7 @@ class Retries:
         cause = Cause.SILENT if attempt.link.may_compute else Cause.GONE
         self.search.failed(attempt.link.key, cause, had_output=attempt.has_output)
 
-    def refused(self, attempt: Attempt, error: errors.TokenloomError) -> bool:
+    def refused(self, attempt: EngineAttempt, error: errors.TokenloomError) -> bool:
         """Note the error with which an engine ended an attempt. Returns whether another engine may answer differently:
         the engine drains, is full or its core died."""
         key = attempt.link.key
@@ -59,6 +59,6 @@ class Retries:
         """Return the error of a request that no further engine may run; None if it may continue."""
         return self._lifetime.verdict() if self._lifetime.is_over else None
 
-    def _blame(self, attempt: Attempt) -> None:
+    def _blame(self, attempt: EngineAttempt) -> None:
         if self._lifetime.engine_died(attempt.link.key):
             self._on_engine_death()

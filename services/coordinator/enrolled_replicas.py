@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tokenloom.services.runtime.peers import subset
-from tokenloom.services.runtime.peers.subset import Position
+from tokenloom.services.runtime.peers.subset import ReplicaPosition
 
 
-class Enrolments:
+class EnrolledReplicas:
     """Holds the processes whose ``Enroll`` lasts. A process that calls twice counts once."""
 
     def __init__(self) -> None:
         self._calls: dict[str, Counter[str]] = {}  # by service, of each process
-        self._positions: dict[str, dict[str, Position]] = {}
+        self._positions: dict[str, dict[str, ReplicaPosition]] = {}
         self._changed: dict[str, asyncio.Event] = {}
         self._is_closed = False
 
@@ -33,7 +33,7 @@ class Enrolments:
                 del calls[name]
                 self._announce(service)
 
-    def position(self, service: str, name: str) -> Position:
+    def position(self, service: str, name: str) -> ReplicaPosition:
         """Return the position of a process that is enrolled."""
         if (found := self._positions.get(service)) is None:
             found = self._positions[service] = subset.positions(self._calls[service])

@@ -15,8 +15,8 @@ from tests.services.output_processor.harness import Mesh
 from tokenloom.model_files.checkpoint import CheckpointInfo
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.request import errors
-from tokenloom.services.output_processor.stream import gateway_session
-from tokenloom.services.output_processor.stream.gateway_session import own_copy
+from tokenloom.services.output_processor import gateway_stream
+from tokenloom.services.output_processor.gateway_stream import own_copy
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, StopMatch
 from tokenloom.services.runtime.peers import hello
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
@@ -63,9 +63,9 @@ async def test_the_engine_gets_the_request_with_its_pick_and_what_is_left_of_its
 
 async def test_a_burst_does_not_hold_up_the_requests_that_run(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     turns, made_in = 0, list[int]()
-    make = gateway_session.Session._submit
+    make = gateway_stream.GatewayStream._submit
 
-    def counted(session: gateway_session.Session, *arguments: Any) -> None:
+    def counted(session: gateway_stream.GatewayStream, *arguments: Any) -> None:
         made_in.append(turns)
         make(session, *arguments)
 
@@ -75,14 +75,14 @@ async def test_a_burst_does_not_hold_up_the_requests_that_run(mesh: Mesh, monkey
             turns += 1
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(gateway_session.Session, "_submit", counted)
+    monkeypatch.setattr(gateway_stream.GatewayStream, "_submit", counted)
     gateway = await mesh.gateway()
     counting = asyncio.create_task(count())
     await gateway.send(submit=[submit(slot) for slot in range(1, 101)])
     await (await mesh.engines[0].next_stream()).next_adds(100)
     counting.cancel()
     assert len(made_in) == 100
-    assert max(Counter(made_in).values()) <= gateway_session.SUBMITS_PER_TURN
+    assert max(Counter(made_in).values()) <= gateway_stream.SUBMITS_PER_TURN
 
 
 async def test_a_request_that_is_refused_had_its_engine_asked_for_in_vain(mesh: Mesh) -> None:

@@ -10,13 +10,13 @@ from tokenizers import Tokenizer
 
 from tests.services.output_processor.fakes import SOON, submit
 from tokenloom.request.errors import Unavailable
+from tokenloom.services.output_processor.gateway_stream import GatewayStream
+from tokenloom.services.output_processor.gateway_streams import GatewayStreams
 from tokenloom.services.output_processor.request.kept_requests import KeptRequests
-from tokenloom.services.output_processor.request.metrics import Metrics
+from tokenloom.services.output_processor.request.live_request import LiveRequestLimit
+from tokenloom.services.output_processor.request.metrics import OutputProcessorMetrics
 from tokenloom.services.output_processor.request.requests import Requests
-from tokenloom.services.output_processor.request.room import Room
 from tokenloom.services.output_processor.request.sample_group import SampleGroup
-from tokenloom.services.output_processor.stream.gateway_session import Session
-from tokenloom.services.output_processor.stream.sessions import Sessions
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget
@@ -42,8 +42,8 @@ class NoPlacer:
 class Gateway:
     """One gateway's stream, in memory."""
 
-    def __init__(self, requests: Requests, sessions: Sessions) -> None:
-        self._session = Session(make_hello("op", 1), requests)
+    def __init__(self, requests: Requests, sessions: GatewayStreams) -> None:
+        self._session = GatewayStream(make_hello("op", 1), requests)
         self._sessions = sessions
         self._inputs: asyncio.Queue[ProcessInput] = asyncio.Queue()
         self._frames: asyncio.Queue[ProcessFrame] = asyncio.Queue()
@@ -76,13 +76,18 @@ class Drained:
     """Streams of an output processor that drains."""
 
     def __init__(self, tokenizer: Tokenizer, max_requests: int = 8) -> None:
-        metrics = Metrics(CollectorRegistry(), lambda: 0, lambda: 0)
+        metrics = OutputProcessorMetrics(CollectorRegistry(), lambda: 0, lambda: 0)
         placer: Any = NoPlacer()
         kept = KeptRequests[SampleGroup](lambda error: None, 60.0, 1 << 20)
         self.requests = Requests(
-            placer, Vocabulary(tokenizer), frozenset(), metrics, room=Room(max_requests, MAX_BYTES), kept=kept
+            placer,
+            Vocabulary(tokenizer),
+            frozenset(),
+            metrics,
+            room=LiveRequestLimit(max_requests, MAX_BYTES),
+            kept=kept,
         )
-        self.sessions = Sessions()
+        self.sessions = GatewayStreams()
 
     async def gateway(self, credit: int = 100) -> tuple[Gateway, ProcessFrame]:
         gateway = Gateway(self.requests, self.sessions)

@@ -34,7 +34,7 @@ def prompt_bytes(submit: Submit) -> int:
     return size * (1 + num_samples(submit))
 
 
-class Place:
+class LiveRequest:
     """Holds what a request takes up until its last sample has ended."""
 
     __slots__ = ("_bytes", "_samples")
@@ -65,7 +65,7 @@ class Place:
             self._bytes.release()
 
 
-class Room:
+class LiveRequestLimit:
     """Counts what live requests take up."""
 
     def __init__(self, max_requests: int, max_prompt_bytes: int) -> None:
@@ -91,6 +91,6 @@ class Room:
             megabytes = (self._bytes.size or 0) / (1 << 20)
             raise errors.TryElsewhere(f"The output processor's prompts already fill {megabytes:.3g} MiB; retry.")
 
-    def take(self, submit: Submit, num_live: int) -> Place:
+    def take(self, submit: Submit, num_live: int) -> LiveRequest:
         """Take the place of a request of which so many samples run. :meth:`check` has decided."""
-        return Place(self._samples.take_anyway(num_live), self._bytes.take_anyway(prompt_bytes(submit)))
+        return LiveRequest(self._samples.take_anyway(num_live), self._bytes.take_anyway(prompt_bytes(submit)))

@@ -10,7 +10,7 @@ import grpc.aio
 from ..peers.channels import Channels
 from ..peers.tls import MeshTLS
 from .grpc_limits import GrpcLimits
-from .listener import SERVER_OPTIONS, Listener, bind
+from .listener import SERVER_OPTIONS, ServiceListener, bind
 from .service_settings import ServiceSettings
 from .servicer_edge import Edge
 
@@ -41,9 +41,9 @@ class Port:
 class Network:
     """Makes the sockets of one process: those on which it listens, and those that connect it to its peers."""
 
-    def listener(self, settings: ServiceSettings, edge: Edge) -> Listener:
+    def listener(self, settings: ServiceSettings, edge: Edge) -> ServiceListener:
         """Return what serves ``edge`` at the address of the service."""
-        return Listener(settings, edge)
+        return ServiceListener(settings, edge)
 
     def port(
         self, edge: Edge, listen: str, limits: GrpcLimits, tls: MeshTLS | None, *, insecure: bool, field: str
@@ -66,7 +66,7 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class HostDependencies:
     """Holds what one process uses of the world around it.
 
     Attributes:

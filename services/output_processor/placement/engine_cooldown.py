@@ -11,7 +11,7 @@ MAX_LEFT_OUT = 1024
 """Engines remembered; the oldest are forgotten first."""
 
 
-class LeftOut:
+class EngineCooldown:
     """Holds the engines that requests should avoid for a while. ``clock``: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Group:
+class HolderGroup:
     """Names the engines that hold the same consecutive blocks of a prompt, if they are several.
 
     Attributes:
@@ -34,7 +34,7 @@ class Group:
         return rows
 
 
-class Groups:
+class BlockHolders:
     """Numbers the groups of one table, from 0.
 
     Attributes:
@@ -44,18 +44,18 @@ class Groups:
     GROUP_BYTES, ENGINE_BYTES = 500, 64  # of dictionaries and arrays, in CPython 3.11 and 3.12
 
     def __init__(self) -> None:
-        self._groups: list[Group | None] = []
+        self._groups: list[HolderGroup | None] = []
         self._free: deque[int] = deque()
         self.num_bytes = 0
 
-    def __getitem__(self, number: int) -> Group:
+    def __getitem__(self, number: int) -> HolderGroup:
         group = self._groups[number]
         assert group is not None
         return group
 
     def add(self, stretches: dict[int, int], num_blocks: int) -> int:
         """Add a group and return its number."""
-        group = Group(stretches, num_blocks)
+        group = HolderGroup(stretches, num_blocks)
         self.num_bytes += self.GROUP_BYTES + self.ENGINE_BYTES * len(stretches)
         if self._free:
             number = self._free.popleft()

@@ -16,11 +16,11 @@ from tokenloom.v1.output_processor_pb2 import (
 )
 from tokenloom.v1.types_pb2 import FinishReason, Hello
 
-from ..placement.placement import Asked
-from ..request.outbox import Outbox
-from ..request.pooled_request import PooledRequest
-from ..request.requests import Requests
-from ..request.sample_group import SampleGroup
+from .placement.placement import PendingPick
+from .request.outbox import Outbox
+from .request.pooled_request import PooledRequest
+from .request.requests import Requests
+from .request.sample_group import SampleGroup
 
 _SHARED_TOKENS = 1024
 """A prompt of so many tokens is worth a copy of its own."""
@@ -28,7 +28,7 @@ SUBMITS_PER_TURN = 8
 """So many requests of a message are made before the event loop serves those that run. Making one takes about 1 ms."""
 
 
-class Session(ServerStream[ProcessInput, ProcessFrame]):
+class GatewayStream(ServerStream[ProcessInput, ProcessFrame]):
     """Serves one ``Process`` stream. At its end, requests that can be resumed continue; all others are aborted."""
 
     def __init__(self, hello: Hello, requests: Requests) -> None:
@@ -116,7 +116,7 @@ class Session(ServerStream[ProcessInput, ProcessFrame]):
             if submit.journals:
                 await asyncio.sleep(0)  # replaying many tokens must not hold up the requests that run
 
-    def _submit(self, submit: Submit, asked: Asked | None) -> None:
+    def _submit(self, submit: Submit, asked: PendingPick | None) -> None:
         group: SampleGroup | PooledRequest
         try:
             # A client that repeats its call with the same idempotency key joins the request that still runs. It is not

@@ -6,7 +6,7 @@ _STRETCHES = 8
 """An engine's blocks are forgotten by the eighth of its cache."""
 
 
-class Stretches:
+class HashRuns:
     """Numbers the stretches of additions to each engine.
 
     Blocks that were added to an engine in one stretch are forgotten together, those that were not used for the longest
@@ -15,7 +15,7 @@ class Stretches:
 
     Attributes:
         owner: Row of the engine by the number of the stretch; -1: forgotten. Numbers begin at 1.
-        num_new: Stretches that began since :meth:`recycle`.
+        num_new: HashRuns that began since :meth:`recycle`.
         num_blocks: Blocks that all engines' caches hold.
     """
 

@@ -11,11 +11,11 @@ from tokenloom.v1.engine_pb2 import Finished, KVSource
 from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, FinishReason, Logprobs, Pooled, SamplingParams
 
-from ..placement.engine_link import Attempt
-from ..placement.placement import Asked, Placer
+from ..placement.engine_link import EngineAttempt
+from ..placement.placement import PendingPick, Placer
 from .add_request import make_add
+from .engine_retries import EngineRetries
 from .lifetime import Lifetime
-from .retries import Retries
 from .sample_output import SampleOutput
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ _PREFILL, _DECODE = EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECOD
 _ERROR, _PREFILLED = FinishReason.FINISH_REASON_ERROR, FinishReason.FINISH_REASON_PREFILLED
 
 
-class Legs:
+class RequestStages:
     """Runs one sample, from ``start`` or ``begin_on`` to its end. It is prefilled, handed over and decoded:
 
     - The prefill leg ends with the first token and leaves the prompt's KV under a lease. The decode leg is placed then,
@@ -43,7 +43,7 @@ class Legs:
         output: SampleOutput,
         placer: Placer,
         tasks: Tasks,
-        on_end: Callable[["Legs", RequestFinished], None],
+        on_end: Callable[["RequestStages", RequestFinished], None],
         lifetime: Lifetime,
     ) -> None:
         """``tasks`` own the placements. ``on_end`` is called once. ``lifetime``: shared by the request's samples."""
@@ -53,12 +53,12 @@ class Legs:
         self._placer = placer
         self._tasks = tasks
         self._on_end = on_end
-        self._on_settled: Callable[[Attempt], None] | None = None
+        self._on_settled: Callable[[EngineAttempt], None] | None = None
         self._deadline = lifetime.deadline
-        self._retries = Retries(submit, lifetime, output.engine_died, placer)
-        self._prefill: Attempt | None = None  # or the attempt that does the whole request
-        self._decode: Attempt | None = None
-        self._next: Attempt | None = None  # a decode leg that waits, because its engine still prefills
+        self._retries = EngineRetries(submit, lifetime, output.engine_died, placer)
+        self._prefill: EngineAttempt | None = None  # or the attempt that does the whole request
+        self._decode: EngineAttempt | None = None
+        self._next: EngineAttempt | None = None  # a decode leg that waits, because its engine still prefills
         self._kv: KVSource | None = None
         self._handed_over = False
         self._holds_kv = False  # the prefill leg's engine keeps it until it is read or dropped
@@ -66,7 +66,9 @@ class Legs:
         self._pool: Fingerprint | None = None
         self.ended = False
 
-    def start(self, asked: Asked | None = None, on_settled: Callable[[Attempt], None] | None = None) -> None:
+    def start(
+        self, asked: PendingPick | None = None, on_settled: Callable[[EngineAttempt], None] | None = None
+    ) -> None:
         """Find an engine. If the sample continues, :meth:`replay` comes first.
 
         Args:
@@ -101,7 +103,7 @@ class Legs:
         """End with an error."""
         self._end(self._output.fail, error)
 
-    def _place(self, role: EngineRole, asked: Asked | None = None) -> None:
+    def _place(self, role: EngineRole, asked: PendingPick | None = None) -> None:
         """Begin a placement, which takes the place of the one under way."""
         self._cancel_placement()
         self._placement = self._tasks.spawn(self._run_placement(role, asked), name=f"place {self._submit.request_id}")
@@ -111,7 +113,7 @@ class Legs:
             self._placement.cancel()
             self._placement = None
 
-    async def _run_placement(self, role: EngineRole, asked: Asked | None) -> None:
+    async def _run_placement(self, role: EngineRole, asked: PendingPick | None) -> None:
         """Find an engine and send the leg. A failure ends this sample, never the gateway's stream."""
         output = self._output
         started = output.clock()
@@ -132,20 +134,20 @@ class Legs:
             if role == _PREFILL or self._handed_over:  # otherwise it is placed again when it is due
                 self.fail(error)
 
-    def _begin_at_once(self, attempt: Attempt) -> None:
+    def _begin_at_once(self, attempt: EngineAttempt) -> None:
         try:
             self._placed(_PREFILL, attempt)
         except Exception as error:  # a fault of one request never ends the stream of all
             self.fail(error)
 
-    def _placed(self, role: EngineRole, attempt: Attempt) -> None:
+    def _placed(self, role: EngineRole, attempt: EngineAttempt) -> None:
         """Send the leg to the engine that was found."""
         self._send_decode(attempt) if role == _DECODE else self.begin_on(attempt)
         if log.isEnabledFor(logging.DEBUG):
             request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
             request_log.debug("%s placed on %s", EngineRole.Name(role), attempt.link.identity.engine_id)
 
-    def begin_on(self, attempt: Attempt) -> None:
+    def begin_on(self, attempt: EngineAttempt) -> None:
         """Send the prefill leg, or all of the sample, to an engine."""
         timeline, identity = self._output.timeline, attempt.link.identity
         timeline.prefill_engine = timeline.decode_engine = identity.engine_id
@@ -156,7 +158,7 @@ class Legs:
         if self._on_settled is not None and attempt.whole_request and not self._params.HasField("prompt_logprobs"):
             self._settle(attempt)
 
-    def _send_decode(self, attempt: Attempt) -> None:
+    def _send_decode(self, attempt: EngineAttempt) -> None:
         prefill, journal = self._prefill, self._output.token_ids
         assert prefill is not None
         self._output.timeline.decode_engine = attempt.link.identity.engine_id
@@ -176,7 +178,7 @@ class Legs:
 
     def _send(
         self,
-        attempt: Attempt,
+        attempt: EngineAttempt,
         accepted: Sequence[int],
         *,
         hold_kv: bool = False,
@@ -201,29 +203,29 @@ class Legs:
         except errors.Unavailable:
             self.on_lost(attempt, is_alone=False)  # it never ran there
 
-    def _settle(self, attempt: Attempt) -> None:
+    def _settle(self, attempt: EngineAttempt) -> None:
         if self._on_settled is not None:
             on_settled, self._on_settled = self._on_settled, None
             on_settled(attempt)
 
-    def on_kv_granted(self, attempt: Attempt, kv: KVSource) -> None:
+    def on_kv_granted(self, attempt: EngineAttempt, kv: KVSource) -> None:
         """Place the decode leg, which reads while the rest of the prompt is computed."""
         # A grant of an attempt that was replaced may still arrive, and names a lease of an engine that is lost.
         if self._kv is None and attempt is self._prefill:
             self._kv = kv
             self._place(_DECODE)
 
-    def on_prompt_logprobs(self, attempt: Attempt, token_index: int, logprobs: Logprobs) -> None:
+    def on_prompt_logprobs(self, attempt: EngineAttempt, token_index: int, logprobs: Logprobs) -> None:
         try:
             self._output.add_prompt_logprobs(token_index, logprobs)
         except Exception as error:  # a fault of one request never ends the stream of all
             self.fail(error)
 
-    def on_pooled(self, attempt: Attempt, part: Pooled) -> None:
+    def on_pooled(self, attempt: EngineAttempt, part: Pooled) -> None:
         self.fail(errors.Internal("the engine pooled a request that generates"))
 
     def on_tokens(
-        self, attempt: Attempt, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None
+        self, attempt: EngineAttempt, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None
     ) -> None:
         attempt.has_output = True
         if attempt is self._decode:
@@ -238,14 +240,14 @@ class Legs:
         if match is not None:
             attempt.link.stop_at(attempt, match.num_tokens)
 
-    def on_finished(self, attempt: Attempt, finished: Finished) -> None:
+    def on_finished(self, attempt: EngineAttempt, finished: Finished) -> None:
         self._placer.release(attempt)
         try:
             self._finished(attempt, finished)
         except Exception as error:  # a fault of one request never ends the stream of all
             self.fail(error)
 
-    def _finished(self, attempt: Attempt, finished: Finished) -> None:
+    def _finished(self, attempt: EngineAttempt, finished: Finished) -> None:
         if finished.HasField("routed_experts"):
             self._output.routed.add(finished.routed_experts, len(self._output.token_ids))
         is_prefilled = finished.reason == _PREFILLED
@@ -259,7 +261,7 @@ class Legs:
         else:
             self._end(self._output.finish, finished)
 
-    def on_lost(self, attempt: Attempt, *, is_alone: bool) -> None:
+    def on_lost(self, attempt: EngineAttempt, *, is_alone: bool) -> None:
         self._placer.release(attempt)
         try:
             self._retries.lost(attempt, is_alone=is_alone)
@@ -267,7 +269,7 @@ class Legs:
         except Exception as error:  # the other requests of the engine are to learn of its loss, too
             self.fail(error)
 
-    def _replace(self, attempt: Attempt) -> None:
+    def _replace(self, attempt: EngineAttempt) -> None:
         """Continue on another engine, unless the output is complete or the request may have killed its engines."""
         if self._output.stop_match is not None:
             self._end(self._output.stop)
@@ -290,7 +292,7 @@ class Legs:
         # long output does not disturb the decodes of the next engine.
         self._place(_PREFILL)
 
-    def _hand_over(self, attempt: Attempt, finished: Finished) -> None:
+    def _hand_over(self, attempt: EngineAttempt, finished: Finished) -> None:
         """Continue on the engine of the decode leg, or place that leg: the first token has arrived."""
         output = self._output
         is_complete = attempt.num_accepted < len(output.token_ids) == finished.num_output_tokens
@@ -332,7 +334,7 @@ class Legs:
             self._release(attempt)
         self._decode = self._next = None
 
-    def _release(self, attempt: Attempt) -> None:
+    def _release(self, attempt: EngineAttempt) -> None:
         attempt.link.abort(attempt)
         self._placer.release(attempt)
 

@@ -6,7 +6,12 @@ from hypothesis import strategies as st
 
 from tests.services.output_processor.fakes import submit
 from tokenloom.request.errors import TryElsewhere
-from tokenloom.services.output_processor.request.room import Place, Room, default_prompt_bytes, prompt_bytes
+from tokenloom.services.output_processor.request.live_request import (
+    LiveRequest,
+    LiveRequestLimit,
+    default_prompt_bytes,
+    prompt_bytes,
+)
 from tokenloom.v1.types_pb2 import PromptEmbeds
 
 requests = st.tuples(st.integers(1, 64), st.integers(1, 4))  # prompt tokens, samples
@@ -15,7 +20,7 @@ MAX_BYTES = 2000
 
 @given(st.lists(st.tuples(requests, st.integers(0, 100))))
 def test_the_bounds_hold_and_all_that_ended_makes_room(steps: list[tuple[tuple[int, int], int]]) -> None:
-    room, live = Room(10, MAX_BYTES), list[Place]()
+    room, live = LiveRequestLimit(10, MAX_BYTES), list[LiveRequest]()
     for (num_tokens, num_samples), choice in steps:
         request = submit(1, range(num_tokens), num_samples=num_samples)
         was_empty = not live

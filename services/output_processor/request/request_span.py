@@ -6,7 +6,7 @@ from tokenloom.services.runtime.telemetry.tracing import Span, Tracer, pick_head
 from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
 
 
-class RequestTrace:
+class RequestSpan:
     """Holds the output processor's span of one request. The span takes the place of the gateway's in the request's
     headers, so that placements and engines make their spans under it."""
 
@@ -15,7 +15,7 @@ class RequestTrace:
         self._error = ""
 
     @classmethod
-    def open(cls, tracer: Tracer | None, submit: Submit) -> "RequestTrace | None":
+    def open(cls, tracer: Tracer | None, submit: Submit) -> "RequestSpan | None":
         """Begin the span. Without a tracer, or for a request that is not sampled, return None and drop the headers."""
         headers = pick_headers(submit.trace_headers.items())
         submit.trace_headers.clear()

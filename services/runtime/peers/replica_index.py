@@ -10,7 +10,7 @@ import grpc.aio
 
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc
 
-from .subset import Position
+from .subset import ReplicaPosition
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _OLD_COORDINATOR_SECONDS = 10.0
 """Until a coordinator is asked again that does not know the call: it is replaced during an update of the mesh."""
 
 
-class Enrolment:
+class ReplicaIndex:
     """Enrolls this process with the coordinator. While the coordinator is away, the last position stays.
 
     Attributes:
@@ -28,7 +28,7 @@ class Enrolment:
 
     def __init__(self, service: str, instance_id: str) -> None:
         self._request = coordinator_pb2.EnrollRequest(service=service, instance_id=instance_id)
-        self.position: Position | None = None
+        self.position: ReplicaPosition | None = None
 
     async def run(
         self, stub: "coordinator_pb2_grpc.CoordinatorAsyncStub", moved: Callable[[], object] = lambda: None
@@ -38,7 +38,7 @@ class Enrolment:
             call, wait = stub.Enroll(self._request), _AGAIN_SECONDS
             try:
                 while isinstance(message := await call.read(), coordinator_pb2.Position):
-                    if message.count and (position := Position(message.index, message.count)) != self.position:
+                    if message.count and (position := ReplicaPosition(message.index, message.count)) != self.position:
                         self.position = position
                         moved()
             except grpc.aio.AioRpcError as error:

@@ -29,7 +29,7 @@ class _Found:
 _model = msgspec.json.Decoder(_Model)
 
 
-class ModelDoor:
+class ModelRouter:
     """Holds the routes of each mesh, which are those of a gateway with one mesh.
 
     A body is searched for its model before the routes of the mesh decode it. Requests without a body go to the first

@@ -1,4 +1,4 @@
-"""Opens the two edges of the gateway: gRPC on the host's server, and the application behind HTTP."""
+"""Opens the two servers of the gateway: gRPC on the host's server, and the application behind HTTP."""
 
 import time
 
@@ -22,9 +22,9 @@ from .http.json_body import BodyParser
 from .http.response_counts import GRPC, ResponseCounts
 from .kserve.kserve_servicer import KServeServicer
 from .mesh.engine_calls import EngineCalls
-from .model_router import ModelDoor
+from .model_router import ModelRouter
 from .ollama.ollama import ERROR_FORMS as OLLAMA_ERRORS
-from .openai.openai_models import BodyReader
+from .openai.body_reader import BodyReader
 from .request_log.access_log import AccessLog
 from .request_log.finished_requests import FinishedRequests
 from .request_log.recent_requests import RecentRequests
@@ -42,7 +42,7 @@ from .tenants.call_tenant import admit_calls
 from .tenants.tenant_shares import TenantShares
 
 
-async def open_edges(
+async def open_servers(
     settings: GatewaySettings,
     host: Host,
     meshes: ServedMeshes,
@@ -68,7 +68,7 @@ async def open_edges(
     if meshes.is_one:
         routes = routes_of(meshes.first)
     else:
-        door = ModelDoor(meshes, routes_of, max_body_bytes=settings.max_body_bytes)
+        door = ModelRouter(meshes, routes_of, max_body_bytes=settings.max_body_bytes)
         routes = {**door.routes(), **ModelsRoutes(meshes).routes()}
     routes = {**status_routes(settings, host, meshes, counts), **routes, **batch_routes}
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)

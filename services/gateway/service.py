@@ -20,9 +20,9 @@ from .http.server.connections import Connections
 from .http.server.http_server import HttpServer
 from .metrics.gateway_metrics import count_moved
 from .metrics.usage_counts import AdapterUsage, KeyUsage
-from .openai.openai_models import WITHOUT_EFFECT
+from .openai.body_reader import WITHOUT_EFFECT
 from .routes.read_fields import READ_FIELDS
-from .servers import open_edges
+from .servers import open_servers
 from .serving.model_registries import ModelRegistries
 from .serving.part_gauges import PartGauges
 from .serving.served_mesh import MeshMetrics, connect
@@ -73,7 +73,7 @@ class GatewayService:
         counts, budget = ResponseCounts(host.metrics), ByteBudget(settings.max_body_bytes_in_flight)
         self._batches = await open_batches(settings, host, keys)
         batch_routes = absent_routes() if self._batches is None else self._batches.routes
-        app = await open_edges(settings, host, meshes, keys, shares, self._parser, counts, batch_routes)
+        app = await open_servers(settings, host, meshes, keys, shares, self._parser, counts, batch_routes)
         http = HttpServer(
             app,
             settings.http_listen,

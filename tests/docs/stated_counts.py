@@ -17,8 +17,8 @@ from tokenloom.services.gateway.http import json_body, pieces, request_body
 from tokenloom.services.gateway.http.server import uvicorn_protocol
 from tokenloom.services.gateway.metrics import usage_counts
 from tokenloom.services.gateway.page import traffic
-from tokenloom.services.gateway.pooling import pooler
-from tokenloom.services.gateway.records import pooling_request as pooling_job
+from tokenloom.services.gateway.pooling import pooling_runner as pooler
+from tokenloom.services.gateway.records import pooling_input as pooling_job
 from tokenloom.services.gateway.request_log import recent_requests
 from tokenloom.services.gateway.responses import response_store
 from tokenloom.services.gateway.tenants import tenant_limits

@@ -16,7 +16,7 @@ from tokenloom.reference.vllm_names import (
     SAME_FLAGS,
     SAME_METRICS,
 )
-from tokenloom.services.gateway.foreign_fields import FOREIGN_APIS
+from tokenloom.services.gateway.compat import FOREIGN_APIS
 
 from .markdown_page import DOCS
 

@@ -11,12 +11,12 @@ from tokenloom.services.engine.control import pause
 from tokenloom.services.gateway.batches.batch_task import BatchTask
 from tokenloom.services.gateway.files.file_room import FileRoom
 from tokenloom.services.gateway.files.file_store import FileStore
-from tokenloom.services.gateway.generation.admission import Tenure
+from tokenloom.services.gateway.generation.admission import AdmittedCall
 from tokenloom.services.gateway.generation.charge import Charge, Charges
 from tokenloom.services.gateway.generation.generator import Generator
 from tokenloom.services.gateway.kserve import kserve_servicer
-from tokenloom.services.gateway.records.generate_request import Job
-from tokenloom.services.gateway.records.resume_token import Claim
+from tokenloom.services.gateway.records.generate_request import GenerateRequest
+from tokenloom.services.gateway.records.resume_token import ResumeToken
 
 from .runner import size_of
 
@@ -50,15 +50,15 @@ def _grow_freely(store: FileStore, room: FileRoom, tenant: str, size: int) -> No
     room.hold(size)
 
 
-def _give_place_back(generator: Generator, job: Job, claim: Claim, timeout: float) -> Tenure:
+def _give_place_back(generator: Generator, job: GenerateRequest, claim: ResumeToken, timeout: float) -> AdmittedCall:
     """Give the place of a request without a client back before the call that repeats it has one."""
     before = generator._resumable.find(claim, job.tenant.name) if claim.request_id else None
     if before is not None:
         before.place.close()
-    return Tenure(generator._admission.admit(job, timeout))
+    return AdmittedCall(generator._admission.admit(job, timeout))
 
 
-def _charge_again(charges: Charges, tenant: str, request_id: str, claim: Claim) -> Charge:
+def _charge_again(charges: Charges, tenant: str, request_id: str, claim: ResumeToken) -> Charge:
     """Count every call for itself."""
     return Charge()
 

@@ -10,16 +10,16 @@ from unittest.mock import patch
 from prometheus_client import CollectorRegistry
 
 from tokenloom.services.gateway.assistant.message_plans import MessagePlans
-from tokenloom.services.gateway.generation.admission import Admission
-from tokenloom.services.gateway.generation.backlog import Backlog
+from tokenloom.services.gateway.generation.admission import RequestAdmission
 from tokenloom.services.gateway.generation.generator import Generator
 from tokenloom.services.gateway.generation.resumable import ResumableRequests, UnattendedMetrics
+from tokenloom.services.gateway.generation.wait_estimator import WaitEstimator
 from tokenloom.services.gateway.http.json_body import BodyParser
 from tokenloom.services.gateway.mesh.mesh_view import MeshLoad
 from tokenloom.services.gateway.mesh.output_pool import OutputPool
 from tokenloom.services.gateway.metrics.gateway_metrics import GatewayMetrics
 from tokenloom.services.gateway.metrics.usage_counts import AdapterUsage, KeyUsage
-from tokenloom.services.gateway.openai.openai_models import BodyReader
+from tokenloom.services.gateway.openai.body_reader import BodyReader
 from tokenloom.services.gateway.records.model_names import ModelNames
 from tokenloom.services.gateway.responses import response_store
 from tokenloom.services.gateway.responses.response_store import ResponseStore
@@ -105,8 +105,8 @@ class Gateway:
         registry, random = CollectorRegistry(), Random(0)
         tokenizers: Any = _Tokenizers(world)
         view: Any = _View()
-        self.backlog = Backlog(60.0, random)
-        self.admission = Admission(self.clients.shares, self.backlog)
+        self.backlog = WaitEstimator(60.0, random)
+        self.admission = RequestAdmission(self.clients.shares, self.backlog)
         self.outputs = OutputPool(
             PeerMembers(addresses),
             "gateway",

@@ -9,12 +9,12 @@ from tokenloom.request.errors import Unavailable
 from tokenloom.services.coordinator.lease.kubernetes_lease import KubernetesLease
 from tokenloom.services.engine.kv.kv_loads import Reading, Verdict
 from tokenloom.services.gateway.mesh.output_pool import OutputPool
+from tokenloom.services.gateway.mesh.pending_request import PendingRequest
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
-from tokenloom.services.gateway.mesh.submission import Submission
 from tokenloom.services.output_processor.placement.engine_link import EngineLink
 
 
-def _no_retry(pool: OutputPool, stream: ProcessStream, submissions: list[Submission]) -> None:
+def _no_retry(pool: OutputPool, stream: ProcessStream, submissions: list[PendingRequest]) -> None:
     """End the requests of an output processor that was lost, instead of sending them to another one."""
     for submission in submissions:
         submission.fail(Unavailable("the output processor became unavailable"))

@@ -8,8 +8,8 @@ from tokenloom.request.errors import TokenloomError
 from tokenloom.services.gateway.generation.delivered import Delivered, Position
 from tokenloom.services.gateway.generation.generator import Generator
 from tokenloom.services.gateway.mesh.collector import Delta
-from tokenloom.services.gateway.records.generate_request import Job
-from tokenloom.services.gateway.records.resume_token import NEW, Claim
+from tokenloom.services.gateway.records.generate_request import GenerateRequest
+from tokenloom.services.gateway.records.resume_token import NEW, ResumeToken
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
@@ -148,10 +148,10 @@ class Client:
                         if is_new:
                             self._add(part)
 
-    def _claim(self) -> Claim:
+    def _claim(self) -> ResumeToken:
         if not self.answer.ask.resumes:
             return NEW
-        return Claim(self._request_id, _FINGERPRINT, resumes=bool(self._request_id))
+        return ResumeToken(self._request_id, _FINGERPRINT, resumes=bool(self._request_id))
 
     def _delivered(self) -> Delivered:
         """Return what the client has of the answer."""
@@ -179,9 +179,9 @@ def _bare(error: E) -> E:
     return error.with_traceback(None)
 
 
-def make_job(ask: Ask, timeout: float) -> Job:
+def make_job(ask: Ask, timeout: float) -> GenerateRequest:
     """Return the gateway's form of a request. ``timeout``: the seconds that it has left."""
-    return Job(
+    return GenerateRequest(
         prompts=[ask.prompt],
         prompt_field="prompt",
         sampling=types_pb2.SamplingParams(max_tokens=ask.max_tokens, seed=ask.seed),

@@ -4,8 +4,8 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from tokenloom.services.gateway.foreign_fields import FOREIGN_APIS
-from tokenloom.services.gateway.foreign_fields.foreign_field import Outcome
+from tokenloom.services.gateway.compat import FOREIGN_APIS
+from tokenloom.services.gateway.compat.foreign_field import FieldEffect
 from tokenloom.services.runtime.host.foreign_flags import foreign_flags
 
 from .vllm_names import MISSING_ARGUMENTS, OTHER_METRICS, SAME_ARGUMENTS, SAME_FLAGS, SAME_METRICS
@@ -134,9 +134,9 @@ def _flags() -> Iterator[str]:
 
 def _fields() -> Iterator[str]:
     for api in FOREIGN_APIS:
-        work = [row.name for row in api.fields if row.outcome is Outcome.WORKS]
+        work = [row.name for row in api.fields if row.outcome is FieldEffect.WORKS]
         yield f"\n### {api.name}\n\n`POST {api.path}`. These work:\n\n{_listed(work)}\n"
-        others = [row for row in api.fields if row.outcome is not Outcome.WORKS]
+        others = [row for row in api.fields if row.outcome is not FieldEffect.WORKS]
         if others:
             yield "\n| field | outcome | |\n|---|---|---|\n"
         for row in others:

@@ -8,8 +8,8 @@ from ..http.http_exchange import HttpExchange
 from ..http.json_body import BodyParser
 from ..http.time_limit import limited
 from ..mesh.tokenizer_client import TokenizerClient
+from ..openai.body_reader import Body, BodyReader
 from ..openai.chat_messages import read_chat
-from ..openai.openai_models import Body, BodyReader
 from ..openapi.message_schemas import CountTokensRequest
 from ..records.generate_request import Chat
 from ..records.model_names import ModelNames

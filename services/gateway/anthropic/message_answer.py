@@ -8,10 +8,10 @@ from tokenloom.v1 import output_processor_pb2
 from ..assistant.parsed_message import CallDelta, MessageDelta, OutputReader
 from ..encoding.sse import encode_json
 from ..formats.call_arguments import read_arguments
-from ..generation.generation import Generation
+from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
 from ..openai.answer import finish_reason
-from ..openai.openai_models import Options
+from ..openai.body_reader import AnswerOptions
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -19,7 +19,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class MessageAnswer:
     """Shapes the assistant's next turn."""
 
-    def __init__(self, generation: Generation, options: Options) -> None:
+    def __init__(self, generation: RunningGeneration, options: AnswerOptions) -> None:
         self._generation = generation
         self._stop = options.stop
         self._id = f"msg_{generation.request_id}"

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 
 from tokenloom.request.errors import InvalidArgument
 
-from ..generation.generation import Generation
+from ..generation.running_generation import RunningGeneration
+from ..openai.body_reader import AnswerOptions, Body, BodyReader
 from ..openai.chat import ChatApi
 from ..openai.ignored_members import unbound_strict
-from ..openai.openai_models import Body, BodyReader, Options
 from ..openapi.message_schemas import MessagesRequest
-from ..records.generate_request import Job
+from ..records.generate_request import GenerateRequest
 from ..tenants.tenant import Tenant
 from .ignored_members import ignored_in_message
 from .message_answer import MessageAnswer
@@ -27,7 +27,7 @@ class MessagesApi:
     chats: ChatApi
     is_resumable = False
 
-    def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
+    def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
         """Return what the body asks for. Raises :class:`InvalidArgument` naming the field."""
         fields = self.reader.read(body, MessagesRequest)
         if body.get("prompt_logprobs") is not None:
@@ -44,5 +44,5 @@ class MessagesApi:
         ignored = (*self.reader.ignored(body, MessagesRequest), *members, *unbound_strict(options.ignored))
         return replace(job, most_tokens=longest), replace(options, ignored=ignored)
 
-    def answer(self, generation: Generation, options: Options) -> MessageAnswer:
+    def answer(self, generation: RunningGeneration, options: AnswerOptions) -> MessageAnswer:
         return MessageAnswer(generation, options)

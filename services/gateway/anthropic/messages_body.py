@@ -6,7 +6,7 @@ from typing import Any
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.narrowing import narrow_int
 
-from ..openai.openai_models import SAMPLING_FIELDS, Body
+from ..openai.body_reader import SAMPLING_FIELDS, Body
 from ..openapi.message_schemas import CountTokensRequest, MessagesRequest
 from .message_turns import read_turns
 

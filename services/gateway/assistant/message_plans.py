@@ -14,7 +14,7 @@ from ..formats.think import opener
 from ..formats.tool_formats import FORMATS as TOOL_FORMATS
 from ..formats.tool_parser import ToolFormat, ToolParser, new_call_id
 from ..formats.tool_request import ToolChoice, ToolRequest
-from ..records.generate_request import Job
+from ..records.generate_request import GenerateRequest
 from .parsed_message import MessagePlan
 
 UNBOUND_STRICT = "tools[].function.strict"
@@ -45,7 +45,7 @@ class MessagePlans:
             reasoning_format(reasoning_parser, info.reasoning_parser),
         )
 
-    def apply(self, request: ToolRequest, job: Job, *, include_reasoning: bool) -> MessagePlan | None:
+    def apply(self, request: ToolRequest, job: GenerateRequest, *, include_reasoning: bool) -> MessagePlan | None:
         """Add the constraints of a chat's tools to ``job``, and return how its turns are read; None: as plain text.
 
         Raises ``InvalidArgument`` for calls that cannot be forced together with the job's other constraints, or that

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..formats.message_parts import CallArguments, CallBegin, Content, Part, Reasoning
+from ..formats.message_parts import CallArguments, CallBegin, Content, Part, ReasoningText
 from ..formats.think import ThinkParser
 from ..formats.tool_parser import ToolParser
 
@@ -93,7 +93,7 @@ class ParsedMessage:
             match part:
                 case Content(words):
                     delta.content += words
-                case Reasoning(words):
+                case ReasoningText(words):
                     delta.reasoning += words if self._plan.include_reasoning else ""
                 case CallBegin(name):
                     self._begin_call(delta.calls, name)

@@ -31,7 +31,7 @@ class BatchProblem(Struct, frozen=True):
     line: int | None = None
 
 
-class Batch(Struct, kw_only=True):
+class StoredBatch(Struct, kw_only=True):
     """Describes a batch. It is kept as JSON, which is replaced with each change of its status.
 
     Attributes:

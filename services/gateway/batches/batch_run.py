@@ -11,7 +11,7 @@ from ..files.disk import Disk
 from ..files.file_room import FileRoom
 from ..http.internal_call import InternalResponse
 from ..tenants.tenant import Tenant
-from .batch import Batch
+from .batch import StoredBatch
 from .batch_lines import InputLines, LineError, LineRequest, answer_line, error_line, expiry_of
 from .batch_metrics import LineMetrics
 from .results import Results
@@ -24,7 +24,7 @@ LONGEST_WAIT = 30.0
 """Seconds after which a line that was refused is tried again, at most."""
 
 
-class Calls(Protocol):
+class BatchCalls(Protocol):
     """Sends requests to the gateway's own API."""
 
     async def post(self, path: str, body: bytes, tenant: Tenant) -> InternalResponse:
@@ -32,7 +32,7 @@ class Calls(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class BatchResources:
     """Holds what every batch runs with.
 
     Attributes:
@@ -65,11 +65,11 @@ class BatchRun:
 
     def __init__(
         self,
-        batch: Batch,
+        batch: StoredBatch,
         tenant: Tenant,
         results: Results,
-        around: Surroundings,
-        calls: Calls,
+        around: BatchResources,
+        calls: BatchCalls,
         *,
         places: Callable[[], int],
         room: FileRoom,

@@ -14,8 +14,8 @@ from ..files.file_room import FileRoom
 from ..files.file_store import FileStore
 from ..files.files_api import storage_fails
 from ..tenants.tenant import Tenant
-from .batch import Batch
-from .batch_run import Calls, Surroundings
+from .batch import StoredBatch
+from .batch_run import BatchCalls, BatchResources
 from .batch_store import BatchStore
 from .batch_task import BatchContext, BatchLimits, BatchTask
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class _Turn:
     """Holds a batch that waits until it may answer lines."""
 
-    batch: Batch
+    batch: StoredBatch
     has_come: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -39,7 +39,7 @@ class BatchRunner:
         batches: BatchStore,
         files: FileStore,
         limits: BatchLimits,
-        around: Surroundings,
+        around: BatchResources,
         tenant_of: Callable[[str], Tenant | None],
     ) -> None:
         """``tenant_of``: returns the tenant of a name; None if it has no key any more."""
@@ -50,12 +50,12 @@ class BatchRunner:
         self._tenant_of = tenant_of
         self._tasks = Tasks(lambda error: log.error("a batch failed: %s", error, exc_info=error))
         self._owners: dict[str, BatchTask] = {}  # bounded by the open batches of all tenants
-        self._running: dict[str, Batch] = {}
+        self._running: dict[str, StoredBatch] = {}
         self._waiting: dict[str, _Turn] = {}
         self._context: BatchContext | None = None
         self._is_closed = False
 
-    def start(self, calls: Calls) -> None:
+    def start(self, calls: BatchCalls) -> None:
         """Resume the batches that have not ended. ``calls``: sends the requests of all batches."""
         self._context = BatchContext(
             batches=self._batches,
@@ -70,7 +70,7 @@ class BatchRunner:
         for batch in self._batches.open_batches:
             self.submit(batch)
 
-    async def create(self, batch: Batch) -> None:
+    async def create(self, batch: StoredBatch) -> None:
         """Keep a new batch and run it.
 
         Raises ``FailedPrecondition`` if the tenant has too many batches that have not ended, or no places for the files
@@ -88,7 +88,7 @@ class BatchRunner:
                 if batch.id not in self._owners:
                     self._files.end_use(batch.input_file_id, batch.id)
 
-    def submit(self, batch: Batch, room: FileRoom | None = None) -> None:
+    def submit(self, batch: StoredBatch, room: FileRoom | None = None) -> None:
         """Run a batch as soon as there is a place for it. ``room``: of its results; None takes it, whatever the limits
         are."""
         if self._is_closed:
@@ -99,7 +99,7 @@ class BatchRunner:
         owner = self._owners[batch.id] = BatchTask(self._context, batch, room)
         self._tasks.spawn(self._keep(owner), name=f"batch {batch.id}")
 
-    async def cancel(self, batch: Batch) -> None:
+    async def cancel(self, batch: StoredBatch) -> None:
         """Stop a batch, as :meth:`BatchTask.cancel`. A batch that has ended stays as it is."""
         if (owner := self._owners.get(batch.id)) is not None:
             await owner.cancel()
@@ -121,7 +121,7 @@ class BatchRunner:
             del self._owners[owner.batch.id]
 
     @asynccontextmanager
-    async def _place(self, batch: Batch) -> AsyncIterator[None]:
+    async def _place(self, batch: StoredBatch) -> AsyncIterator[None]:
         turn = self._waiting[batch.id] = _Turn(batch)
         self._fill()
         try:

@@ -13,7 +13,7 @@ from tokenloom.request.errors import FailedPrecondition, NotFound
 from tokenloom.request.reservation import AdmissionLimit, Reservation
 
 from ..files.disk import NEW, Disk, write_atomically
-from .batch import Batch, Status
+from .batch import Status, StoredBatch
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class BatchStore:
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
         self._directory = disk.directory / "batches"
-        self._batches: dict[str, Batch] = {}  # in the order of their creation
+        self._batches: dict[str, StoredBatch] = {}  # in the order of their creation
         self._limits: dict[str, AdmissionLimit] = {}  # of open batches, by tenant; bounded by the tenants with batches
         self._places: dict[str, Reservation] = {}  # what each open batch holds of its tenant's limit
         self._dropped: set[str] = set()  # chosen to be dropped when the batch that takes their place is written
@@ -43,31 +43,31 @@ class BatchStore:
         self._places = {batch.id: self._limit(batch.tenant).take_anyway(1) for batch in self.open_batches}
 
     @property
-    def open_batches(self) -> list[Batch]:
+    def open_batches(self) -> list[StoredBatch]:
         """Those that have not ended, the oldest first."""
         batches = list(self._batches.values())  # a copy: a scrape runs in a thread of its own
         return [batch for batch in batches if not batch.is_ended]
 
-    def of(self, tenant: str) -> list[Batch]:
+    def of(self, tenant: str) -> list[StoredBatch]:
         """Return a tenant's batches, the oldest first."""
         return [batch for batch in self._batches.values() if batch.tenant == tenant]
 
-    def get(self, batch_id: str, tenant: str) -> Batch:
+    def get(self, batch_id: str, tenant: str) -> StoredBatch:
         """Return a tenant's batch. Raises ``NotFound``, which also covers those of other tenants."""
         batch = self._batches.get(batch_id)
         if batch is None or batch.tenant != tenant:
             raise NotFound(f"no batch {batch_id[:64]!r} is known here")
         return batch
 
-    def output_path(self, batch: Batch) -> Path:
+    def output_path(self, batch: StoredBatch) -> Path:
         """Return where the answers are collected until the batch ends."""
         return self._directory / f"{batch.id}.output"
 
-    def error_path(self, batch: Batch) -> Path:
+    def error_path(self, batch: StoredBatch) -> Path:
         """Return where the errors are collected until the batch ends."""
         return self._directory / f"{batch.id}.errors"
 
-    async def add(self, batch: Batch, then: Callable[[], object] = lambda: None) -> None:
+    async def add(self, batch: StoredBatch, then: Callable[[], object] = lambda: None) -> None:
         """Keep a new batch. Raises ``FailedPrecondition`` if the tenant has too many that have not ended, and
         ``OSError``, after which the batch is not kept.
 
@@ -98,7 +98,7 @@ class BatchStore:
             place.release()  # does nothing if the batch is kept
             self._dropped.difference_update(old.id for old in dropped)
 
-    async def change(self, batch: Batch, status: Status, now: float, **fields: Any) -> None:
+    async def change(self, batch: StoredBatch, status: Status, now: float, **fields: Any) -> None:
         """Write what a batch becomes, durably, and let it become that. Raises ``OSError``; then it stays as it was.
 
         Only the task that owns the batch may call this: a second change at the same time would undo the first one.
@@ -113,12 +113,12 @@ class BatchStore:
         if batch.is_ended and (place := self._places.pop(batch.id, None)) is not None:
             place.release()
 
-    async def save(self, batch: Batch) -> None:
+    async def save(self, batch: StoredBatch) -> None:
         """Write a batch, durably. Raises ``OSError``."""
         data, path = msgspec.json.encode(batch), self._path(batch)
         await self._disk.run(lambda: write_atomically(path, data))
 
-    def _choose_dropped(self, tenant: str) -> list[Batch]:
+    def _choose_dropped(self, tenant: str) -> list[StoredBatch]:
         """Return the ended batches that a new one displaces. No other call chooses them until they are dropped."""
         ended = [batch for batch in self.of(tenant) if batch.is_ended and batch.id not in self._dropped]
         num_open = self._limit(tenant).taken  # with those that are being written
@@ -129,17 +129,17 @@ class BatchStore:
     def _limit(self, tenant: str) -> AdmissionLimit:
         return self._limits.setdefault(tenant, AdmissionLimit(MAX_OPEN))
 
-    def _path(self, batch: Batch) -> Path:
+    def _path(self, batch: StoredBatch) -> Path:
         return self._directory / f"{batch.id}.json"
 
-    def _scan(self) -> list[Batch]:
+    def _scan(self) -> list[StoredBatch]:
         self._directory.mkdir(mode=0o700, exist_ok=True)
         for path in self._directory.glob("*" + NEW):
             path.unlink()
-        found: list[Batch] = []
+        found: list[StoredBatch] = []
         for path in self._directory.glob("*.json"):
             try:
-                batch = msgspec.json.decode(path.read_bytes(), type=Batch)
+                batch = msgspec.json.decode(path.read_bytes(), type=StoredBatch)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 batch = None
             if batch is not None and batch.id == path.stem and "validating" in batch.times:

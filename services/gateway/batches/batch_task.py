@@ -14,9 +14,9 @@ from tokenloom.services.runtime.tasks import first_of
 from ..files.file_room import FileRoom
 from ..files.file_store import FileStore
 from ..tenants.tenant import Tenant
-from .batch import Batch, BatchProblem, Status
+from .batch import BatchProblem, Status, StoredBatch
 from .batch_lines import InputLines
-from .batch_run import BatchFailed, BatchRun, Calls, Surroundings
+from .batch_run import BatchCalls, BatchFailed, BatchResources, BatchRun
 from .batch_store import BatchStore
 from .results import Results
 
@@ -63,10 +63,10 @@ class BatchContext:
     batches: BatchStore
     files: FileStore
     limits: BatchLimits
-    around: Surroundings
+    around: BatchResources
     tenant_of: Callable[[str], Tenant | None]
-    calls: Calls
-    place: Callable[[Batch], AbstractAsyncContextManager[None]]
+    calls: BatchCalls
+    place: Callable[[StoredBatch], AbstractAsyncContextManager[None]]
     places: Callable[[], int]
 
 
@@ -78,7 +78,7 @@ class BatchTask:
     What the disk refuses is written again until it succeeds; the batch shows what was written last.
     """
 
-    def __init__(self, context: BatchContext, batch: Batch, room: FileRoom) -> None:
+    def __init__(self, context: BatchContext, batch: StoredBatch, room: FileRoom) -> None:
         """``room``: holds the places and bytes of the results; it is released when the batch has ended."""
         self.batch = batch
         self._context = context

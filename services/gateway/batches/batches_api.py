@@ -14,9 +14,9 @@ from ..files.stored_file import new_file_id
 from ..http.app import Routes
 from ..http.http_exchange import HttpExchange
 from ..http.json_body import decode_object
-from ..openai.openai_models import Body, BodyReader
+from ..openai.body_reader import Body, BodyReader
 from ..openapi.batch_schemas import CreateBatchRequest
-from .batch import ENDPOINTS, Batch, new_batch_id
+from .batch import ENDPOINTS, StoredBatch, new_batch_id
 from .batch_runner import BatchRunner
 from .batch_store import BatchStore
 
@@ -71,7 +71,7 @@ class BatchesApi:
             raise FailedPrecondition(f"the batch has ended already; it is {batch.status}")
         await self._respond(exchange, batch)
 
-    def _read(self, body: Body, tenant: str) -> Batch:
+    def _read(self, body: Body, tenant: str) -> StoredBatch:
         """Return what a body asks for. Raises ``InvalidArgument`` naming the field, and ``NotFound`` for the file."""
         fields = self.reader.read(body, CreateBatchRequest)
         if fields.endpoint not in ENDPOINTS:
@@ -80,7 +80,7 @@ class BatchesApi:
         if file.purpose != PURPOSE:
             raise InvalidArgument(f"input_file_id must be a file with the purpose {PURPOSE!r}", "input_file_id")
         now = self.now()
-        batch = Batch(
+        batch = StoredBatch(
             id=new_batch_id(),
             tenant=tenant,
             endpoint=fields.endpoint,
@@ -94,7 +94,7 @@ class BatchesApi:
         batch.begin("validating", now)
         return batch
 
-    async def _respond(self, exchange: HttpExchange, batch: Batch) -> None:
+    async def _respond(self, exchange: HttpExchange, batch: StoredBatch) -> None:
         await exchange.respond(200, encode_json(batch.to_object()))
 
 

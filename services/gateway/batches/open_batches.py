@@ -13,11 +13,11 @@ from ..files.files_api import FilesApi
 from ..http.app import Routes
 from ..http.http_exchange import HttpExchange
 from ..http.internal_call import InternalCalls
-from ..openai.openai_models import BodyReader
+from ..openai.body_reader import BodyReader
 from ..settings.gateway_settings import GatewaySettings
 from ..tenants.api_keys import ApiKeys
 from .batch_metrics import BatchGauges, LineMetrics
-from .batch_run import Surroundings
+from .batch_run import BatchResources
 from .batch_runner import BatchRunner
 from .batch_store import BatchStore
 from .batch_task import BatchLimits
@@ -40,7 +40,7 @@ class Batches:
         self._files = FileStore(self._disk, limits)
         self._batches = BatchStore(self._disk)
         lines = LineMetrics(host.metrics)
-        around = Surroundings(self._disk, lines, host.random, time.time)
+        around = BatchResources(self._disk, lines, host.random, time.time)
         batch_limits = BatchLimits(settings.max_batch_lines, settings.max_body_bytes, settings.batch_concurrency)
         self._runner = BatchRunner(self._batches, self._files, batch_limits, around, keys.tenant)
         host.metrics.register(BatchGauges(self._batches, self._files, lines))

@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenloom.services.runtime.tasks import completed
 
 from ..files.disk import Disk, write_all
-from .batch import Batch
+from .batch import StoredBatch
 from .batch_lines import results_in
 
 SYNC_SECONDS = 1.0
@@ -83,7 +83,7 @@ class Results:
             self.done[number] = 0
             raise
 
-    def show(self, batch: Batch) -> None:
+    def show(self, batch: StoredBatch) -> None:
         """Update the counts of the batch."""
         batch.completed, batch.failed = self.num_outputs, self.num_errors
 

@@ -11,7 +11,7 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningText:
     """The model's reasoning before its answer."""
 
     text: str
@@ -31,8 +31,8 @@ class CallArguments:
     text: str
 
 
-Part = Content | Reasoning | CallBegin | CallArguments
+Part = Content | ReasoningText | CallBegin | CallArguments
 ToolPart = Content | CallBegin | CallArguments
 """What the text after the reasoning may hold."""
-TextPart = Content | Reasoning
+TextPart = Content | ReasoningText
 """What is separated before the text is searched for tool calls."""

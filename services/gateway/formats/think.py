@@ -7,7 +7,7 @@ from tokenloom.request.reasoning import THINK_START as START
 from tokenloom.request.reasoning import ReasoningFormat
 
 from .markers import begins_marker, find_marker
-from .message_parts import Content, Reasoning, TextPart
+from .message_parts import Content, ReasoningText, TextPart
 
 
 class ThinkParser:
@@ -72,7 +72,7 @@ class ThinkParser:
 
     def _reasoning(self, text: str) -> list[TextPart]:
         text = self._trimmed(text)
-        return [Reasoning(text)] if text else []
+        return [ReasoningText(text)] if text else []
 
     def _trimmed(self, text: str) -> str:
         if self._trims:

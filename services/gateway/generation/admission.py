@@ -10,24 +10,24 @@ from tokenloom.request import errors, validation
 from tokenloom.request.reservation import Reservation
 from tokenloom.v1 import output_processor_pb2
 
-from ..records.generate_request import Chat, Job
+from ..records.generate_request import Chat, GenerateRequest
 from ..tenants.tenant_share import MAX_QUEUE_SECONDS, TenantShare
 from ..tenants.tenant_shares import TenantShares
-from .backlog import Backlog, Claim, estimate_prompt_tokens
 from .refusal_log import RefusalLog
+from .wait_estimator import WaitEstimator, WaitLimit, estimate_prompt_tokens
 
 MAX_PROMPTS = 1024
 """Limit on the prompts of one request."""
 
 
-class Admission:
+class RequestAdmission:
     """Admits requests until the gateway drains.
 
     A request is admitted or refused here and nowhere else, before anything is spent on it: the mesh behind the gateway
     has room for every request that this rule admits.
     """
 
-    def __init__(self, shares: TenantShares, backlog: Backlog, most_urgent_priority: int = 0) -> None:
+    def __init__(self, shares: TenantShares, backlog: WaitEstimator, most_urgent_priority: int = 0) -> None:
         """``most_urgent_priority``: the lowest priority that a client gets, whatever it asks for."""
         self._shares = shares
         self._backlog = backlog
@@ -45,7 +45,7 @@ class Admission:
         """Outputs in work."""
         return self._shares.outputs.taken
 
-    def admit(self, job: Job, timeout: float, *, most_at_once: int = 0) -> "Place":
+    def admit(self, job: GenerateRequest, timeout: float, *, most_at_once: int = 0) -> "AdmittedRequest":
         """Return the request's place, which holds its part of the tenant's share until it is closed.
 
         ``timeout``: seconds that the request may take. ``most_at_once``: outputs that are in work at the same time, for
@@ -61,8 +61,8 @@ class Admission:
             # Admitted here and nowhere else: while four parts each limited requests by a count, 2,600 at once were
             # admitted up to 2,048, and none was answered in time.
             self._check_wait(job, share, timeout)
-            pending = Pending(self._backlog, share, num_outputs, estimate_prompt_tokens(job))
-            place = Place(share, seats.move(), self._enter(num_outputs), pending)
+            pending = OutputProgress(self._backlog, share, num_outputs, estimate_prompt_tokens(job))
+            place = AdmittedRequest(share, seats.move(), self._enter(num_outputs), pending)
         try:
             place.take_grammar(job)
         except errors.TokenloomError:
@@ -103,10 +103,10 @@ class Admission:
         if not self._num_places:  # other meshes of this gateway may have outputs in work
             self._idle.set()
 
-    def _check_wait(self, job: Job, share: TenantShare, timeout: float) -> None:
+    def _check_wait(self, job: GenerateRequest, share: TenantShare, timeout: float) -> None:
         priority = max(job.priority, self._most_urgent_priority)
         try:
-            self._backlog.check(Claim(priority, timeout, self._queue_share(share), job.is_sheddable))
+            self._backlog.check(WaitLimit(priority, timeout, self._queue_share(share), job.is_sheddable))
         except errors.ResourceExhausted as error:
             if job.is_sheddable:  # it is tried again until there is capacity: no client was refused
                 raise
@@ -123,10 +123,10 @@ class Admission:
         return min((num_others + 1) * share.pending_outputs / self._backlog.pending, 1.0)
 
 
-class Pending:
+class OutputProgress:
     """Counts one request in the backlog, from its admission until each of its outputs has its first token."""
 
-    def __init__(self, backlog: Backlog, share: TenantShare, num_outputs: int, num_tokens: int) -> None:
+    def __init__(self, backlog: WaitEstimator, share: TenantShare, num_outputs: int, num_tokens: int) -> None:
         self._backlog = backlog
         self._share = share
         self._num_outputs = num_outputs
@@ -155,7 +155,7 @@ class Pending:
         self.begin(self._num_outputs)
 
 
-class Place:
+class AdmittedRequest:
     """Holds what one request has of its tenant's share, until it is closed.
 
     Attributes:
@@ -163,7 +163,7 @@ class Place:
         num_used: Tokens to charge for it; set before the place is closed.
     """
 
-    def __init__(self, share: TenantShare, seats: Reservation, entered: Reservation, pending: Pending) -> None:
+    def __init__(self, share: TenantShare, seats: Reservation, entered: Reservation, pending: OutputProgress) -> None:
         """Args:
         seats: Of its outputs, at the tenant and at the gateway.
         entered: Its presence at the mesh.
@@ -184,7 +184,7 @@ class Place:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
-    def take_grammar(self, job: Job) -> None:
+    def take_grammar(self, job: GenerateRequest) -> None:
         """Count the request's grammar, if it has one, until :meth:`begin_output`. Raises ``RateLimitExceeded``."""
         if job.sampling.HasField("structured_outputs"):
             text = job.sampling.structured_outputs.SerializeToString(deterministic=True)
@@ -231,14 +231,16 @@ class Place:
             self._grammar.release()
 
 
-class Tenure:
+class AdmittedCall:
     """Stands for one call's turn in the place of its request. Only one call at a time holds the place.
 
     The call that resumes or repeats a request which runs without a client takes its place over, and gives it back if it
     ends while that request still runs. So a request that runs has a place at every moment, and has it once.
     """
 
-    def __init__(self, place: Place, hold: Reservation | None = None, before: "Tenure | None" = None) -> None:
+    def __init__(
+        self, place: AdmittedRequest, hold: Reservation | None = None, before: "AdmittedCall | None" = None
+    ) -> None:
         """``hold``: of the place, from ``before``, the call that had it; None: the place is new."""
         self.place = place
         self._hold = Reservation(partial(_close, place), 1) if hold is None else hold
@@ -250,11 +252,11 @@ class Tenure:
         """Whether the call has the place, and no other one of the request."""
         return self._hold.amount > 0
 
-    def succeed(self) -> "Tenure":
+    def succeed(self) -> "AdmittedCall":
         """Return the turn of a call that takes the place over."""
         # Moved, not freed and taken again: a repeat under the same key freed the place of the request that ran on, even
         # when the repeat was refused, and a tenant limited to two outputs ran twelve.
-        return Tenure(self.place, self._hold.move(), self)
+        return AdmittedCall(self.place, self._hold.move(), self)
 
     def end(self) -> None:
         """Give the place back to the call that had it before, if its request still runs; otherwise close it. A call
@@ -267,7 +269,7 @@ class Tenure:
         else:
             self._hold.release()
 
-    def _living_before(self) -> "Tenure | None":
+    def _living_before(self) -> "AdmittedCall | None":
         """Return the latest of the calls before this one whose request still runs."""
         before = self._before
         while before is not None and before._has_ended:
@@ -275,18 +277,18 @@ class Tenure:
         return before
 
 
-def _close(place: Place, _: int) -> None:
+def _close(place: AdmittedRequest, _: int) -> None:
     """Close a place that no call holds any more. No method of a turn, which would make a cycle of the two."""
     place.close()
 
 
-def _num_at_once(job: Job, share: TenantShare, most: int) -> int:
+def _num_at_once(job: GenerateRequest, share: TenantShare, most: int) -> int:
     num_prompts = 1 if isinstance(job.prompts, Chat) else len(job.prompts)
     limit = share.limits.live_outputs
     return min(num_prompts, most if limit is None else max(min(most, limit), 1))
 
 
-def _num_outputs(job: Job) -> int:
+def _num_outputs(job: GenerateRequest) -> int:
     """Return the number of outputs. Checked before anything is allocated for them."""
     num_prompts = 1 if isinstance(job.prompts, Chat) else len(job.prompts)
     if num_prompts > MAX_PROMPTS:

@@ -8,7 +8,7 @@ from tokenloom.request.beam_search import MAX_LENGTH_PENALTY, num_candidates
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import types_pb2
 
-from ..records.generate_request import BeamOptions, Job
+from ..records.generate_request import BeamOptions, GenerateRequest
 
 _WITHOUT_EFFECT = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
 """Nothing is drawn."""
@@ -30,7 +30,7 @@ class BeamPlan:
     """Next tokens that are considered after each beam."""
 
 
-def plan_beams(job: Job, options: BeamOptions, limits: types_pb2.ModelLimits) -> BeamPlan:
+def plan_beams(job: GenerateRequest, options: BeamOptions, limits: types_pb2.ModelLimits) -> BeamPlan:
     """Return how to search. Raises ``InvalidArgument`` for what a beam search does not support, naming the field."""
     for descriptor, value in job.sampling.ListFields():
         name = descriptor.name

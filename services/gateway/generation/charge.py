@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ..metrics.usage_counts import Used
-from ..records.resume_token import Claim
+from ..records.resume_token import ResumeToken
 
 KEPT_SECONDS: Final = 60.0
 """For so long output processors keep an answer that has ended (``--keep-lost-requests``). A later call with the same
@@ -34,7 +34,7 @@ class Charge:
         self._has_prompt = self._prompt_is_elsewhere = has_prompt
         self._num_cached = 0
 
-    def trust(self, claim: Claim) -> None:
+    def trust(self, claim: ResumeToken) -> None:
         """Believe of what was counted elsewhere only as much as the client of every call says it has: a client that
         names a position it never had must not get what is before it for nothing."""
         for index, elsewhere in enumerate(self._elsewhere):
@@ -75,7 +75,7 @@ class Charges:
         self._by_id: dict[tuple[str, str], Charge] = {}  # bounded by what is admitted, and by `most`
         self._complete: dict[tuple[str, str], float] = {}  # those that can be repeated, with the end of that, ascending
 
-    def of(self, tenant: str, request_id: str, claim: Claim) -> Charge:
+    def of(self, tenant: str, request_id: str, claim: ResumeToken) -> Charge:
         """Return the charge of a request for a call, which must :meth:`leave` at its end.
 
         A request that is resumed, and that this gateway does not know, was begun through another one, which has counted

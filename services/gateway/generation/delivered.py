@@ -6,13 +6,13 @@ from tokenloom.request import errors, logprob_columns
 from tokenloom.v1.output_processor_pb2 import SlotTextLogprobs
 
 from ..mesh.collector import Delta
-from ..records.resume_token import Position
+from ..records.resume_token import ClientPosition
 
 
 class Delivered:
     """Cuts the deltas of an answer, which come from its beginning, where the client's answer broke."""
 
-    def __init__(self, positions: Mapping[int, Position]) -> None:
+    def __init__(self, positions: Mapping[int, ClientPosition]) -> None:
         """``positions``: by output; of outputs that are not named the client has nothing."""
         self._left = dict(positions)  # what the client has beyond the output so far
 
@@ -31,7 +31,7 @@ class Delivered:
             yield delta, True
             return
         num_tokens, num_chars = min(left.num_tokens, len(delta.token_ids)), min(left.num_chars, len(delta.text))
-        position = Position(
+        position = ClientPosition(
             left.num_tokens - num_tokens,
             left.num_chars - num_chars,
             left.finished,
@@ -52,7 +52,7 @@ class Delivered:
         if is_new:
             yield after, True
 
-    def _advance(self, index: int, position: Position, *, is_over: bool) -> None:
+    def _advance(self, index: int, position: ClientPosition, *, is_over: bool) -> None:
         if is_over:
             del self._left[index]
         else:

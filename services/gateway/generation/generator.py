@@ -15,18 +15,18 @@ from ..mesh.mesh_view import MeshLoad, MeshView
 from ..mesh.output_pool import OutputPool
 from ..mesh.tokenizer_client import TokenizerClient
 from ..metrics.gateway_metrics import GatewayMetrics
-from ..records.generate_request import Job
-from ..records.resume_token import NEW, Claim
+from ..records.generate_request import GenerateRequest
+from ..records.resume_token import NEW, ResumeToken
 from ..request_log.request_record import record_generation
 from ..settings.gateway_settings import DEFAULT_MAX_VALUES
 from ..tenants.tenant import Tenant
-from .admission import Admission, Place, Tenure
+from .admission import AdmittedCall, AdmittedRequest, RequestAdmission
 from .beam_outputs import BeamTexts
 from .charge import Charges
-from .generation import Generation
 from .preparation import Preparer
 from .request_trace import traced
 from .resumable import ResumableRequests
+from .running_generation import RunningGeneration
 
 _CONNECTION_ENDED = (asyncio.CancelledError, grpc.aio.BaseError)
 """Raised within a call whose client has gone: a gateway cannot distinguish a lost connection from a cancelled call."""
@@ -41,7 +41,7 @@ class Generator:
         mesh: MeshView,
         outputs: OutputPool,
         metrics: GatewayMetrics,
-        admission: Admission,
+        admission: RequestAdmission,
         resumable: ResumableRequests,
         *,
         default_timeout: float,
@@ -87,8 +87,13 @@ class Generator:
 
     @asynccontextmanager
     async def open(
-        self, job: Job, trace_headers: Headers = NO_HEADERS, claim: Claim = NEW, *, outlives_call: bool = True
-    ) -> AsyncIterator[Generation]:
+        self,
+        job: GenerateRequest,
+        trace_headers: Headers = NO_HEADERS,
+        claim: ResumeToken = NEW,
+        *,
+        outlives_call: bool = True,
+    ) -> AsyncIterator[RunningGeneration]:
         """Run a generation for the length of the ``async with``; cancel it at the end if it still runs.
 
         Args:
@@ -163,24 +168,26 @@ class Generator:
         """Cancel the requests whose client's connection has ended."""
         await self._resumable.close()
 
-    def _admit(self, job: Job, claim: Claim, timeout: float) -> Tenure:
+    def _admit(self, job: GenerateRequest, claim: ResumeToken, timeout: float) -> AdmittedCall:
         """Return the call's turn in the place of its request: that of a call without a client, or a new one. Raises as
-        :meth:`Admission.admit`, and ``BodyChanged`` for a request that is known with another body."""
+        :meth:`RequestAdmission.admit`, and ``BodyChanged`` for a request that is known with another body."""
         before = self._resumable.find(claim, job.tenant.name) if claim.request_id else None
         if before is None:
-            return Tenure(self._admission.admit(job, timeout))
+            return AdmittedCall(self._admission.admit(job, timeout))
         self._admission.check_open()
         return before.succeed()
 
-    async def _begin(self, job: Job, place: Place, claim: Claim, model: str) -> Generation:
+    async def _begin(
+        self, job: GenerateRequest, place: AdmittedRequest, claim: ResumeToken, model: str
+    ) -> RunningGeneration:
         """Prepare a request and reserve its tokens. ``model``: what generates, for answers."""
         prepared = await self._preparer.prepare(job)
         place.reserve_tokens(prepared.submits, is_bounded=job.sampling.HasField("max_tokens"))
         request_id = self._random.randbytes(16).hex()
         marks, begin = self._reasoning_marks, place.begin_output
-        return Generation(prepared, request_id, self._metrics, marks, begin, claim, model=model)
+        return RunningGeneration(prepared, request_id, self._metrics, marks, begin, claim, model=model)
 
-    def _settle(self, place: Place, generation: Generation, tenant: Tenant) -> None:
+    def _settle(self, place: AdmittedRequest, generation: RunningGeneration, tenant: Tenant) -> None:
         """Count what a call has used of its request, at its end."""
         used = generation.settle()
         place.num_used += used.num_tokens + generation.num_rejected_tokens

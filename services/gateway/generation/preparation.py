@@ -14,7 +14,7 @@ from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
 
 from ..mesh.mesh_view import MeshView
 from ..mesh.tokenizer_client import TokenizerClient
-from ..records.generate_request import SHEDDABLE_PRIORITY, Chat, EmbedsPrompt, Job
+from ..records.generate_request import SHEDDABLE_PRIORITY, Chat, EmbeddedPrompt, GenerateRequest
 from ..records.pooling_tasks import NO_GENERATION, task_names
 from ..settings.gateway_settings import DEFAULT_MAX_VALUES
 from .beam_plan import BeamPlan, plan_beams
@@ -72,7 +72,7 @@ class Preparer:
         self._random = random
         self._clock = clock
 
-    async def prepare(self, job: Job) -> Prepared:
+    async def prepare(self, job: GenerateRequest) -> Prepared:
         """Raises ``Unavailable``, and ``InvalidArgument`` for what cannot run, if possible before it is encoded."""
         started_ns = self._clock()
         info = self._tokenizers.info
@@ -104,7 +104,11 @@ class Preparer:
         return Prepared(submits, texts, opens, is_constrained, started_ns, tokenize_ns, self._clock, beams)
 
     async def _encode(
-        self, job: Job, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, max_token_bytes: int
+        self,
+        job: GenerateRequest,
+        sampling: types_pb2.SamplingParams,
+        limits: types_pb2.ModelLimits,
+        max_token_bytes: int,
     ) -> Sequence[EncodedPrompt]:
         """Return every prompt's token ids. ``max_token_bytes``: length of the longest token; 0: unknown."""
         keep = None if job.truncate_prompt_tokens is None else _num_kept(job.truncate_prompt_tokens, sampling, limits)
@@ -140,7 +144,7 @@ class Preparer:
         bad_words.forbid(sampling, [each.token_ids for each in encoded])
         validation.check_sampling(sampling, limits)
 
-    async def _texts(self, job: Job, prompts: Sequence[EncodedPrompt]) -> list[str]:
+    async def _texts(self, job: GenerateRequest, prompts: Sequence[EncodedPrompt]) -> list[str]:
         """Return what is echoed of each prompt: the client's own text, or the text of its tokens."""
         if job.truncate_prompt_tokens is None and not isinstance(job.prompts, Chat):
             own = [prompt for prompt in job.prompts if isinstance(prompt, str)]
@@ -152,7 +156,7 @@ class Preparer:
 
 
 def _resolve(
-    job: Job, info: tokenizer_pb2.GetTokenizerInfoResponse, limits: types_pb2.ModelLimits, random: Random
+    job: GenerateRequest, info: tokenizer_pb2.GetTokenizerInfoResponse, limits: types_pb2.ModelLimits, random: Random
 ) -> types_pb2.SamplingParams:
     """Return the client's parameters over the model's defaults, checked, with a seed and the ids that end an output."""
     sampling = types_pb2.SamplingParams()
@@ -177,7 +181,7 @@ def _resolve(
 
 
 def _submit(
-    job: Job,
+    job: GenerateRequest,
     prompt: EncodedPrompt,
     sampling: types_pb2.SamplingParams,
     limits: types_pb2.ModelLimits,
@@ -228,7 +232,7 @@ def _num_kept(keep: int, sampling: types_pb2.SamplingParams, limits: types_pb2.M
     return keep if keep > 0 else max(limits.max_model_len - max(sampling.max_tokens, 1), 1)
 
 
-def check_sizes(job: Job, max_bytes: int) -> None:
+def check_sizes(job: GenerateRequest, max_bytes: int) -> None:
     """Refuse texts that cannot become a prompt. ``max_bytes``: size of the longest text; 0: unknown."""
     field = job.prompt_field
     for text in (job.prompts.messages_json,) if isinstance(job.prompts, Chat) else job.prompts:
@@ -239,9 +243,9 @@ def check_sizes(job: Job, max_bytes: int) -> None:
 
 
 def _read(
-    prompt: str | Sequence[object] | EmbedsPrompt, keep: int | None, field: str, limits: types_pb2.ModelLimits
+    prompt: str | Sequence[object] | EmbeddedPrompt, keep: int | None, field: str, limits: types_pb2.ModelLimits
 ) -> EncodedPrompt:
-    if not isinstance(prompt, EmbedsPrompt):
+    if not isinstance(prompt, EmbeddedPrompt):
         return _token_ids(prompt if keep is None else prompt[-keep:], field, limits)
     if keep is not None:
         raise errors.InvalidArgument(f"truncate_prompt_tokens is not supported with {field}", "truncate_prompt_tokens")

@@ -10,10 +10,10 @@ from tokenloom.services.runtime.telemetry.tracing import CURRENT, Attributes, He
 from tokenloom.v1 import inference_pb2, output_processor_pb2
 
 from ..metrics.gateway_metrics import FINISH_REASONS
-from ..records.generate_request import Chat, Job
+from ..records.generate_request import Chat, GenerateRequest
 
 
-class Outcome(Protocol):
+class TracedOutcome(Protocol):
     """What :class:`Generation` knows at a request's end."""
 
     @property
@@ -25,17 +25,17 @@ class Outcome(Protocol):
 
 
 @dataclass(slots=True)
-class RequestTrace:
+class GatewayTrace:
     """Passes a traced request's outcome to its span."""
 
-    outcome: Outcome | None = None
+    outcome: TracedOutcome | None = None
     """Set once the request is prepared."""
 
 
 @contextmanager
 def traced(
-    tracer: Tracer, job: Job, headers: Headers, model: str, operation: str = ""
-) -> Iterator[RequestTrace | None]:
+    tracer: Tracer, job: GenerateRequest, headers: Headers, model: str, operation: str = ""
+) -> Iterator[GatewayTrace | None]:
     """Make the span of a request. ``headers``: of the client's trace. ``operation``: its name; empty: it generates.
     Gives None when the request is not sampled."""
     operation = operation or ("chat" if isinstance(job.prompts, Chat) else "text_completion")
@@ -45,7 +45,7 @@ def traced(
     if span is None:
         yield None
         return
-    trace, error = RequestTrace(), "the client left"
+    trace, error = GatewayTrace(), "the client left"
     token = CURRENT.set(span.headers)
     try:
         yield trace
@@ -58,7 +58,7 @@ def traced(
         span.end(_outcome_attributes(trace.outcome) if trace.outcome is not None else None, error)
 
 
-def _request_attributes(operation: str, job: Job, model: str) -> Attributes:
+def _request_attributes(operation: str, job: GenerateRequest, model: str) -> Attributes:
     """Return what the client set, under the names of https://opentelemetry.io/docs/specs/semconv/gen-ai/."""
     attributes: dict[str, str | int | float] = {
         "gen_ai.operation.name": operation,
@@ -73,7 +73,7 @@ def _request_attributes(operation: str, job: Job, model: str) -> Attributes:
     return attributes
 
 
-def _outcome_attributes(outcome: Outcome) -> Attributes:
+def _outcome_attributes(outcome: TracedOutcome) -> Attributes:
     usage = outcome.usage
     return {
         "gen_ai.response.id": outcome.request_id,

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.tasks import Tasks
 
-from ..records.resume_token import Claim
-from .admission import Tenure
+from ..records.resume_token import ResumeToken
+from .admission import AdmittedCall
 
 
 class Resumable(Protocol):
@@ -69,7 +69,7 @@ class _Entry:
 
     request: Resumable
     tenant: str
-    tenure: Tenure
+    tenure: AdmittedCall
     held: ExitStack | None = None
 
 
@@ -91,7 +91,7 @@ class ResumableRequests:
         self._entries: dict[Resumable, _Entry] = {}  # in order of arrival; bounded by what is admitted
         self._by_id: dict[str, _Entry] = {}  # the latest of each id
 
-    def add(self, request: Resumable, tenant: str, tenure: Tenure) -> None:
+    def add(self, request: Resumable, tenant: str, tenure: AdmittedCall) -> None:
         """Make a request known that was submitted. ``tenure``: its call's turn in its place."""
         self._entries[request] = self._by_id[request.request_id] = _Entry(request, tenant, tenure)
 
@@ -114,7 +114,7 @@ class ResumableRequests:
         self._tasks.spawn(self._run(entry), name=f"unattended {request.request_id}")
         return True
 
-    def find(self, claim: Claim, tenant: str) -> Tenure | None:
+    def find(self, claim: ResumeToken, tenant: str) -> AdmittedCall | None:
         """Return the turn of an unattended request, whose place the call that resumes or repeats it takes over; None if
         the request is not known, is attended, or has no place because another call is about to resume it.
 

@@ -12,14 +12,14 @@ from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
 
 from ..assistant.message_plans import MessagePlans
 from ..assistant.parsed_message import MessagePlan
-from ..records.generate_request import BeamOptions, Chat, EmbedsPrompt, Job
+from ..records.generate_request import BeamOptions, Chat, EmbeddedPrompt, GenerateRequest
 from ..tenants.tenant import Tenant
 from .chat_prompt import read_chat_prompt
 
 
 def read_request(
     request: inference_pb2.GenerateRequest, plans: MessagePlans, tenant: Tenant, timeout: float | None
-) -> tuple[Job, MessagePlan | None]:
+) -> tuple[GenerateRequest, MessagePlan | None]:
     """Return the job, and how a chat's turns are read; None: as plain text. ``timeout``: seconds that are left.
 
     Raises ``InvalidArgument`` naming the field.
@@ -32,7 +32,7 @@ def read_request(
     return job, plans.apply(tools, job, include_reasoning=include_reasoning)
 
 
-def _prompts(request: inference_pb2.GenerateRequest) -> list[str] | list[list[int]] | list[EmbedsPrompt]:
+def _prompts(request: inference_pb2.GenerateRequest) -> list[str] | list[list[int]] | list[EmbeddedPrompt]:
     match request.WhichOneof("prompt"):
         case "text":
             return [request.text]
@@ -40,16 +40,16 @@ def _prompts(request: inference_pb2.GenerateRequest) -> list[str] | list[list[in
             return [list(request.token_ids.ids)]
         case "parts":
             parts = request.parts.parts
-            return [EmbedsPrompt([p.embeds if p.HasField("embeds") else list(p.token_ids.ids) for p in parts])]
+            return [EmbeddedPrompt([p.embeds if p.HasField("embeds") else list(p.token_ids.ids) for p in parts])]
     raise InvalidArgument("prompt must be set: text, token_ids, chat or parts", "prompt")
 
 
 def _job(
     request: inference_pb2.GenerateRequest,
-    prompts: Chat | list[str] | list[list[int]] | list[EmbedsPrompt],
+    prompts: Chat | list[str] | list[list[int]] | list[EmbeddedPrompt],
     tenant: Tenant,
     timeout: float | None,
-) -> Job:
+) -> GenerateRequest:
     check_stop_count(len(request.stop))
     text = output_processor_pb2.TextOptions(
         stop=request.stop,
@@ -59,7 +59,7 @@ def _job(
         detokenize=_optional(request, "detokenize"),
         stream_interval=request.stream_interval,
     )
-    return Job(
+    return GenerateRequest(
         prompts,
         request.WhichOneof("prompt") or "prompt",
         request.sampling_params,
@@ -104,7 +104,9 @@ class InputSession:
         self._tokens: list[int] = []
         self._num_output = 0
 
-    def read_turn(self, request: inference_pb2.GenerateRequest, plans: MessagePlans, timeout: float | None) -> Job:
+    def read_turn(
+        self, request: inference_pb2.GenerateRequest, plans: MessagePlans, timeout: float | None
+    ) -> GenerateRequest:
         """Return the next turn's job. Raises ``InvalidArgument`` for what sessions do not support."""
         if (kind := request.WhichOneof("prompt")) not in (None, "text", "token_ids"):
             raise InvalidArgument(f"a turn of a session must be text or token_ids, not {kind}", kind)

@@ -14,11 +14,11 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from ..assistant.parsed_message import MessagePlan, ParsedMessage
 from ..generation.delivered import Delivered
-from ..generation.generation import Generation
+from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
-from ..records.generate_request import Job
+from ..records.generate_request import GenerateRequest
 from ..records.model_names import NamedAdapter
-from ..records.resume_token import NEW, Claim
+from ..records.resume_token import NEW, ResumeToken
 from ..request_log.request_record import CURRENT_RECORD
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
@@ -113,11 +113,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self,
         mesh: ServedMesh,
         request: inference_pb2.GenerateRequest,
-        job: Job,
+        job: GenerateRequest,
         plan: MessagePlan | None,
         context: Context,
         session: InputSession | None = None,
-        claim: Claim = NEW,
+        claim: ResumeToken = NEW,
         delivered: Delivered | None = None,
     ) -> None:
         """Write the answer to one request.
@@ -212,7 +212,7 @@ def _parts(deltas: list[Delta], delivered: Delivered | None) -> Iterator[tuple[D
     return chain.from_iterable(map(delivered.cut, deltas))
 
 
-def _turn(plan: MessagePlan, generation: Generation) -> ParsedMessage:
+def _turn(plan: MessagePlan, generation: RunningGeneration) -> ParsedMessage:
     is_open, may_reason = generation.opens_reasoning, generation.may_reason
     return ParsedMessage(plan, reasoning_is_open=is_open, may_reason=may_reason)
 
@@ -226,7 +226,7 @@ async def _echo_id(request: inference_pb2.GenerateRequest, context: Context) -> 
         await context.send_initial_metadata((("x-request-id", printable),))
 
 
-def _response(generation: Generation, delta: Delta) -> inference_pb2.GenerateResponse:
+def _response(generation: RunningGeneration, delta: Delta) -> inference_pb2.GenerateResponse:
     response = inference_pb2.GenerateResponse(
         request_id=generation.request_id,
         index=delta.index,

@@ -11,13 +11,13 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import inference_pb2, types_pb2
 
-from ..pooling.pooler import Pooler
-from ..pooling.pooling import Pooling
+from ..pooling.pooling_runner import PoolingRunner
+from ..pooling.running_pooling import RunningPooling
 from ..pooling.scoring import plan_scoring
 from ..pooling.vector_json import floats
-from ..records.generate_request import Job
+from ..records.generate_request import GenerateRequest
 from ..records.model_names import NamedAdapter
-from ..records.pooling_request import PoolingJob, check_count
+from ..records.pooling_input import PoolingInput, check_count
 from ..records.pooling_tasks import TASKS
 from ..tenants.tenant import Tenant
 
@@ -38,7 +38,7 @@ class PoolingCall:
         adapter: The LoRA adapter that the request names; None: the model itself.
     """
 
-    pooler: Pooler
+    pooler: PoolingRunner
     tenant: Tenant
     adapter: NamedAdapter | None
 
@@ -46,7 +46,7 @@ class PoolingCall:
         """Write the results of a request with inputs. Raises ``InvalidArgument`` naming the field."""
         check_count(len(request.inputs), "inputs")
         job = self._job([_input(each) for each in request.inputs], "inputs", request.options, context)
-        await self._answer(PoolingJob(job, params), context, _outputs)
+        await self._answer(PoolingInput(job, params), context, _outputs)
 
     async def score(self, request: inference_pb2.ScoreRequest, context: Context) -> None:
         """Write the scores of a request. Raises ``InvalidArgument`` naming the field."""
@@ -61,13 +61,13 @@ class PoolingCall:
             use_activation=request.use_activation if request.HasField("use_activation") else None,
         )
 
-        def outputs(pooling: Pooling) -> Iterator[inference_pb2.PooledOutput]:
+        def outputs(pooling: RunningPooling) -> Iterator[inference_pb2.PooledOutput]:
             for index, score in enumerate(scoring.scores(pooling)):
                 yield inference_pb2.PooledOutput(index=index, data=floats([score]))
 
         await self._answer(scoring.job, context, outputs)
 
-    async def _answer(self, job: PoolingJob, context: Context, outputs: Any) -> None:
+    async def _answer(self, job: PoolingInput, context: Context, outputs: Any) -> None:
         async with self.pooler.open(job, pick_headers(context.invocation_metadata() or ())) as pooling:
             response, size = inference_pb2.PoolResponse(request_id=pooling.request_id), 0
             for output in outputs(pooling):
@@ -81,8 +81,8 @@ class PoolingCall:
 
     def _job(
         self, prompts: Sequence[Any], field: str, options: inference_pb2.PoolInputOptions, context: Context
-    ) -> Job:
-        return Job(
+    ) -> GenerateRequest:
+        return GenerateRequest(
             prompts,
             field,
             types_pb2.SamplingParams(),
@@ -126,7 +126,7 @@ def _input(each: inference_pb2.PoolInput) -> str | list[int]:
     raise InvalidArgument("inputs: each must be set: text or token_ids", "inputs")
 
 
-def _outputs(pooling: Pooling) -> Iterator[inference_pb2.PooledOutput]:
+def _outputs(pooling: RunningPooling) -> Iterator[inference_pb2.PooledOutput]:
     for index, result in enumerate(pooling.results):
         for start in range(0, max(len(result.data), 1), _MESSAGE_BYTES):
             data = result.data[start : start + _MESSAGE_BYTES]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from ..generation.delivered import Delivered
-from ..generation.generation import Generation
+from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
 from ..openai.event_ids import EventId
 from .http_exchange import Headers, HttpExchange
@@ -50,7 +50,7 @@ class AnswerStream:
     def __init__(
         self,
         exchange: HttpExchange,
-        generation: Generation,
+        generation: RunningGeneration,
         answer: AnswerShaper,
         turns: TurnShare,
         headers: Callable[[], Headers],

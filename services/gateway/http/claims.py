@@ -4,16 +4,18 @@ from dataclasses import replace
 
 from tokenloom.request.errors import InvalidArgument
 
+from ..openai.body_reader import AnswerOptions
 from ..openai.event_ids import FIELD, MAX_OUTPUTS, NO_EVENT, parse_event_id
-from ..openai.openai_models import Options
-from ..records.generate_request import Chat, Job
-from ..records.resume_token import NEW, Claim, claim_key, fingerprint, tokens_of
+from ..records.generate_request import Chat, GenerateRequest
+from ..records.resume_token import NEW, ResumeToken, fingerprint, token_of_key, tokens_of
 from .http_exchange import HttpExchange
 
 KEY_FIELD = "Idempotency-Key"
 
 
-def read_claim(exchange: HttpExchange, body: bytes | bytearray, job: Job, options: Options) -> tuple[Options, Claim]:
+def read_claim(
+    exchange: HttpExchange, body: bytes | bytearray, job: GenerateRequest, options: AnswerOptions
+) -> tuple[AnswerOptions, ResumeToken]:
     """Return the options and the claim of a call, as its headers ask.
 
     Raises ``InvalidArgument`` for a header that is malformed, or that the request cannot have.
@@ -23,7 +25,7 @@ def read_claim(exchange: HttpExchange, body: bytes | bytearray, job: Job, option
         return options, NEW
     # The path belongs to the body: the same JSON at another endpoint is another request.
     digest = fingerprint(exchange.path, body)
-    claim = NEW if key is None else claim_key(job.tenant.name, key.decode("latin-1"), digest, KEY_FIELD)
+    claim = NEW if key is None else token_of_key(job.tenant.name, key.decode("latin-1"), digest, KEY_FIELD)
     if last_id is None:
         return options, claim
     text = last_id.decode("latin-1").strip()
@@ -34,12 +36,12 @@ def read_claim(exchange: HttpExchange, body: bytes | bytearray, job: Job, option
         if len(event.entries) and max(event.entries) >= _num_outputs(job):
             raise InvalidArgument(f"{FIELD} is of an answer with more outputs than the body asks for", FIELD)
         delivered = tokens_of(event.positions)
-        claim = Claim(event.request_id, digest, resumes=True, num_delivered=delivered)
+        claim = ResumeToken(event.request_id, digest, resumes=True, num_delivered=delivered)
         return replace(options, event_ids=True, resumed=event), claim
     if not options.stream or _num_outputs(job) > MAX_OUTPUTS:
         return options, claim
-    return replace(options, event_ids=True), claim if claim.fingerprint else Claim(fingerprint=digest)
+    return replace(options, event_ids=True), claim if claim.fingerprint else ResumeToken(fingerprint=digest)
 
 
-def _num_outputs(job: Job) -> int:
+def _num_outputs(job: GenerateRequest) -> int:
     return (1 if isinstance(job.prompts, Chat) else len(job.prompts)) * job.num_samples

@@ -11,12 +11,12 @@ from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, pick_headers
 
 from ..encoding import sse
-from ..generation.generation import Generation
 from ..generation.generator import Generator
-from ..openai.openai_models import Body, Options
-from ..records.generate_request import Job
+from ..generation.running_generation import RunningGeneration
+from ..openai.body_reader import AnswerOptions, Body
+from ..records.generate_request import GenerateRequest
 from ..records.model_names import ModelNames
-from ..records.resume_token import Claim
+from ..records.resume_token import ResumeToken
 from ..tenants.tenant import Tenant
 from . import orca
 from .answer_stream import AnswerShaper, AnswerStream, Slices
@@ -29,7 +29,7 @@ from .turn_share import TurnShare
 
 log = logging.getLogger(__name__)
 
-Asked = tuple[Job, Options, Claim]
+Asked = tuple[GenerateRequest, AnswerOptions, ResumeToken]
 """What a client asks for."""
 
 RANK_HEADER = b"x-data-parallel-rank"
@@ -50,10 +50,10 @@ class GenerationApi(Protocol):
     def is_resumable(self) -> bool:
         """Whether its events have ids from which a stream can be resumed."""
 
-    def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
+    def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
 
-    def answer(self, generation: Generation, options: Options) -> AnswerShaper:
+    def answer(self, generation: RunningGeneration, options: AnswerOptions) -> AnswerShaper:
         """Return what shapes the answer."""
 
 
@@ -106,15 +106,15 @@ class GenerationEndpoint:
             options, claim = read_claim(exchange, received.data, job, options)
             return job, options, claim
 
-    def _job(self, tenant: Tenant, body: Body) -> tuple[Job, Options]:
+    def _job(self, tenant: Tenant, body: Body) -> tuple[GenerateRequest, AnswerOptions]:
         adapter = self.names.find(body.get("model"))
         job, options = self.api.read(body, tenant)
         return job if adapter is None else replace(job, adapter=adapter), options
 
-    def _stream_headers(self, exchange: HttpExchange, options: Options) -> HeaderPairs:
+    def _stream_headers(self, exchange: HttpExchange, options: AnswerOptions) -> HeaderPairs:
         return (*self.stream_headers, *self._headers(exchange, options))
 
-    def _headers(self, exchange: HttpExchange, options: Options) -> HeaderPairs:
+    def _headers(self, exchange: HttpExchange, options: AnswerOptions) -> HeaderPairs:
         """Return the mesh's present load, if the client asks for it, and the fields that had no effect."""
         wanted = exchange.headers.get(orca.REQUEST_HEADER)
         load = () if wanted is None else orca.response_headers(wanted, self.generator.mesh_load)
@@ -143,7 +143,9 @@ def trace_headers(exchange: HttpExchange) -> Headers:
     return pick_headers((name.decode("latin-1"), value) for name, value in exchange.headers.items())
 
 
-async def _whole(exchange: HttpExchange, generation: Generation, answer: AnswerShaper, headers: HeaderPairs) -> None:
+async def _whole(
+    exchange: HttpExchange, generation: RunningGeneration, answer: AnswerShaper, headers: HeaderPairs
+) -> None:
     """Collect the output, shape it and write it, in slices between which the event loop runs."""
     slices = Slices()
     while not generation.done:

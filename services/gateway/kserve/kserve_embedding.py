@@ -5,11 +5,11 @@ from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1 import types_pb2
 from tokenloom.v1.kserve import grpc_service_pb2 as pb
 
-from ..pooling.pooling import Pooling
+from ..pooling.running_pooling import RunningPooling
 from ..pooling.vector_json import numbers
-from ..records.generate_request import Job
+from ..records.generate_request import GenerateRequest
 from ..records.model_names import NamedAdapter
-from ..records.pooling_request import PoolingJob, check_count
+from ..records.pooling_input import PoolingInput, check_count
 from ..tenants.tenant import Tenant
 from .kserve_inference import check_version, text
 from .kserve_tensors import read_inputs
@@ -28,7 +28,7 @@ def asks_for_embedding(request: pb.ModelInferRequest, limits: types_pb2.ModelLim
 
 def read_embedding(
     request: pb.ModelInferRequest, tenant: Tenant, adapter: NamedAdapter | None, time_remaining: float | None
-) -> PoolingJob:
+) -> PoolingInput:
     """Read a request. Raises ``InvalidArgument`` naming the tensor or parameter. ``time_remaining``: seconds."""
     check_version(request.model_version)
     texts = read_inputs(request, {"text_input": "BYTES"}).get("text_input", ())
@@ -42,7 +42,7 @@ def read_embedding(
         if name not in _PARAMETERS:
             raise InvalidArgument(f"{name[:64]} is not a parameter of embeddings: {', '.join(_PARAMETERS)}", name[:64])
     dimensions, keep = values.get("dimensions"), values.get("truncate_prompt_tokens")
-    job = Job(
+    job = GenerateRequest(
         [text("text_input", each) for each in texts],
         "text_input",
         types_pb2.SamplingParams(),
@@ -56,10 +56,10 @@ def read_embedding(
         dimensions=None if dimensions is None else narrow_int("dimensions", dimensions, 1, 2**32 - 1),
         use_activation=values.get("normalize"),
     )
-    return PoolingJob(job, params)
+    return PoolingInput(job, params)
 
 
-def write_embedding(response: pb.ModelInferResponse, pooling: Pooling, *, raw: bool) -> None:
+def write_embedding(response: pb.ModelInferResponse, pooling: RunningPooling, *, raw: bool) -> None:
     """Add the tensor. ``raw``: as raw bytes."""
     results = pooling.results
     tensor = response.outputs.add(name=EMBEDDING, datatype="FP32", shape=[len(results), *results[0].shape])

@@ -10,7 +10,7 @@ from tokenloom.v1.kserve import grpc_service_pb2 as pb
 
 from ..http.json_body import decode_object
 from ..openai.completions import CompletionsApi
-from ..records.generate_request import Job
+from ..records.generate_request import GenerateRequest
 from ..tenants.tenant import Tenant
 from .kserve_tensors import read_inputs
 
@@ -36,7 +36,7 @@ _MAX_PARAMETER_BYTES = 128 << 10
 class Inference:
     """One request."""
 
-    job: Job
+    job: GenerateRequest
     stream: bool
     outputs: Sequence[str]
     """Names of the tensors to return, in order."""

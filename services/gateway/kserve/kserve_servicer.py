@@ -12,12 +12,12 @@ from tokenloom.v1 import types_pb2
 from tokenloom.v1.kserve import grpc_service_pb2 as pb
 from tokenloom.v1.kserve import grpc_service_pb2_grpc
 
-from ..generation.generation import Generation
+from ..generation.running_generation import RunningGeneration
 from ..grpc.client_stream import next_request
 from ..openai.answer import finish_reason
+from ..openai.body_reader import BodyReader
 from ..openai.completions import CompletionsApi
-from ..openai.openai_models import BodyReader
-from ..pooling.pooling import Pooling
+from ..pooling.running_pooling import RunningPooling
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
 from ..tenants.call_tenant import call_tenant
@@ -130,7 +130,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         return mesh, replace(inference, job=replace(inference.job, adapter=adapter))
 
     async def _whole(
-        self, request: pb.ModelInferRequest, inference: Inference, generation: Generation
+        self, request: pb.ModelInferRequest, inference: Inference, generation: RunningGeneration
     ) -> pb.ModelInferResponse:
         indices = range(generation.num_outputs)
         texts = [_echoed(generation, index) for index in indices]
@@ -145,7 +145,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         return response
 
     async def _parts(
-        self, request: pb.ModelInferRequest, inference: Inference, generation: Generation
+        self, request: pb.ModelInferRequest, inference: Inference, generation: RunningGeneration
     ) -> AsyncIterator[pb.ModelInferResponse]:
         begun: set[int] = set()
         live = generation.num_outputs
@@ -170,7 +170,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         return pb.ModelInferResponse(model_name=name, model_version=VERSION, id=request.id)
 
 
-def _echoed(generation: Generation, index: int) -> str:
+def _echoed(generation: RunningGeneration, index: int) -> str:
     """Return the prompt, if the client asked for it before the output."""
     return generation.prompt_texts[index // generation.num_samples] if generation.prompt_texts else ""
 
@@ -179,7 +179,7 @@ def _embeds(limits: types_pb2.ModelLimits | None) -> bool:
     return limits is not None and types_pb2.POOLING_TASK_EMBED in limits.pooling_tasks
 
 
-def _close(response: pb.ModelInferResponse, generation: Generation | Pooling) -> None:
+def _close(response: pb.ModelInferResponse, generation: RunningGeneration | RunningPooling) -> None:
     usage = generation.usage
     response.parameters["triton_final_response"].bool_param = True
     response.parameters["prompt_tokens"].int64_param = usage.prompt_tokens

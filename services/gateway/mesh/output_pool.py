@@ -18,9 +18,9 @@ from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
 from ..records.request_ids import UNKNOWN_MARK, mark_in, marked, rank
 from .output_link import OutputLink
+from .pending_request import PendingRequest
 from .process_stream import ProcessStream
 from .sink import Sink
-from .submission import Submission
 
 Cancel: TypeAlias = Callable[[], None]
 
@@ -68,11 +68,11 @@ class OutputPool:
         self._count_moved = on_moved
         self._links: list[OutputLink] = []  # one for each output processor
         self._turn = 0
-        self._waiting: dict[Submission, None] = {}  # in order of arrival; bounded by what the gateway admits
+        self._waiting: dict[PendingRequest, None] = {}  # in order of arrival; bounded by what the gateway admits
         self._wake = asyncio.Event()
-        self._held: dict[Submission, asyncio.TimerHandle] = {}  # until they ask again; bounded by the same
+        self._held: dict[PendingRequest, asyncio.TimerHandle] = {}  # until they ask again; bounded by the same
         self._withdrawn: dict[tuple[str, str], float] = {}  # with the time to go, which ascends; bounded
-        self._sought: dict[Submission, asyncio.TimerHandle] = {}  # waiting for a connection; bounded by the same
+        self._sought: dict[PendingRequest, asyncio.TimerHandle] = {}  # waiting for a connection; bounded by the same
 
     @property
     def num_connected(self) -> int:
@@ -126,7 +126,7 @@ class OutputPool:
         # A call with an idempotency key goes where every gateway would place it. Where that output processor was away
         # when the request began, the next gateway began it a second time, and the answer came 7 s late.
         until = now + SEARCH_SECONDS if is_sought else 0.0
-        submission = Submission(submit, collector, index, self._kept, self._budget, now=now, sought_until=until)
+        submission = PendingRequest(submit, collector, index, self._kept, self._budget, now=now, sought_until=until)
         if is_sought:
             if not submission.is_kept:
                 loop.call_at(until + SEARCH_SECONDS, submission.settle)  # by then it was found, or has begun
@@ -147,7 +147,7 @@ class OutputPool:
         """
         now = asyncio.get_running_loop().time()
         self._connect_all()
-        submission = Submission(
+        submission = PendingRequest(
             submit, collector, index, self._kept, self._budget, now=now, sought_until=now + SEARCH_SECONDS
         )
         self._seek(submission)
@@ -170,17 +170,17 @@ class OutputPool:
         for submission in list(self._sought):
             self._seek(submission)
 
-    def on_unknown(self, stream: ProcessStream, submission: Submission) -> None:
+    def on_unknown(self, stream: ProcessStream, submission: PendingRequest) -> None:
         """Ask the next output processor for a request that is to be resumed."""
         submission.unknown_to.append(stream)
         self._seek(submission)
 
-    def on_moved(self, stream: ProcessStream, submission: Submission, error: errors.TokenloomError) -> None:
+    def on_moved(self, stream: ProcessStream, submission: PendingRequest, error: errors.TokenloomError) -> None:
         """Place a request that an output processor has refused, or has ended before its end."""
         submission.moved(stream, Cause.GONE if stream.leaving else Cause.FULL, error)
         self._wait(submission)
 
-    def on_lost(self, stream: ProcessStream, submissions: list[Submission]) -> None:
+    def on_lost(self, stream: ProcessStream, submissions: list[PendingRequest]) -> None:
         """Place the requests of a stream that has ended."""
         # A silent one may still work, and a broken connection is found out when the output processor is back.
         seems_ended = len(submissions) == 1 and not stream.leaving and not stream.was_silent
@@ -214,7 +214,7 @@ class OutputPool:
             if link.stream is not None:
                 link.stream.withdraw(request_id, tenant)
 
-    def _choose(self, submission: Submission) -> ProcessStream | None:
+    def _choose(self, submission: PendingRequest) -> ProcessStream | None:
         """Return a stream among those that have not refused the request: the one that its id names, otherwise the next
         in turn. A request that may be running already goes where every gateway would send it."""
         able = [link for link in self._in_turn() if self._may_run(link) and link.stream not in submission.refused_by]
@@ -235,14 +235,14 @@ class OutputPool:
         after = self._turn + 1
         return self._links[after:] + self._links[:after]
 
-    def _begin(self, submission: Submission) -> None:
+    def _begin(self, submission: PendingRequest) -> None:
         """Send a request that no output processor runs, or let it wait for one."""
         if (stream := self._choose(submission)) is not None:
             self._send(submission, stream)
         else:
             self._wait(submission)
 
-    def _begin_unknown(self, submission: Submission) -> None:
+    def _begin_unknown(self, submission: PendingRequest) -> None:
         """Begin a request that was sought, but could not be found."""
         if not submission.can_begin:
             submission.fail(errors.Unavailable("No output processor has the request; send it again."))
@@ -252,7 +252,7 @@ class OutputPool:
         submission.withdraw = None  # it has not moved
         self._begin(submission)
 
-    def _seek(self, submission: Submission) -> None:
+    def _seek(self, submission: PendingRequest) -> None:
         """Ask the likeliest output processor that was not asked yet. Wait for those that are not connected; with a
         request that may begin anew, only for those that this gateway does not work with otherwise."""
         if (timer := self._sought.pop(submission, None)) is not None:
@@ -277,17 +277,17 @@ class OutputPool:
     def _may_run(self, link: OutputLink) -> bool:
         return (stream := link.stream) is not None and not stream.leaving and link.address in self._members
 
-    def _send(self, submission: Submission, stream: ProcessStream, *, again: bool = False) -> None:
+    def _send(self, submission: PendingRequest, stream: ProcessStream, *, again: bool = False) -> None:
         slot = stream.submit(submission, again=again)
         submission.withdraw = partial(stream.cancel, slot)
 
-    def _wait(self, submission: Submission) -> None:
+    def _wait(self, submission: PendingRequest) -> None:
         """Let a request wait until :meth:`_place_waiting` finds a stream for it, unless it has ended."""
         if not submission.collector.failed:
             self._waiting[submission] = None
             self._wake.set()
 
-    def _hold(self, submission: Submission) -> None:
+    def _hold(self, submission: PendingRequest) -> None:
         """End a request that no output processor has accepted with its refusal; let another one ask again later."""
         if not submission.is_accepted:
             submission.fail_as_refused()
@@ -295,11 +295,11 @@ class OutputPool:
         submission.refused_by.clear()
         self._held[submission] = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._ask_again, submission)
 
-    def _ask_again(self, submission: Submission) -> None:
+    def _ask_again(self, submission: PendingRequest) -> None:
         del self._held[submission]
         self._wait(submission)
 
-    def _cancel(self, submission: Submission) -> None:
+    def _cancel(self, submission: PendingRequest) -> None:
         self._waiting.pop(submission, None)
         for timers in (self._sought, self._held):
             if (timer := timers.pop(submission, None)) is not None:

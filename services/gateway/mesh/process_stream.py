@@ -10,7 +10,7 @@ from tokenloom.services.runtime.streams.client_stream import ClientStream
 from tokenloom.v1 import output_processor_pb2 as pb
 
 from .frame_rows import FrameRows
-from .submission import Incarnation, Submission
+from .pending_request import Incarnation, PendingRequest
 
 IDLE_SECONDS = 60.0
 """The stream to an output processor that this gateway does not work with any more ends so long after its last request:
@@ -29,17 +29,17 @@ class StreamOwner(Protocol):
     def on_open(self) -> None:
         """Called when requests may be sent on a stream."""
 
-    def on_unknown(self, stream: "ProcessStream", submission: Submission) -> None:
+    def on_unknown(self, stream: "ProcessStream", submission: PendingRequest) -> None:
         """Called when an output processor does not have a request that is to be resumed; another one may."""
 
-    def on_moved(self, stream: "ProcessStream", submission: Submission, error: errors.TokenloomError) -> None:
+    def on_moved(self, stream: "ProcessStream", submission: PendingRequest, error: errors.TokenloomError) -> None:
         """Called when the output processor does not run a request, or the rest of it; another one may."""
 
-    def on_lost(self, stream: "ProcessStream", submissions: list[Submission]) -> None:
+    def on_lost(self, stream: "ProcessStream", submissions: list[PendingRequest]) -> None:
         """Called when a stream has ended, with the requests that were live on it. No output of it follows."""
 
 
-class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, Submission]):
+class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, PendingRequest]):
     """Holds one incarnation of a stream; it is not reused after it has ended.
 
     Attributes:
@@ -58,7 +58,7 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, Submission]):
         self.leaving = self.was_silent = False
         self.incarnation: Incarnation = ("", 0)
 
-    def submit(self, submission: Submission, *, again: bool = False) -> int:
+    def submit(self, submission: PendingRequest, *, again: bool = False) -> int:
         """Send a request and return its slot. ``again``: it continues what arrived from another stream, or waited."""
         assert not self._ended
         slot = self._take_slot(submission)
@@ -80,7 +80,7 @@ class ProcessStream(ClientStream[pb.ProcessInput, pb.ProcessFrame, Submission]):
         if not self._ended:
             self._message().withdraw.add(request_id=request_id, tenant=tenant)
 
-    def end(self) -> list[Submission]:
+    def end(self) -> list[PendingRequest]:
         """Detach all requests and return them: the stream is gone, and its late frames reach no collector."""
         self._ended = True
         return self.detach()

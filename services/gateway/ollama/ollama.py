@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from ..generation.generation import Generation
+from ..generation.running_generation import RunningGeneration
 from ..http.error_form import ErrorForm
+from ..openai.body_reader import AnswerOptions, Body
 from ..openai.chat import ChatApi
-from ..openai.openai_models import Body, Options
-from ..records.generate_request import Job
+from ..records.generate_request import GenerateRequest
 from ..tenants.tenant import Tenant
 from .ollama_answer import OllamaAnswer
 from .ollama_body import OPTIONS, OllamaRequest, chat_body
@@ -23,7 +23,7 @@ class OllamaApi:
     is_chat: bool
     is_resumable = False
 
-    def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
+    def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
         reader = self.chats.reader
         fields = reader.read(body, OllamaRequest)
@@ -33,5 +33,5 @@ class OllamaApi:
         unread = (f"options.{name}" for name in fields.options or () if name not in OPTIONS)
         return job, replace(options, ignored=(*reader.ignored(body, OllamaRequest), *unread))
 
-    def answer(self, generation: Generation, options: Options) -> OllamaAnswer:
+    def answer(self, generation: RunningGeneration, options: AnswerOptions) -> OllamaAnswer:
         return OllamaAnswer(generation, options, is_chat=self.is_chat)

@@ -8,16 +8,16 @@ from typing import Any
 from ..assistant.parsed_message import CallDelta, MessageDelta, OutputReader
 from ..encoding.sse import encode_json
 from ..formats.call_arguments import read_arguments
-from ..generation.generation import Generation
+from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
 from ..openai.answer import finish_reason
-from ..openai.openai_models import Options
+from ..openai.body_reader import AnswerOptions
 
 
 class OllamaAnswer:
     """Shapes the assistant's next turn. Calls are sent at the end, when their arguments are complete."""
 
-    def __init__(self, generation: Generation, options: Options, *, is_chat: bool) -> None:
+    def __init__(self, generation: RunningGeneration, options: AnswerOptions, *, is_chat: bool) -> None:
         self._generation, self._model, self._is_chat = generation, generation.model, is_chat
         is_open, may_reason = generation.opens_reasoning, generation.may_reason
         self._reader = OutputReader(options.plan, reasoning_is_open=is_open, may_reason=may_reason)

@@ -11,12 +11,12 @@ from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1 import types_pb2
 
 from ..encoding.sse import encode_json
-from ..openai.openai_models import Body, BodyReader
+from ..openai.body_reader import Body, BodyReader
 from ..openapi.pooling_schemas import PoolingFields
-from ..pooling.pooling import Pooling
 from ..pooling.pooling_api import Shape, ignored_fields, make_job, split_inputs
+from ..pooling.running_pooling import RunningPooling
 from ..pooling.vector_json import result_blocks
-from ..records.pooling_request import PoolingJob, check_count
+from ..records.pooling_input import PoolingInput, check_count
 from ..tenants.tenant import Tenant
 
 
@@ -37,7 +37,7 @@ class OllamaEmbedApi:
     reader: BodyReader
     is_older: bool
 
-    def read(self, body: Body, tenant: Tenant) -> tuple[PoolingJob, Shape, Sequence[str]]:
+    def read(self, body: Body, tenant: Tenant) -> tuple[PoolingInput, Shape, Sequence[str]]:
         """Return what the body asks for, what shapes the answer, and the fields that have no effect. Raises
         :class:`errors.InvalidArgument` naming the field."""
         began = time.monotonic_ns()
@@ -50,18 +50,18 @@ class OllamaEmbedApi:
             task=types_pb2.POOLING_TASK_EMBED,
             dimensions=None if not fields.dimensions else narrow_int("dimensions", fields.dimensions, 1, 2**32 - 1),
         )
-        job = PoolingJob(make_job(cut, inputs, field, tenant), params, keep_first=True)
+        job = PoolingInput(make_job(cut, inputs, field, tenant), params, keep_first=True)
         shape = _single if self.is_older else lambda pooling: _all(pooling, began)
         return job, shape, ignored_fields(body, fields)
 
 
-def _single(pooling: Pooling) -> Iterator[bytes]:
+def _single(pooling: RunningPooling) -> Iterator[bytes]:
     yield b'{"embedding":'
     yield from result_blocks(pooling.results[0], as_base64=False)
     yield b"}"
 
 
-def _all(pooling: Pooling, began_ns: int) -> Iterator[bytes]:
+def _all(pooling: RunningPooling, began_ns: int) -> Iterator[bytes]:
     yield encode_json({"model": pooling.model})[:-1] + b',"embeddings":['
     for index, result in enumerate(pooling.results):
         yield b"," if index else b""

@@ -9,12 +9,12 @@ from tokenloom.v1 import inference_pb2, output_processor_pb2
 
 from ..encoding import sse
 from ..encoding.json_blocks import joined
-from ..generation.generation import Generation
+from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
 from ..metrics.gateway_metrics import FINISH_REASONS
+from .body_reader import AnswerOptions
 from .event_ids import CONTENT_ENDED, MAX_OUTPUTS, EventIds
-from .openai_logprobs import Position, positions, prompt_entries
-from .openai_models import Options
+from .openai_logprobs import TokenPosition, positions, prompt_entries
 
 VALUES_PER_STEP = 512
 """Log probabilities that are shaped at a time, less than a millisecond."""
@@ -32,7 +32,9 @@ class AnswerBase:
         resumed: What the client has of the answer, if it resumes it.
     """
 
-    def __init__(self, generation: Generation, options: Options, prefix: str, model: str, event_name: str) -> None:
+    def __init__(
+        self, generation: RunningGeneration, options: AnswerOptions, prefix: str, model: str, event_name: str
+    ) -> None:
         """Args:
         prefix: Begins the answer's id.
         event_name: The ``object`` of the stream's events.
@@ -103,11 +105,11 @@ class AnswerBase:
             reasoning_tokens=None if reasoning is None else reasoning.num_tokens(index),
         )
 
-    def positions(self, delta: Delta) -> Iterator[Position]:
+    def positions(self, delta: Delta) -> Iterator[TokenPosition]:
         """Return the log probabilities of a delta's tokens."""
         return positions(delta.logprobs, delta.token_ids, delta.token_index, self.options.num_logprobs or 0)
 
-    def prompt_positions(self, index: int) -> Iterator[Position]:
+    def prompt_positions(self, index: int) -> Iterator[TokenPosition]:
         """Return the log probabilities of an output's prompt, from its second token on."""
         parts = self.generation.prompt_logprobs[index // self.generation.num_samples]
         top = parts[0].logprobs.top if parts else 0

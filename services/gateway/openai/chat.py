@@ -12,17 +12,17 @@ from ..assistant.parsed_message import CallDelta, OutputReader
 from ..encoding import sse
 from ..encoding.json_blocks import JsonBlocks
 from ..formats.tool_request import NO_TOOLS, read_tool_request
-from ..generation.generation import Generation
+from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
 from ..openapi.request_schemas import ChatCompletionRequest
-from ..records.generate_request import Job
+from ..records.generate_request import GenerateRequest
 from ..tenants.tenant import Tenant
 from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason, routed_member
+from .body_reader import AnswerOptions, Body, BodyReader, make_job, sampling_params
 from .chat_messages import read_chat
 from .event_ids import CONTENT_ENDED, FINISHED
 from .ignored_members import ignored_in_chat
 from .openai_logprobs import chat_entry
-from .openai_models import Body, BodyReader, Options, make_job, sampling_params
 from .template_kwargs import template_kwargs
 
 
@@ -34,7 +34,7 @@ class ChatApi:
     plans: MessagePlans
     is_resumable = True
 
-    def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
+    def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
         fields = self.reader.read(body, ChatCompletionRequest)
         if fields.add_special_tokens:
@@ -56,9 +56,9 @@ class ChatApi:
         shows = fields.include_reasoning is not False and not (fields.reasoning or {}).get("exclude")
         plan = self.plans.apply(request, job, include_reasoning=shows)
         ignored = (*self.reader.ignored(body, ChatCompletionRequest), *ignored_in_chat(body))
-        return job, Options.of(fields, sampling, plan=plan, ignored=ignored + self.plans.ignored(request))
+        return job, AnswerOptions.of(fields, sampling, plan=plan, ignored=ignored + self.plans.ignored(request))
 
-    def answer(self, generation: Generation, options: Options) -> "ChatAnswer":
+    def answer(self, generation: RunningGeneration, options: AnswerOptions) -> "ChatAnswer":
         return ChatAnswer(AnswerBase(generation, options, "chatcmpl", generation.model, "chat.completion.chunk"))
 
 

@@ -7,16 +7,16 @@ from tokenloom.request import errors
 from tokenloom.request.prompt_embeds import FIELD
 
 from ..encoding import sse
-from ..generation.generation import Generation
+from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
 from ..openapi.request_schemas import CompletionRequest
-from ..records.generate_request import EmbedsPrompt, Job, read_embeds_prompts
+from ..records.generate_request import EmbeddedPrompt, GenerateRequest, read_embeds_prompts
 from ..tenants.tenant import Tenant
 from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason, routed_member
+from .body_reader import AnswerOptions, Body, BodyReader, make_job, sampling_params
 from .event_ids import FINISHED
 from .ignored_members import ignored_in_stream_options
-from .openai_logprobs import CompletionLogprobs, Position
-from .openai_models import Body, BodyReader, Options, make_job, sampling_params
+from .openai_logprobs import CompletionLogprobs, TokenPosition
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class CompletionsApi:
     reader: BodyReader
     is_resumable = True
 
-    def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
+    def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
         fields = self.reader.read(body, CompletionRequest)
         echo = bool(fields.echo)
@@ -34,7 +34,7 @@ class CompletionsApi:
         own = {"max_tokens": 1} if echo_only else {}
         sampling = sampling_params(body, logprobs=fields.logprobs, **own)
         ignored = (*self.reader.ignored(body, CompletionRequest), *ignored_in_stream_options(body))
-        options = Options.of(fields, sampling, echo=echo, echo_only=echo_only, ignored=ignored)
+        options = AnswerOptions.of(fields, sampling, echo=echo, echo_only=echo_only, ignored=ignored)
         if echo and sampling.HasField("logprobs") and not sampling.HasField("prompt_logprobs"):
             sampling.prompt_logprobs = sampling.logprobs
         job = make_job(
@@ -52,7 +52,7 @@ class CompletionsApi:
             raise errors.InvalidArgument("best_of other than n is not supported", "best_of")
         return job, options
 
-    def answer(self, generation: Generation, options: Options) -> "CompletionAnswer":
+    def answer(self, generation: RunningGeneration, options: AnswerOptions) -> "CompletionAnswer":
         return CompletionAnswer(AnswerBase(generation, options, "cmpl", generation.model, "text_completion"))
 
 
@@ -161,7 +161,7 @@ class CompletionAnswer:
                 num_values = 0
         yield num_values
 
-    def _positions(self, delta: Delta, columns: CompletionLogprobs) -> Iterator[Position]:
+    def _positions(self, delta: Delta, columns: CompletionLogprobs) -> Iterator[TokenPosition]:
         options, generation = self._base.options, self._base.generation
         if options.echo and options.num_logprobs is not None and not columns.has_begun:
             parts = generation.prompt_logprobs[delta.index // generation.num_samples]
@@ -210,7 +210,7 @@ def _drop_output(delta: Delta) -> None:
     delta.text, delta.token_ids, delta.logprobs = "", [], ()
 
 
-def _embeds_prompts(fields: CompletionRequest) -> Sequence[EmbedsPrompt]:
+def _embeds_prompts(fields: CompletionRequest) -> Sequence[EmbeddedPrompt]:
     if fields.prompt:
         raise errors.InvalidArgument(f"prompt and {FIELD} exclude each other; {FIELD} accepts token ids too", "prompt")
     if fields.echo:

@@ -8,7 +8,7 @@ from tokenloom.request.errors import InvalidArgument
 
 from ..mesh.collector import Delta
 from ..records.request_ids import is_request_id
-from ..records.resume_token import Position
+from ..records.resume_token import ClientPosition
 
 MAX_OUTPUTS = 64
 """Events of answers with more outputs have no ids, which would be longer than the events."""
@@ -32,13 +32,13 @@ class EventId:
     usage_sent: bool = False
 
     @property
-    def positions(self) -> dict[int, Position]:
+    def positions(self) -> dict[int, ClientPosition]:
         """By output that has begun."""
         positions = {}
         for index, entry in self.entries.items():
             match = _ENTRY.fullmatch(entry)
             assert match is not None
-            positions[index] = Position(int(match[1]), int(match[2]), finished=match[3] == FINISHED)
+            positions[index] = ClientPosition(int(match[1]), int(match[2]), finished=match[3] == FINISHED)
         return positions
 
 

@@ -20,7 +20,7 @@ _KNOWN_TOKENS = 1 << 14
 """Tokens whose JSON is kept, about 4 MB."""
 
 
-class Position(NamedTuple):
+class TokenPosition(NamedTuple):
     """A token that was sampled, and the alternatives to return, in columns."""
 
     token_id: int
@@ -38,7 +38,7 @@ class Position(NamedTuple):
 # out. Position by position it takes 0.67 s, and 11 ms at most in a turn.
 def positions(
     parts: Iterable[output_processor_pb2.SlotTextLogprobs], token_ids: Sequence[int], first: int, num_best: int
-) -> Iterator[Position]:
+) -> Iterator[TokenPosition]:
     """Return the log probabilities of tokens in order; ``token_ids`` holds the tokens, from position ``first`` on.
 
     The first ``num_best`` alternatives are ranked.
@@ -53,12 +53,12 @@ def positions(
             if values and min(values) < LOWEST:
                 values = [max(value, LOWEST) for value in values]
             texts = part.token_text[rows]
-            yield Position(
+            yield TokenPosition(
                 token_ids[at + i], data, max(logprob, LOWEST), rank, columns.token_id[rows], texts, values, ranks
             )
 
 
-def chat_entry(at: Position, *, as_ids: bool) -> bytes:
+def chat_entry(at: TokenPosition, *, as_ids: bool) -> bytes:
     """Return the JSON of one entry of a chat's ``logprobs.content``."""
     own, *numbers = encode_json([at.logprob, *at.logprobs])[1:-1].split(b",")
     head, tail = _ends(at.data, at.token_id if as_ids else None)
@@ -104,7 +104,7 @@ class CompletionLogprobs:
         """Add the prompt's first token, which has no probability."""
         self._append(_text(data, token_id if self._as_ids else None), None, b"null")
 
-    def add(self, at: Position) -> None:
+    def add(self, at: TokenPosition) -> None:
         best: dict[str, float] = {}
         ids: Iterable[int | None] = at.ids if self._as_ids else repeat(None)
         for text, logprob in zip(map(_text, at.texts, ids), at.logprobs, strict=True):
@@ -131,7 +131,7 @@ class CompletionLogprobs:
         self._offset += len(text)
 
 
-def prompt_entries(at: Iterable[Position]) -> Iterator[bytes]:
+def prompt_entries(at: Iterable[TokenPosition]) -> Iterator[bytes]:
     """Return the entries of vLLM's ``prompt_logprobs``: null for the first token of the prompt, then an object each."""
     yield b"null"
     for position in at:

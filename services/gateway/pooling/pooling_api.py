@@ -12,22 +12,22 @@ from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1 import types_pb2
 
 from ..encoding import sse
+from ..openai.body_reader import Body
 from ..openai.chat_messages import read_chat
-from ..openai.openai_models import Body
 from ..openapi.pooling_schemas import InputFields, PoolingFields
-from ..records.generate_request import Chat, Job
-from ..records.pooling_request import PoolingJob, check_count
+from ..records.generate_request import Chat, GenerateRequest
+from ..records.pooling_input import PoolingInput, check_count
 from ..tenants.tenant import Tenant
-from .pooling import Pooling
+from .running_pooling import RunningPooling
 
-Shape = Callable[[Pooling], Iterator[bytes]]
+Shape = Callable[[RunningPooling], Iterator[bytes]]
 """Yields the JSON of an answer in small blocks."""
 
 
 class PoolingApi(Protocol):
     """Reads the bodies of one endpoint and shapes its answers."""
 
-    def read(self, body: Body, tenant: Tenant) -> tuple[PoolingJob, Shape, Sequence[str]]:
+    def read(self, body: Body, tenant: Tenant) -> tuple[PoolingInput, Shape, Sequence[str]]:
         """Return what the body asks for, what shapes the answer, and the fields that have no effect. Raises
         :class:`errors.InvalidArgument` naming the field."""
 
@@ -39,7 +39,7 @@ class ListAnswer:
     prefix: str
     """Begins the answer's id."""
 
-    def blocks(self, pooling: Pooling, items: Iterable[bytes]) -> Iterator[bytes]:
+    def blocks(self, pooling: RunningPooling, items: Iterable[bytes]) -> Iterator[bytes]:
         """``items``: blocks of the list's JSON, with its commas."""
         head: dict[str, object] = {"id": f"{self.prefix}-{pooling.request_id}", "object": "list"}
         head |= {"created": int(time.time()), "model": pooling.model}
@@ -48,17 +48,17 @@ class ListAnswer:
         yield b'],"usage":%b}' % sse.encode_json(usage_object(pooling))
 
 
-def usage_object(pooling: Pooling) -> dict[str, object]:
+def usage_object(pooling: RunningPooling) -> dict[str, object]:
     """Return the usage as OpenAI's embeddings have it, with the cached tokens."""
     usage = pooling.usage
     details = {"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
     return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens, **details}
 
 
-def make_job(fields: PoolingFields, prompts: Any, field: str, tenant: Tenant) -> Job:
+def make_job(fields: PoolingFields, prompts: Any, field: str, tenant: Tenant) -> GenerateRequest:
     """Return the part of a body that pooling and generation share."""
     keep = fields.truncate_prompt_tokens
-    return Job(
+    return GenerateRequest(
         prompts,
         field,
         types_pb2.SamplingParams(),
@@ -70,7 +70,7 @@ def make_job(fields: PoolingFields, prompts: Any, field: str, tenant: Tenant) ->
     )
 
 
-def read_inputs(fields: InputFields, tenant: Tenant) -> Job:
+def read_inputs(fields: InputFields, tenant: Tenant) -> GenerateRequest:
     """Return the job of ``input`` or ``messages``."""
     if (fields.input is None) == (fields.messages is None):
         raise errors.InvalidArgument("exactly one of input and messages must be set", "input")

@@ -8,12 +8,12 @@ from ..http.endpoint import IGNORED_HEADER, listed, trace_headers
 from ..http.http_exchange import HttpExchange
 from ..http.json_body import BodyParser
 from ..http.pieces import respond_in_pieces
-from ..openai.openai_models import Body
+from ..openai.body_reader import Body
 from ..records.model_names import ModelNames
-from ..records.pooling_request import PoolingJob
+from ..records.pooling_input import PoolingInput
 from ..tenants.tenant import Tenant
-from .pooler import Pooler
 from .pooling_api import PoolingApi, Shape
+from .pooling_runner import PoolingRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class PoolingEndpoint:
     """Runs an API that pools."""
 
     api: PoolingApi
-    pooler: Pooler
+    pooler: PoolingRunner
     names: ModelNames
     parser: BodyParser
     max_body_bytes: int
@@ -36,7 +36,7 @@ class PoolingEndpoint:
             async with self.pooler.open(job, trace_headers(exchange)) as pooling:
                 await respond_in_pieces(exchange, shape(pooling), headers)
 
-    def _read(self, tenant: Tenant, body: Body) -> tuple[PoolingJob, Shape, Sequence[str]]:
+    def _read(self, tenant: Tenant, body: Body) -> tuple[PoolingInput, Shape, Sequence[str]]:
         adapter = self.names.find(body.get("model"))
         job, shape, ignored = self.api.read(body, tenant)
         return replace(job, job=replace(job.job, adapter=adapter)), shape, ignored

@@ -10,8 +10,8 @@ from tokenloom.v1 import tokenizer_pb2, types_pb2
 
 from ..generation.preparation import check_sizes
 from ..mesh.tokenizer_client import TokenizerClient
-from ..records.generate_request import Chat, EmbedsPrompt
-from ..records.pooling_request import PoolingJob
+from ..records.generate_request import Chat, EmbeddedPrompt
+from ..records.pooling_input import PoolingInput
 from ..records.pooling_tasks import task_name, task_names
 
 _TEXTS_PER_CALL = 64
@@ -35,7 +35,7 @@ def check_task(params: types_pb2.PoolingParams, limits: types_pb2.ModelLimits) -
             raise errors.InvalidArgument("dimensions must be at least 1", "dimensions")
 
 
-async def encode(pooling: PoolingJob, tokenizers: TokenizerClient, limits: types_pb2.ModelLimits) -> Prompts:
+async def encode(pooling: PoolingInput, tokenizers: TokenizerClient, limits: types_pb2.ModelLimits) -> Prompts:
     """Return the token ids of every prompt, checked. Raises ``InvalidArgument`` naming the field."""
     job = pooling.job
     keep = _num_kept(pooling, limits)
@@ -50,7 +50,7 @@ async def encode(pooling: PoolingJob, tokenizers: TokenizerClient, limits: types
     return prompts
 
 
-async def _encode(pooling: PoolingJob, tokenizers: TokenizerClient, keep: int) -> Prompts:
+async def _encode(pooling: PoolingInput, tokenizers: TokenizerClient, keep: int) -> Prompts:
     job = pooling.job
     if isinstance(job.prompts, Chat):
         chat = (await tokenizers.encode_chat(job.prompts, hash_salt=job.cache_salt)).prompt
@@ -60,7 +60,7 @@ async def _encode(pooling: PoolingJob, tokenizers: TokenizerClient, keep: int) -
     for number, prompt in enumerate(job.prompts):
         if isinstance(prompt, str):
             texts.append(prompt)
-        elif isinstance(prompt, EmbedsPrompt):
+        elif isinstance(prompt, EmbeddedPrompt):
             raise errors.InvalidArgument(f"{EMBEDS_FIELD} is not supported for pooling", EMBEDS_FIELD)
         else:
             lists.append(_cut(narrow_token_ids(job.prompt_field, prompt), pooling, keep))
@@ -86,13 +86,13 @@ async def _encode(pooling: PoolingJob, tokenizers: TokenizerClient, keep: int) -
     return [prompt for response in await asyncio.gather(*calls) for prompt in response.prompts]
 
 
-def _cut(token_ids: Sequence[int], pooling: PoolingJob, keep: int) -> tokenizer_pb2.TokenizedPrompt:
+def _cut(token_ids: Sequence[int], pooling: PoolingInput, keep: int) -> tokenizer_pb2.TokenizedPrompt:
     if keep and len(token_ids) > keep:
         token_ids = token_ids[:keep] if pooling.keep_first else token_ids[-keep:]
     return tokenizer_pb2.TokenizedPrompt(token_ids=token_ids)
 
 
-def _num_kept(pooling: PoolingJob, limits: types_pb2.ModelLimits) -> int:
+def _num_kept(pooling: PoolingInput, limits: types_pb2.ModelLimits) -> int:
     """Return how many tokens of a prompt are kept; 0: all."""
     keep = pooling.job.truncate_prompt_tokens
     if keep is None:

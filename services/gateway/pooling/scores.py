@@ -8,12 +8,12 @@ from typing import Any
 from tokenloom.request.errors import InvalidArgument
 
 from ..encoding.sse import encode_json
-from ..openai.openai_models import Body, BodyReader
+from ..openai.body_reader import Body, BodyReader
 from ..openapi.pooling_schemas import PoolingFields, RerankRequest, ScoreRequest
-from ..records.pooling_request import PoolingJob
+from ..records.pooling_input import PoolingInput
 from ..tenants.tenant import Tenant
-from .pooling import Pooling
 from .pooling_api import ListAnswer, Shape, ignored_fields, keeps_first, make_job, usage_object
+from .running_pooling import RunningPooling
 from .scoring import Scoring, plan_scoring
 from .vectors import Limits
 
@@ -25,12 +25,12 @@ class ScoreApi:
     reader: BodyReader
     limits: Limits
 
-    def read(self, body: Body, tenant: Tenant) -> tuple[PoolingJob, Shape, Sequence[str]]:
+    def read(self, body: Body, tenant: Tenant) -> tuple[PoolingInput, Shape, Sequence[str]]:
         fields = self.reader.read(body, ScoreRequest)
         first, second = _texts(fields, "text_1", "queries"), _texts(fields, "text_2", "documents")
         scoring = _plan(fields, first, second, self.limits, tenant)
 
-        def items(pooling: Pooling) -> Iterator[bytes]:
+        def items(pooling: RunningPooling) -> Iterator[bytes]:
             for index, score in enumerate(scoring.scores(pooling)):
                 item = encode_json({"object": "score", "index": index, "score": score})
                 yield b"," + item if index else item
@@ -46,12 +46,12 @@ class RerankApi:
     reader: BodyReader
     limits: Limits
 
-    def read(self, body: Body, tenant: Tenant) -> tuple[PoolingJob, Shape, Sequence[str]]:
+    def read(self, body: Body, tenant: Tenant) -> tuple[PoolingInput, Shape, Sequence[str]]:
         fields = self.reader.read(body, RerankRequest)
         documents = [_text(document, index) for index, document in enumerate(fields.documents)]
         scoring = _plan(fields, ("query", [fields.query]), ("documents", documents), self.limits, tenant)
 
-        def shape(pooling: Pooling) -> Iterator[bytes]:
+        def shape(pooling: RunningPooling) -> Iterator[bytes]:
             scores: list[float] = []
             for score in scoring.scores(pooling):
                 scores.append(score)
@@ -61,7 +61,7 @@ class RerankApi:
         return scoring.job, shape, ignored_fields(body, fields)
 
     def _blocks(
-        self, pooling: Pooling, scores: list[float], fields: RerankRequest, documents: Sequence[str]
+        self, pooling: RunningPooling, scores: list[float], fields: RerankRequest, documents: Sequence[str]
     ) -> Iterator[bytes]:
         order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[: fields.top_n or len(scores)]
         head = {"id": f"rerank-{pooling.request_id}", "model": pooling.model, "created": int(time.time())}

@@ -7,9 +7,9 @@ from operator import mul
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import types_pb2
 
-from ..records.generate_request import Job
-from ..records.pooling_request import PoolingJob, check_count
-from .pooling import Pooling
+from ..records.generate_request import GenerateRequest
+from ..records.pooling_input import PoolingInput, check_count
+from .running_pooling import RunningPooling
 from .vector_json import numbers
 
 
@@ -22,14 +22,14 @@ class Scoring:
         scores: Yields the score of each document, in order, from what was computed.
     """
 
-    job: PoolingJob
-    scores: Callable[[Pooling], Iterator[float]]
+    job: PoolingInput
+    scores: Callable[[RunningPooling], Iterator[float]]
 
 
 def plan_scoring(
     queries: Sequence[str],
     documents: Sequence[str],
-    common: Job,
+    common: GenerateRequest,
     limits: types_pb2.ModelLimits,
     *,
     fields: tuple[str, str],
@@ -57,24 +57,26 @@ def plan_scoring(
     if types_pb2.POOLING_TASK_SCORE in tasks or not has_vectors:
         params = types_pb2.PoolingParams(task=types_pb2.POOLING_TASK_SCORE, use_activation=use_activation)
         firsts = queries if len(queries) == len(documents) else list(queries) * len(documents)
-        job = PoolingJob(replace(common, prompts=firsts, prompt_field=fields[1]), params, documents, keep_first)
+        job = PoolingInput(replace(common, prompts=firsts, prompt_field=fields[1]), params, documents, keep_first)
         return Scoring(job, _single_numbers)
     both = replace(common, prompts=[*queries, *documents], prompt_field=fields[1])
     if types_pb2.POOLING_TASK_EMBED in tasks:
         params = types_pb2.PoolingParams(task=types_pb2.POOLING_TASK_EMBED, use_activation=True)
         num_queries = len(queries)
-        return Scoring(PoolingJob(both, params, keep_first=keep_first), lambda pooling: _cosines(pooling, num_queries))
+        return Scoring(
+            PoolingInput(both, params, keep_first=keep_first), lambda pooling: _cosines(pooling, num_queries)
+        )
     params = types_pb2.PoolingParams(task=types_pb2.POOLING_TASK_TOKEN_EMBED)
-    job = PoolingJob(both, params, keep_first=keep_first, num_queries=len(queries))
+    job = PoolingInput(both, params, keep_first=keep_first, num_queries=len(queries))
     return Scoring(job, _single_numbers)
 
 
-def _single_numbers(pooling: Pooling) -> Iterator[float]:
+def _single_numbers(pooling: RunningPooling) -> Iterator[float]:
     for result in pooling.results:
         yield numbers(result.data)[0]
 
 
-def _cosines(pooling: Pooling, num_queries: int) -> Iterator[float]:
+def _cosines(pooling: RunningPooling, num_queries: int) -> Iterator[float]:
     """Yield the cosines of vectors that have length 1."""
     results = pooling.results
     queries = [numbers(result.data) for result in results[:num_queries]]

@@ -9,13 +9,13 @@ from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1 import types_pb2
 
 from ..encoding.sse import encode_json
-from ..openai.openai_models import Body, BodyReader
+from ..openai.body_reader import Body, BodyReader
 from ..openapi.pooling_schemas import ClassifyRequest, EmbeddingRequest, PoolingRequest
-from ..records.pooling_request import PoolingJob
+from ..records.pooling_input import PoolingInput
 from ..records.pooling_tasks import TASKS
 from ..tenants.tenant import Tenant
-from .pooling import Pooling
 from .pooling_api import ListAnswer, Shape, ignored_fields, keeps_first, read_inputs
+from .running_pooling import RunningPooling
 from .vector_json import numbers, result_blocks
 
 Limits = Callable[[], types_pb2.ModelLimits]
@@ -37,7 +37,7 @@ class EmbeddingsApi:
 
     reader: BodyReader
 
-    def read(self, body: Body, tenant: Tenant) -> tuple[PoolingJob, Shape, Sequence[str]]:
+    def read(self, body: Body, tenant: Tenant) -> tuple[PoolingInput, Shape, Sequence[str]]:
         fields = self.reader.read(body, EmbeddingRequest)
         shape = _vectors(fields, ListAnswer("embd"), b"embedding", b"embedding")
         return _vector_job(fields, types_pb2.POOLING_TASK_EMBED, tenant), shape, ignored_fields(body, fields)
@@ -50,7 +50,7 @@ class PoolApi:
     reader: BodyReader
     limits: Limits
 
-    def read(self, body: Body, tenant: Tenant) -> tuple[PoolingJob, Shape, Sequence[str]]:
+    def read(self, body: Body, tenant: Tenant) -> tuple[PoolingInput, Shape, Sequence[str]]:
         fields = self.reader.read(body, PoolingRequest)
         shape = _vectors(fields, ListAnswer("pool"), b"pooling", b"data")
         return _vector_job(fields, self._task(fields.task), tenant), shape, ignored_fields(body, fields)
@@ -69,16 +69,16 @@ class ClassifyApi:
     reader: BodyReader
     limits: Limits
 
-    def read(self, body: Body, tenant: Tenant) -> tuple[PoolingJob, Shape, Sequence[str]]:
+    def read(self, body: Body, tenant: Tenant) -> tuple[PoolingInput, Shape, Sequence[str]]:
         fields = self.reader.read(body, ClassifyRequest)
         params = types_pb2.PoolingParams(task=types_pb2.POOLING_TASK_CLASSIFY, use_activation=fields.use_activation)
-        job = PoolingJob(read_inputs(fields, tenant), params, keep_first=keeps_first(fields))
+        job = PoolingInput(read_inputs(fields, tenant), params, keep_first=keeps_first(fields))
         return job, self._shape, ignored_fields(body, fields)
 
-    def _shape(self, pooling: Pooling) -> Iterator[bytes]:
+    def _shape(self, pooling: RunningPooling) -> Iterator[bytes]:
         return ListAnswer("classify").blocks(pooling, self._items(pooling))
 
-    def _items(self, pooling: Pooling) -> Iterator[bytes]:
+    def _items(self, pooling: RunningPooling) -> Iterator[bytes]:
         labels = self.limits().class_labels
         for index, result in enumerate(pooling.results):
             probs = numbers(result.data)
@@ -88,7 +88,7 @@ class ClassifyApi:
             yield (b"," if index else b"") + encode_json(item)
 
 
-def _vector_job(fields: EmbeddingRequest, task: types_pb2.PoolingTask, tenant: Tenant) -> PoolingJob:
+def _vector_job(fields: EmbeddingRequest, task: types_pb2.PoolingTask, tenant: Tenant) -> PoolingInput:
     activation = fields.use_activation
     if fields.normalize is not None:
         if activation not in (None, fields.normalize):
@@ -100,7 +100,7 @@ def _vector_job(fields: EmbeddingRequest, task: types_pb2.PoolingTask, tenant: T
         dimensions=None if dimensions is None else narrow_int("dimensions", dimensions, 1, 2**32 - 1),
         use_activation=activation,
     )
-    return PoolingJob(read_inputs(fields, tenant), params, keep_first=keeps_first(fields))
+    return PoolingInput(read_inputs(fields, tenant), params, keep_first=keeps_first(fields))
 
 
 def _vectors(fields: EmbeddingRequest, answer: ListAnswer, object_name: bytes, member: bytes) -> Shape:
@@ -110,7 +110,7 @@ def _vectors(fields: EmbeddingRequest, answer: ListAnswer, object_name: bytes, m
     return lambda pooling: answer.blocks(pooling, items(pooling))
 
 
-def _vector_items(pooling: Pooling, *, as_base64: bool, object_name: bytes, member: bytes) -> Iterator[bytes]:
+def _vector_items(pooling: RunningPooling, *, as_base64: bool, object_name: bytes, member: bytes) -> Iterator[bytes]:
     for index, result in enumerate(pooling.results):
         before = b"," if index else b""
         yield b'%b{"object":"%b","index":%d,"%b":' % (before, object_name, index, member)

@@ -33,7 +33,7 @@ class Chat:
 
 
 @dataclass(frozen=True, slots=True)
-class EmbedsPrompt:
+class EmbeddedPrompt:
     """Token ids and safetensors files, in order. Their contents are checked later, against the model's limits."""
 
     parts: Sequence[Part]
@@ -48,10 +48,10 @@ class BeamOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class GenerateRequest:
     """A request whose form has been checked, but not yet its values against the model's limits."""
 
-    prompts: Chat | Sequence[str | Sequence[object] | EmbedsPrompt]
+    prompts: Chat | Sequence[str | Sequence[object] | EmbeddedPrompt]
     """A conversation, texts, lists of what should be token ids, or prompts with embeddings."""
     prompt_field: str
     """The client's name for them, for errors."""
@@ -101,24 +101,24 @@ class Job:
         return salt if self.adapter is None else adapter_salt(salt, self.adapter.digest)
 
 
-def read_embeds_prompts(value: object) -> list[EmbedsPrompt]:
+def read_embeds_prompts(value: object) -> list[EmbeddedPrompt]:
     """Return the prompts of ``prompt_embeds``: one prompt, or a list of prompts. Raises ``InvalidArgument``.
 
     A prompt is the base64 of a safetensors file, or a list of parts, ``{"token_ids": […]}`` and ``{"embeds": base64}``.
     """
     if isinstance(value, str):
-        return [EmbedsPrompt([_decode(value)])]
+        return [EmbeddedPrompt([_decode(value)])]
     if not isinstance(value, list) or not value:
         raise InvalidArgument(f"{FIELD} must be base64, or a list of prompts that have embeddings", FIELD)
     if all(isinstance(item, Mapping) for item in value):
         return [_read_parts(value)]
-    return [EmbedsPrompt([_decode(item)]) if isinstance(item, str) else _read_parts(item) for item in value]
+    return [EmbeddedPrompt([_decode(item)]) if isinstance(item, str) else _read_parts(item) for item in value]
 
 
-def _read_parts(value: object) -> EmbedsPrompt:
+def _read_parts(value: object) -> EmbeddedPrompt:
     if not isinstance(value, list) or not value:
         raise InvalidArgument(f"{FIELD}: a prompt must be base64 or a list of parts", FIELD)
-    return EmbedsPrompt([_read_part(part) for part in value])
+    return EmbeddedPrompt([_read_part(part) for part in value])
 
 
 def _read_part(part: object) -> Part:

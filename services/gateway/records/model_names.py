@@ -24,7 +24,7 @@ class NamedAdapter:
     digest: bytes
 
 
-class Adapters(Protocol):
+class KnownAdapters(Protocol):
     """Knows the adapters that are loaded."""
 
     @property
@@ -41,7 +41,7 @@ class ModelNames:
         own: The names of the model; the first one stands in answers and metrics.
     """
 
-    def __init__(self, own: Sequence[str], mesh: Adapters) -> None:
+    def __init__(self, own: Sequence[str], mesh: KnownAdapters) -> None:
         self.own = tuple(own)
         self._mesh = mesh
 

@@ -12,7 +12,7 @@ MAX_KEY_LENGTH = 255
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class ClientPosition:
     """Says how much of one output the client has."""
 
     num_tokens: int
@@ -25,7 +25,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ResumeToken:
     """What a client's call claims. Without a fingerprint its request ends with the call or the gateway."""
 
     request_id: str = ""
@@ -40,14 +40,14 @@ class Claim:
     """Tokens of each output that the client has, where it resumes a request."""
 
 
-NEW = Claim()
+NEW = ResumeToken()
 
 
-def claim_key(tenant: str, key: str, fingerprint: bytes, field: str) -> Claim:
+def token_of_key(tenant: str, key: str, fingerprint: bytes, field: str) -> ResumeToken:
     """Return the claim of a call with an idempotency key. Raises ``InvalidArgument`` naming ``field``."""
     if not 0 < len(key) <= MAX_KEY_LENGTH or not (key.isascii() and key.isprintable()):
         raise InvalidArgument(f"{field} must be 1 to {MAX_KEY_LENGTH} printable ASCII characters", field)
-    return Claim(id_of_key(tenant, key), fingerprint, takes_over=True)
+    return ResumeToken(id_of_key(tenant, key), fingerprint, takes_over=True)
 
 
 def fingerprint(method: str, body: bytes | bytearray) -> bytes:
@@ -56,7 +56,7 @@ def fingerprint(method: str, body: bytes | bytearray) -> bytes:
     return hashlib.blake2b(body, key=key, digest_size=16).digest()
 
 
-def tokens_of(positions: Mapping[int, Position]) -> tuple[int, ...]:
+def tokens_of(positions: Mapping[int, ClientPosition]) -> tuple[int, ...]:
     """Return how many tokens of each output a client has. ``positions``: by output; it has nothing of the others."""
     return tuple(
         positions[index].num_tokens if index in positions else 0 for index in range(max(positions, default=-1) + 1)

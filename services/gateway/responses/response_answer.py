@@ -6,10 +6,10 @@ from typing import Any
 
 from ..assistant.parsed_message import OutputReader
 from ..encoding.sse import encode_json
-from ..generation.generation import Generation
+from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
 from ..openai.answer import finish_reason
-from ..openai.openai_models import Options
+from ..openai.body_reader import AnswerOptions
 from .input_items import Turn
 from .output_items import OutputItems
 from .response_store import ResponseStore, StoredResponse
@@ -44,7 +44,7 @@ class ResponseAnswer:
     """Shapes a response, and stores it when it is complete."""
 
     def __init__(
-        self, generation: Generation, options: Options, request: ResponseRequest, store: ResponseStore
+        self, generation: RunningGeneration, options: AnswerOptions, request: ResponseRequest, store: ResponseStore
     ) -> None:
         self._generation = generation
         self._request = request

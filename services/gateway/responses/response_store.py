@@ -9,8 +9,8 @@ from tokenloom.request import errors
 from tokenloom.request.reservation import Reservation
 
 from ..encoding.sse import encode_json
-from ..records.resume_token import NEW, Claim
-from ..tenants.room import Room
+from ..records.resume_token import NEW, ResumeToken
+from ..tenants.room import DividedLimit
 from .input_items import Turn
 
 MAX_RUNNING = 256
@@ -33,7 +33,7 @@ class StoredResponse:
     response: dict[str, Any]
     turns: Sequence[Turn]
     cancel: Callable[[], object] | None = None
-    claim: Claim = NEW
+    claim: ResumeToken = NEW
 
 
 @dataclass(slots=True)
@@ -75,8 +75,8 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._shelves: dict[str, _Shelf] = {}
         self._running: dict[str, _Running] = {}
-        self._places = Room(MAX_RUNNING, is_divided=is_shared)
-        self._running_bytes = Room(max_bytes, is_divided=is_shared)
+        self._places = DividedLimit(MAX_RUNNING, is_divided=is_shared)
+        self._running_bytes = DividedLimit(max_bytes, is_divided=is_shared)
         self._num_bytes = 0
 
     @property
@@ -100,7 +100,7 @@ class ResponseStore:
         self._running[stored.response["id"]] = _Running(stored, place, num_bytes)
         self._drop_surplus()
 
-    def repeated(self, claim: Claim, tenant: str) -> StoredResponse | None:
+    def repeated(self, claim: ResumeToken, tenant: str) -> StoredResponse | None:
         """Return the response in the background that an earlier call with the same key has begun; None if there is
         none, or it has ended without an answer. Raises ``BodyChanged`` if that call had another body."""
         if not claim.takes_over:

@@ -7,12 +7,12 @@ from uuid import uuid4
 
 from tokenloom.request.errors import InvalidArgument
 
-from ..generation.generation import Generation
+from ..generation.running_generation import RunningGeneration
+from ..openai.body_reader import AnswerOptions, Body, BodyReader
 from ..openai.chat import ChatApi
 from ..openai.ignored_members import unbound_strict
-from ..openai.openai_models import Body, BodyReader, Options
 from ..openapi.response_api_schemas import ResponsesRequest
-from ..records.generate_request import Job
+from ..records.generate_request import GenerateRequest
 from ..records.model_names import ModelNames
 from ..tenants.tenant import Tenant
 from .function_tools import namespaced
@@ -47,7 +47,7 @@ class ResponsesApi:
     store: ResponseStore
     is_resumable = False
 
-    def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
+    def read(self, body: Body, tenant: Tenant) -> tuple[GenerateRequest, AnswerOptions]:
         """Return what the body asks for. Raises :class:`InvalidArgument` naming the field, and
         :class:`errors.NotFound` for a previous response that is not stored."""
         fields = self.reader.read(body, ResponsesRequest)
@@ -60,7 +60,7 @@ class ResponsesApi:
         ignored = (*ignored_in_response(fields), *self.reader.ignored(body, ResponsesRequest))
         return job, replace(options, request=request, ignored=ignored + unbound_strict(options.ignored))
 
-    def answer(self, generation: Generation, options: Options) -> ResponseAnswer:
+    def answer(self, generation: RunningGeneration, options: AnswerOptions) -> ResponseAnswer:
         assert isinstance(options.request, ResponseRequest)
         return ResponseAnswer(generation, options, options.request, self.store)
 

@@ -10,9 +10,9 @@ from ..http.endpoint import GenerationApi, GenerationEndpoint
 from ..http.json_body import BodyParser
 from ..http.response_counts import ResponseCounts
 from ..http.turn_share import ANSWERS_PER_TURN, TurnShare
+from ..openai.body_reader import BodyReader
 from ..openai.chat import ChatApi
 from ..openai.completions import CompletionsApi
-from ..openai.openai_models import BodyReader
 from ..page.page_routes import page_routes
 from ..responses.response_routes import response_routes
 from ..responses.response_store import ResponseStore

@@ -3,7 +3,7 @@
 from ..http.app import Routes
 from ..http.json_body import BodyParser
 from ..ollama.ollama_embed import OllamaEmbedApi
-from ..openai.openai_models import BodyReader
+from ..openai.body_reader import BodyReader
 from ..pooling.pooling_api import PoolingApi
 from ..pooling.pooling_endpoint import PoolingEndpoint
 from ..pooling.scores import RerankApi, ScoreApi

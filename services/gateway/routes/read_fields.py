@@ -3,7 +3,7 @@
 import msgspec
 
 from ..ollama.ollama_body import OllamaRequest
-from ..openai.openai_models import NOT_SUPPORTED_YET, RENAMED, SAMPLING_FIELDS
+from ..openai.body_reader import NOT_SUPPORTED_YET, RENAMED, SAMPLING_FIELDS
 from ..openapi.message_schemas import MessagesRequest
 from ..openapi.pooling_schemas import ClassifyRequest, PoolingRequest, RerankRequest, ScoreRequest
 from ..openapi.request_schemas import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest

@@ -8,7 +8,7 @@ from prometheus_client.core import GaugeMetricFamily
 from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.v1.coordinator_pb2 import EngineEntry
 
-from ..generation.backlog import Backlog
+from ..generation.wait_estimator import WaitEstimator
 from ..mesh.engine_words import placement_values
 from ..mesh.mesh_view import MeshView, load_of
 
@@ -34,7 +34,7 @@ class MeshGauges:
     """
 
     mesh: MeshView
-    backlog: Backlog
+    backlog: WaitEstimator
     model_name: str
 
     def collect(self) -> Iterator[GaugeMetricFamily]:

@@ -12,16 +12,16 @@ from tokenloom.services.runtime.peers.replica_index import ReplicaIndex
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 
 from ..assistant.message_plans import MessagePlans
-from ..generation.admission import Admission
-from ..generation.backlog import Backlog
+from ..generation.admission import RequestAdmission
 from ..generation.generator import Generator
 from ..generation.resumable import ResumableRequests, UnattendedMetrics
+from ..generation.wait_estimator import WaitEstimator
 from ..mesh.mesh_view import MeshView
 from ..mesh.output_pool import OutputPool
 from ..mesh.tokenizer_client import TokenizerClient
 from ..metrics.gateway_metrics import GatewayMetrics
 from ..metrics.usage_counts import AdapterUsage, KeyUsage
-from ..pooling.pooler import Pooler
+from ..pooling.pooling_runner import PoolingRunner
 from ..records.model_names import ModelNames
 from ..settings.gateway_settings import GatewaySettings
 from ..settings.mesh_spec import MeshSpec
@@ -32,12 +32,12 @@ from .mesh_health import MeshHealth
 
 @dataclass(frozen=True, slots=True)
 class ServedMesh:
-    """Holds what the edges serve: one model, and what a request to it needs."""
+    """Holds what the servers serve: one model, and what a request to it needs."""
 
     models: ModelNames
     plans: MessagePlans
     generator: Generator
-    pooler: Pooler
+    pooler: PoolingRunner
     tokenizers: TokenizerClient
     outputs: OutputPool
     view: MeshView
@@ -94,7 +94,7 @@ async def connect(
     # The gateway reads no checkpoint: the model's default sampling parameters, its parsers and its fingerprint come
     # with the tokenizer's information.
     info = await tokenizers.wait_known()
-    backlog = Backlog(settings.max_queue_seconds, host.random, always_queued=settings.always_queued)
+    backlog = WaitEstimator(settings.max_queue_seconds, host.random, always_queued=settings.always_queued)
     view.follow_capacity(info.fingerprint, backlog.observe)
     outputs.start(host, info.fingerprint)
     names = spec.names or (info.fingerprint.model,)
@@ -102,7 +102,7 @@ async def connect(
     metrics.registry.register(MeshGauges(view, backlog, model))
     plans = MessagePlans.choose(settings.tool_call_parser, settings.reasoning_parser, info)
     counts = GatewayMetrics(metrics.registry, model, metrics.key_usage, metrics.adapter_usage)
-    admission = Admission(shares, backlog, settings.most_urgent_priority)
+    admission = RequestAdmission(shares, backlog, settings.most_urgent_priority)
     generator = Generator(
         tokenizers,
         view,
@@ -119,7 +119,7 @@ async def connect(
         random=host.random,
         clock=host.clock.nanoseconds,
     )
-    pooler = Pooler(
+    pooler = PoolingRunner(
         tokenizers,
         view,
         outputs,

@@ -3,7 +3,7 @@
 from tokenloom.request.reservation import AdmissionLimit, Reservation
 
 
-class Room(AdmissionLimit):
+class DividedLimit(AdmissionLimit):
     """Counts the places that are taken, and keeps some free for tenants that hold few.
 
     A tenant may hold at most as many places as are free: alone at most half of all, two that want everything a third

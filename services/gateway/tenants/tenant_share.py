@@ -9,7 +9,7 @@ from typing import Final
 from tokenloom.request.errors import InvalidArgument, PayloadTooLarge, RateLimitExceeded, ResourceExhausted
 from tokenloom.request.reservation import AdmissionLimit, Reservation, joined
 
-from .room import Room
+from .room import DividedLimit
 from .tenant import TenantLimits
 from .token_bucket import TokenBucket
 
@@ -69,7 +69,7 @@ class TenantShare:
         """Different grammars of requests that have not produced their first token."""
         return len(self._grammars)
 
-    def take_outputs(self, wanted: int, room: Room) -> Reservation:
+    def take_outputs(self, wanted: int, room: DividedLimit) -> Reservation:
         """Take places for outputs. Raises ``InvalidArgument`` if so many never may be in work. ``room``: the
         gateway's."""
         limit = self.limits.live_outputs
@@ -103,7 +103,7 @@ class TenantShare:
         if not self._grammars[grammar]:
             del self._grammars[grammar]
 
-    def take_session(self, room: Room) -> Reservation:
+    def take_session(self, room: DividedLimit) -> Reservation:
         """Take the place of a session. ``room``: the gateway's."""
         limit = self.limits.sessions
         if limit is not None and not self._sessions.can_take(1):
@@ -125,7 +125,7 @@ class TenantShare:
             raise self._limited("body_bytes", state, limit)
         return self._bytes.take_anyway(wanted)
 
-    def take_message(self, size: int, room: Room) -> Reservation:
+    def take_message(self, size: int, room: DividedLimit) -> Reservation:
         """Take room for a message of the gRPC API of ``size`` bytes. ``room``: the gateway's. Errors as in
         :meth:`take_bytes`."""
         held = self.body_bytes

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 
-from .room import Room
+from .room import DividedLimit
 from .tenant import Tenant, TenantLimits
 from .tenant_limits import merged, with_burst
 from .tenant_share import TenantShare
@@ -38,9 +38,9 @@ class TenantShares:
         clock: Seconds, for the tokens per second.
         """
         self.is_shared = is_shared
-        self.outputs = Room(max_live, is_divided=is_shared)
-        self.sessions = Room(max_sessions, is_divided=is_shared)
-        self.messages = Room(max_message_bytes, is_divided=is_shared)
+        self.outputs = DividedLimit(max_live, is_divided=is_shared)
+        self.sessions = DividedLimit(max_sessions, is_divided=is_shared)
+        self.messages = DividedLimit(max_message_bytes, is_divided=is_shared)
         self._defaults = defaults
         self._clock = clock
         self._shares: dict[str, TenantShare] = {}  # bounded by the tenants of the key file

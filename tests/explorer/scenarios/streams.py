@@ -12,7 +12,7 @@ from tests.explorer.world import World
 from tokenloom.request import errors
 from tokenloom.services.gateway.grpc.inference_servicer import InferenceServicer
 from tokenloom.services.gateway.kserve.kserve_servicer import KServeServicer
-from tokenloom.services.gateway.openai.openai_models import BodyReader
+from tokenloom.services.gateway.openai.body_reader import BodyReader
 from tokenloom.services.gateway.tenants.call_tenant import admit_calls
 from tokenloom.services.gateway.tenants.tenant_limits import TenantLimits
 from tokenloom.v1 import inference_pb2, types_pb2

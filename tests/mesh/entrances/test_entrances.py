@@ -46,7 +46,7 @@ from tests.ready_channel import ready_channel
 from tokenloom.request.reservation import AdmissionLimit
 from tokenloom.services.gateway.http import request_body
 from tokenloom.services.gateway.http.app import PAGE_FILES
-from tokenloom.services.gateway.mesh.submission import Submission
+from tokenloom.services.gateway.mesh.pending_request import PendingRequest
 from tokenloom.services.gateway.mesh.tokenizer_client import TokenizerClient
 from tokenloom.services.gateway.service import GatewayService
 from tokenloom.v1 import inference_pb2
@@ -252,7 +252,13 @@ async def test_bytes_kept(gateways: Gateways, name: str, monkeypatch: pytest.Mon
     limits, taken = set[AdmissionLimit](), list[int]()
 
     def take(
-        self: Submission, submit: object, collector: object, index: int, kept: AdmissionLimit, *rest: Any, **more: Any
+        self: PendingRequest,
+        submit: object,
+        collector: object,
+        index: int,
+        kept: AdmissionLimit,
+        *rest: Any,
+        **more: Any,
     ) -> None:
         before = kept.taken
         init(self, submit, collector, index, kept, *rest, **more)  # type: ignore[arg-type]
@@ -260,8 +266,8 @@ async def test_bytes_kept(gateways: Gateways, name: str, monkeypatch: pytest.Mon
         taken.append(kept.taken - before)
         assert taken[-1] == self.num_bytes > 0
 
-    init = Submission.__init__
-    monkeypatch.setattr(Submission, "__init__", take)
+    init = PendingRequest.__init__
+    monkeypatch.setattr(PendingRequest, "__init__", take)
     client = Client(gateways.plain, "other")
     if name in WAYS:
         begun = await WAYS[name].begin(client, 50)

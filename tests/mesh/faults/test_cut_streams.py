@@ -15,8 +15,8 @@ from tests.services.output_processor.conftest import byte_level, gemma_unigram, 
 from tokenloom.request import errors
 from tokenloom.request.reservation import AdmissionLimit
 from tokenloom.services.gateway.mesh.collector import Collector, Delta
+from tokenloom.services.gateway.mesh.pending_request import PendingRequest
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
-from tokenloom.services.gateway.mesh.submission import Submission
 from tokenloom.services.output_processor.request.outbox import Outbox
 from tokenloom.services.output_processor.request.sample_output import SampleOutput
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
@@ -35,10 +35,10 @@ class NoOwner:
 
     def on_open(self) -> None: ...
 
-    def on_moved(self, stream: ProcessStream, submission: Submission, error: errors.TokenloomError) -> None:
+    def on_moved(self, stream: ProcessStream, submission: PendingRequest, error: errors.TokenloomError) -> None:
         raise AssertionError(error.message)
 
-    def on_lost(self, stream: ProcessStream, submissions: list[Submission]) -> None: ...
+    def on_lost(self, stream: ProcessStream, submissions: list[PendingRequest]) -> None: ...
 
 
 @dataclass
@@ -131,7 +131,7 @@ async def run(
     """
     count = len(scripts)
     collector, answer = Collector(count), Answer.empty(count)
-    submission = Submission(submit, collector, 0, AdmissionLimit(1 << 20), RetryBudget(lambda: 0.0), now=0.0)
+    submission = PendingRequest(submit, collector, 0, AdmissionLimit(1 << 20), RetryBudget(lambda: 0.0), now=0.0)
     for num_frames, arrives in (*cuts, (1 << 20, True)):
         stream = ProcessStream(NoOwner())
         stream.submit(submission, again=submission.withdraw is not None)

@@ -15,8 +15,8 @@ from tests.ready_channel import ready_channel
 from tokenloom.engine_core.data.core_pooling_params import PoolingParams, PoolingTask
 from tokenloom.engine_core.fake_workers.hash_pooling import hash_pooled
 from tokenloom.services.gateway.pooling.vector_json import numbers
-from tokenloom.services.gateway.records.generate_request import Job
-from tokenloom.services.gateway.records.pooling_request import PoolingJob
+from tokenloom.services.gateway.records.generate_request import GenerateRequest
+from tokenloom.services.gateway.records.pooling_input import PoolingInput
 from tokenloom.services.gateway.service import GatewayService
 from tokenloom.services.gateway.tenants.tenant import Tenant
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
@@ -108,8 +108,8 @@ async def test_documents_are_scored_where_the_query_is(mesh: Mesh) -> None:
     pooler = mesh.gateway.service._started[0].first.pooler
     query, documents = [3, 4], [[index + 5, index + 6, index + 7] for index in range(40)]
     tenant, params = Tenant(name="t", cache_salt=b""), types_pb2.PoolingParams(task=types_pb2.POOLING_TASK_TOKEN_EMBED)
-    job = Job([query, *documents], "documents", types_pb2.SamplingParams(), tenant=tenant)
-    async with pooler.open(PoolingJob(job, params, num_queries=1)) as pooling:
+    job = GenerateRequest([query, *documents], "documents", types_pb2.SamplingParams(), tenant=tenant)
+    async with pooler.open(PoolingInput(job, params, num_queries=1)) as pooling:
         scores = [numbers(result.data)[0] for result in pooling.results]
     rows = [np.array(_expected(ids, PoolingTask.TOKEN_EMBED)) for ids in (query, *documents)]
     assert scores == pytest.approx([float((rows[0] @ row.T).max(axis=1).sum()) for row in rows[1:]], rel=1e-5)

@@ -10,10 +10,10 @@ from random import Random
 from prometheus_client import CollectorRegistry
 
 from tests.services.gateway.files.failing_disk import InlineThreads
-from tokenloom.services.gateway.batches.batch import Batch, new_batch_id
+from tokenloom.services.gateway.batches.batch import StoredBatch, new_batch_id
 from tokenloom.services.gateway.batches.batch_lines import results_in
 from tokenloom.services.gateway.batches.batch_metrics import LineMetrics
-from tokenloom.services.gateway.batches.batch_run import Surroundings
+from tokenloom.services.gateway.batches.batch_run import BatchResources
 from tokenloom.services.gateway.batches.batch_runner import BatchRunner
 from tokenloom.services.gateway.batches.batch_store import BatchStore
 from tokenloom.services.gateway.batches.batch_task import BatchLimits
@@ -64,7 +64,7 @@ class Desk:
         self.batches = BatchStore(self.disk)
         self.calls = Calls()
         self.now = NOW
-        around = Surroundings(self.disk, LineMetrics(CollectorRegistry()), Random(1), lambda: self.now)
+        around = BatchResources(self.disk, LineMetrics(CollectorRegistry()), Random(1), lambda: self.now)
         limits = BatchLimits(1000, 1 << 20, concurrency)
         self.runner = BatchRunner(self.batches, self.files, limits, around, lambda name: NO_TENANT)
 
@@ -90,8 +90,8 @@ class Desk:
         finally:
             self.files.partial_path(file_id).unlink(missing_ok=True)
 
-    def batch(self, file: StoredFile) -> Batch:
-        batch = Batch(
+    def batch(self, file: StoredFile) -> StoredBatch:
+        batch = StoredBatch(
             id=new_batch_id(),
             tenant="",
             endpoint=PATH,
@@ -104,12 +104,12 @@ class Desk:
         batch.begin("validating", NOW)
         return batch
 
-    async def create(self, file: StoredFile) -> Batch:
+    async def create(self, file: StoredFile) -> StoredBatch:
         batch = self.batch(file)
         await self.runner.create(batch)
         return batch
 
-    async def ended(self, batch: Batch) -> Batch:
+    async def ended(self, batch: StoredBatch) -> StoredBatch:
         """Wait for the end of a batch."""
         await until(lambda: batch.is_ended)
         return batch

@@ -13,7 +13,7 @@ from tests.services.gateway.batches.desk import Desk, at_once, until
 from tests.services.gateway.files.failing_disk import Crashed, Writes
 from tokenloom.request.errors import FailedPrecondition, Unavailable
 from tokenloom.services.gateway.batches import batch_store
-from tokenloom.services.gateway.batches.batch import Batch
+from tokenloom.services.gateway.batches.batch import StoredBatch
 from tokenloom.services.gateway.batches.batch_lines import LineRequest, error_line, expiry_of
 from tokenloom.services.gateway.batches.batch_task import LONGEST_RETRY_SECONDS
 from tokenloom.services.gateway.files.stored_file import StoredFile
@@ -189,7 +189,7 @@ async def test_batches_that_are_created_at_once_stay_within_the_limit(
         desk.calls.answer = never
         file = await desk.upload(*GOOD)
         outcomes = await asyncio.gather(*(desk.create(file) for _ in range(4)), return_exceptions=True)
-        made = [outcome for outcome in outcomes if isinstance(outcome, Batch)]
+        made = [outcome for outcome in outcomes if isinstance(outcome, StoredBatch)]
         assert desk.batches.of("") == made
         assert len(made) == 2
         assert sum(isinstance(outcome, FailedPrecondition) for outcome in outcomes) == 2
@@ -219,7 +219,7 @@ async def test_the_input_of_a_batch_that_is_being_created_stays(tmp_path: Path) 
         file = await desk.upload(*GOOD)
         batch, refusal = await asyncio.gather(desk.create(file), desk.files.delete(file.id, ""), return_exceptions=True)
         assert isinstance(refusal, FailedPrecondition)
-        assert isinstance(batch, Batch)
+        assert isinstance(batch, StoredBatch)
         await desk.ended(batch)
         assert batch.status == "completed"
         desk.check()
@@ -296,7 +296,7 @@ class Seen:
     """What a client has seen of its batches before a crash."""
 
     def __init__(self) -> None:
-        self.batches: list[Batch] = []
+        self.batches: list[StoredBatch] = []
         self.cancelled: set[str] = set()
         self.ended: dict[str, str] = {}
         self.input: StoredFile | None = None

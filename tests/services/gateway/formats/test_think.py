@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenloom.request.reasoning import FORMATS
-from tokenloom.services.gateway.formats.message_parts import Content, Reasoning, TextPart
+from tokenloom.services.gateway.formats.message_parts import Content, ReasoningText, TextPart
 from tokenloom.services.gateway.formats.think import ThinkParser, opener
 
 
@@ -17,7 +17,7 @@ def told(parser: ThinkParser, pieces: Sequence[str]) -> tuple[str, str]:
     for piece in pieces:
         parts += parser.feed(piece)
     parts += parser.finish()
-    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    reasoning = "".join(part.text for part in parts if isinstance(part, ReasoningText))
     return reasoning, "".join(part.text for part in parts if isinstance(part, Content))
 
 

@@ -3,10 +3,10 @@
 import pytest
 
 from tokenloom.request.errors import InvalidArgument, RateLimitExceeded, ResourceExhausted, Unavailable
-from tokenloom.services.gateway.generation.admission import Admission
-from tokenloom.services.gateway.generation.backlog import Backlog
+from tokenloom.services.gateway.generation.admission import RequestAdmission
+from tokenloom.services.gateway.generation.wait_estimator import WaitEstimator
 from tokenloom.services.gateway.mesh.capacity import Capacity
-from tokenloom.services.gateway.records.generate_request import Job
+from tokenloom.services.gateway.records.generate_request import GenerateRequest
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT, TenantLimits
 from tokenloom.services.gateway.tenants.tenant_share import TenantShare
 from tokenloom.services.gateway.tenants.tenant_shares import TenantShares
@@ -19,11 +19,11 @@ class Gate:
     """An admission with everything that it counts."""
 
     def __init__(self) -> None:
-        self.backlog = Backlog(10.0, always_queued=0)
+        self.backlog = WaitEstimator(10.0, always_queued=0)
         self.shares = TenantShares(
             LIMITS, is_shared=False, max_live=6, max_sessions=1, max_message_bytes=99, clock=lambda: 0.0
         )
-        self.admission = Admission(self.shares, self.backlog)
+        self.admission = RequestAdmission(self.shares, self.backlog)
 
     @property
     def share(self) -> TenantShare:
@@ -40,9 +40,9 @@ class Gate:
 NOTHING = (0,) * 8
 
 
-def job(num_prompts: int = 1, num_samples: int = 1, grammar: str = "") -> Job:
+def job(num_prompts: int = 1, num_samples: int = 1, grammar: str = "") -> GenerateRequest:
     sampling = SamplingParams(structured_outputs=StructuredOutputs(regex=grammar) if grammar else None)
-    return Job(["text"] * num_prompts, "prompt", sampling, tenant=NO_TENANT, num_samples=num_samples)
+    return GenerateRequest(["text"] * num_prompts, "prompt", sampling, tenant=NO_TENANT, num_samples=num_samples)
 
 
 async def test_a_place_holds_all_and_gives_it_back_once() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tokenloom.services.gateway.generation.charge import KEPT_SECONDS, Charge, Charges
 from tokenloom.services.gateway.metrics.usage_counts import Used
-from tokenloom.services.gateway.records.resume_token import NEW, Claim
+from tokenloom.services.gateway.records.resume_token import NEW, ResumeToken
 
 
 def test_a_call_that_resumes_counts_what_is_beyond_the_others() -> None:
@@ -56,8 +56,8 @@ def repeated(charges: Charges, request_id: str, *, is_complete: bool) -> Charge:
     return charge
 
 
-def resumed(*num_delivered: int) -> Claim:
-    return Claim("1", b"body", resumes=True, num_delivered=num_delivered)
+def resumed(*num_delivered: int) -> ResumeToken:
+    return ResumeToken("1", b"body", resumes=True, num_delivered=num_delivered)
 
 
 def test_a_request_is_known_by_tenant_and_id(charges: Charges) -> None:

@@ -16,13 +16,13 @@ from prometheus_client import CollectorRegistry
 from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeRequest
 from tokenloom.request import errors, wire_errors
-from tokenloom.services.gateway.generation.admission import Admission, Tenure
-from tokenloom.services.gateway.generation.backlog import Backlog
+from tokenloom.services.gateway.generation.admission import AdmittedCall, RequestAdmission
 from tokenloom.services.gateway.generation.charge import KEPT_SECONDS
 from tokenloom.services.gateway.generation.resumable import ResumableRequests, UnattendedMetrics
-from tokenloom.services.gateway.records.generate_request import Job
+from tokenloom.services.gateway.generation.wait_estimator import WaitEstimator
+from tokenloom.services.gateway.records.generate_request import GenerateRequest
 from tokenloom.services.gateway.records.request_ids import id_of_key
-from tokenloom.services.gateway.records.resume_token import Claim
+from tokenloom.services.gateway.records.resume_token import ResumeToken
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT, TenantLimits
 from tokenloom.services.gateway.tenants.tenant_shares import TenantShares
 from tokenloom.v1 import inference_pb2, types_pb2
@@ -60,8 +60,8 @@ class FakeGeneration:
         self.log.append("closed")
 
 
-CLAIM = Claim("a", b"body", takes_over=True)
-JOB = Job(["text"], "prompt", types_pb2.SamplingParams(), tenant=NO_TENANT)
+CLAIM = ResumeToken("a", b"body", takes_over=True)
+JOB = GenerateRequest(["text"], "prompt", types_pb2.SamplingParams(), tenant=NO_TENANT)
 RESUMED = errors.Aborted("The answer continues in another call.")
 
 
@@ -73,25 +73,25 @@ class Held:
         self.failures: list[BaseException] = []
         self.requests = ResumableRequests(seconds, UnattendedMetrics(self._registry), self.failures.append)
         shares = TenantShares(TenantLimits(), is_shared=False, max_live=10, max_sessions=1, max_message_bytes=99)
-        self.admission = Admission(shares, Backlog(10.0))
+        self.admission = RequestAdmission(shares, WaitEstimator(10.0))
 
     @property
     def num_places(self) -> int:
         return self.admission.num_live
 
-    def admit(self, request_id: str = "a") -> Tenure:
+    def admit(self, request_id: str = "a") -> AdmittedCall:
         """The turn of a call in its request's place, as the generator finds it."""
         before = self.requests.find(replace(CLAIM, request_id=request_id), "someone")
-        return Tenure(self.admission.admit(JOB, 60.0)) if before is None else before.succeed()
+        return AdmittedCall(self.admission.admit(JOB, 60.0)) if before is None else before.succeed()
 
-    def begun(self, request_id: str = "a", tenure: Tenure | None = None) -> tuple[FakeGeneration, ExitStack]:
+    def begun(self, request_id: str = "a", tenure: AdmittedCall | None = None) -> tuple[FakeGeneration, ExitStack]:
         generation, held = FakeGeneration(request_id), ExitStack()
         tenure = tenure or self.admit(request_id)
         held.callback(tenure.end)
         self.requests.add(generation, "someone", tenure)
         return generation, held
 
-    def abandoned(self, request_id: str = "a", tenure: Tenure | None = None) -> FakeGeneration:
+    def abandoned(self, request_id: str = "a", tenure: AdmittedCall | None = None) -> FakeGeneration:
         generation, held = self.begun(request_id, tenure)
         assert self.requests.abandon(generation, held)
         held.close()

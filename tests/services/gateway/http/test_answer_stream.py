@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from tokenloom.services.gateway.generation.generation import Generation
+from tokenloom.services.gateway.generation.running_generation import RunningGeneration
 from tokenloom.services.gateway.http.answer_stream import AnswerShaper, AnswerStream
 from tokenloom.services.gateway.http.http_exchange import Headers, HttpExchange
 from tokenloom.services.gateway.http.turn_share import TurnShare
@@ -93,7 +93,7 @@ class Streamed:
         self.generation, self.exchange = FakeGeneration(), FakeExchange()
         stream = AnswerStream(
             cast(HttpExchange, self.exchange),
-            cast(Generation, self.generation),
+            cast(RunningGeneration, self.generation),
             cast(AnswerShaper, FakeAnswer()),
             turns or TurnShare(8),
             lambda: (),

@@ -19,8 +19,8 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.gateway.http import json_body
 from tokenloom.services.gateway.http.endpoint import IGNORED_HEADER
 from tokenloom.services.gateway.http.json_body import BodyParser, check_amount
-from tokenloom.services.gateway.openai.openai_models import WITHOUT_EFFECT
-from tokenloom.services.gateway.records.generate_request import Job
+from tokenloom.services.gateway.openai.body_reader import WITHOUT_EFFECT
+from tokenloom.services.gateway.records.generate_request import GenerateRequest
 from tokenloom.services.gateway.routes.read_fields import READ_FIELDS
 
 SIZE = 8 << 20
@@ -184,7 +184,10 @@ async def test_a_body_is_dropped_before_generation_begins(mesh: FakeMesh, http: 
             sending = asyncio.create_task(http.post(COMPLETIONS, content=content, headers=headers))
             request = await mesh.outputs.next_request()
             gc.collect()
-            held, jobs = tracemalloc.get_traced_memory()[0], [each for each in gc.get_objects() if type(each) is Job]
+            held, jobs = (
+                tracemalloc.get_traced_memory()[0],
+                [each for each in gc.get_objects() if type(each) is GenerateRequest],
+            )
         finally:
             tracemalloc.stop()
         request.answer("fine")

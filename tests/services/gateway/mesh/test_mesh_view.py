@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from tests.loop_clock import pass_time
-from tokenloom.services.gateway.generation.backlog import Backlog
+from tokenloom.services.gateway.generation.wait_estimator import WaitEstimator
 from tokenloom.services.gateway.mesh.mesh_view import LOST_SECONDS, MeshView
 from tokenloom.services.gateway.serving.mesh_gauges import MeshGauges
 from tokenloom.services.runtime.registry.registry_view import RegistryView
@@ -42,7 +42,7 @@ def whole(*entries: EngineEntry) -> Snapshot:
 
 
 def gauges(mesh: MeshView) -> dict[str, float]:
-    shown = MeshGauges(mesh, Backlog(10.0), "m").collect()
+    shown = MeshGauges(mesh, WaitEstimator(10.0), "m").collect()
     return {sample.name: sample.value for family in shown for sample in family.samples}
 
 

@@ -15,8 +15,8 @@ from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeOutputProces
 from tokenloom.request.errors import RequestLost, TryElsewhere
 from tokenloom.services.gateway.mesh.output_link import OutputLink
 from tokenloom.services.gateway.mesh.output_pool import MAX_WITHDRAWN, SEARCH_SECONDS, OutputPool
+from tokenloom.services.gateway.mesh.pending_request import MAX_LOSSES_ALONE
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
-from tokenloom.services.gateway.mesh.submission import MAX_LOSSES_ALONE
 from tokenloom.services.runtime.local_streams.call import SILENT
 from tokenloom.services.runtime.peers import retry_budget
 from tokenloom.services.runtime.peers.members import PeerMembers

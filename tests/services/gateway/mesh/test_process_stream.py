@@ -2,8 +2,8 @@
 
 from tokenloom.request.reservation import AdmissionLimit
 from tokenloom.services.gateway.mesh.collector import Collector
+from tokenloom.services.gateway.mesh.pending_request import PendingRequest
 from tokenloom.services.gateway.mesh.process_stream import ProcessStream
-from tokenloom.services.gateway.mesh.submission import Submission
 from tokenloom.services.runtime.peers.retry_budget import RetryBudget
 from tokenloom.v1.output_processor_pb2 import ProcessInput, Submit
 
@@ -18,7 +18,7 @@ class Sent:
         submit = Submit(request_id=request_id, take_over=True)
         kept, budget = AdmissionLimit(0), RetryBudget(lambda: 0.0)
         until = 9.0 if sought else 0.0
-        return self.stream.submit(Submission(submit, Collector(1), 0, kept, budget, now=0.0, sought_until=until))
+        return self.stream.submit(PendingRequest(submit, Collector(1), 0, kept, budget, now=0.0, sought_until=until))
 
     @property
     def messages(self) -> list[ProcessInput]:

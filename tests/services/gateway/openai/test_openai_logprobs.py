@@ -7,7 +7,7 @@ import msgspec
 
 from tokenloom.services.gateway.openai.openai_logprobs import (
     CompletionLogprobs,
-    Position,
+    TokenPosition,
     chat_entry,
     positions,
     prompt_entries,
@@ -30,11 +30,11 @@ TOLD = SlotTextLogprobs(
 """Two tokens, of each the two best and token 30."""
 
 
-def reported() -> list[Position]:
+def reported() -> list[TokenPosition]:
     return list(positions([TOLD], [10, 77], 4, 2))
 
 
-def entry(at: Position, *, as_ids: bool = False) -> Any:
+def entry(at: TokenPosition, *, as_ids: bool = False) -> Any:
     return msgspec.json.decode(chat_entry(at, as_ids=as_ids))
 
 

@@ -22,16 +22,16 @@ from tokenloom.services.gateway.formats.tool_formats import FORMATS
 from tokenloom.services.gateway.generation.delivered import Delivered
 from tokenloom.services.gateway.mesh.collector import Delta
 from tokenloom.services.gateway.openai.answer import AnswerBase
+from tokenloom.services.gateway.openai.body_reader import AnswerOptions
 from tokenloom.services.gateway.openai.chat import ChatAnswer
 from tokenloom.services.gateway.openai.completions import CompletionAnswer
 from tokenloom.services.gateway.openai.event_ids import EventId, parse_event_id
-from tokenloom.services.gateway.openai.openai_models import Options
 from tokenloom.v1 import inference_pb2
 from tokenloom.v1.output_processor_pb2 import RequestFinished, SlotTextLogprobs
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs
 
 REQUEST_ID = "0123456789abcdef" * 2 + "89abcdef"
-PLAIN = Options(
+PLAIN = AnswerOptions(
     stream=True,
     include_usage=False,
     continuous_usage=False,
@@ -125,7 +125,9 @@ def columns_of(start: int, ids: Sequence[int]) -> SlotTextLogprobs:
     return SlotTextLogprobs(token_index=start, logprobs=columns, sampled_text=texts, token_text=texts)
 
 
-def stream(kind: type[ChatAnswer | CompletionAnswer], options: Options, deltas: Sequence[Delta], num: int) -> list[str]:
+def stream(
+    kind: type[ChatAnswer | CompletionAnswer], options: AnswerOptions, deltas: Sequence[Delta], num: int
+) -> list[str]:
     """Return the events as a gateway writes them."""
     base = AnswerBase(FakeGeneration(num), options, "x", "model", "chunk")  # type: ignore[arg-type]
     answer = kind(base)

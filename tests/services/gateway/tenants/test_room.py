@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenloom.services.gateway.tenants.room import Room
+from tokenloom.services.gateway.tenants.room import DividedLimit
 
 
-def fill(room: Room, held: int = 0) -> int:
+def fill(room: DividedLimit, held: int = 0) -> int:
     """Let a tenant take places one by one until it is refused; return how many it holds."""
     while room.take_for(held, 1) is not None:
         held += 1
@@ -16,14 +16,14 @@ def fill(room: Room, held: int = 0) -> int:
 
 @pytest.mark.parametrize(("num_greedy", "expected"), [(1, [50]), (2, [50, 25]), (3, [50, 25, 13])])
 def test_greedy_tenants_leave_room_for_one_more(num_greedy: int, expected: list[int]) -> None:
-    room = Room(100, is_divided=True)
+    room = DividedLimit(100, is_divided=True)
     assert [fill(room) for _ in range(num_greedy)] == expected
     assert room.take_for(0, 1) is not None
 
 
 def test_tenants_that_want_everything_come_to_equal_parts() -> None:
     """Each one's requests end now and then, and it asks for more at once."""
-    room = Room(100, is_divided=True)
+    room = DividedLimit(100, is_divided=True)
     held = [room.empty() for _ in range(3)]
     for each in held:
         while (place := room.take_for(each.amount, 1)) is not None:
@@ -40,13 +40,13 @@ def test_tenants_that_want_everything_come_to_equal_parts() -> None:
 
 
 def test_a_gateway_with_one_tenant_does_not_divide() -> None:
-    room = Room(100, is_divided=False)
+    room = DividedLimit(100, is_divided=False)
     assert fill(room) == 100
 
 
 @pytest.mark.parametrize("is_divided", [False, True])
 def test_a_request_above_the_whole_limit_runs_alone(is_divided: bool) -> None:
-    room = Room(4, is_divided=is_divided)
+    room = DividedLimit(4, is_divided=is_divided)
     alone = room.take_for(0, 8)
     assert alone is not None
     assert room.take_for(0, 1) is None
@@ -57,7 +57,7 @@ def test_a_request_above_the_whole_limit_runs_alone(is_divided: bool) -> None:
 
 @given(st.integers(2, 64), st.lists(st.tuples(st.integers(0, 4), st.integers(-3, 3)), max_size=200))
 def test_no_tenant_holds_more_than_was_free(size: int, steps: list[tuple[int, int]]) -> None:
-    room = Room(size, is_divided=True)
+    room = DividedLimit(size, is_divided=True)
     held = [room.empty() for _ in range(5)]
     for tenant, change in steps:
         if change < 0:

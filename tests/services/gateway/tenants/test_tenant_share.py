@@ -3,7 +3,7 @@
 import pytest
 
 from tokenloom.request.errors import InvalidArgument, PayloadTooLarge, RateLimitExceeded, ResourceExhausted
-from tokenloom.services.gateway.tenants.room import Room
+from tokenloom.services.gateway.tenants.room import DividedLimit
 from tokenloom.services.gateway.tenants.tenant import TenantLimits
 from tokenloom.services.gateway.tenants.tenant_share import TenantShare
 
@@ -12,8 +12,8 @@ def share(**limits: float) -> TenantShare:
     return TenantShare("a", TenantLimits(**limits), lambda: 100.0)  # type: ignore[arg-type]
 
 
-def room(size: int = 100, *, is_divided: bool = False) -> Room:
-    return Room(size, is_divided=is_divided)
+def room(size: int = 100, *, is_divided: bool = False) -> DividedLimit:
+    return DividedLimit(size, is_divided=is_divided)
 
 
 def test_outputs_in_work() -> None:

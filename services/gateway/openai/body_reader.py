@@ -15,12 +15,9 @@ from tokenloom.request.validation import check_stop_count
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..assistant.parsed_message import MessagePlan
-from ..foreign_fields import ignored_names
-from ..openapi.request_schemas import (
-    CommonFields,
-    StreamOptions,
-)
-from ..records.generate_request import BeamOptions, Chat, EmbedsPrompt, Job
+from ..compat import ignored_names
+from ..openapi.request_schemas import CommonFields, StreamOptions
+from ..records.generate_request import BeamOptions, Chat, EmbeddedPrompt, GenerateRequest
 from ..tenants.tenant import Tenant
 from .event_ids import EventId
 from .response_format import read_response_format
@@ -69,7 +66,7 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class AnswerOptions:
     """How to shape the answer."""
 
     stream: bool
@@ -102,7 +99,7 @@ class Options:
     """What the client has of the answer; None: it begins now."""
 
     @classmethod
-    def of(cls, fields: CommonFields, sampling: types_pb2.SamplingParams, **own: Any) -> "Options":
+    def of(cls, fields: CommonFields, sampling: types_pb2.SamplingParams, **own: Any) -> "AnswerOptions":
         """``own`` holds options of the endpoint. Raises ``InvalidArgument`` for stream options without a stream."""
         stream = bool(fields.stream)
         if fields.stream_options is not None and not stream:
@@ -177,12 +174,12 @@ def sampling_params(body: Body, **own: object) -> types_pb2.SamplingParams:
 
 def make_job(
     fields: CommonFields,
-    prompts: Chat | Sequence[str | Sequence[object] | EmbedsPrompt],
+    prompts: Chat | Sequence[str | Sequence[object] | EmbeddedPrompt],
     prompt_field: str,
     sampling: types_pb2.SamplingParams,
     tenant: Tenant,
     **own: Any,
-) -> Job:
+) -> GenerateRequest:
     """Return what the body asks for; ``own`` holds what only the endpoint has."""
     interval, keep = fields.stream_interval, fields.truncate_prompt_tokens
     text = output_processor_pb2.TextOptions(
@@ -193,7 +190,7 @@ def make_job(
         detokenize=fields.detokenize,
         stream_interval=0 if interval is None else narrow("stream_interval", interval),
     )
-    return Job(
+    return GenerateRequest(
         prompts,
         prompt_field,
         sampling,

@@ -11,7 +11,7 @@ from ..mesh.collector import Collector, Delta, Outlet
 from ..mesh.output_pool import Cancel, OutputPool
 from ..metrics.gateway_metrics import GatewayMetrics, RequestWatch
 from ..metrics.usage_counts import Used
-from ..records.resume_token import NEW, Claim
+from ..records.resume_token import NEW, ResumeToken
 from .beam_outputs import BeamTexts
 from .beam_run import BeamRun
 from .charge import Charge
@@ -19,7 +19,7 @@ from .outputs_reasoning import OutputsReasoning
 from .preparation import Prepared
 
 
-class Generation:
+class RunningGeneration:
     """Holds a request in work: its prompts, and the output so far.
 
     Output ``i`` is sample ``i % num_samples`` of prompt ``i // num_samples``.
@@ -47,7 +47,7 @@ class Generation:
         metrics: GatewayMetrics,
         reasoning_marks: ReasoningMarks | None = None,
         on_first_token: Callable[[int], None] | None = None,
-        claim: Claim = NEW,
+        claim: ResumeToken = NEW,
         *,
         model: str = "",
     ) -> None:

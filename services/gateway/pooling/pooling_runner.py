@@ -9,25 +9,25 @@ from tokenloom.request import errors, validation
 from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, Tracer
 from tokenloom.v1 import types_pb2
 
-from ..generation.admission import Admission, Place
+from ..generation.admission import AdmittedRequest, RequestAdmission
 from ..generation.block_hashing import add_hashes
 from ..generation.request_trace import traced
 from ..mesh.mesh_view import MeshView
 from ..mesh.output_pool import OutputPool
 from ..mesh.tokenizer_client import TokenizerClient
 from ..metrics.gateway_metrics import GatewayMetrics
-from ..records.generate_request import SHEDDABLE_PRIORITY, Job
-from ..records.pooling_request import PoolingJob
+from ..records.generate_request import SHEDDABLE_PRIORITY, GenerateRequest
+from ..records.pooling_input import PoolingInput
 from ..records.pooling_tasks import task_name
 from ..request_log.request_record import record_generation
-from .pooling import Pooling
 from .pooling_preparation import check_task, encode
+from .running_pooling import RunningPooling
 
 MOST_AT_ONCE = 256
 """Prompts of one call that are in work at the same time: enough to fill the batches of several engines."""
 
 
-class Pooler:
+class PoolingRunner:
     """Admits pooling calls and runs them."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Pooler:
         mesh: MeshView,
         outputs: OutputPool,
         metrics: GatewayMetrics,
-        admission: Admission,
+        admission: RequestAdmission,
         *,
         default_timeout: float,
         most_urgent_priority: int,
@@ -66,7 +66,7 @@ class Pooler:
         return limits
 
     @asynccontextmanager
-    async def open(self, pooling: PoolingJob, trace_headers: Headers = NO_HEADERS) -> AsyncIterator[Pooling]:
+    async def open(self, pooling: PoolingInput, trace_headers: Headers = NO_HEADERS) -> AsyncIterator[RunningPooling]:
         """Run a call to its last result, and hold its place for the length of the ``async with``.
 
         Raises any of :mod:`errors`; :class:`errors.DeadlineExceeded` covers the time of the body too.
@@ -97,22 +97,24 @@ class Pooler:
             except TimeoutError:
                 raise errors.DeadlineExceeded(f"the request took longer than {timeout:g} s") from None
 
-    async def _begin(self, pooling: PoolingJob, place: Place, limits: types_pb2.ModelLimits) -> Pooling:
+    async def _begin(
+        self, pooling: PoolingInput, place: AdmittedRequest, limits: types_pb2.ModelLimits
+    ) -> RunningPooling:
         prompts = await encode(pooling, self._tokenizers, limits)
         await add_hashes(prompts, self._mesh.block_size, pooling.job.cache_salt)
         place.num_used = sum(len(prompt.token_ids) for prompt in prompts)
         place.reserve(place.num_used)
         on_end = _Progress(place, len(prompts)).step
         priority = self._priority(pooling.job, limits)
-        return Pooling(pooling, prompts, self._model, priority, self._draw_id(), self._draw_id, on_end)
+        return RunningPooling(pooling, prompts, self._model, priority, self._draw_id(), self._draw_id, on_end)
 
-    def _priority(self, job: Job, limits: types_pb2.ModelLimits) -> int:
+    def _priority(self, job: GenerateRequest, limits: types_pb2.ModelLimits) -> int:
         if job.priority:
             validation.check_priority(job.priority, limits)
         priority = max(job.priority, self._most_urgent_priority) if job.priority else 0
         return max(priority, SHEDDABLE_PRIORITY) if job.is_sheddable and limits.priorities else priority
 
-    def _observe(self, pooling: PoolingJob, call: Pooling, started_ns: int) -> None:
+    def _observe(self, pooling: PoolingInput, call: RunningPooling, started_ns: int) -> None:
         seconds = (self._clock() - started_ns) / 1e9
         task = task_name(pooling.params.task)
         self._metrics.observe_pooled(task, call.usage, pooling.job.tenant, call.num_ended, seconds)
@@ -124,7 +126,7 @@ class Pooler:
 class _Progress:
     """Reports the prompts of a call that have ended to its place, which counts those that are in work at once."""
 
-    def __init__(self, place: Place, num_prompts: int) -> None:
+    def __init__(self, place: AdmittedRequest, num_prompts: int) -> None:
         self._place = place
         self._num_prompts = num_prompts
         self._num_ended = self._num_begun = 0

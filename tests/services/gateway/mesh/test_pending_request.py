@@ -5,7 +5,7 @@ import pytest
 from tokenloom.request import errors
 from tokenloom.request.reservation import AdmissionLimit
 from tokenloom.services.gateway.mesh.collector import Collector
-from tokenloom.services.gateway.mesh.submission import MAX_LOSSES_ALONE, Submission
+from tokenloom.services.gateway.mesh.pending_request import MAX_LOSSES_ALONE, PendingRequest
 from tokenloom.services.runtime.peers.retry_budget import Cause, RetryBudget
 from tokenloom.v1.output_processor_pb2 import Submit
 from tokenloom.v1.types_pb2 import Prompt, SamplingParams
@@ -13,7 +13,7 @@ from tokenloom.v1.types_pb2 import Prompt, SamplingParams
 PROMPT_BYTES = 400
 
 
-def submission(max_kept: int, *, takes_over: bool = False, sought_until: float = 0.0) -> Submission:
+def submission(max_kept: int, *, takes_over: bool = False, sought_until: float = 0.0) -> PendingRequest:
     submit = Submit(
         request_id="r",
         tenant="a",
@@ -23,13 +23,13 @@ def submission(max_kept: int, *, takes_over: bool = False, sought_until: float =
         sampling_params=SamplingParams(max_tokens=3),
     )
     budget = RetryBudget(lambda: 0.0)
-    return Submission(submit, Collector(1), 0, AdmissionLimit(max_kept), budget, now=0.0, sought_until=sought_until)
+    return PendingRequest(submit, Collector(1), 0, AdmissionLimit(max_kept), budget, now=0.0, sought_until=sought_until)
 
 
 def test_a_prompt_within_the_budget_is_kept_to_the_end() -> None:
     kept = AdmissionLimit(PROMPT_BYTES)
     submit = Submit(prompt=Prompt(token_ids=range(100)), num_samples=2)
-    held = Submission(submit, Collector(2), 0, kept, RetryBudget(lambda: 0.0), now=0.0)
+    held = PendingRequest(submit, Collector(2), 0, kept, RetryBudget(lambda: 0.0), now=0.0)
     held.first(1)
     assert (held.can_begin, kept.taken) == (True, PROMPT_BYTES)
     held.release()
@@ -61,12 +61,12 @@ def test_a_repeated_request_keeps_its_prompt_until_the_search_is_over() -> None:
     assert not repeated.can_begin
 
 
-@pytest.mark.parametrize("ends_search", [Submission.lost, Submission.moved])
+@pytest.mark.parametrize("ends_search", [PendingRequest.lost, PendingRequest.moved])
 def test_a_request_that_waits_for_another_output_processor_has_its_prompt(ends_search: object) -> None:
     repeated = submission(0, takes_over=True, sought_until=3.0)
     repeated.resume(1)
     repeated.unknown_to.append("first stream")
-    if ends_search is Submission.lost:
+    if ends_search is PendingRequest.lost:
         repeated.lost(Cause.GONE)
     else:
         repeated.moved("second stream", Cause.GONE, errors.TryElsewhere("leaving"))

@@ -5,31 +5,31 @@ import random
 import pytest
 
 from tokenloom.request.errors import ResourceExhausted
-from tokenloom.services.gateway.generation.backlog import Backlog, Claim, estimate_prompt_tokens
+from tokenloom.services.gateway.generation.wait_estimator import WaitEstimator, WaitLimit, estimate_prompt_tokens
 from tokenloom.services.gateway.mesh.capacity import Capacity
-from tokenloom.services.gateway.records.generate_request import Chat, EmbedsPrompt, Job
+from tokenloom.services.gateway.records.generate_request import Chat, EmbeddedPrompt, GenerateRequest
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
 from tokenloom.v1 import types_pb2
 
 HOUR = 3600.0
 
 
-def backlog(max_seconds: float = 10.0, **capacity: float) -> Backlog:
-    backlog = Backlog(max_seconds, random.Random(0), always_queued=0)
+def backlog(max_seconds: float = 10.0, **capacity: float) -> WaitEstimator:
+    backlog = WaitEstimator(max_seconds, random.Random(0), always_queued=0)
     backlog.observe(Capacity(**capacity))  # type: ignore[arg-type]
     return backlog
 
 
-def is_admitted(backlog: Backlog, priority: int = 0, timeout: float = HOUR, queue_share: float = 1.0) -> bool:
+def is_admitted(backlog: WaitEstimator, priority: int = 0, timeout: float = HOUR, queue_share: float = 1.0) -> bool:
     try:
-        backlog.check(Claim(priority, timeout, queue_share))
+        backlog.check(WaitLimit(priority, timeout, queue_share))
     except ResourceExhausted:
         return False
     return True
 
 
 def test_before_the_capacity_is_known_every_request_is_admitted() -> None:
-    unknown = Backlog(1.0)
+    unknown = WaitEstimator(1.0)
     unknown.add(5000, 1 << 20)
     assert unknown.wait_seconds() == 0
     assert is_admitted(unknown)
@@ -77,7 +77,7 @@ def test_the_requests_of_other_gateways_count_once() -> None:
 
 def test_without_a_coordinator_the_own_requests_still_count() -> None:
     capacity = Capacity(seats=10, starts_per_second=2, live=30, waiting_tokens=600)
-    ours = Backlog(10.0, always_queued=0)
+    ours = WaitEstimator(10.0, always_queued=0)
     ours.add(14, 600)
     ours.observe(capacity)
     assert ours.wait_seconds() == pytest.approx(10.5)
@@ -121,7 +121,7 @@ def test_a_refusal_says_when_to_retry_and_spreads_the_retries() -> None:
     times = []
     for _ in range(100):
         with pytest.raises(ResourceExhausted, match=r"would wait about 20 s .* may wait 10 s") as refusal:
-            busy.check(Claim(0, HOUR))
+            busy.check(WaitLimit(0, HOUR))
         assert refusal.value.retry_after is not None
         times.append(refusal.value.retry_after)
     assert 10 <= min(times) < 12
@@ -135,16 +135,16 @@ def test_a_refusal_says_when_to_retry_and_spreads_the_retries() -> None:
         (["a", "b"], 2),
         ([[1, 2, 3], [4]], 4),
         (Chat(b"x" * 400, b"y" * 40), 110),
-        ([EmbedsPrompt([[1, 2], b"z" * 8192])], 4),
+        ([EmbeddedPrompt([[1, 2], b"z" * 8192])], 4),
     ],
 )
 def test_prompt_tokens_are_estimated_without_encoding(prompts: object, expected: int) -> None:
-    job = Job(prompts, "prompt", types_pb2.SamplingParams(), tenant=NO_TENANT)  # type: ignore[arg-type]
+    job = GenerateRequest(prompts, "prompt", types_pb2.SamplingParams(), tenant=NO_TENANT)  # type: ignore[arg-type]
     assert estimate_prompt_tokens(job) == expected
 
 
 def test_few_requests_are_admitted_whatever_the_estimate_says() -> None:
-    slow = Backlog(1.0, random.Random(0), always_queued=3)
+    slow = WaitEstimator(1.0, random.Random(0), always_queued=3)
     slow.observe(Capacity(seats=1, prefill_tokens_per_second=1, starts_per_second=0.01, live=50, waiting_tokens=5000))
     admitted = 0
     while is_admitted(slow):

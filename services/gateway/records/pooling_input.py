@@ -7,17 +7,17 @@ from typing import Final
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import types_pb2
 
-from .generate_request import Chat, Job
+from .generate_request import Chat, GenerateRequest
 
 MAX_INPUTS: Final = 2048
 """Limits the inputs of a call, as in OpenAI's API."""
 
 
 @dataclass(frozen=True, slots=True)
-class PoolingJob:
+class PoolingInput:
     """A pooling call whose form has been checked, but not yet its values against the model's limits."""
 
-    job: Job
+    job: GenerateRequest
     """The prompts, and what is said about them; nothing is generated."""
     params: types_pb2.PoolingParams
     second_texts: Sequence[str] = ()

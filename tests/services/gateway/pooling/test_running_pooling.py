@@ -10,7 +10,8 @@ from tests.services.gateway.fakes import BLOCK_SIZE, FakeMesh, FakeRequest
 from tests.services.gateway.pooling.conftest import TOKEN_EMBED
 from tokenloom.request import errors
 from tokenloom.request.prefix_schedule import prefix_hashes
-from tokenloom.services.gateway.pooling import pooler, pooling
+from tokenloom.services.gateway.pooling import pooling_runner as pooler
+from tokenloom.services.gateway.pooling import running_pooling as pooling
 from tokenloom.v1 import types_pb2
 
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from tests.services.gateway.fakes import FakeMesh, FakeRequest
-from tokenloom.services.gateway.foreign_fields import FOREIGN_APIS, ignored_names
-from tokenloom.services.gateway.foreign_fields.foreign_field import ForeignApi, ForeignField, Outcome
+from tokenloom.services.gateway.compat import FOREIGN_APIS, ignored_names
+from tokenloom.services.gateway.compat.foreign_field import FieldEffect, ForeignApi, ForeignField
 from tokenloom.services.gateway.http.endpoint import IGNORED_HEADER
 from tokenloom.v1 import types_pb2
 
@@ -69,7 +69,7 @@ async def try_row(mesh: FakeMesh, http: httpx.AsyncClient, api: ForeignApi, row:
     """Return what contradicts the row; empty if nothing does."""
     response, seen = await send(mesh, http, api, {**row.needs, row.field: row.sample})
     ignored = response.headers.get(IGNORED, "").split(", ")
-    if row.outcome is Outcome.REFUSED:
+    if row.outcome is FieldEffect.REFUSED:
         last = re.findall(r"\w+", row.name.partition(" ")[0])[-1]
         is_named = response.status_code == 400 and last in response.text
         return "" if is_named else f"not refused by name: {response.status_code} {response.text[:200]}"
@@ -77,7 +77,7 @@ async def try_row(mesh: FakeMesh, http: httpx.AsyncClient, api: ForeignApi, row:
         return "" if response.status_code == 404 and OWN_FIELDS[row.field] in response.text else response.text
     if response.status_code != 200 and row.name not in NEEDS_AN_ENGINE:
         return f"{response.status_code} {response.text[:300]}"
-    if row.outcome is Outcome.IGNORED:
+    if row.outcome is FieldEffect.IGNORED:
         return "" if row.name in ignored else f"named are only {ignored}"
     if row.name in ignored or row.field in ignored:
         return f"ignored: {ignored}"

@@ -9,7 +9,7 @@ from tokenloom.v1 import inference_pb2, output_processor_pb2, tokenizer_pb2, typ
 
 from ..mesh.output_pool import Cancel, OutputPool
 from ..mesh.pooled_outputs import PooledOutputs, PooledResult
-from ..records.pooling_request import PoolingJob
+from ..records.pooling_input import PoolingInput
 
 MAX_RESULT_BYTES = 256 << 20
 """Limits the results of one call: 2,048 vectors of 32,768 numbers, or 65,536 token vectors of 1,024."""
@@ -20,7 +20,7 @@ _MAX_ROUNDS = 3
 """How often a query is sent whose engine lost it."""
 
 
-class Pooling:
+class RunningPooling:
     """Holds a pooling call in work, and its results.
 
     Attributes:
@@ -35,7 +35,7 @@ class Pooling:
 
     def __init__(
         self,
-        pooling: PoolingJob,
+        pooling: PoolingInput,
         prompts: Sequence[tokenizer_pb2.TokenizedPrompt],
         model: str,
         priority: int,

@@ -8,7 +8,7 @@ from typing import Final
 from tokenloom.request.errors import ResourceExhausted
 
 from ..mesh.capacity import Capacity
-from ..records.generate_request import Chat, EmbedsPrompt, Job
+from ..records.generate_request import Chat, EmbeddedPrompt, GenerateRequest
 from ..settings.gateway_settings import ALWAYS_QUEUED
 
 UNMEASURED_WAITING: Final = 256
@@ -26,7 +26,7 @@ _EMBEDDING_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class WaitLimit:
     """Describes how long a request may wait.
 
     Attributes:
@@ -43,7 +43,7 @@ class Claim:
     is_sheddable: bool = False
 
 
-class Backlog:
+class WaitEstimator:
     """Counts the requests of this gateway that are live, and the prompt tokens of those without a first token.
 
     A request waits for the prompts before it, and for a seat if all are taken; the longer of the two is its wait. The
@@ -95,7 +95,7 @@ class Backlog:
         # The longer, not the sum: prompts before a request are computed while it waits for a seat.
         return max(for_compute, for_seat)
 
-    def check(self, claim: Claim) -> None:
+    def check(self, claim: WaitLimit) -> None:
         """Raise ``ResourceExhausted``, with the time after which a retry may succeed, if the request would wait for too
         long: longer than its priority permits, or than it may take at all."""
         if claim.is_sheddable:
@@ -147,16 +147,16 @@ class Backlog:
         return self._max_seconds * (2 - 1 / (1 - priority))
 
 
-def estimate_prompt_tokens(job: Job) -> int:
+def estimate_prompt_tokens(job: GenerateRequest) -> int:
     """Return roughly how many tokens the prompts have, without encoding them."""
     if isinstance(job.prompts, Chat):
         return (len(job.prompts.messages_json) + len(job.prompts.tools_json)) // BYTES_PER_TOKEN
     return len(job.before) + sum(map(_estimate, job.prompts))
 
 
-def _estimate(prompt: str | Sequence[object] | EmbedsPrompt) -> int:
+def _estimate(prompt: str | Sequence[object] | EmbeddedPrompt) -> int:
     if isinstance(prompt, str):
         return len(prompt) // BYTES_PER_TOKEN + 1
-    if isinstance(prompt, EmbedsPrompt):
+    if isinstance(prompt, EmbeddedPrompt):
         return sum(len(part) // _EMBEDDING_BYTES if isinstance(part, bytes) else len(part) for part in prompt.parts)
     return len(prompt)

@@ -19,7 +19,7 @@ Incarnation: TypeAlias = tuple[str, int]
 """The address and the epoch of an output processor: one that was restarted has another epoch."""
 
 
-class Submission:
+class PendingRequest:
     """Holds one Submit from its beginning until its last sample has ended, whichever output processors run it.
 
     A prompt that does not fit into the budget of kept prompts is forgotten once it was sent. If the output processor of

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 
-class Outcome(Enum):
+class FieldEffect(Enum):
     """What the gateway does with a field."""
 
     WORKS = "works"
@@ -31,7 +31,7 @@ class ForeignField:
 
     name: str
     sample: Any
-    outcome: Outcome
+    outcome: FieldEffect
     note: str
     needs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -59,12 +59,12 @@ class ForeignApi:
 
 
 def works(name: str, sample: Any, **needs: Any) -> ForeignField:
-    return ForeignField(name, sample, Outcome.WORKS, "", needs)
+    return ForeignField(name, sample, FieldEffect.WORKS, "", needs)
 
 
 def refused(name: str, sample: Any, note: str, **needs: Any) -> ForeignField:
-    return ForeignField(name, sample, Outcome.REFUSED, note, needs)
+    return ForeignField(name, sample, FieldEffect.REFUSED, note, needs)
 
 
 def ignored(name: str, sample: Any, note: str, **needs: Any) -> ForeignField:
-    return ForeignField(name, sample, Outcome.IGNORED, note, needs)
+    return ForeignField(name, sample, FieldEffect.IGNORED, note, needs)

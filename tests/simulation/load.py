@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tokenloom.request.errors import TokenloomError
-from tokenloom.services.gateway.generation.delivered import Delivered, Position
+from tokenloom.services.gateway.generation.delivered import Delivered
 from tokenloom.services.gateway.generation.generator import Generator
 from tokenloom.services.gateway.mesh.collector import Delta
 from tokenloom.services.gateway.records.generate_request import GenerateRequest
-from tokenloom.services.gateway.records.resume_token import NEW, ResumeToken
+from tokenloom.services.gateway.records.resume_token import NEW, ClientPosition, ResumeToken
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
@@ -158,7 +158,7 @@ class Client:
         answer = self.answer
         return Delivered(
             {
-                sample: Position(len(tokens), len(text), bool(ended))
+                sample: ClientPosition(len(tokens), len(text), bool(ended))
                 for sample, (tokens, text, ended) in enumerate(
                     zip(answer.tokens, answer.texts, answer.num_ends, strict=True)
                 )

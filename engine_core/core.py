@@ -10,11 +10,11 @@ from .control.pausing import Pausing
 from .control.sessions import Sessions
 from .control.sleeping import Sleeping
 from .control.step_watchdog import StepWatchdog
-from .core_ready import core_ready, parallel_config_hash, parallel_facts
+from .core_ready import core_ready, encoder_config, parallel_config_hash, parallel_facts
 from .data.config import EngineConfig
 from .data.errors import ExecutorFailedError
 from .data.handshake import WarmUp
-from .data.kv_cache_config import KVCacheConfig
+from .data.kv_groups import KVCacheConfig
 from .data.messages import (
     AcceptTokens,
     EngineCoreOutput,
@@ -24,9 +24,7 @@ from .data.messages import (
     SchedulerStats,
 )
 from .data.model_info import ModelInfo
-from .data.pending_output import PendingOutput
-from .data.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from .encoder_config import encoder_config
+from .data.scheduler_output import ModelRunnerOutput, PendingOutput, SchedulerOutput
 from .executor.executor import Executor, PoolSpec
 from .executor.step_in_flight import StepInFlight, drain, take_oldest
 from .executor.worker_adapters import WorkerAdapters

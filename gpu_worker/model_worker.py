@@ -11,12 +11,10 @@ import torch
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.data.core_pooling_params import ModelPooling
 from tokenloom.engine_core.data.handshake import WarmUp
-from tokenloom.engine_core.data.kv_cache_config import KVCacheConfig
-from tokenloom.engine_core.data.kv_groups import KVGroup, model_groups
+from tokenloom.engine_core.data.kv_groups import KVCacheConfig, KVGroup, model_groups
 from tokenloom.engine_core.data.lora import LoraInfo
 from tokenloom.engine_core.data.model_info import FreedMemory, ModelInfo
-from tokenloom.engine_core.data.pending_output import PendingOutput
-from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.process.fall_backs import OF_PROCESS

@@ -47,9 +47,9 @@ PLAIN_DATA = {
     "tokenloom.engine_core.data",
     *(
         f"tokenloom.engine_core.{name}"
-        for name in ("executor.worker", "kv_cache.pool_memory", "kv_transfer.device_memory", "kv_transfer.kv_transport")
+        for name in ("executor.worker", "kv_cache.pool_memory", "kv_transfer.kv_transport")
     ),
-    "tokenloom.engine_core.wire.pieces",
+    "tokenloom.engine_core.wire.frames",
 }
 
 _MODULE_NAME = re.compile(r"tokenloom(\.[a-z_][a-z0-9_]*)+")
@@ -57,8 +57,7 @@ _MODULE_NAME = re.compile(r"tokenloom(\.[a-z_][a-z0-9_]*)+")
 EXTRA_LIBRARIES = {
     "tokenloom.engine_core.structured_output.llguidance_backend": {"llguidance"},
     "tokenloom.engine_core.structured_output.xgrammar_backend": {"xgrammar"},
-    "tokenloom.engine_core.executor.ray_cluster": {"ray"},
-    "tokenloom.engine_core.executor.ray_worker": {"ray"},
+    "tokenloom.engine_core.executor.ray_executor": {"ray"},
 }
 
 

@@ -19,7 +19,7 @@ from tokenloom.services.gateway.openapi import constraints
 
 METHODS = frozenset({"match", "fullmatch", "search", "sub", "subn", "split", "findall", "finditer"})
 # Expressions that are put together when the product runs, with an example of the result.
-MADE_AT_RUN_TIME = {"engine_core/structured_output/structural_tag_lark.py": r"(<\|end\|>|<\|ends\|>|<\|e)"}
+MADE_AT_RUN_TIME = {"engine_core/structured_output/llguidance_backend.py": r"(<\|end\|>|<\|ends\|>|<\|e)"}
 
 
 class Use(NamedTuple):

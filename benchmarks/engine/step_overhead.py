@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenloom.engine_core.data.config import CacheConfig, SchedulerConfig
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
-from tokenloom.engine_core.data.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.messages import EngineCoreRequest
 from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.scheduling.scheduler import Scheduler

@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..data.errors import EngineDeadError, NotSentError
-from ..wire.frames import FrameReader, head
-from ..wire.pieces import NO_MEMORY, RETRY_SECONDS, Pieces
+from ..wire.frames import NO_MEMORY, RETRY_SECONDS, FrameReader, Pieces, head
 from ..wire.serialization import Frame
 
 # A front that falls behind stops reading; then the socket's buffer fills and the core waits, instead of this process

@@ -37,6 +37,18 @@ class KVGroup(msgspec.Struct, frozen=True):
     """Their indices in the model; the i-th one uses tensor i of the pool."""
 
 
+class KVCacheConfig(msgspec.Struct, frozen=True):
+    """Holds the size of the paged KV cache, which is fixed at start-up."""
+
+    num_blocks: int
+    max_model_len: int
+    """The limit for prompt and output together, in tokens, after it was fitted to the blocks."""
+    groups: list[KVGroup] = []
+    """The groups of layers, each with a table of its own; empty: all layers share one."""
+    has_null_block: bool = False
+    """Whether block ``NULL_BLOCK`` is kept free of requests although there are no groups: dummy batches write to it."""
+
+
 def model_groups(
     windows: Sequence[int | None], max_model_len: int, config: EngineConfig, sources: Sequence[int] = ()
 ) -> list[KVGroup]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.request.sampling_params import RepetitionDetectionParams
 
-from .draft_history import DraftHistory
+from .draft_counts import DraftHistory
 from .kv_messages import KVTarget
 from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs, RoutedExperts
 

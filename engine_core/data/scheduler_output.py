@@ -1,4 +1,9 @@
-"""Messages between the scheduler and the worker for each step. They carry only changes; the worker keeps the rest."""
+"""Messages between the scheduler and the worker for each step. They carry only changes; the worker keeps the rest.
+
+Workers return a promise of a step's output while the device still computes, and executors pass it on.
+"""
+
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -115,3 +120,32 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     """After this step, of a model with experts."""
     pooled: dict[str, npt.NDArray[np.float32]] = {}
     """Results of the pooling requests whose prompts are complete; they draw no token."""
+
+
+class PendingOutput(Protocol):
+    """Promises the output of a step (a ``concurrent.futures.Future`` is one)."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the output, and return the same one at every call. Raises the error of either half of the step."""
+
+
+class FinishedOutput:
+    """Holds the output of a step that has already ended."""
+
+    __slots__ = ("_output",)
+
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self._output = output
+
+    def result(self) -> ModelRunnerOutput:
+        return self._output
+
+
+def as_pending(output: ModelRunnerOutput | PendingOutput) -> PendingOutput:
+    """Return what a worker's ``sample_tokens`` returned as a promise."""
+    return FinishedOutput(output) if isinstance(output, ModelRunnerOutput) else output
+
+
+def await_output(output: ModelRunnerOutput | PendingOutput) -> ModelRunnerOutput:
+    """Return the output of a step, once it is there."""
+    return output if isinstance(output, ModelRunnerOutput) else output.result()

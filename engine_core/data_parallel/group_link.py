@@ -10,11 +10,10 @@ import msgspec
 
 from ..core import EngineCore
 from ..data.config import ParallelConfig
-from .frames import Frames, decoder_of
 from .group_address import check_address, connect
 from .group_secret import new_nonce, prove_to_hub, read_secret
 from .hub import GroupHub
-from .messages import Accepted, Challenge, GroupHello, Refused, ToRank, Vote
+from .messages import Accepted, Challenge, Frames, GroupHello, Refused, ToRank, Vote, decoder_of
 
 log = logging.getLogger(__name__)
 

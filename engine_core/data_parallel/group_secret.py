@@ -10,8 +10,7 @@ import hmac
 import secrets
 from pathlib import Path
 
-from .frames import Frames
-from .messages import Challenge, GroupHello, Proof, Refused, ToHub, ToRank
+from .messages import Challenge, Frames, GroupHello, Proof, Refused, ToHub, ToRank
 
 # A core holds none of the mesh's certificates, and others may reach the hub's port.
 _LEAST_BYTES = 16

@@ -6,10 +6,9 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from ..data.handshake import WarmUp
-from ..data.kv_cache_config import KVCacheConfig
+from ..data.kv_groups import KVCacheConfig
 from ..data.model_info import ModelInfo
-from ..data.pending_output import PendingOutput
-from ..data.scheduler_output import GrammarOutput, SchedulerOutput
+from ..data.scheduler_output import GrammarOutput, PendingOutput, SchedulerOutput
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool
 from ..wire.serialization import call_with_raw, to_raw

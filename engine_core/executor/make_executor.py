@@ -6,9 +6,8 @@ from ..data.config import EngineConfig
 from ..fake_workers.timed_worker import TimedWorker
 from .executor import Executor
 from .multiproc import MultiprocExecutor
-from .threaded import ThreadedExecutor
 from .timed import TimedExecutor
-from .uniproc import UniProcExecutor
+from .uniproc import ThreadedExecutor, UniProcExecutor
 from .worker import Worker
 
 

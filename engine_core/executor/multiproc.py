@@ -1,7 +1,10 @@
 """Runs workers in processes of their own: the core schedules while they compute, and can replace them when one ends."""
 
+import contextlib
 import itertools
 import math
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -13,28 +16,80 @@ from tokenloom.process.rendezvous_dir import RendezvousDir
 from ..data.config import EngineConfig
 from ..data.errors import ExecutorFailedError, WorkerLostError
 from ..data.handshake import WarmUp
-from ..data.kv_cache_config import KVCacheConfig
+from ..data.kv_groups import KVCacheConfig
 from ..data.model_info import ModelInfo
-from ..data.pending_output import PendingOutput
-from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from ..kv_transfer.kv_transport import KVPool
 from ..wire.array_arena import ArrayArena
 from ..wire.serialization import Decoder, Frame, encode, from_raw, to_raw
 from .executor import PoolSpec
-from .merged_info import merged_info
-from .rank_answers import joined_results
-from .rank_config import most_in_flight, rank_config
-from .rank_pools import RankPool, RankPools
-from .worker_launch import WorkerProcess
-from .worker_messages import (
+from .ranks import RankPool, RankPools, joined_results, merged_info, most_in_flight, rank_config
+from .worker_launch import (
     PoolCall,
     SampleCall,
     WorkerCall,
     WorkerErrorKind,
+    WorkerProcess,
     WorkerReply,
     WorkerRequestType,
 )
-from .worker_watch import WorkerWatch
+
+
+class WorkerWatch:
+    """Watches the workers of one executor, each from a thread, until others take their place or it is closed.
+
+    Attributes:
+        fd: Readable once a worker has ended.
+        failure: Which worker ended, and how; empty while all run.
+    """
+
+    def __init__(self) -> None:
+        self.fd, self._write_fd = os.pipe()
+        os.set_blocking(self.fd, False)
+        self.failure = ""
+        self._lock = threading.Lock()
+        self._generation = 0  # of workers: the end of an earlier one is no failure
+        self._on_failure: Callable[[], None] = lambda: None
+
+    def on_failure(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, from any thread, when a worker has ended. It may not call this object."""
+        with self._lock:
+            self._on_failure = callback
+            if self.failure:
+                callback()
+
+    def begin(self, workers: Sequence[WorkerProcess]) -> None:
+        """Watch these workers."""
+        for worker in workers:
+            threading.Thread(
+                target=self._wait, args=(worker, self._generation), name="worker-monitor", daemon=True
+            ).start()
+
+    def end(self) -> None:
+        """Watch none any more: the present workers are about to be ended."""
+        with self._lock:
+            self._generation += 1
+            self.failure = ""
+            with contextlib.suppress(BlockingIOError):
+                while os.read(self.fd, 64):
+                    pass
+
+    def close(self, reason: str) -> None:
+        """Release the descriptors, and let ``reason`` be the failure unless there is one. No worker may be watched."""
+        self.failure = self.failure or reason
+        os.close(self.fd)
+        os.close(self._write_fd)
+
+    def _wait(self, worker: WorkerProcess, generation: int) -> None:
+        status = worker.wait()
+        with self._lock:
+            # Replacing workers ends the healthy ones too; their ends are no news.
+            if generation != self._generation:
+                return
+            self.failure = f"worker {worker.rank} ended with status {status}"
+            os.write(self._write_fd, b"\0")
+            self._on_failure()
+
 
 _SEND_POLL_MS = 20
 """How often to check, while a worker takes no message, that its process still runs."""

@@ -1,12 +1,16 @@
-"""Runs workers in actors of a Ray cluster, on one machine or several: for engines that are wider than a machine."""
+"""Runs workers in actors of a Ray cluster, on one machine or several: for engines that are wider than a machine.
+
+Ray carries the calls; what they hold is msgpack, as elsewhere.
+"""
 
 import math
 import os
+import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -14,21 +18,169 @@ from msgspec.structs import replace
 from ..data.config import EngineConfig
 from ..data.errors import ExecutorFailedError, WorkerLostError
 from ..data.handshake import WarmUp
-from ..data.kv_cache_config import KVCacheConfig
+from ..data.kv_groups import KVCacheConfig
 from ..data.model_info import ModelInfo
-from ..data.pending_output import PendingOutput
-from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput, await_output
+from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool
-from ..wire.serialization import Decoder, encode, from_raw, to_raw
-from .executor import PoolSpec
-from .lifelines import Lifelines
-from .merged_info import merged_info
-from .rank_answers import joined_results
-from .rank_config import most_in_flight, rank_config
-from .rank_pools import RankPool, RankPools
-from .ray_cluster import connect, gpus_of_worker, reserve
-from .ray_worker import RayPlace, RayWorker, SampleMessage
+from ..wire.serialization import Decoder, Frame, encode, from_raw, to_raw
+from .executor import PoolSpec, call_worker
+from .lifelines import Lifelines, open_lifeline
+from .ranks import RankPool, RankPools, joined_results, make_rank_pool, merged_info, most_in_flight, rank_config
 from .worker import Worker
+
+_PLACEMENT_SECONDS = 60.0
+"""How long the cluster may take to make room for the workers."""
+_SHARE_OF_NODE = 0.001
+"""Of the resource that names a node: a bundle that asks for a share of it is placed there."""
+
+
+def connect() -> Any:
+    """Join the Ray cluster and return the library."""
+    try:
+        import ray
+        import ray.util.scheduling_strategies
+    except ModuleNotFoundError:
+        raise ValueError(
+            'distributed_executor_backend ray needs Ray; install it with: pip install "tokenloom[ray]"'
+        ) from None
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", log_to_driver=False)
+        except ConnectionError as error:
+            raise ValueError(
+                "distributed_executor_backend: there is no Ray cluster; start one with `ray start --head`, and join "
+                f"other machines with `ray start --address HOST:6379` ({error})"
+            ) from None
+    return ray
+
+
+def reserve(ray: Any, count: int, gpus: int, *, on_this_machine: bool) -> Any:
+    """Return a placement group with a bundle for each of ``count`` workers, as soon as the cluster has made room.
+
+    Raises ``ExecutorFailedError`` if it has none.
+    """
+    bundle: dict[str, float] = {"CPU": 1, "GPU": gpus}
+    if on_this_machine:
+        # Ray has no rule "on this node" for placement groups, but each node owns a resource of its name, of which a
+        # thousandth is enough.
+        bundle[f"node:{ray.util.get_node_ip_address()}"] = _SHARE_OF_NODE
+    group = ray.util.placement_group([bundle] * count)
+    if group.wait(_PLACEMENT_SECONDS):
+        return group
+    resources = ray.available_resources()
+    ray.util.remove_placement_group(group)
+    free = {name: resources.get(name, 0) for name in ("CPU", "GPU")}
+    where = " on the machine of the engine, where all must be because KV moves" if on_this_machine else ""
+    raise ExecutorFailedError(
+        f"the Ray cluster has no room for {count} workers with a CPU{' and a GPU' if gpus else ''} each{where}; "
+        f"free in the cluster are {free}"
+    )
+
+
+def gpus_of_worker(config: EngineConfig, cluster: Mapping[str, float]) -> int:
+    """Return how many GPUs each worker gets.
+
+    Args:
+        config: Of the engine.
+        cluster: What the nodes that have joined the Ray cluster have, by kind.
+
+    Raises ``ValueError`` if the device is to be chosen, and none of these nodes has a GPU: one that has may join later,
+    and the machine of the engine's core need not have what the workers have.
+    """
+    worker = config.worker
+    if worker.worker != "model":
+        return 0
+    if worker.device == "auto" and not cluster.get("GPU"):
+        raise ValueError(
+            "device: no node that has joined the Ray cluster has a GPU, and others may join later; say which workers "
+            "to wait for: cpu or cuda, instead of auto"
+        )
+    return int(worker.device != "cpu")
+
+
+class SampleMessage(msgspec.Struct, array_like=True, gc=False):
+    """Ends the latest step of a worker."""
+
+    grammar: GrammarOutput | None
+
+
+class RayPlace(NamedTuple):
+    """Says where an actor is."""
+
+    node: str
+    """Id of its node in the Ray cluster."""
+    rendezvous: str
+    """``HOST:PORT`` with a port of the node that was free a moment ago."""
+    lifeline: tuple[str, int]
+    """Host and port of the actor's listener, as in :mod:`.lifelines`."""
+
+
+class RayWorker:
+    """Is the actor: Ray runs its calls one after the other, in the order in which the executor makes them."""
+
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+        self._failure: Exception | None = None  # of the step executed last
+        self._draws = False
+        self._steps = Decoder[SchedulerOutput](SchedulerOutput)
+        self._samples = Decoder[SampleMessage](SampleMessage)
+        self._lifeline: socket.socket | None = None
+
+    def place(self) -> RayPlace:
+        """Return where the actor is. Called once."""
+        import ray
+
+        util: Any = ray.util  # without types
+        host = util.get_node_ip_address()
+        self._lifeline = open_lifeline(host)
+        # torch's store wants a port before it exists. Another process may take it in between; then the start fails.
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            port = probe.getsockname()[1]
+        node = ray.get_runtime_context().get_node_id()
+        return RayPlace(node, f"{host}:{port}", (host, self._lifeline.getsockname()[1]))
+
+    def start(self, make_worker: Callable[[EngineConfig], Worker], config: bytes) -> None:
+        """Make the worker. Raises ``ValueError`` for a configuration that does not work."""
+        decoded = msgspec.msgpack.decode(config, type=EngineConfig)
+        self._draws = decoded.parallel.rank == decoded.parallel.output_rank
+        self._worker = make_worker(decoded)
+
+    def execute(self, frames: Sequence[Frame]) -> None:
+        """Run the forward pass of a step. An error is that of the :meth:`sample` which follows."""
+        self._failure = None
+        try:
+            self._require().execute_model(self._steps.decode(frames))
+        except Exception as error:
+            self._failure = error
+
+    def sample(self, frames: Sequence[Frame]) -> list[bytes]:
+        """End the step. Returns the frames of its ``ModelRunnerOutput``; none from ranks that draw no tokens."""
+        if self._failure is not None:
+            raise self._failure
+        output = await_output(self._require().sample_tokens(self._samples.decode(frames).grammar))
+        return [bytes(frame) for frame in encode(output)] if self._draws else []
+
+    def call(self, method: str, args: Sequence[bytes]) -> bytes:
+        """Call a method of ``WORKER_METHODS``, with arguments and a result in msgpack."""
+        return bytes(call_worker(self._require(), method, [msgspec.Raw(arg) for arg in args]))
+
+    def make_pool(self, path: str, offset: int, nbytes: int, kv_cache: bytes) -> bytes:
+        """Make the KV pool in a part of the memory behind ``path``, which the executor's process has made on this
+        machine. Takes a ``KVCacheConfig`` and returns a ``RankPool``, both in msgpack."""
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = PoolMemory.of_part(fd, offset, nbytes)
+        finally:
+            os.close(fd)
+        config = msgspec.msgpack.decode(kv_cache, type=KVCacheConfig)
+        return msgspec.msgpack.encode(make_rank_pool(self._require(), config, memory))
+
+    def _require(self) -> Worker:
+        assert self._worker is not None, "start comes first"
+        return self._worker
+
 
 _POLL_SECONDS = 0.2
 """How often to check, while an answer is awaited, that all workers are there."""

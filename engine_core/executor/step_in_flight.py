@@ -4,8 +4,7 @@ import contextlib
 from collections import deque
 from typing import NamedTuple
 
-from ..data.pending_output import PendingOutput
-from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from ..data.scheduler_output import ModelRunnerOutput, PendingOutput, SchedulerOutput
 from ..kv_transfer.kv_connector import StepTransfers
 
 

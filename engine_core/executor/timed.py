@@ -5,8 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from ..data.pending_output import PendingOutput
-from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from ..fake_workers.timed_worker import TimedWorker
 from .uniproc import UniProcExecutor
 

@@ -1,13 +1,21 @@
-"""Runs one worker in the core's own process and thread."""
+"""Runs one worker in the core's own process: in its thread, or in another, so that the core schedules while the worker
+computes."""
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..data.errors import ExecutorFailedError
 from ..data.handshake import WarmUp
-from ..data.kv_cache_config import KVCacheConfig
+from ..data.kv_groups import KVCacheConfig
 from ..data.model_info import ModelInfo
-from ..data.pending_output import PendingOutput, as_pending
-from ..data.scheduler_output import GrammarOutput, SchedulerOutput
+from ..data.scheduler_output import (
+    GrammarOutput,
+    ModelRunnerOutput,
+    PendingOutput,
+    SchedulerOutput,
+    as_pending,
+    await_output,
+)
 from ..kv_transfer.kv_transport import KVPool
 from ..wire.serialization import from_raw, to_raw
 from .executor import PoolSpec, call_worker
@@ -59,3 +67,77 @@ class UniProcExecutor:
 
     def shutdown(self) -> None:
         self._worker.shutdown()
+
+
+class StepOnThread:
+    """Promises the output of a step whose second half runs on the worker's thread. What the device has still to do
+    then is waited for on the caller's thread, so that the worker's begins the next step meanwhile."""
+
+    def __init__(self, sampled: "Future[ModelRunnerOutput | PendingOutput]") -> None:
+        self._sampled = sampled
+
+    def result(self) -> ModelRunnerOutput:
+        return await_output(self._sampled.result())
+
+
+class ThreadedExecutor:
+    """Implements ``Executor``. Every call runs on one thread, because compute libraries keep settings by thread; so
+    steps run in the order in which they began."""
+
+    max_concurrent_batches = 2
+    """One step computes while the next is scheduled; a third could not begin any sooner."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        # Its queue is bounded: it holds both halves of at most ``max_concurrent_batches`` steps.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
+        self._forward: Future[None] | None = None
+
+    def load_model(self) -> ModelInfo:
+        return self._thread.submit(self._worker.load_model).result()
+
+    def determine_available_memory(self) -> int:
+        return self._thread.submit(self._worker.determine_available_memory).result()
+
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig, pool: PoolSpec | None = None) -> WarmUp:
+        memory = pool.allocate() if pool is not None else None
+        return self._thread.submit(self._worker.initialize_kv_cache, kv_cache, memory).result()
+
+    def kv_pool(self) -> KVPool:
+        return self._worker.kv_pool()
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        self._forward = self._thread.submit(self._worker.execute_model, scheduler_output)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> PendingOutput:
+        assert self._forward is not None, "execute_model comes first"
+        return StepOnThread(self._thread.submit(self._sample, self._forward, grammar))
+
+    def collective_rpc(self, method: str, *args: object) -> list[object]:
+        raw_args = [to_raw(arg) for arg in args]
+        return [from_raw(self._thread.submit(call_worker, self._worker, method, raw_args).result())]
+
+    def check_health(self, timeout: float) -> None:
+        check = self._thread.submit(self._worker.check_health)
+        try:
+            check.result(timeout)
+        except TimeoutError:
+            check.cancel()
+            raise ExecutorFailedError(f"the worker did not answer within {timeout:g} s") from None
+        except Exception as error:
+            raise ExecutorFailedError(f"the worker failed: {error}") from error
+
+    def on_failure(self, callback: Callable[[], None]) -> None:
+        """Do nothing: the worker fails only together with this process."""
+
+    def replace_workers(self) -> None:
+        """Raise ``ExecutorFailedError``: the worker ends only together with this process."""
+        raise ExecutorFailedError("a worker within the core's process cannot be replaced")
+
+    def shutdown(self) -> None:
+        self._thread.shutdown()
+        self._worker.shutdown()
+
+    def _sample(self, forward: "Future[None]", grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
+        forward.result()  # it has ended, because one thread runs both; its error is the step's result
+        return self._worker.sample_tokens(grammar)

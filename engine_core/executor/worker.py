@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..data.handshake import WarmUp
-from ..data.kv_cache_config import KVCacheConfig
+from ..data.kv_groups import KVCacheConfig
 from ..data.lora import LoraInfo
 from ..data.model_info import FreedMemory, ModelInfo
-from ..data.pending_output import PendingOutput
-from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool
 

@@ -3,8 +3,7 @@
 import zlib
 from pathlib import Path
 
-from ..data.adapter_files import read_adapter_files, read_rank
-from ..data.lora import LoraInfo
+from ..data.lora import LoraInfo, read_adapter_files, read_rank
 from ..data.lora_config import LoraConfig
 from ..data.scheduler_output import SchedulerOutput
 

@@ -1,13 +1,91 @@
-"""Holds what the hash worker knows of a request."""
+"""Holds what the hash worker knows of a request, and computes its log probabilities and pooled vectors.
 
+They are as exact as its tokens, so that tests find any lost or moved one.
+"""
+
+import hashlib
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from ..data.core_pooling_params import ModelPooling, PoolingParams, PoolingTask
 from ..data.core_sampling_params import SamplingParams
 from ..data.embedding_rows import EmbedsSpan
+from ..data.messages import Logprobs
 from ..data.scheduler_output import NewRequestData
+
+
+def hash_logprobs(
+    best: Sequence[int], taken: Sequence[int], top: int, extra: Sequence[int], vocab_size: int
+) -> Logprobs:
+    """Return the log probabilities of n positions.
+
+    The token that the hash gives is the best; the token ``d`` ids after it, modulo the vocabulary, has rank ``d + 1``
+    and the log probability ``-(d + 1) / 8``.
+
+    Args:
+        best: [n] the tokens that the hash gives.
+        taken: [n] the tokens that were drawn, or those of the prompt.
+        top: How many of the best tokens to list for each position.
+        extra: Tokens to list after them.
+    """
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    for token_id in best:
+        listed = [(token_id + distance) % vocab_size for distance in range(top)] + list(extra)
+        token_ids += listed
+        logprobs += [-_rank(token_id, each, vocab_size) / 8 for each in listed]
+    ranks = [_rank(*pair, vocab_size) for pair in zip(best, taken, strict=True)]
+    return Logprobs([-rank / 8 for rank in ranks], ranks, top + len(extra), token_ids, logprobs)
+
+
+def _rank(best: int, token_id: int, vocab_size: int) -> int:
+    return (token_id - best) % vocab_size + 1
+
+
+Floats = npt.NDArray[np.float32]
+NUM_CLASSES = 2
+_NUM_COLUMNS = 8
+
+
+def hash_pooling(*, generates: bool) -> ModelPooling:
+    """Return what the hash worker pools: everything."""
+    by_token = frozenset(task for task in PoolingTask if task.is_by_token)
+    return ModelPooling(tuple(PoolingTask), by_token, generates=generates, matryoshka=True, vector_size=_NUM_COLUMNS)
+
+
+def hash_pooled(prefix: npt.NDArray[np.int32], params: PoolingParams) -> Floats:
+    """Pool ``prefix`` [n, 2], which holds token ids and positions: a task by token hashes each row, others all rows."""
+    is_vector = params.task in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
+    if params.task.is_by_token:
+        logits = np.stack([_numbers(row) for row in prefix])
+    else:
+        logits = _numbers(prefix)
+    if is_vector:
+        return _activate_vector(logits[..., : params.dimensions], params)
+    if params.task is PoolingTask.SCORE:
+        score = logits[..., 0]
+        return np.asarray(score if params.use_activation is False else 1 / (1 + np.exp(-score)), dtype=np.float32)
+    classes: Floats = logits[..., :NUM_CLASSES]
+    if params.use_activation is not False:
+        classes = np.exp(classes)
+        classes /= classes.sum(-1, keepdims=True)
+    return classes
+
+
+def _activate_vector(vectors: Floats, params: PoolingParams) -> Floats:
+    if params.use_activation is False:
+        return vectors
+    normalized: Floats = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return normalized
+
+
+def _numbers(rows: npt.NDArray[np.int32]) -> Floats:
+    """Return [8] numbers in [-1, 1)."""
+    digest = hashlib.blake2b(np.ascontiguousarray(rows, dtype="<i4").tobytes(), digest_size=4 * _NUM_COLUMNS).digest()
+    return (np.frombuffer(digest, "<u4") / 2.0**31 - 1).astype(np.float32)
 
 
 class HashRow:

@@ -20,8 +20,7 @@ from ..data.core_pooling_params import PoolingParams
 from ..data.core_sampling_params import SamplingParams
 from ..data.embedding_rows import EmbedsSpan
 from ..data.handshake import WarmUp
-from ..data.kv_cache_config import KVCacheConfig
-from ..data.kv_groups import NULL_BLOCK
+from ..data.kv_groups import NULL_BLOCK, KVCacheConfig
 from ..data.lora import LoraInfo
 from ..data.messages import Logprobs
 from ..data.model_info import FreedMemory, ModelInfo
@@ -29,10 +28,8 @@ from ..data.scheduler_output import CachedRequestData, GrammarOutput, ModelRunne
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool, KVRegion
 from .checkpoint_sizes import read_sizes
-from .hash_logprobs import hash_logprobs
 from .hash_loras import HashLoras, adapter_mark
-from .hash_pooling import hash_pooled, hash_pooling
-from .hash_row import HashRow
+from .hash_row import HashRow, hash_logprobs, hash_pooled, hash_pooling
 
 DEFAULT_VOCAB_SIZE = 32_000
 DEFAULT_MAX_MODEL_LEN = 4096

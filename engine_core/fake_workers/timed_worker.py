@@ -4,7 +4,7 @@ import numpy as np
 
 from ..data.config import EngineConfig
 from ..data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from .hash_pooling import Floats, hash_pooled
+from .hash_row import Floats, hash_pooled
 from .hash_worker import HashWorker, allowed_tokens
 
 _STRIDE = 7919

@@ -11,8 +11,7 @@ from ..data.kv_events import KVEventLog
 from ..data.kv_groups import NULL_BLOCK, KVGroup, KVNeed, first_seen_block
 from ..data.request import Request
 from .block_pool import BlockPool
-from .group_events import FirstGroupEvents, group_key
-from .prefix_search import find_prefix
+from .prefix_search import FirstGroupEvents, find_prefix, group_key
 from .request_hashes import RequestHasher
 
 

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 
 from ..data.config import EngineConfig
-from ..data.kv_cache_config import KVCacheConfig
-from ..data.kv_groups import KVNeed
+from ..data.kv_groups import KVCacheConfig, KVNeed
 from ..data.model_info import ModelInfo
-from .kv_manager import largest_chunk
+from .kv_cache_manager import largest_chunk
 
 
 def size_kv_cache(config: EngineConfig, model: ModelInfo, available_memory: Callable[[], int]) -> KVCacheConfig:

@@ -1,17 +1,168 @@
-"""Builds the KV connector of a core from its configuration."""
+"""Builds the KV connector of a core from its configuration.
+
+Of several connectors the first one that can load a request loads it; all of them save.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ..data.config import EngineConfig, KVConfig
+from ..data.request import Request
+from ..data.scheduler_output import SchedulerOutput
+from ..kv_cache.block_pool import BlockPool
 from .failpoints import Failpoints
-from .kv_connector import KVConnector
+from .kv_connector import KVConnector, KVConnectorMetadata, KVConnectorOutput, KVConnectorStats
 from .kv_service import KVService
-from .kv_transport import KVTransport
-from .multi_connector import MultiConnector
+from .kv_transport import KVPool, KVTransport
 from .offload_connector import OffloadConnector
 from .pull_connector import PullConnector
+
+
+class MultiMetadata(KVConnectorMetadata):
+    """Holds the metadata of each connector, in their order."""
+
+    parts: list[KVConnectorMetadata | None]
+
+
+class MultiConnector:
+    """Implements :class:`tokenloom.engine_core.kv_transfer.kv_connector.KVConnector` with other connectors."""
+
+    def __init__(self, connectors: Sequence[KVConnector]) -> None:
+        """``connectors``: in the order in which they are asked to load."""
+        self._connectors = list(connectors)
+        self._loader: dict[str, int] = {}
+        """By request: the connector that offered to load it, until it does or the request has ended."""
+        self._holders: dict[str, int] = {}
+        """By ended request: how many connectors still hold its blocks."""
+
+    # Scheduler side
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        for connector in self._connectors:
+            connector.bind_block_pool(pool)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        for index, connector in enumerate(self._connectors):
+            num_tokens, beside = connector.get_num_new_matched_tokens(request, num_computed_tokens)
+            # Later connectors are not asked: they might offer less than the one whose answer is still on its way.
+            if num_tokens is None:
+                return None, False
+            if num_tokens:
+                self._loader[request.request_id] = index
+                return num_tokens, beside
+        self._loader.pop(request.request_id, None)
+        return 0, False
+
+    def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+        loader = self._loader.pop(request.request_id, None)
+        for index, connector in enumerate(self._connectors):
+            connector.update_state_after_alloc(request, block_ids, num_external_tokens if index == loader else 0)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiMetadata | None:
+        parts = [connector.build_connector_meta(scheduler_output) for connector in self._connectors]
+        return MultiMetadata(parts) if any(part is not None for part in parts) else None
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        for connector in self._connectors:
+            connector.update_connector_output(output)
+
+    def request_preempted(self, request: Request) -> None:
+        for connector in self._connectors:
+            connector.request_preempted(request)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> bool:
+        self._loader.pop(request.request_id, None)
+        holders = sum([connector.request_finished(request, block_ids) for connector in self._connectors])
+        if holders:
+            self._holders[request.request_id] = holders
+        return holders > 0
+
+    def request_aborted(self, request_id: str) -> None:
+        for connector in self._connectors:
+            connector.request_aborted(request_id)
+
+    def revoke_oldest(self) -> str | None:
+        """Revoke the oldest hold of the first connector that has one. Blocks that another connector holds too stay
+        held, and the next hold is tried."""
+        for connector in self._connectors:
+            request_id = connector.revoke_oldest()
+            if request_id is not None:
+                return request_id if self._release(request_id) else self.revoke_oldest()
+        return None
+
+    def want_room(self) -> None:
+        for connector in self._connectors:
+            connector.want_room()
+
+    def num_leases(self) -> int:
+        return sum(connector.num_leases() for connector in self._connectors)
+
+    # Worker side
+
+    def register_kv_caches(self, pool: KVPool) -> None:
+        for connector in self._connectors:
+            connector.register_kv_caches(pool)
+
+    def save_overwritten_kv(self, metadata: KVConnectorMetadata) -> None:
+        for connector, part in self._with_parts(metadata):
+            connector.save_overwritten_kv(part)
+
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        for connector, part in self._with_parts(metadata):
+            connector.start_load_kv(part)
+
+    def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
+        for connector, part in self._with_parts(metadata):
+            connector.wait_for_save(part)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        sent: set[str] = set()
+        received: set[str] = set()
+        for connector in self._connectors:
+            its_sent, its_received = connector.get_finished(finished_req_ids)
+            sent |= {request_id for request_id in its_sent if self._release(request_id)}
+            received |= its_received
+        return sent, received
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set[int]().union(*(connector.get_block_ids_with_load_errors() for connector in self._connectors))
+
+    def get_kv_connector_stats(self) -> KVConnectorStats:
+        total = KVConnectorStats()
+        for connector in self._connectors:
+            stats = connector.get_kv_connector_stats()
+            total.blocks_received += stats.blocks_received
+            for transport, nbytes in stats.bytes_received.items():
+                total.bytes_received[transport] = total.bytes_received.get(transport, 0) + nbytes
+            total.failures |= stats.failures
+        return total
+
+    def has_news(self) -> bool:
+        return any(connector.has_news() for connector in self._connectors)
+
+    def on_news(self, callback: Callable[[], None]) -> None:
+        for connector in self._connectors:
+            connector.on_news(callback)
+
+    def shutdown(self) -> None:
+        for connector in self._connectors:
+            connector.shutdown()
+
+    def _with_parts(self, metadata: KVConnectorMetadata) -> list[tuple[KVConnector, KVConnectorMetadata]]:
+        """Return the connectors that have work in a step, each with its metadata."""
+        assert isinstance(metadata, MultiMetadata)
+        columns = zip(self._connectors, metadata.parts, strict=True)
+        return [(connector, part) for connector, part in columns if part is not None]
+
+    def _release(self, request_id: str) -> bool:
+        """Note that one connector released a request's blocks. Returns whether it was the last one."""
+        left = self._holders.get(request_id, 1) - 1
+        if left:
+            self._holders[request_id] = left
+        else:
+            self._holders.pop(request_id, None)
+        return not left
 
 
 class CoreKV(NamedTuple):

@@ -1,12 +1,22 @@
-"""The work of the KV thread: answers the front's calls on leases, and drives loads from other engines. No I/O."""
+"""The KV thread of a core's process: answers the front's calls on leases, and drives loads from other engines.
+
+It has its own socket to the front, so it answers while a step runs. It serves this engine's pool over its transports,
+and records which of them other engines may be reading through.
+"""
 
 import contextlib
+import math
+import os
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+
+import zmq
+
+from tokenloom.process.fall_backs import OF_PROCESS
 
 from ..data.config import KVConfig
 from ..data.kv_messages import (
@@ -22,8 +32,8 @@ from ..data.kv_messages import (
     KVVerdict,
     KVVerify,
 )
+from ..wire.serialization import Decoder, encode
 from .block_loads import CopyTask, LoadOrder, LoadResult, Loads
-from .endpoints import Endpoints
 from .failpoints import Failpoints
 from .kv_copier import NUM_THREADS, KVCopier
 from .kv_transport import KVPool, KVTransferError, KVTransport
@@ -265,3 +275,150 @@ class KVService:
 
 def _nothing() -> None:
     pass
+
+
+READ_SECONDS = 12.0
+"""How long a reader is attended after its last Acquire or Renew. Readers renew every 5 seconds."""
+LINGER_SECONDS = 1.0
+"""How long a reader is attended after its Release: a copy that it gave up may still run."""
+
+
+class Endpoints:
+    """Maps the names of transports to the endpoints that readers get. ``make`` may be called by any thread, everything
+    else by the KV thread."""
+
+    def __init__(self, transports: Iterable[KVTransport], clock: Callable[[], float] = time.monotonic) -> None:
+        self._transports = list(transports)
+        self._clock = clock
+        self._pool: KVPool | None = None
+        self._endpoints: dict[str, bytes] = {}
+        self._waiting: dict[str, KVTransport] = {}
+        """Transports that begin to serve when a reader first asks for them."""
+        self._lock = threading.Lock()  # held while a transport begins to serve, so that it begins once
+        self._read_until: dict[bytes, tuple[str, float]] = {}
+        """By acquisition: the transport and until when its reader is attended. Past entries are dropped."""
+
+    def serve(self, pool: KVPool) -> None:
+        """Serve the pool over all transports that need not wait for a reader."""
+        self._pool = pool
+        for transport in self._transports:
+            # nixl's agent with its polling thread kept 0.7 to 2 cores of an idle prefill and decode pair busy; made on
+            # demand and without that thread, the pair uses 0.03.
+            if transport.serves_on_demand:
+                if pool.device is not None:
+                    continue  # such a transport registers memory of the host
+                self._waiting[transport.name] = transport
+            elif (endpoint := transport.serve(pool)) is not None:
+                self._endpoints[transport.name] = endpoint
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the transports that serve this pool, or will when a reader asks for them."""
+        return sorted([*self._endpoints, *self._waiting])
+
+    def choose(self, names: Sequence[str]) -> str | None:
+        """Return the first of a reader's transports that serves this pool, or will; None if none does."""
+        return next((name for name in names if name in self._endpoints or name in self._waiting), None)
+
+    def find(self, name: str) -> bytes | None:
+        """Return the endpoint of a transport; None if :meth:`make` must be called first."""
+        return self._endpoints.get(name)
+
+    def make(self, name: str) -> None:
+        """Begin to serve over a transport that waits for its first reader. A transport that fails is not chosen again.
+
+        Takes about half a second for nixl.
+        """
+        with self._lock:
+            if (transport := self._waiting.get(name)) is None:
+                return  # another reader asked at the same time
+            assert self._pool is not None, "serve comes first"
+            try:
+                if (endpoint := transport.serve(self._pool)) is not None:
+                    self._endpoints[name] = endpoint
+            except Exception as error:  # each library has errors of its own
+                OF_PROCESS.begin("kv_transport", f"{name}: {error}")
+            del self._waiting[name]
+
+    def attend(self, acquisition_id: bytes, name: str) -> None:
+        """Note that a reader acquired a lease and may read through this transport from now on."""
+        self._set(acquisition_id, name, READ_SECONDS)
+
+    def renew(self, acquisition_id: bytes) -> None:
+        """Note that a reader still reads."""
+        if (known := self._read_until.get(acquisition_id)) is not None:
+            self._set(acquisition_id, known[0], READ_SECONDS)
+
+    def release(self, acquisition_id: bytes) -> None:
+        """Note that a reader has ended its copy, or will soon."""
+        if (known := self._read_until.get(acquisition_id)) is not None:
+            self._set(acquisition_id, known[0], LINGER_SECONDS)
+
+    def _set(self, acquisition_id: bytes, name: str, seconds: float) -> None:
+        transport = next((each for each in self._transports if each.name == name), None)
+        if transport is None or not transport.serves_on_demand:
+            return
+        now = self._clock()
+        # Readers that died never release, so old entries are dropped whenever a new one comes.
+        self._read_until = {key: value for key, value in self._read_until.items() if value[1] > now}
+        self._read_until[acquisition_id] = (name, now + seconds)
+        transport.attend(max(until for key, until in self._read_until.values() if key == name) - now)
+
+
+class KVThread:
+    """Runs a :class:`KVService` over one end of a ZMQ PAIR."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, service: KVService) -> None:
+        self._service = service
+        self._socket = context.socket(zmq.PAIR)
+        self._socket.linger = 0
+        self._socket.connect(address)
+        self._calls: Decoder[KVCall] = Decoder(KVCall)
+        # A full pipe means that the thread will wake anyway.
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="core-kv", daemon=True)
+        self._stopping = False
+        service.on_wake = self._wake
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. The service must be closed before, so that no other thread wakes this one."""
+        self._stopping = True
+        self._wake()
+        self._thread.join()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"\0")
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        with self._socket:
+            timeout: float | None = 0.0
+            while not self._stopping:
+                try:
+                    # Rounded up: rounded down, the last millisecond before a lease ends would be a busy loop of polls
+                    # with timeout 0.
+                    poller.poll(None if timeout is None else math.ceil(timeout * 1000))
+                    timeout = self._turn()
+                except zmq.ContextTerminated:
+                    return
+
+    def _turn(self) -> float | None:
+        with contextlib.suppress(BlockingIOError):
+            # Before the work: a wake-up that arrives during it stays in the pipe and leads to another turn.
+            os.read(self._wake_read, 4096)
+        while self._socket.poll(0):
+            self._service.receive(self._calls.decode(self._socket.recv_multipart()))
+        # After all calls are read, so that answers see what the thread that steps has queued by now.
+        timeout = self._service.run()
+        for event in self._service.take_events():
+            self._socket.send_multipart(encode(event))
+        return timeout

@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..data.kv_messages import KV_FAILURES
-from ..kv_cache.pool_memory import PoolMemory
-from .device_memory import Bytes as Bytes
-from .device_memory import DeviceMemory
+from ..kv_cache.pool_memory import Bytes as Bytes
+from ..kv_cache.pool_memory import DeviceMemory, PoolMemory
 
 IntArray = npt.NDArray[np.integer[Any]]
 BlockIds = Sequence[int] | IntArray

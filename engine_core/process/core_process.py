@@ -12,6 +12,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Final, cast
 
@@ -23,7 +24,7 @@ from ..control.step_watchdog import StepWatchdog
 from ..core import EngineCore
 from ..core_calls import CoreCalls
 from ..data.config import EngineConfig, ParallelConfig
-from ..data.errors import GroupLostError, WorkerLostError
+from ..data.errors import ExecutorFailedError, GroupLostError, WorkerLostError
 from ..data.handshake import CoreFailed, CoreHello, CoreInit
 from ..data.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..data_parallel.group_link import GroupLink, join_group
@@ -32,17 +33,15 @@ from ..data_parallel.wave_loop import WaveLoop
 from ..data_parallel.waves import WaveState
 from ..executor.executor import Executor
 from ..kv_transfer.core_kv import CoreKV, make_core_kv
-from ..kv_transfer.kv_thread import KVThread
+from ..kv_transfer.kv_service import KVThread
 from ..kv_transfer.kv_transport import KVTransport
 from ..wire.array_arena import ArenaReader
 from ..wire.serialization import Decoder, encode
 from .core_io import InputItem, InputMessage, InputThread, OutputSocket
 from .core_launch import remove_sockets
 from .pulse_memory import inherited_cells
-from .worker_replacement import WorkerReplacement
 
 log = logging.getLogger(__name__)
-
 
 _GROUP_LOST: Final = (RequestType.GROUP, None)
 # A step that exchanges rows of experts with a machine that vanished never returns, and no exception can reach it.
@@ -315,3 +314,37 @@ def _run(proc: EngineCoreProc, core: EngineCore, kv_thread: KVThread | None) -> 
         if kv_thread is not None:
             kv_thread.stop()
     return 0
+
+
+# A request whose computation kills workers is retried once here. After that the core ends, and the output processor
+# blames a request that was alone.
+AGAIN_SECONDS = 30.0
+"""A worker that ends so soon after a replacement ends the core: what it computes may be the cause."""
+_ATTEMPTS = 2
+
+
+class WorkerReplacement:
+    """Belongs to the thread that steps the core."""
+
+    def __init__(self, core: EngineCore, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock``: returns seconds."""
+        self._core = core
+        self._clock = clock
+        self._replaced_at: float | None = None
+
+    def replace(self, lost: ExecutorFailedError) -> None:
+        """Replace the workers, of which one has ended. Raises ``lost`` if that happened a short while ago too, and
+        ``ExecutorFailedError`` if no worker can be started."""
+        if self._replaced_at is not None and self._clock() - self._replaced_at < AGAIN_SECONDS:
+            raise lost
+        log.error("%s; it is replaced, and its requests are computed anew", lost)
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                self._core.replace_workers()
+                break
+            except ExecutorFailedError as error:
+                if attempt == _ATTEMPTS:
+                    raise
+                log.error("%s; trying once more", error)
+        self._replaced_at = self._clock()
+        log.info("the workers were replaced")

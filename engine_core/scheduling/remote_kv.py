@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from ..data.messages import EngineCoreOutput, SchedulerStats
 from ..data.request import RemoteKVState, Request, RequestStatus
-from ..kv_cache.kv_manager import KVManager
+from ..kv_cache.kv_cache_manager import KVManager
 from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler, KVConnectorStats
 
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..data.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from ..data.core_pooling_params import ModelPooling
-from ..data.kv_cache_config import KVCacheConfig
 from ..data.kv_events import KVEventLog
+from ..data.kv_groups import KVCacheConfig
 from ..data.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, ErrorKind, SchedulerStats
 from ..data.request import Request, RequestStatus, finish_status
 from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from ..kv_cache.kv_manager import make_kv_manager
+from ..kv_cache.kv_cache_manager import make_kv_manager
 from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler
-from ..structured_output.compile_queue import CompileQueueFull
+from ..structured_output.compiler import CompileQueueFull
 from ..structured_output.manager import FIELD, StructuredOutputManager
 from .adapters import Adapters
 from .drafts import Drafts

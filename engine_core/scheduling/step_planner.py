@@ -10,7 +10,7 @@ from ..data.config import SchedulerConfig
 from ..data.messages import EngineCoreOutput
 from ..data.request import Request, RequestStatus
 from ..data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from ..kv_cache.kv_manager import KVManager
+from ..kv_cache.kv_cache_manager import KVManager
 from .adapters import Adapters
 from .prompt_share import PromptShare
 from .remote_kv import RemoteKV

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..data.config import SchedulerConfig
 from ..data.request import Request, RequestStatus
-from ..kv_cache.kv_manager import KVManager
+from ..kv_cache.kv_cache_manager import KVManager
 from .adapters import Adapters
 from .remote_kv import RemoteKV
 from .request_queues import WaitingRequests

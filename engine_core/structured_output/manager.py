@@ -14,12 +14,10 @@ from ..data.config import ReasoningConfig, StructuredOutputConfig
 from ..data.core_sampling_params import SamplingParams, StructuredOutput
 from ..data.request import Request, RequestStatus
 from ..data.scheduler_output import GrammarOutput, SchedulerOutput
-from .compile_queue import CompileQueueFull
-from .compiler import GrammarCompiler
+from .compiler import CompileQueueFull, GrammarCompiler
 from .compiler_process import CompilerUnavailable
 from .grammar_backend import Bitmask, CompiledGrammar, GrammarError, bitmask_of
-from .request_constraint import RequestConstraint
-from .request_grammar import GrammarEnd, RequestGrammar
+from .request_constraint import GrammarEnd, RequestConstraint, RequestGrammar
 
 log = logging.getLogger(__name__)
 

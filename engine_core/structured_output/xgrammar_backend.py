@@ -10,8 +10,7 @@ import numpy as np
 import xgrammar  # pyright: ignore[reportMissingImports]  # comes with the extra of that name
 
 from ..data.core_sampling_params import GrammarKind, StructuredOutput
-from .grammar_backend import Bitmask, GrammarError, bitmask_of
-from .json_schema import close_objects
+from .grammar_backend import Bitmask, GrammarError, bitmask_of, close_objects
 
 _MAX_WHITESPACE = 20
 """Limits the blanks between two JSON tokens, so that a model cannot stay in a loop of them."""

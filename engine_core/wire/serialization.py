@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .array_arena import ArenaReader, Loan, Region
-from .pieces import Buffer
 
 T = TypeVar("T")
+Buffer = bytes | bytearray | memoryview
 Frame = Buffer
 Array = npt.NDArray[Any]
 

@@ -12,7 +12,7 @@ import torch
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.data.core_pooling_params import ModelPooling, PoolingParams
 from tokenloom.engine_core.data.handshake import WarmUp
-from tokenloom.engine_core.data.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.lora import LoraInfo
 from tokenloom.engine_core.data.model_info import FreedMemory, ModelInfo
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.kv_transfer.device_memory import BlockIds, Bytes, Wait
+from tokenloom.engine_core.kv_cache.pool_memory import BlockIds, Bytes, Wait
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion, KVTransferError
 from tokenloom.process.fall_backs import OF_PROCESS
 
@@ -40,7 +40,7 @@ class IpcLayer(Protocol):
 
 
 class DevicePool:
-    """Fulfils :class:`tokenloom.engine_core.kv_transfer.device_memory.DeviceMemory` over the caches of a worker.
+    """Fulfils :class:`tokenloom.engine_core.kv_cache.pool_memory.DeviceMemory` over the caches of a worker.
 
     Copies run on a stream of their own, next to steps. Each waits for the steps that were given to the device before
     it: those may still write blocks that it reads, or read blocks that it fills.
@@ -176,7 +176,7 @@ class _OnStream:
 
 
 class MappedPool:
-    """Fulfils :class:`tokenloom.engine_core.kv_transfer.device_memory.PeerMemory`."""
+    """Fulfils :class:`tokenloom.engine_core.kv_cache.pool_memory.PeerMemory`."""
 
     def __init__(self, mapping: Mapping, words: Tensor, own: DevicePool) -> None:
         self._mapping = mapping

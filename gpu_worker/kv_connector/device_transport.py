@@ -11,7 +11,7 @@ import weakref
 
 import msgspec
 
-from tokenloom.engine_core.kv_transfer.device_memory import DeviceMemory, PeerMemory
+from tokenloom.engine_core.kv_cache.pool_memory import DeviceMemory, PeerMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import BlockIds, KVPool, KVReader, KVTransferError, checked_pairs
 from tokenloom.process.fall_backs import OF_PROCESS
 

@@ -17,7 +17,7 @@ import weakref
 import msgspec
 import numpy as np
 
-from tokenloom.engine_core.kv_transfer.device_memory import BlockIds as BlockArray
+from tokenloom.engine_core.kv_cache.pool_memory import BlockIds as BlockArray
 from tokenloom.engine_core.kv_transfer.kv_transport import (
     BlockIds,
     Bytes,

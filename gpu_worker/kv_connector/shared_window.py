@@ -12,8 +12,7 @@ from collections.abc import Generator
 import msgspec
 import numpy as np
 
-from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
-from tokenloom.engine_core.kv_transfer.device_memory import BlockIds, Bytes, DeviceMemory, Wait
+from tokenloom.engine_core.kv_cache.pool_memory import BlockIds, Bytes, DeviceMemory, PoolMemory, Wait
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVTransferError
 
 from .listener import hang_up

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from tokenloom.engine_core.kv_transfer.kv_transport import IntArray, KVPool
-from tokenloom.engine_core.wire.pieces import Pieces
+from tokenloom.engine_core.wire.frames import Pieces
 
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 4 << 20

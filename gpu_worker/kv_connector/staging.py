@@ -4,7 +4,7 @@ sent or filled."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tokenloom.engine_core.kv_transfer.device_memory import BlockIds, Bytes, DeviceMemory, Wait
+from tokenloom.engine_core.kv_cache.pool_memory import BlockIds, Bytes, DeviceMemory, Wait
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 
 HALF_BYTES = 16 << 20

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.data.adapter_files import CONFIG, WEIGHTS, read_adapter_files, read_rank
+from tokenloom.engine_core.data.lora import CONFIG, WEIGHTS, read_adapter_files, read_rank
 
 _PREFIX = "base_model.model."
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")

@@ -12,7 +12,7 @@ from .device.sampled_rows import SampledRows
 
 
 class PendingStep:
-    """Fulfils :class:`tokenloom.engine_core.data.pending_output.PendingOutput`. Any thread may wait for it."""
+    """Fulfils :class:`tokenloom.engine_core.data.scheduler_output.PendingOutput`. Any thread may wait for it."""
 
     def __init__(self, output: ModelRunnerOutput, drawn: SampledRows, indices: list[int], *, has_masks: bool) -> None:
         """``output``: without tokens yet. ``indices`` [S]: the requests of the step that drew. ``has_masks``: whether

@@ -2,9 +2,9 @@
 
 import re
 
-from tokenloom.engine_core.data import draft_history
-from tokenloom.engine_core.data.eplb_config import EplbConfig
-from tokenloom.engine_core.data.speculative_config import SpeculativeConfig
+from tokenloom.engine_core.data import draft_counts as draft_history
+from tokenloom.engine_core.data.config import SpeculativeConfig
+from tokenloom.engine_core.data.parallel_config import EplbConfig
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.request import output_constraints, sampling_params, validation
 from tokenloom.request.adapters import adapter_name

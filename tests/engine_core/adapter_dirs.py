@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tokenloom.engine_core.data.adapter_files import read_adapter_files
+from tokenloom.engine_core.data.lora import read_adapter_files
 
 
 def make_adapter(path: Path, rank: int = 4) -> bytes:

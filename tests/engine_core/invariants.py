@@ -8,7 +8,7 @@ from tokenloom.engine_core.data.kv_groups import NULL_BLOCK
 from tokenloom.engine_core.data.request import Request, RequestStatus
 from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
-from tokenloom.engine_core.kv_cache.group_events import group_key
+from tokenloom.engine_core.kv_cache.prefix_search import group_key
 from tokenloom.engine_core.scheduling.request_queues import priority_key
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
 from tokenloom.request.prompt_block_hash import block_hashes

@@ -2,7 +2,7 @@
 
 from tests.engine_core.invariants import check_counts, check_scheduler
 from tokenloom.engine_core.data.config import CacheConfig, SchedulerConfig
-from tokenloom.engine_core.data.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.messages import EngineCoreOutput
 from tokenloom.engine_core.data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.scheduling.scheduler import Scheduler

@@ -16,7 +16,7 @@ from tokenloom.engine_core.data.config import LoraConfig
 from tokenloom.engine_core.data.messages import EngineCoreRequest, ErrorKind
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
-from tokenloom.engine_core.scheduling.adapter_slots import MAX_PASSES
+from tokenloom.engine_core.scheduling.adapters import MAX_PASSES
 from tokenloom.request.adapters.adapter_salt import adapter_salt
 
 NAMES = "abcde"

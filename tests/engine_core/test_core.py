@@ -7,7 +7,7 @@ from tokenloom.engine_core.data.handshake import CoreReady
 from tokenloom.engine_core.data.messages import FinishReason
 from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.fake_workers.hash_pooling import hash_pooling
+from tokenloom.engine_core.fake_workers.hash_row import hash_pooling
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 
 

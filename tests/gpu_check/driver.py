@@ -7,13 +7,13 @@ from typing import Any
 
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
-from tokenloom.engine_core.data.kv_cache_config import KVCacheConfig
-from tokenloom.engine_core.data.pending_output import await_output
+from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.scheduler_output import (
     CachedRequestData,
     ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
+    await_output,
 )
 from tokenloom.gpu_worker.devices import make_worker
 from tokenloom.gpu_worker.model_worker import ModelWorker

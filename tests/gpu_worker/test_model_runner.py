@@ -9,8 +9,7 @@ from tests.gpu_worker.sampler.device.host_draw import make_device_sampler
 from tokenloom import demo_model
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.messages import Logprobs
-from tokenloom.engine_core.data.pending_output import await_output
-from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput, await_output
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.batch import input_batch
 from tokenloom.gpu_worker.batch.input_batch import InputBatch

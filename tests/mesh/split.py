@@ -20,8 +20,7 @@ from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
-from tokenloom.engine_core.executor.threaded import ThreadedExecutor
-from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.executor.uniproc import ThreadedExecutor, UniProcExecutor
 from tokenloom.engine_core.executor.worker import Worker
 from tokenloom.engine_core.fake_workers import hash_worker
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker

@@ -21,7 +21,7 @@ import httpx
 from tests.mesh.asking import ask
 from tests.mesh.harness import MODEL, VOCAB_SIZE
 from tests.mesh.split import SplitMesh
-from tokenloom.engine_core.data.adapter_files import CONFIG, WEIGHTS, read_adapter_files
+from tokenloom.engine_core.data.lora import CONFIG, WEIGHTS, read_adapter_files
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 
 NAMES = ("a", "b", "c")

@@ -25,9 +25,10 @@ import numpy.typing as npt
 
 from tokenloom.engine_core.client.async_socket import AsyncSocket
 from tokenloom.engine_core.data_parallel import messages as group
-from tokenloom.engine_core.data_parallel.frames import Frames, decoder_of
+from tokenloom.engine_core.data_parallel.messages import Frames, decoder_of
 from tokenloom.engine_core.wire.array_arena import ArenaReader, ArrayArena, Loan
 from tokenloom.engine_core.wire.frames import (
+    IOV_MAX,
     MAX_BYTES,
     MAX_FRAMES,
     READ_BYTES,
@@ -36,7 +37,6 @@ from tokenloom.engine_core.wire.frames import (
     FrameSender,
     head,
 )
-from tokenloom.engine_core.wire.pieces import IOV_MAX
 from tokenloom.engine_core.wire.serialization import MAX_INLINE_BYTES, Decoder, encode
 from tokenloom.gpu_worker.kv_connector.socket_frames import receive_frame, receive_into, send, send_frame
 from tokenloom.request.errors import Internal, TokenloomError

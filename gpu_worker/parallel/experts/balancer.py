@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tokenloom.engine_core.data.eplb_config import EplbConfig
+from tokenloom.engine_core.data.parallel_config import EplbConfig
 
 from .moves import MoveList, moves_between
 from .placement import LayerPlacement

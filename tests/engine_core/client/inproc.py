@@ -18,8 +18,7 @@ from tokenloom.engine_core.data.kv_messages import KVCall, KVEvent
 from tokenloom.engine_core.data.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, UtilityCall
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.kv_transfer.core_kv import make_core_kv
-from tokenloom.engine_core.kv_transfer.kv_service import KVService
-from tokenloom.engine_core.kv_transfer.kv_thread import KVThread
+from tokenloom.engine_core.kv_transfer.kv_service import KVService, KVThread
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
 from tokenloom.engine_core.process.core_io import INPUT_QUEUE_SIZE, InputMessage
 from tokenloom.engine_core.wire.serialization import Decoder, encode

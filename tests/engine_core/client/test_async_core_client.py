@@ -25,7 +25,7 @@ from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreOutp
 from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.wire.pieces import IOV_MAX
+from tokenloom.engine_core.wire.frames import IOV_MAX
 from tokenloom.engine_core.wire.serialization import MAX_INLINE_BYTES
 from tokenloom.services.engine.core.core_start import CORE_COMMAND
 

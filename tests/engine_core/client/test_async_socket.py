@@ -11,8 +11,7 @@ import pytest
 
 from tokenloom.engine_core.client.async_socket import AsyncSocket
 from tokenloom.engine_core.data.errors import EngineDeadError, NotSentError
-from tokenloom.engine_core.wire.frames import MAX_FRAMES, FrameReceiver, FrameSender
-from tokenloom.engine_core.wire.pieces import IOV_MAX
+from tokenloom.engine_core.wire.frames import IOV_MAX, MAX_FRAMES, FrameReceiver, FrameSender
 
 
 class Broken(Exception):

@@ -1,4 +1,4 @@
-from tokenloom.engine_core.data.draft_history import PROBE_TOKENS, DraftHistory
+from tokenloom.engine_core.data.draft_counts import PROBE_TOKENS, DraftHistory
 
 
 def test_a_request_whose_last_32_drafts_were_right_in_fewer_than_a_quarter_gets_none() -> None:

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from tokenloom.engine_core.data_parallel import frames
-from tokenloom.engine_core.data_parallel.frames import Frames, decoder_of
-from tokenloom.engine_core.data_parallel.messages import GroupHello, ToHub
+from tokenloom.engine_core.data_parallel import messages as frames
+from tokenloom.engine_core.data_parallel.messages import Frames, GroupHello, ToHub, decoder_of
 
 HELLO = GroupHello("experts", 3, {"dtype": "bfloat16"})
 BODY = msgspec.msgpack.encode(HELLO)

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from tokenloom.engine_core.data_parallel import hub
-from tokenloom.engine_core.data_parallel.frames import Frames, decoder_of
 from tokenloom.engine_core.data_parallel.group_address import connect, listen
 from tokenloom.engine_core.data_parallel.group_link import GroupLink
 from tokenloom.engine_core.data_parallel.hub import GroupHub
-from tokenloom.engine_core.data_parallel.messages import GroupHello, Refused, ToHub
+from tokenloom.engine_core.data_parallel.messages import Frames, GroupHello, Refused, ToHub, decoder_of
 
 HELLO = GroupHello("experts", 1, {})
 

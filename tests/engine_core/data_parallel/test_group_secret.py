@@ -6,12 +6,20 @@ from pathlib import Path
 import pytest
 
 from tests.engine_core.data_parallel.cores import free_port
-from tokenloom.engine_core.data_parallel.frames import Frames, decoder_of
 from tokenloom.engine_core.data_parallel.group_address import connect
 from tokenloom.engine_core.data_parallel.group_link import GroupLink
 from tokenloom.engine_core.data_parallel.group_secret import read_secret
 from tokenloom.engine_core.data_parallel.hub import GroupHub
-from tokenloom.engine_core.data_parallel.messages import Challenge, GroupHello, Proof, Refused, ToRank, Welcome
+from tokenloom.engine_core.data_parallel.messages import (
+    Challenge,
+    Frames,
+    GroupHello,
+    Proof,
+    Refused,
+    ToRank,
+    Welcome,
+    decoder_of,
+)
 
 SECRET, OTHER = b"a secret of the group", b"another secret, as long"
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tokenloom.engine_core.data_parallel import hub
-from tokenloom.engine_core.data_parallel.frames import Frames, decoder_of
 from tokenloom.engine_core.data_parallel.group_address import connect, listen
 from tokenloom.engine_core.data_parallel.hub import GroupHub
 from tokenloom.engine_core.data_parallel.messages import (
     Accepted,
     Called,
+    Frames,
     GroupHello,
     Newcomers,
     Outcome,
@@ -23,6 +23,7 @@ from tokenloom.engine_core.data_parallel.messages import (
     Vote,
     Want,
     Welcome,
+    decoder_of,
 )
 
 GROUP = "experts"

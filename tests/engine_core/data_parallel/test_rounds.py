@@ -2,6 +2,7 @@
 
 import pytest
 
+from tokenloom.engine_core.data_parallel.hub import Letters, Rounds
 from tokenloom.engine_core.data_parallel.messages import (
     Accepted,
     Called,
@@ -13,7 +14,6 @@ from tokenloom.engine_core.data_parallel.messages import (
     Want,
     Welcome,
 )
-from tokenloom.engine_core.data_parallel.rounds import Letters, Rounds
 
 
 def complete(size: int) -> Rounds:

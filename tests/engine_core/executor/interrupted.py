@@ -3,8 +3,7 @@
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
-from tokenloom.engine_core.data.pending_output import PendingOutput
-from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, PendingOutput, SchedulerOutput
 from tokenloom.engine_core.executor.executor import Executor
 
 T = TypeVar("T")

@@ -3,11 +3,15 @@
 from collections import deque
 from collections.abc import Callable
 
-from tokenloom.engine_core.data.pending_output import PendingOutput, as_pending
-from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from tokenloom.engine_core.data.scheduler_output import (
+    GrammarOutput,
+    ModelRunnerOutput,
+    PendingOutput,
+    SchedulerOutput,
+    as_pending,
+)
 from tokenloom.engine_core.executor.executor import Executor
-from tokenloom.engine_core.executor.threaded import ThreadedExecutor
-from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.executor.uniproc import ThreadedExecutor, UniProcExecutor
 from tokenloom.engine_core.executor.worker import Worker
 
 

@@ -3,9 +3,9 @@
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.data.handshake import WarmUp
-from tokenloom.engine_core.data.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.executor.executor import PoolSpec, call_worker
-from tokenloom.engine_core.executor.rank_answers import joined_results
+from tokenloom.engine_core.executor.ranks import joined_results
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.executor.worker import Worker
 from tokenloom.engine_core.wire.serialization import from_raw, to_raw

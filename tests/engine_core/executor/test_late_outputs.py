@@ -12,15 +12,14 @@ import zmq
 from tests.engine_core.executor.test_threaded import Promise
 from tests.engine_core.helpers import make_config
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
-from tokenloom.engine_core.executor.late_outputs import LateOutputs
-from tokenloom.engine_core.executor.worker_messages import (
+from tokenloom.engine_core.executor.worker_launch import (
     SampleCall,
     WorkerErrorKind,
     WorkerInit,
     WorkerReply,
     WorkerRequestType,
 )
-from tokenloom.engine_core.executor.worker_process import WorkerProc
+from tokenloom.engine_core.executor.worker_process import LateOutputs, WorkerProc
 from tokenloom.engine_core.wire.serialization import Decoder, encode
 
 STEP = SchedulerOutput([], CachedRequestData([], [], [], {}), {"a": 1}, 1, [], [])

@@ -4,8 +4,7 @@ import pytest
 from tests.engine_core.helpers import make_config, make_worker
 from tokenloom.engine_core.data.config import ParallelConfig
 from tokenloom.engine_core.executor.make_executor import make_executor
-from tokenloom.engine_core.executor.threaded import ThreadedExecutor
-from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.executor.uniproc import ThreadedExecutor, UniProcExecutor
 
 
 def test_only_async_scheduling_needs_a_thread() -> None:

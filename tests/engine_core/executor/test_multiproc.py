@@ -357,7 +357,7 @@ def test_a_core_replaces_a_killed_worker_and_ends_when_the_next_one_is_killed_to
 def test_a_process_that_the_system_refuses_is_a_worker_that_cannot_be_replaced(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Then it is tried again: see :mod:`tokenloom.engine_core.process.worker_replacement`."""
+    """Then it is tried again: see :mod:`tokenloom.engine_core.process.core_process`."""
     executor = MultiprocExecutor(make_config(), WORKER_COMMAND, world_size=2)
     core = EngineCore(make_config(), executor)
     start, started = subprocess.Popen, []

@@ -1,7 +1,7 @@
 import pytest
 
 from tokenloom.engine_core.data.errors import ExecutorFailedError, RanksDifferError, WorkerLostError
-from tokenloom.engine_core.executor.rank_answers import joined_results
+from tokenloom.engine_core.executor.ranks import joined_results
 
 REFUSED, FAILED = ValueError("no such file"), ExecutorFailedError("worker 1: OSError: the disk failed")
 LOST = WorkerLostError("worker 1 ended with status -9")

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from tokenloom.engine_core.executor.rank_pools import RankPool, RankPools
+from tokenloom.engine_core.executor.ranks import RankPool, RankPools
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion
 

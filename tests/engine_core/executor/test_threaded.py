@@ -8,7 +8,7 @@ from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.config import EngineConfig
 from tokenloom.engine_core.data.errors import ExecutorFailedError
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from tokenloom.engine_core.executor.threaded import ThreadedExecutor
+from tokenloom.engine_core.executor.uniproc import ThreadedExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 
 

@@ -4,7 +4,7 @@ import pytest
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_worker
 from tokenloom.engine_core.data.errors import ExecutorFailedError
 from tokenloom.engine_core.data.handshake import WarmUp
-from tokenloom.engine_core.data.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 
 

@@ -11,8 +11,8 @@ from tokenloom.engine_core.data.config import CacheConfig
 from tokenloom.engine_core.data.kv_events import BlockRemoved, BlockStored, KVEventLog
 from tokenloom.engine_core.data.kv_groups import NULL_BLOCK, partition_layers
 from tokenloom.engine_core.data.request import RemoteKVState, Request
-from tokenloom.engine_core.kv_cache.group_events import group_key
 from tokenloom.engine_core.kv_cache.grouped_kv_cache_manager import GroupedKVCacheManager
+from tokenloom.engine_core.kv_cache.prefix_search import group_key
 from tokenloom.request.prompt_block_hash import block_hashes
 
 BLOCK = 4

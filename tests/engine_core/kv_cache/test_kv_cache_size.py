@@ -2,8 +2,7 @@ import msgspec
 import pytest
 
 from tokenloom.engine_core.data.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.data.kv_cache_config import KVCacheConfig
-from tokenloom.engine_core.data.kv_groups import KVGroup
+from tokenloom.engine_core.data.kv_groups import KVCacheConfig, KVGroup
 from tokenloom.engine_core.data.model_info import ModelInfo
 from tokenloom.engine_core.kv_cache.kv_cache_size import size_kv_cache
 

@@ -6,9 +6,8 @@ from tests.engine_core.kv_transfer.kv_pair import Clock, ManualExecutor
 from tokenloom.engine_core.data.config import KVConfig
 from tokenloom.engine_core.data.kv_messages import KVAcquire, KVAnswer, KVRelease, KVRenew
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
-from tokenloom.engine_core.kv_transfer.endpoints import LINGER_SECONDS, READ_SECONDS, Endpoints
 from tokenloom.engine_core.kv_transfer.failpoints import Failpoints
-from tokenloom.engine_core.kv_transfer.kv_service import KVService
+from tokenloom.engine_core.kv_transfer.kv_service import LINGER_SECONDS, READ_SECONDS, Endpoints, KVService
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVReader, KVRegion, KVTransferError
 
 

@@ -7,6 +7,7 @@ from tests.engine_core.helpers import make_request
 from tokenloom.engine_core.data.request import Request
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
+from tokenloom.engine_core.kv_transfer.core_kv import MultiConnector
 from tokenloom.engine_core.kv_transfer.kv_connector import (
     KVConnectorMetadata,
     KVConnectorOutput,
@@ -14,7 +15,6 @@ from tokenloom.engine_core.kv_transfer.kv_connector import (
     StepTransfers,
     take_news,
 )
-from tokenloom.engine_core.kv_transfer.multi_connector import MultiConnector
 
 EMPTY = SchedulerOutput([], CachedRequestData([], [], [], {}), {}, 0, [], [])
 

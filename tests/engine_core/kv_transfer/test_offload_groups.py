@@ -21,7 +21,7 @@ from tests.engine_core.kv_transfer.offloading_core import (
     prompt_of,
     rot,
 )
-from tokenloom.engine_core.kv_cache.group_events import group_key
+from tokenloom.engine_core.kv_cache.prefix_search import group_key
 from tokenloom.request.prompt_block_hash import block_hashes
 
 MakeCore = Callable[..., OffloadingCore]

@@ -6,7 +6,7 @@ import pytest
 
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.data.errors import ExecutorFailedError, WorkerLostError
-from tokenloom.engine_core.process.worker_replacement import AGAIN_SECONDS, WorkerReplacement
+from tokenloom.engine_core.process.core_process import AGAIN_SECONDS, WorkerReplacement
 
 LOST = WorkerLostError("worker 0 ended with status -9")
 

@@ -1,5 +1,5 @@
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, ModelRunnerOutput, SchedulerOutput
-from tokenloom.engine_core.scheduling.draft_costs import FEWEST_BETWEEN, PROBE, SAMPLES, DraftCosts
+from tokenloom.engine_core.scheduling.drafts import FEWEST_BETWEEN, PROBE, SAMPLES, DraftCosts
 
 
 class Engine:

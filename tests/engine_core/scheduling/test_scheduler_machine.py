@@ -39,8 +39,8 @@ from tokenloom.engine_core.data.kv_events import AllBlocksCleared, BlockRemoved,
 from tokenloom.engine_core.data.kv_groups import KVNeed
 from tokenloom.engine_core.data.messages import FinishReason
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
-from tokenloom.engine_core.kv_cache.kv_manager import largest_chunk
-from tokenloom.engine_core.scheduling.draft_costs import DraftCosts
+from tokenloom.engine_core.kv_cache.kv_cache_manager import largest_chunk
+from tokenloom.engine_core.scheduling.drafts import DraftCosts
 from tokenloom.engine_core.scheduling.waiting_requests import SchedulingPolicy
 
 SESSION = "session"

@@ -20,8 +20,7 @@ from tokenloom.engine_core.data.config import (
 )
 from tokenloom.engine_core.data.core_sampling_params import GrammarKind, SamplingParams, StructuredOutput
 from tokenloom.engine_core.data.messages import EngineCoreOutput, EngineCoreRequest
-from tokenloom.engine_core.executor.threaded import ThreadedExecutor
-from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.executor.uniproc import ThreadedExecutor, UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.structured_output.grammar_backend import Grammar
 from tokenloom.engine_core.structured_output.llguidance_backend import LLGuidanceBackend

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
-from tokenloom.engine_core.structured_output.compile_queue import Compile, CompileQueue, CompileQueueFull
+from tokenloom.engine_core.structured_output.compiler import Compile, CompileQueue, CompileQueueFull
 
 
 def add(queue: CompileQueue, name: str, tenant: str) -> Compile:

@@ -7,8 +7,12 @@ from concurrent.futures import Future
 import pytest
 
 from tests.engine_core.structured_output.fake_compilers import SOON, FakeCompilers, regex
-from tokenloom.engine_core.structured_output.compile_queue import MAX_PENDING_PER_TENANT, CompileQueueFull
-from tokenloom.engine_core.structured_output.compiler import RESTART_SECONDS, GrammarCompiler
+from tokenloom.engine_core.structured_output.compiler import (
+    MAX_PENDING_PER_TENANT,
+    RESTART_SECONDS,
+    CompileQueueFull,
+    GrammarCompiler,
+)
 from tokenloom.engine_core.structured_output.compiler_process import CompilerUnavailable
 from tokenloom.engine_core.structured_output.grammar_backend import CompiledGrammar, GrammarError
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine_core.structured_output.helpers import backend, tokenizer
 from tokenloom.engine_core.data.core_sampling_params import GrammarKind, StructuredOutput
-from tokenloom.engine_core.structured_output.json_schema import close_objects
+from tokenloom.engine_core.structured_output.grammar_backend import close_objects
 
 NAMED: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 CLOSED = {**NAMED, "additionalProperties": False}

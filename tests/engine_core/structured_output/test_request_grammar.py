@@ -6,7 +6,7 @@ import pytest
 from tests.engine_core.structured_output.helpers import EOS, NUM_WORDS, encode, start
 from tokenloom.engine_core.data.core_sampling_params import GrammarKind
 from tokenloom.engine_core.structured_output.grammar_backend import GrammarError, bitmask_of
-from tokenloom.engine_core.structured_output.request_grammar import GrammarEnd, RequestGrammar
+from tokenloom.engine_core.structured_output.request_constraint import GrammarEnd, RequestGrammar
 
 NEWLINE = encode("\n")[0]
 NUM_OUTPUT_TOKENS = 3

@@ -9,7 +9,7 @@ from tests.engine_core.structured_output.helpers import EOS, allowed, backend, e
 from tests.engine_core.structured_output.structural_tags import ARGUMENTS, CASES, F
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.structured_output.grammar_backend import Grammar, GrammarError
-from tokenloom.engine_core.structured_output.structural_tag_lark import structural_tag_grammar
+from tokenloom.engine_core.structured_output.llguidance_backend import structural_tag_grammar
 
 
 def follow(name: str, text: str) -> Grammar:

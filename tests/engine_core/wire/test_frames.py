@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenloom.engine_core.wire.frames import (
+    IOV_MAX,
     MAX_BYTES,
     MAX_FRAMES,
     READ_BYTES,
@@ -21,7 +22,6 @@ from tokenloom.engine_core.wire.frames import (
     FrameSender,
     head,
 )
-from tokenloom.engine_core.wire.pieces import IOV_MAX
 from tokenloom.engine_core.wire.serialization import Decoder, Frame
 
 LARGE = 1 << 20

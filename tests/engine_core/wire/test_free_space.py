@@ -2,7 +2,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from tokenloom.engine_core.wire.free_space import FreeSpace
+from tokenloom.engine_core.wire.array_arena import FreeSpace
 
 SIZE = 64
 

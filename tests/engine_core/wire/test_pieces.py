@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenloom.engine_core.wire.pieces import IOV_MAX, Pieces
+from tokenloom.engine_core.wire.frames import IOV_MAX, Pieces
 
 
 @given(st.lists(st.binary(max_size=5), max_size=9), st.lists(st.integers(1, 12), min_size=1, max_size=20))

@@ -13,7 +13,7 @@ from tests.gpu_worker.cuda.op_capture import OpCapture
 from tests.gpu_worker.cuda.tensor_backend import TensorBackend
 from tests.gpu_worker.sampler.device.host_draw import HostKernels
 from tests.gpu_worker.test_model_runner import DEMO_MODEL, PARAMS, PROMPTS, begin, new
-from tokenloom.engine_core.data.pending_output import await_output
+from tokenloom.engine_core.data.scheduler_output import await_output
 from tokenloom.gpu_worker.batch.input_batch import InputBatch, StepInputs
 from tokenloom.gpu_worker.cuda.device_steps import DeviceSteps
 from tokenloom.gpu_worker.cuda.step_graphs import StepGraphs, StepPlans, row_buckets, token_buckets

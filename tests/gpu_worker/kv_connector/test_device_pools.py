@@ -11,7 +11,7 @@ import pytest
 
 from tests.gpu_worker.kv_connector.fake_device import LAYOUT, NUM_LAYERS, FakeIpc, NoIpc, fake_pool
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
-from tokenloom.engine_core.kv_transfer.endpoints import Endpoints
+from tokenloom.engine_core.kv_transfer.kv_service import Endpoints
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion, KVTransferError, KVTransport
 from tokenloom.gpu_worker.kv_connector import shared_window, staging
 from tokenloom.gpu_worker.kv_connector.device_transport import DeviceReader, DeviceTransport

@@ -9,13 +9,11 @@ from msgspec.structs import replace
 
 from tokenloom.engine_core.data.config import EngineConfig, ParallelConfig
 from tokenloom.engine_core.data.handshake import WarmUp
-from tokenloom.engine_core.data.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.data.kv_groups import KVCacheConfig
 from tokenloom.engine_core.data.model_info import ModelInfo
-from tokenloom.engine_core.data.pending_output import PendingOutput, await_output
-from tokenloom.engine_core.data.scheduler_output import GrammarOutput, SchedulerOutput
+from tokenloom.engine_core.data.scheduler_output import GrammarOutput, PendingOutput, SchedulerOutput, await_output
 from tokenloom.engine_core.executor.executor import PoolSpec, call_worker
-from tokenloom.engine_core.executor.merged_info import merged_info
-from tokenloom.engine_core.executor.rank_config import most_in_flight, rank_config
+from tokenloom.engine_core.executor.ranks import merged_info, most_in_flight, rank_config
 from tokenloom.engine_core.executor.worker import Worker
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.engine_core.wire.serialization import from_raw, to_raw

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tokenloom.engine_core.data_parallel.hub import Letters, Rounds
 from tokenloom.engine_core.data_parallel.messages import (
     Accepted,
     Called,
@@ -22,7 +23,6 @@ from tokenloom.engine_core.data_parallel.messages import (
     Want,
     Welcome,
 )
-from tokenloom.engine_core.data_parallel.rounds import Letters, Rounds
 from tokenloom.engine_core.data_parallel.waves import STEPS_BETWEEN_VOTES, Waves, WaveState
 from tokenloom.services.coordinator.engines.wave_starts import WaveStarts
 

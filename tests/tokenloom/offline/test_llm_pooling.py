@@ -7,7 +7,7 @@ import torch
 from tokenloom import LLM, PoolingParams, SamplingParams
 from tokenloom.engine_core.data.core_pooling_params import PoolingParams as CoreParams
 from tokenloom.engine_core.data.core_pooling_params import PoolingTask
-from tokenloom.engine_core.fake_workers.hash_pooling import hash_pooled
+from tokenloom.engine_core.fake_workers.hash_row import hash_pooled
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,7 @@ import torch
 
 from tests.gpu_worker.cuda.late_link import LateLink
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
-from tokenloom.engine_core.data.pending_output import await_output
-from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput, await_output
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
 from tokenloom.gpu_worker.batch.input_batch import InputBatch

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.data.eplb_config import EplbConfig
+from tokenloom.engine_core.data.parallel_config import EplbConfig
 from tokenloom.gpu_worker.parallel.experts.balancer import ExpertBalancer
 from tokenloom.gpu_worker.parallel.experts.planner import Ints
 from tokenloom.gpu_worker.parallel.experts.transfer import ExpertShape

@@ -7,7 +7,7 @@ import pytest
 
 from tests.services.engine.peer import VOCAB_SIZE, Peer, Received, make_add, make_settings, running_engine
 from tokenloom.engine_core.data.core_pooling_params import PoolingParams, PoolingTask
-from tokenloom.engine_core.fake_workers.hash_pooling import Floats, hash_pooled
+from tokenloom.engine_core.fake_workers.hash_row import Floats, hash_pooled
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.engine.streams.frame_builder import FrameBuilder

@@ -1,0 +1,166 @@
+"""Joins what the workers of an engine are into one: their configurations, models, KV pools and answers.
+
+The pools of workers in processes of their own are one shared memory, of which each rank has an equal part. The core's
+process makes the memory, and moves blocks in and out of it. A worker inherits its descriptor, lays its cache out in its
+part, and reports where the blocks are. To other engines the parts are one pool, whose block i is block i of every rank.
+
+A call that only some ranks have made is an error of its own kind.
+"""
+
+import os
+from collections.abc import Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from ..data.config import EngineConfig
+from ..data.errors import ExecutorFailedError, RanksDifferError, WorkerLostError
+from ..data.handshake import WarmUp
+from ..data.kv_groups import KVCacheConfig
+from ..data.model_info import ModelInfo
+from ..kv_cache.pool_memory import PoolMemory, create_memfd, whole_pages
+from ..kv_transfer.kv_transport import KVPool, KVRegion
+from .worker import Worker
+
+
+class RankPool(msgspec.Struct, frozen=True):
+    """Describes the pool that one rank has registered, for the core."""
+
+    regions: list[KVRegion]
+    """With offsets relative to the rank's part."""
+    num_blocks: int
+    layout: str
+    """``ModelInfo.kv_layout`` of this rank."""
+    warm_up: WarmUp = WarmUp()
+    """What the rank computed after it had made the pool."""
+
+
+def make_rank_pool(worker: Worker, kv_cache: KVCacheConfig, memory: PoolMemory) -> RankPool:
+    """Make the pool of a rank in its part of the memory, and return where its blocks are."""
+    warm_up = worker.initialize_kv_cache(kv_cache, memory)
+    pool = worker.kv_pool()
+    return RankPool(list(pool.regions), pool.num_blocks, pool.layout, warm_up)
+
+
+class RankPools:
+    """Owns the memory of all ranks' pools."""
+
+    def __init__(self, world_size: int) -> None:
+        """Create the memory, which is empty until :meth:`allocate`. Raises ``OSError`` if the system has none.
+
+        Attributes:
+            fd: The descriptor that the workers inherit.
+        """
+        self._world_size = world_size
+        # One memory for all ranks, so that the core moves blocks with one set of transports. In vLLM each worker has
+        # its own, and a reader connects to every rank. The price: no huge pages on most kernels.
+        self.fd = create_memfd()
+        self._memory: PoolMemory | None = None
+        self._part_bytes = 0
+
+    def allocate(self, nbytes: int) -> int:
+        """Give each rank ``nbytes``. Returns the size of a part, in whole pages: that of rank r begins at r times it.
+        Called once."""
+        # A part begins on a page, because mmap takes no other offset.
+        self._part_bytes = whole_pages(nbytes)
+        self._memory = PoolMemory.of_memfd(self.fd, self._part_bytes * self._world_size)
+        return self._part_bytes
+
+    def merge(self, parts: Sequence[RankPool]) -> KVPool:
+        """Return the pool that consists of what the ranks have registered, in order of their ranks.
+
+        Raises ``ValueError`` if the ranks differ in their number of blocks.
+        """
+        assert self._memory is not None, "allocate comes first"
+        counts = {part.num_blocks for part in parts}
+        if len(counts) != 1:
+            raise ValueError(f"the ranks' KV pools have {sorted(counts)} blocks; all need the same number")
+        regions = tuple(
+            KVRegion(rank * self._part_bytes + region.offset, region.block_bytes)
+            for rank, part in enumerate(parts)
+            for region in part.regions
+        )
+        return KVPool(self._memory, regions, counts.pop(), merged_layout([part.layout for part in parts]))
+
+    def close(self) -> None:
+        """Close the descriptors; views of the memory stay valid. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        if self._memory is not None:
+            self._memory.close()
+
+
+def merged_layout(layouts: Sequence[str]) -> str:
+    """Return the layout of a pool whose parts have these layouts, in order of their ranks."""
+    # Engines exchange blocks by the name of the layout, so those with other numbers of ranks refuse each other.
+    return "+".join(layouts)
+
+
+def merged_info(models: Sequence[ModelInfo], output_rank: int) -> ModelInfo:
+    """Return what the core needs of these workers' models, in order of their ranks.
+
+    Every pool has the same number of blocks, so a block is counted with the size that it has in the rank with the most
+    layers.
+    """
+    return replace(
+        models[output_rank],
+        kv_bytes_per_token=max(model.kv_bytes_per_token for model in models),
+        kv_layout=merged_layout([model.kv_layout for model in models]),
+        fall_backs=list(dict.fromkeys(each for model in models for each in model.fall_backs)),
+    )
+
+
+def rank_config(config: EngineConfig, rank: int, rendezvous: str, num_on_host: int) -> EngineConfig:
+    """Return the configuration of the worker ``rank``, which finds the others at ``rendezvous``.
+
+    Args:
+        config: That of the engine.
+        rank: In [0, world_size).
+        rendezvous: As in ``ParallelConfig.rendezvous``.
+        num_on_host: How many workers of the engine share its machine: each gets a part of its cores, and counts as a
+            user of its memory.
+    """
+    cache, worker = config.cache, config.worker
+    if num_on_host > 1:
+        cache = replace(cache, engines_on_host=cache.engines_on_host * num_on_host)
+        place = rank % num_on_host
+        cpus = worker.cpus[place::num_on_host] if len(worker.cpus) >= num_on_host else worker.cpus
+        cores = worker.num_threads or len(worker.cpus) or len(os.sched_getaffinity(0))
+        worker = replace(worker, cpus=cpus, num_threads=max(1, cores // num_on_host))
+    parallel = replace(config.parallel, rank=rank, rendezvous=rendezvous)
+    return replace(config, cache=cache, worker=worker, parallel=parallel)
+
+
+def most_in_flight(config: EngineConfig) -> int:
+    """Return how many steps workers in processes of their own may have begun: one for each stage, and one more than the
+    computing one where the next is scheduled meanwhile."""
+    return max(config.parallel.pipeline_parallel_size, 2 if config.scheduler.async_scheduling else 1)
+
+
+def joined_results(answers: Sequence[object | Exception]) -> list[object]:
+    """Return the results by rank.
+
+    Raises ``ValueError`` if every rank refuses the call, so that no rank has changed; ``WorkerLostError`` if a worker
+    is lost; ``RanksDifferError`` if some ranks made the call and others did not; ``ExecutorFailedError`` otherwise.
+    """
+    errors = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Exception)}
+    if not errors:
+        return list(answers)
+    for error in errors.values():
+        if isinstance(error, WorkerLostError):
+            raise error
+    failures = [error for error in errors.values() if not isinstance(error, ValueError)]
+    # When every rank refuses, nothing has changed anywhere, and the caller gets the refusal. When only some do,
+    # the ranks differ, and the caller has to undo or to give the state up.
+    if len(errors) == len(answers):
+        raise (failures or list(errors.values()))[0]
+    made = {rank: answer for rank, answer in enumerate(answers) if rank not in errors}
+    reasons = "; ".join(_reason(rank, error) for rank, error in errors.items())
+    text = f"{reasons}; done by {', '.join(f'worker {rank}' for rank in made)}"
+    raise RanksDifferError(text, list(made.values()), is_refused=not failures)
+
+
+def _reason(rank: int, error: Exception) -> str:
+    is_named = isinstance(error, ExecutorFailedError) and str(error).startswith(f"worker {rank}: ")
+    return str(error) if is_named else f"worker {rank}: {error}"

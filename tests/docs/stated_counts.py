@@ -22,7 +22,7 @@ from tokenloom.services.gateway.records import pooling_input as pooling_job
 from tokenloom.services.gateway.request_log import recent_requests
 from tokenloom.services.gateway.responses import response_store
 from tokenloom.services.gateway.tenants import tenant_limits
-from tokenloom.supervisor import held_listener, ports, predecessors
+from tokenloom.supervisor import part, ports
 
 from .markdown_page import ROOT
 from .stated_defaults import defaults_of_the_code
@@ -79,8 +79,8 @@ SENTENCES = {
         f"| `move_bytes` | {_EPLB.move_bytes >> 20} MiB |",
     ],
     "docs/operate/operations.md": [
-        f"connections wait in the backlog ({held_listener.BACKLOG:,} for each port",
-        f"at most {_WORDS[predecessors.MAX_PREDECESSORS]} processes of one gateway drain at the same time",
+        f"connections wait in the backlog ({ports.BACKLOG:,} for each port",
+        f"at most {_WORDS[part.MAX_PREDECESSORS]} processes of one gateway drain at the same time",
         f"shows the last {recent_requests.MAX_RECENT} under `GET /requests`",
     ],
     "docs/operate/on-call.md": [f"the last {recent_requests.MAX_RECENT} requests of a gateway"],

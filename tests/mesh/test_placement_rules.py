@@ -13,8 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.mesh.asking import Answer, ask
 from tests.mesh.harness import SOON, Mesh
 from tests.ready_channel import ready_channel
-from tokenloom.cli.mesh.mesh_sample import parse
-from tokenloom.cli.mesh.placements import PartPlacement
+from tokenloom.cli.mesh.mesh_sample import PartPlacement, parse
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineState, PlacementRule, Snapshot, WatchRequest
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub

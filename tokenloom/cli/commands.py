@@ -14,8 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
 
-from .command import Command, CommandGroup, usage_errors, with_default
-from .help_page import help_page
+from .command import Command, CommandGroup, help_page, usage_errors, with_default
 
 Places = Mapping[str, tuple[str, ...]]
 """Modules by the panel of the help that shows them. A module's last name is that of its function or ``Typer``, unless

@@ -8,10 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tokenloom.preflight.diagnosis.certificates import examine_certificates
-from tokenloom.preflight.diagnosis.engine import examine_engine
-from tokenloom.preflight.diagnosis.finding import Finding
-from tokenloom.preflight.diagnosis.host import examine_host
+from tokenloom.preflight.findings import Finding, examine_certificates, examine_engine, examine_host
 from tokenloom.supervisor.ports import PortTaken, reserved_ports
 from tokenloom.supervisor.state_dir import StateDirError, root, running_meshes
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import typer
 
-from tokenloom.preflight.refusal import CannotServe
+from tokenloom.preflight.small_files import CannotServe
 from tokenloom.request.errors import TokenloomError
-from tokenloom.supervisor.part_failed import PartFailed
+from tokenloom.supervisor.part_spec import PartFailed
 from tokenloom.supervisor.ports import PortTaken
 from tokenloom.supervisor.state_dir import StateDirError
 

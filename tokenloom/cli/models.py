@@ -14,8 +14,7 @@ from tokenloom.model_files.hub_files import weight_paths
 from tokenloom.model_files.model_path import DEMO_MODEL, DEMO_MODEL_NAME
 
 from .failures import RequestFailed, reported
-from .server import Server
-from .server_options import ApiKey, BaseUrl, connect
+from .server import ApiKey, BaseUrl, Server, connect
 from .tables import print_tables
 
 

@@ -4,6 +4,8 @@ import io
 import os
 import sys
 
+from .failures import CommandFailed
+
 
 def prepare() -> None:
     """Open those that were closed at the start (``2>&-``), so that no socket or log gets their numbers; and let the
@@ -52,3 +54,21 @@ def _drop(number: int) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, number)
     os.close(null)
+
+
+def piped() -> str | None:
+    """Return the piped input without the last line break; None if standard input is a terminal or empty.
+
+    Raises `CommandFailed` for bytes that are no text.
+    """
+    if sys.stdin is None or sys.stdin.isatty():
+        return None
+    try:
+        return sys.stdin.read().rstrip("\n") or None
+    except UnicodeDecodeError:
+        raise CommandFailed(f"standard input is not text in {sys.stdin.encoding}") from None
+
+
+def with_piped(prompt: str | None) -> str | None:
+    """Return the argument followed by the piped input; None if both are missing."""
+    return "\n".join(filter(None, (prompt, piped()))) or None

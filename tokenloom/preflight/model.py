@@ -1,15 +1,20 @@
-"""Checks the model that the user named, before and after it is found on this machine."""
+"""Checks the files of a model before a start: a GGUF file, or a checkpoint's configuration, tokenizer and weights."""
 
+import json
+import struct
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from tokenloom.gguf.gguf_file import is_gguf
+from tokenloom.gguf.gguf_file import is_gguf, read_gguf
+from tokenloom.gpu_worker.checkpoint.files.weight_files import is_pickled, weight_files
+from tokenloom.gpu_worker.checkpoint.gguf.names import GGUF_ARCHITECTURES
+from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES
+from tokenloom.model_files.byte_level_tokenizer import has_byte_level_files
 
-from .gguf_model import check_gguf
 from .model_config import check_config
 from .model_place import check_place
-from .refusal import CannotServe
-from .tokenizer import check_tokenizer
-from .weights import check_weights
+from .small_files import CannotServe, check_content, read_object
 
 __all__ = ["check_checkpoint", "check_place"]
 
@@ -28,3 +33,197 @@ def check_checkpoint(path: Path, model_impl: str = "auto", load_format: str = "a
     if load_format == "auto":
         check_weights(path, config)
     check_tokenizer(path, config)
+
+
+_KINDS = {
+    "adapter": "a LoRA adapter: serve its base model, and load the adapter from a directory of the peft library",
+    "mmproj": "the image encoder of a model: serve the file of the language model",
+}
+
+
+def check_gguf(path: Path) -> None:
+    """Raise `CannotServe` for a file that is not GGUF, is not whole, or holds no model that can be served."""
+    check_content(path)
+    try:
+        file = read_gguf(path)
+    except ValueError as error:
+        if "not a valid" in str(error):
+            raise CannotServe(f"{path} is cut off or damaged: download it again") from None
+        raise CannotServe(str(error) if "merge" in str(error) else f"{error}: download it again") from None
+    kind = str(file.metadata.get("general.type", "model"))
+    architecture = str(file.metadata.get("general.architecture"))
+    if kind != "model" or architecture == "clip":
+        reason = _KINDS.get("mmproj" if architecture == "clip" else kind, f"{kind}: serve the file of the model")
+        raise CannotServe(f"{path} holds {reason}")
+    if architecture not in GGUF_ARCHITECTURES:
+        raise CannotServe(
+            f"{path}: the architecture {architecture!r} is not read from GGUF files ({', '.join(GGUF_ARCHITECTURES)} "
+            "are): serve the model's safetensors checkpoint"
+        )
+    _check_size(path, max((tensor.offset for tensor in file.tensors.values()), default=0))
+    if "tokenizer.ggml.tokens" not in file.metadata:
+        raise CannotServe(
+            f"{path} has no tokenizer (tokenizer.ggml.tokens): convert the model again with its tokenizer"
+        )
+
+
+def _check_size(path: Path, last_tensor: int) -> None:
+    if path.stat().st_size <= last_tensor:
+        raise CannotServe(
+            f"{path} is cut off: it has {path.stat().st_size:,} bytes, and its last tensor begins at {last_tensor:,}: "
+            "download it again"
+        )
+
+
+_COPY = "copy the file from the model's original checkpoint"
+_SLOW = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.txt", "vocab.json", "tiktoken.model")
+_CONVERT = "run AutoTokenizer.from_pretrained(DIRECTORY).save_pretrained(DIRECTORY) of transformers, which writes one"
+
+
+def check_tokenizer(path: Path, config: Mapping[str, Any]) -> None:
+    """Check the tokenizer in a directory against the content of its ``config.json``. Raises `CannotServe`."""
+    settings = path / "tokenizer_config.json"
+    values = read_object(settings) if settings.exists() or settings.is_symlink() else {}
+    file = path / "tokenizer.json"
+    if not file.exists() and not file.is_symlink():
+        _check_other_files(path, values)
+        return
+    tokenizer = read_object(file)
+    model = tokenizer.get("model")
+    if not isinstance(model, dict):
+        raise CannotServe(f"{file} is not a tokenizer of the tokenizers library, because it has no model: {_COPY}")
+    _check_ids(file, model.get("vocab"), config)
+
+
+def _check_other_files(path: Path, settings: Mapping[str, Any]) -> None:
+    if has_byte_level_files(path, settings):
+        return
+    found = next((name for name in _SLOW if (path / name).is_file()), None)
+    if found is None:
+        raise CannotServe(f"{path} has no tokenizer.json: {_COPY}")
+    raise CannotServe(f"{path} has no tokenizer.json, only {found}, which is not read: {_CONVERT}")
+
+
+def _check_ids(file: Path, vocabulary: object, config: Mapping[str, Any]) -> None:
+    """Raise `CannotServe` if a token of the vocabulary has no row in the embeddings. Tokens that were added to the
+    vocabulary may lack one: texts seldom hold them, and some models come so."""
+    size = config.get("vocab_size")
+    if not isinstance(vocabulary, dict) or not isinstance(size, int):
+        return
+    # Only what is sure to fail is refused. Tokens that were added beyond the vocabulary pass, because models are
+    # published so.
+    highest = max((value for value in vocabulary.values() if isinstance(value, int)), default=0)
+    if highest >= size:
+        raise CannotServe(
+            f"{file} has tokens up to id {highest}, but {file.parent / 'config.json'} says vocab_size {size}: it is "
+            f"the tokenizer of another model; {_COPY}"
+        )
+
+
+_AGAIN = "download it again"
+_ZIP = b"PK"
+_LONGEST_HEADER = 100 << 20
+"""What the safetensors library reads at most."""
+_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "wte.weight")
+"""Names of the matrix [vocab_size, hidden_size] in checkpoints of the usual families."""
+
+
+def check_weights(path: Path, config: Mapping[str, Any]) -> None:
+    """Check the weights in a directory against ``config``, the content of its ``config.json``. Raises `CannotServe`."""
+    _check_index(path)
+    _check_unfinished(path)
+    try:
+        files = weight_files(path)
+    except ValueError:
+        raise CannotServe(_about_missing(path)) from None
+    for file in files:
+        if is_pickled(file):
+            _check_pickled(file)
+        else:
+            _check_embeddings(path, file, _read_header(file), config)
+
+
+def _check_index(path: Path) -> None:
+    for index in sorted(path.glob("*.index.json")):
+        if index.name not in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+            continue
+        if (path / index.name.removesuffix(".index.json")).is_file():
+            continue
+        shards = read_object(index).get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise CannotServe(f"{index} has no weight_map: {_AGAIN}")
+        missing = sorted({str(name) for name in shards.values() if not (path / str(name)).exists()})
+        if missing:
+            raise CannotServe(
+                f"{index} names {missing[0]}, which is not in the directory ({len(missing)} of "
+                f"{len(set(shards.values()))} files are missing): download the missing files"
+            )
+
+
+def _check_unfinished(path: Path) -> None:
+    for pattern in ("*.incomplete", "*.part", "*.crdownload", "*.aria2"):
+        if unfinished := sorted(path.glob(pattern)):
+            raise CannotServe(
+                f"{unfinished[0]} is a download that has not ended: finish it, or download the file again"
+            )
+
+
+def _about_missing(path: Path) -> str:
+    links = [file for file in sorted(path.glob("*.safetensors")) if file.is_symlink() and not file.exists()]
+    if links:
+        return f"{links[0]} is a link to {links[0].readlink()}, which does not exist: download the model again"
+    named = sorted({*path.glob("*.safetensors"), *path.glob("*.bin")} - set(path.glob("training_args.bin")))
+    if named:
+        return f"{path} has no model.safetensors nor an index of several files: rename {named[0].name}, or {_AGAIN}"
+    return f"{path} has config.json but no weights: download model.safetensors, or all files that its index names"
+
+
+def _check_pickled(file: Path) -> None:
+    head = check_content(file)
+    if not head.startswith(_ZIP):
+        raise CannotServe(
+            f"{file} is not a file of torch.save since PyTorch 1.6: convert it to safetensors with save_pretrained of "
+            "transformers, or download it again"
+        )
+
+
+def _read_header(file: Path) -> dict[str, Any]:
+    """Return the header of a safetensors file: names, dtypes, shapes and offsets of its tensors.
+
+    Raises `CannotServe`.
+    """
+    head = check_content(file)
+    size = file.stat().st_size
+    length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else size
+    if length > min(size, _LONGEST_HEADER):
+        raise CannotServe(f"{file} is not a safetensors file, or was cut off in its header: {_AGAIN}")
+    with file.open("rb") as stream:
+        stream.seek(8)
+        text = stream.read(length)
+    try:
+        header: dict[str, Any] = json.loads(text)
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        needed = 8 + length + max(ends, default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        raise CannotServe(
+            f"{file} is not a safetensors file: its header is no JSON object of tensors: {_AGAIN}"
+        ) from None
+    if size < needed:
+        raise CannotServe(f"{file} is cut off: it has {size:,} bytes, and its header describes {needed:,}: {_AGAIN}")
+    return header
+
+
+def _check_embeddings(path: Path, file: Path, header: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raise `CannotServe` if the weights are those of another model than ``config.json`` describes."""
+    if config["architectures"][0] not in ARCHITECTURES:
+        return  # others may store embeddings of another size
+    for name in _EMBEDDINGS:
+        shape = header[name].get("shape") if name in header else None
+        hidden = config.get("word_embed_proj_dim") or config.get("hidden_size") or config.get("n_embd")
+        wanted = [config.get("vocab_size"), hidden]
+        if shape is None or None in wanted or shape == wanted:
+            continue
+        raise CannotServe(
+            f"{file}: {name} is {shape}, but {path / 'config.json'} says vocab_size {wanted[0]} and hidden_size "
+            f"{wanted[1]}: take both files from the same checkpoint"
+        )

@@ -5,10 +5,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tokenloom.gguf.gguf_file import is_gguf
 from tokenloom.gpu_worker.checkpoint.supported import ARCHITECTURES, BUILT_IN, QUANTIZATION_METHODS
 
-from .refusal import CannotServe
-from .small_files import read_object
+from .small_files import CannotServe, read_object
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _OTHER_TASKS = {
@@ -107,3 +107,41 @@ def _guessed_class(config: dict[str, Any]) -> str:
     kind = re.sub(r"\W", "", str(config.get("model_type") or "llama"))
     families = {family: name for name, family in ARCHITECTURES.items()}
     return families.get(kind, f"{kind.capitalize()}ForCausalLM")  # type: ignore[call-overload, no-any-return]
+
+
+_PLAIN = (None, "default")
+"""Types of rotary positions that do not stretch the context."""
+
+
+def check_context(path: Path, max_model_len: int | None) -> None:
+    """Check ``--max-model-len`` for a checkpoint directory; the engine checks it again, for every kind of model.
+
+    Raises `CannotServe` only for what the engine is sure to refuse: positions that are stretched, and GGUF files, pass.
+    """
+    if max_model_len is None:
+        return
+    if max_model_len < 2:
+        raise CannotServe(
+            f"--max-model-len {max_model_len}: give at least 2, because a request has one token of prompt and one of "
+            "output"
+        )
+    if is_gguf(path):
+        return
+    config = read_object(path / "config.json")
+    ropes = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    length = config.get("max_position_embeddings")
+    if not isinstance(length, int) or any(not _is_plain(rope) for rope in ropes):
+        return
+    # The engine refuses it as well, but a whole mesh was started for that, and the refusal came after eleven seconds.
+    if max_model_len > length:
+        raise CannotServe(
+            f"--max-model-len {max_model_len}: the model's context has {length} tokens (max_position_embeddings in "
+            f"{path / 'config.json'}): give at most that, or leave out the option"
+        )
+
+
+def _is_plain(rope: object) -> bool:
+    """Return whether rotary positions are not stretched, as far as is known: entries by layer kind are not read."""
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        return False
+    return rope.get("rope_type", rope.get("type")) in _PLAIN

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tokenloom.gguf.gguf_file import SUFFIX
 
-from .refusal import CannotServe
-from .small_files import check_content, read_object
+from .small_files import CannotServe, check_content, read_object
 
 _WANTED = "give a checkpoint directory, a GGUF file, or a hub id such as Qwen/Qwen3-0.6B"
 _URL = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<id>[\w.-]+/[\w.-]+)")

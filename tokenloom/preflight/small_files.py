@@ -1,10 +1,8 @@
-"""Reads the small files of a checkpoint, and recognizes what was saved in their place."""
+"""Reads the small files of a checkpoint; holds the error that every check raises."""
 
 import json
 from pathlib import Path
 from typing import Any
-
-from .refusal import CannotServe
 
 _POINTER = b"version https://git-lfs"
 _AGAIN = "download the model again"
@@ -41,3 +39,7 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CannotServe(f"{file} must hold a JSON object, not {type(values).__name__}: {_AGAIN}")
     return values
+
+
+class CannotServe(Exception):
+    """Ends the start. The message is one sentence that names the file or option, and the way out."""

@@ -10,8 +10,7 @@ from tokenloom.services.runtime.tasks import first_of
 
 from .output import LineCopier
 from .part import SupervisedPart
-from .part_failed import PartFailed
-from .part_spec import PartSpec
+from .part_spec import PartFailed, PartSpec
 from .process import Process
 from .state_dir import MeshRecord, PartReport, write_record
 

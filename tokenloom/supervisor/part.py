@@ -6,9 +6,7 @@ import signal
 
 from . import part_health
 from .output import LineCopier
-from .part_failed import PartFailed
-from .part_spec import PartSpec
-from .predecessors import Predecessors
+from .part_spec import PartFailed, PartSpec
 from .process import Process
 from .state_dir import PartReport, read_part_state
 
@@ -175,3 +173,44 @@ def describe(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+MAX_PREDECESSORS = 2
+"""Processes of one part that may drain at the same time. Then a successor waits for the end of the process before."""
+
+
+class Predecessors:
+    """Waits for processes that have left their listening sockets to the next process."""
+
+    def __init__(self, name: str, output: LineCopier) -> None:
+        """``name``: of the part, for the log."""
+        self._name = name
+        self._output = output
+        self._ends: dict[Process, asyncio.Task[None]] = {}
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._ends) >= MAX_PREDECESSORS
+
+    def add(self, process: Process) -> None:
+        """Own a process until it has ended."""
+        self._ends[process] = asyncio.create_task(self._wait(process), name=f"{self._name} drains")
+
+    def kill(self) -> None:
+        """Kill all of them."""
+        for process in self._ends:
+            process.kill_group()
+
+    async def ended(self) -> None:
+        """Return when all of them have ended."""
+        if self._ends:
+            await asyncio.wait(self._ends.values())
+
+    async def _wait(self, process: Process) -> None:
+        try:
+            status = await process.wait()
+            if status:
+                self._output.say(self._name, f"the process that drained ended with status {status}")
+        finally:
+            process.kill_group()  # also the processes that it left
+            del self._ends[process]

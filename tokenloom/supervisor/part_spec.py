@@ -1,4 +1,4 @@
-"""What a part is, before it runs."""
+"""What a part is before it runs, and the error of one that does not start."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,3 +38,7 @@ class PartSpec:
     @property
     def record(self) -> PartRecord:
         return PartRecord(self.service, self.index, self.role, str(self.state_file), self.model)
+
+
+class PartFailed(Exception):
+    """A part cannot be started; the message says which one and how it ended."""

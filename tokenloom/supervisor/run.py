@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .first_processes import fork_first
 from .layout import MeshOptions, parts_of, write_meshes
 from .mesh import Mesh
 from .output import LineCopier
 from .part_spec import PartSpec
 from .ports import held_ports
-from .process import Process
+from .process import Process, fork_first
 from .state_dir import mesh_directory
 
 Work = Callable[[Mesh], Coroutine[Any, Any, None]]

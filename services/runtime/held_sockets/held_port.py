@@ -1,7 +1,7 @@
 """Serves the connections that waited in a held socket while no gRPC server listened on its port.
 
 gRPC cannot accept from a given socket. So its server listens on the same port with a socket of its own, to which the
-kernel gives all new connections (``tokenloom.supervisor.held_listener`` says how). Those that were made while this
+kernel gives all new connections (``tokenloom.supervisor.ports`` says how). Those that were made while this
 process did not run wait in the held socket. They are accepted here and passed to a second gRPC server with the same
 handlers, which asks each client soon afterwards to connect anew (GOAWAY). Its calls in progress finish first.
 """

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tokenloom.cli import doctor
 from tokenloom.cli.main import app
-from tokenloom.preflight.diagnosis.finding import Finding
+from tokenloom.preflight.findings import Finding
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch
 from tokenloom import LLM, SamplingParams
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.preflight.model import check_checkpoint
-from tokenloom.preflight.refusal import CannotServe
+from tokenloom.preflight.small_files import CannotServe
 
 
 @pytest.fixture

@@ -12,11 +12,9 @@ from typer.testing import CliRunner, Result
 
 from tokenloom.cli.main import app
 from tokenloom.cli.serve import serving
-from tokenloom.preflight import packages, platforms
-from tokenloom.preflight.files import check_certificate
-from tokenloom.preflight.listening import check_addresses
-from tokenloom.preflight.refusal import CannotServe
-from tokenloom.preflight.run_directory import check_run_directory
+from tokenloom.preflight import host
+from tokenloom.preflight.host import check_addresses, check_certificate, check_run_directory
+from tokenloom.preflight.small_files import CannotServe
 from tokenloom.process import unix_socket
 from tokenloom.supervisor.certificates import make_certificates
 from tokenloom.supervisor.ports import PortTaken, reserved_ports
@@ -233,7 +231,7 @@ def test_a_long_directory_for_sockets_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenloom.preflight.run_directory._NEEDED_BYTES", 1 << 62)
+    monkeypatch.setattr("tokenloom.preflight.host._NEEDED_BYTES", 1 << 62)
     with pytest.raises(CannotServe, match="free space, or set XDG_RUNTIME_DIR"):
         check_run_directory(Path("/tmp"))
 
@@ -241,8 +239,8 @@ def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_without_the_engines_packages_the_answer_is_what_to_install(
     monkeypatch: pytest.MonkeyPatch, started: list[Any]
 ) -> None:
-    found = packages.find_spec
-    monkeypatch.setattr(packages, "find_spec", lambda name: None if name == "torch" else found(name))
+    found = host.find_spec
+    monkeypatch.setattr(host, "find_spec", lambda name: None if name == "torch" else found(name))
     message = refusal()
     assert "needs torch, which this environment lacks: run pip install 'tokenloom[engine]'" in message
     assert run("--worker", "hash").exit_code == 0, "it needs no torch"
@@ -254,15 +252,13 @@ def test_without_the_engines_packages_the_answer_is_what_to_install(
     [("2.10.1", "older than 2.11"), ("2.13.0+cpu", ""), ("2.14.0", r"tested with \(below 2.14\)"), ("2.11.0a1", "")],
 )
 def test_versions_of_torch(installed: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages.metadata, "version", lambda name: installed)
-    monkeypatch.setattr(
-        packages.metadata, "requires", lambda name: ["numpy>=1", 'torch<2.14,>=2.11; extra == "engine"']
-    )
+    monkeypatch.setattr(host.metadata, "version", lambda name: installed)
+    monkeypatch.setattr(host.metadata, "requires", lambda name: ["numpy>=1", 'torch<2.14,>=2.11; extra == "engine"'])
     if not reason:
-        packages.check_engine_packages()
+        host.check_engine_packages()
         return
     with pytest.raises(CannotServe, match=reason):
-        packages.check_engine_packages()
+        host.check_engine_packages()
 
 
 @pytest.mark.parametrize(
@@ -272,7 +268,7 @@ def test_versions_of_torch(installed: str, reason: str, monkeypatch: pytest.Monk
 def test_other_platforms_get_one_sentence(
     system: str, machine: str, note: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(platforms.sys, "platform", system)
-    monkeypatch.setattr(platforms.platform, "machine", lambda: machine)
-    assert note in platforms.platform_note()
-    assert bool(platforms.platform_note()) == bool(note)
+    monkeypatch.setattr(host.sys, "platform", system)
+    monkeypatch.setattr(host.platform, "machine", lambda: machine)
+    assert note in host.platform_note()
+    assert bool(host.platform_note()) == bool(note)

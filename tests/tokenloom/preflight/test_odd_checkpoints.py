@@ -12,7 +12,7 @@ from tokenloom.gpu_worker.checkpoint.quantization.schemes import METHODS
 from tokenloom.gpu_worker.checkpoint.supported import QUANTIZATION_METHODS
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.preflight.model import check_checkpoint
-from tokenloom.preflight.refusal import CannotServe
+from tokenloom.preflight.small_files import CannotServe
 
 
 @pytest.fixture(autouse=True)

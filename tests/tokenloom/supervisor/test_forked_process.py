@@ -45,7 +45,7 @@ if behaviour == "wait":
 SUPERVISOR = """
 import asyncio, atexit, json, os, random, socket, sys, tempfile
 from pathlib import Path
-from tokenloom.supervisor.first_processes import fork_first
+from tokenloom.supervisor.process import fork_first
 from tokenloom.supervisor.mesh import Mesh
 from tokenloom.supervisor.output import LineCopier
 from tokenloom.supervisor.part_spec import PartSpec

@@ -10,8 +10,7 @@ import pytest
 
 from tokenloom.supervisor.mesh import Mesh
 from tokenloom.supervisor.output import LineCopier
-from tokenloom.supervisor.part_failed import PartFailed
-from tokenloom.supervisor.part_spec import PartSpec
+from tokenloom.supervisor.part_spec import PartFailed, PartSpec
 
 MakeSpec = Callable[..., PartSpec]
 Printed = list[tuple[str, str]]

@@ -14,8 +14,7 @@ import pytest
 from tokenloom.supervisor import part_health
 from tokenloom.supervisor.output import LineCopier
 from tokenloom.supervisor.part import SupervisedPart, describe_exit
-from tokenloom.supervisor.part_failed import PartFailed
-from tokenloom.supervisor.part_spec import PartSpec
+from tokenloom.supervisor.part_spec import PartFailed, PartSpec
 
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 MakeSpec = Callable[..., PartSpec]

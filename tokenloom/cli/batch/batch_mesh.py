@@ -12,7 +12,7 @@ from tokenloom.supervisor.run import run_mesh
 from ..failures import INTERRUPTED
 from ..model_directory import model_directory
 from ..server import Server
-from .batch_work import BatchWork
+from .batch_run import BatchWork
 
 
 def run_with_mesh(model: str, engines: int, timeout: float, work: BatchWork) -> None:

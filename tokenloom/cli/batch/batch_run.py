@@ -1,13 +1,123 @@
-"""Runs the requests of ``tokenloom run-batch`` concurrently; each yields one line, in the order in which they end."""
+"""Reads the requests of a batch file, sends them concurrently, and writes the lines that answer them."""
 
+import contextlib
 import queue
+import re
+import secrets
+import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..failures import RequestFailed
 from ..server import Server, ServerReply
-from .batch_request import BadRequest, BatchRequest, error_line, read_request, reply_line
+from .jsonl import LineWriter, count_lines, parse, read_lines
+
+_PATH = re.compile(r"[!-~]+")
+"""What a line of HTTP can carry."""
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """Holds a request from the file."""
+
+    custom_id: str
+    url: str
+    """The path, such as ``/v1/chat/completions``."""
+    body: Mapping[str, Any]
+
+
+class BadRequest(ValueError):
+    """The line is not a valid request; the message says why."""
+
+    def __init__(self, custom_id: str, message: str) -> None:
+        super().__init__(message)
+        self.custom_id = custom_id
+
+
+def read_request(number: int, line: str) -> BatchRequest:
+    """Read a line. Raises `BadRequest`, with the id ``line-N`` for a line without one."""
+    unnamed = f"line-{number}"
+    try:
+        value = parse(line)
+    except ValueError as error:
+        raise BadRequest(unnamed, f"line {number} {error}") from None
+    if not isinstance(value, dict):
+        raise BadRequest(unnamed, f"line {number} must be an object")
+    custom_id, url, body = value.get("custom_id"), value.get("url"), value.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise BadRequest(unnamed, f"line {number}: custom_id must be a string")
+    if value.get("method", "POST") != "POST":
+        raise BadRequest(custom_id, f"line {number}: method must be POST")
+    if not isinstance(url, str) or not url.startswith("/v1/") or not _PATH.fullmatch(url):
+        raise BadRequest(custom_id, f"line {number}: url must be a path such as /v1/chat/completions")
+    if not isinstance(body, dict):
+        raise BadRequest(custom_id, f"line {number}: body must be an object")
+    if body.get("stream"):
+        raise BadRequest(custom_id, f"line {number}: stream must not be set in a batch")
+    return BatchRequest(custom_id, url, body)
+
+
+def reply_line(request: BatchRequest, reply: ServerReply) -> dict[str, Any]:
+    """Make the line for a request that the server answered, with success or an error."""
+    response = {"status_code": reply.status, "request_id": reply.request_id, "body": reply.body}
+    return _line(request.custom_id, response, None)
+
+
+def error_line(custom_id: str, code: str, message: str) -> dict[str, Any]:
+    """Make the line for a request that got no answer."""
+    return _line(custom_id, None, {"code": code, "message": message})
+
+
+def failed(line: Mapping[str, Any]) -> bool:
+    """Return whether the line reports a failure."""
+    return line.get("error") is not None or line["response"]["status_code"] != 200
+
+
+def _line(custom_id: str, response: dict[str, Any] | None, error: dict[str, str] | None) -> dict[str, Any]:
+    return {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id, "response": response, "error": error}
+
+
+class BatchWork:
+    """Sends the requests that have no answer yet, and counts."""
+
+    def __init__(self, requests: Path, writer: LineWriter, concurrency: int, max_retries: int) -> None:
+        self._requests = requests
+        self._writer = writer
+        self._limits = (concurrency, max_retries)
+        self._batch: BatchSender | None = None
+        self.num_done = self.num_failed = 0
+
+    def run(self, server: Server) -> None:
+        """Block until every request is answered or `stop` is called."""
+        self._batch = BatchSender(server, *self._limits)
+        done = {str(line.get("custom_id")) for line in self._writer.written}
+        with _bar(count_lines(self._requests), len(done)) as advance:
+            for line in self._batch.run(read_lines(self._requests), done):
+                self._writer.write(line)
+                self.num_done += 1
+                self.num_failed += failed(line)
+                advance()
+
+    def stop(self) -> None:
+        if self._batch is not None:
+            self._batch.stop()
+
+
+@contextlib.contextmanager
+def _bar(total: int | None, done: int) -> Iterator[Callable[[], Any]]:
+    """Show a progress bar on standard error if it is a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not sys.stderr.isatty()) as shown:
+        task = shown.add_task("requests", total=total, completed=done)
+        yield lambda: shown.advance(task)
+
 
 Line = dict[str, Any]
 

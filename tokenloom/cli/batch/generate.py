@@ -13,9 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tokenloom.model_files.model_path import DEMO_MODEL_NAME
 
-from ..chat.sampling_options import Stop, Temperature, TopK, TopP
 from ..failures import FAILED, CommandFailed, reported
-from ..options import engine_options, given, offers, parsed
+from ..options import Stop, Temperature, TopK, TopP, engine_options, given, offers, parsed
 from .jsonl import STANDARD, LineWriter, check_apart, count_lines, read_lines
 
 
@@ -84,7 +83,7 @@ def _answers(
 def _skip_answered(lines: Iterator[tuple[int, str]], answers: list[dict[str, Any]]) -> int:
     """Skip the prompts that have an answer. Raises `CommandFailed` if the answers belong to other prompts."""
     # Imported here, because it takes numpy and protobuf, which the help does not need.
-    from .generate_prompt import BadLine, read_prompt_line
+    from .generate_run import BadLine, read_prompt_line
 
     for answer, (number, text) in itertools.zip_longest(
         answers, itertools.islice(lines, len(answers)), fillvalue=(0, "")

@@ -8,8 +8,8 @@ import typer
 from tokenloom.services.runtime.host.uncollected_imports import uncollected_imports
 
 from ..failures import FAILED, reported
-from ..server_options import ApiKey, BaseUrl, connect
-from .batch_work import BatchWork
+from ..server import ApiKey, BaseUrl, connect
+from .batch_run import BatchWork
 from .jsonl import LineWriter, check_apart
 
 

@@ -17,7 +17,7 @@ from tokenloom.services.runtime.host.options import options_of
 from tokenloom.supervisor.state_dir import read_part_state, running_meshes
 
 from ..options import built, offers
-from ..server_options import ApiKey
+from ..server import ApiKey
 from .bench_output import AsJson, Goodput, MoreObjectives, Plot, bars, failures, show
 
 _DEFAULTS = ServeOptions()

@@ -9,15 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from ..failures import RequestFailed, reported
-from ..options import given
-from ..server import Server
-from ..server_options import ApiKey, BaseUrl, ServedModel, connect
+from ..options import MaxTokens, SampleSeed, Stop, Temperature, TopK, TopP, given
+from ..server import ApiKey, BaseUrl, ServedModel, Server, connect
+from ..streams import with_piped
 from ..tables import plain_console
-from . import chat_commands
 from .chat_client import Answer, stream_chat
-from .conversation import Conversation
-from .sampling_options import MaxTokens, SampleSeed, Stop, Temperature, TopK, TopP
-from .standard_input import with_piped
+from .conversation import AskAgain, Conversation, EndOfChat, command_names, run_command
 
 
 def chat(
@@ -69,9 +66,9 @@ class ChatSession:
         for line in _lines():
             try:
                 self._obey(line) if line.startswith("/") else self._exchange(line)
-            except chat_commands.EndOfChat:
+            except EndOfChat:
                 return
-            except chat_commands.AskAgain as again:
+            except AskAgain as again:
                 self._exchange(again.args[0])
 
     def ask(self, question: str, *, quiet: bool = False) -> Answer:
@@ -91,7 +88,7 @@ class ChatSession:
             self._conversation.answer("".join(pieces))  # a stopped answer is kept as far as it arrived
 
     def _obey(self, line: str) -> None:
-        if shown := chat_commands.run(line, self._conversation):
+        if shown := run_command(line, self._conversation):
             self._console.print(shown, style="dim")
 
     def _exchange(self, question: str) -> None:
@@ -134,7 +131,7 @@ def _edit_lines() -> None:
     except ImportError:
         return
     readline.set_completer_delims(" ")
-    readline.set_completer(lambda text, state: [*(n for n in chat_commands.names() if n.startswith(text)), None][state])
+    readline.set_completer(lambda text, state: [*(n for n in command_names() if n.startswith(text)), None][state])
     readline.parse_and_bind("tab: complete")
 
 

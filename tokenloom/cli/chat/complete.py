@@ -6,11 +6,9 @@ from typing import Annotated
 import typer
 
 from ..failures import RequestFailed, reported
-from ..options import given
-from ..server import objects
-from ..server_options import ApiKey, BaseUrl, ServedModel, connect
-from .sampling_options import MaxTokens, SampleSeed, Stop, Temperature, TopK, TopP
-from .standard_input import with_piped
+from ..options import MaxTokens, SampleSeed, Stop, Temperature, TopK, TopP, given
+from ..server import ApiKey, BaseUrl, ServedModel, connect, objects
+from ..streams import with_piped
 
 
 def complete(

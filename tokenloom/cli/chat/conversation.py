@@ -1,7 +1,11 @@
-"""The messages of a chat, as the next request sends them."""
+"""A conversation at a terminal, and the commands that act on it."""
 
+import difflib
 import json
+from collections.abc import Callable
 from pathlib import Path
+
+from tokenloom.model_files.model_path import expanded
 
 Message = dict[str, str]
 
@@ -61,3 +65,102 @@ def _is_message(value: object) -> bool:
         and value.get("role") in ("system", "user", "assistant")
         and isinstance(value.get("content"), str)
     )
+
+
+Handler = Callable[[Conversation, str], str]
+"""Takes the conversation and the command's argument; returns the text to show."""
+
+
+class EndOfChat(Exception):
+    """The user wants to leave."""
+
+
+class AskAgain(Exception):
+    """The question in ``args[0]`` must be asked again."""
+
+
+def run_command(line: str, conversation: Conversation) -> str:
+    """Execute a line such as ``/system Be brief.``; return the text to show. Raises `EndOfChat` or `AskAgain`."""
+    name, _, argument = line.removeprefix("/").partition(" ")
+    command = _COMMANDS.get(name)
+    if command is None:
+        near = difflib.get_close_matches(name, _COMMANDS, n=1)
+        return f"unknown command /{name}" + (f"; did you mean /{near[0]}?" if near else "; /help lists the commands")
+    return command[1](conversation, argument.strip())
+
+
+def command_names() -> list[str]:
+    """Return every command with its slash."""
+    return [f"/{name}" for name in _COMMANDS]
+
+
+def _help(conversation: Conversation, argument: str) -> str:
+    lines = [f"  /{name:<8} {text}" for name, (text, _) in _COMMANDS.items()]
+    return "\n".join([*lines, "  A line that ends with \\ continues on the next one; Ctrl-C stops an answer."])
+
+
+def _system(conversation: Conversation, argument: str) -> str:
+    if argument:
+        conversation.system = argument
+    return f"system prompt: {conversation.system or '(none)'}"
+
+
+def _clear(conversation: Conversation, argument: str) -> str:
+    conversation.clear()
+    return "started a new conversation"
+
+
+def _history(conversation: Conversation, argument: str) -> str:
+    lines = [f"{message['role']}: {message['content']}" for message in conversation.messages]
+    return "\n".join(lines) or "the conversation is empty"
+
+
+def _undo(conversation: Conversation, argument: str) -> str:
+    question = conversation.take_back()
+    return "nothing to undo" if question is None else f"removed: {question}"
+
+
+def _retry(conversation: Conversation, argument: str) -> str:
+    question = conversation.take_back()
+    if question is None:
+        return "no question was asked yet"
+    raise AskAgain(question)
+
+
+def _save(conversation: Conversation, argument: str) -> str:
+    if not argument:
+        return "name a file: /save chat.json"
+    try:
+        conversation.save(expanded(argument))
+    except OSError as error:
+        return f"cannot write {argument}: {error.strerror}"
+    return f"saved to {argument}"
+
+
+def _load(conversation: Conversation, argument: str) -> str:
+    if not argument:
+        return "name a file: /load chat.json"
+    try:
+        conversation.load(expanded(argument))
+    except OSError as error:
+        return f"cannot read {argument}: {error.strerror}"
+    except ValueError as error:
+        return f"{argument} is not a saved chat: {error}"
+    return f"{len(conversation.messages)} messages loaded from {argument}"
+
+
+def _exit(conversation: Conversation, argument: str) -> str:
+    raise EndOfChat
+
+
+_COMMANDS: dict[str, tuple[str, Handler]] = {
+    "help": ("show this list", _help),
+    "system": ("show the system prompt, or set it to the argument", _system),
+    "history": ("show the conversation", _history),
+    "undo": ("remove the last question and its answer", _undo),
+    "retry": ("ask the last question again", _retry),
+    "clear": ("remove everything except the system prompt", _clear),
+    "save": ("write the conversation to a file", _save),
+    "load": ("continue a conversation from a file", _load),
+    "exit": ("leave, as Ctrl-D does", _exit),
+}

@@ -15,8 +15,7 @@ from tokenloom.supervisor.mesh import Mesh
 from tokenloom.supervisor.output import LineCopier, Tail
 from tokenloom.supervisor.run import run_mesh
 
-from ..chat.chat_client import Answer, stream_chat
-from ..chat.timeline_table import timeline_table
+from ..chat.chat_client import Answer, stream_chat, timeline_table
 from ..failures import INTERRUPTED, reported
 from ..model_directory import model_directory
 from ..serve.prechecks import check_model

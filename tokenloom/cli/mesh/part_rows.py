@@ -8,8 +8,7 @@ from pathlib import Path
 from tokenloom.supervisor.part_health import is_serving
 from tokenloom.supervisor.state_dir import MeshRecord, PartRecord, read_part_state
 
-from .mesh_sample import scrape
-from .placements import MeshPlacement, PartPlacement, merged
+from .mesh_sample import MeshPlacement, PartPlacement, merged, scrape
 
 _NOT_SERVED: Mapping[str, str] = {"other_weights": "ASIDE", "unreached": "UNREACHED"}
 """The health of an engine that serves by its own word and gets no requests, by the fall-back that says so."""

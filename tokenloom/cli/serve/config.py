@@ -15,8 +15,7 @@ from tokenloom.supervisor.layout import MeshOptions
 
 from ..options import offers
 from ..tables import print_tables
-from .serve_config import as_defaults, service_flags
-from .serve_options import OFFERS
+from .serve_options import OFFERS, as_defaults, service_flags
 
 _HIDDEN = "…"
 

@@ -7,15 +7,19 @@ from typing import Any
 
 import typer
 
-from tokenloom.preflight.context import check_context
-from tokenloom.preflight.files import check_certificate, check_directories, check_files
-from tokenloom.preflight.listening import check_addresses
+from tokenloom.preflight.host import (
+    check_addresses,
+    check_certificate,
+    check_directories,
+    check_engine_packages,
+    check_files,
+    check_open_files,
+    check_run_directory,
+    platform_note,
+)
 from tokenloom.preflight.model import check_checkpoint
-from tokenloom.preflight.open_files import check_open_files
-from tokenloom.preflight.packages import check_engine_packages
-from tokenloom.preflight.platforms import platform_note
-from tokenloom.preflight.refusal import CannotServe
-from tokenloom.preflight.run_directory import check_run_directory
+from tokenloom.preflight.model_config import check_context
+from tokenloom.preflight.small_files import CannotServe
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.gateway.settings.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.tenants.api_keys import ApiKeys

@@ -13,8 +13,7 @@ from tokenloom.supervisor.layout import MeshOptions
 
 from ..command import WRITTEN
 from ..options import given, offers
-from .serve_config import as_defaults
-from .serve_options import OFFERS
+from .serve_options import OFFERS, as_defaults
 
 
 def _check_place(context: typer.Context, model: str) -> str:

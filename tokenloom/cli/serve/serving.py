@@ -10,18 +10,17 @@ import typer
 from msgspec import structs
 
 from tokenloom.request.chat_template import read_chat_template
-from tokenloom.supervisor.context_length import context_length
 from tokenloom.supervisor.layout import MeshOptions, ServedModel, with_names
 from tokenloom.supervisor.mesh import Mesh
 from tokenloom.supervisor.output import LineCopier, bare, prefixed, unbuffered
+from tokenloom.supervisor.part_health import context_length
 from tokenloom.supervisor.run import run_mesh
 
 from ..failures import reported
 from ..model_directory import model_directory
 from ..options import built
 from .prechecks import check_host, check_model, warn_of_variables
-from .serve_config import service_flags
-from .serve_options import service_arguments
+from .serve_options import service_arguments, service_flags
 
 
 def serve_model(

@@ -6,9 +6,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from tokenloom.cli.mesh.mesh_rates import view
 from tokenloom.cli.mesh.mesh_sample import MeshSample, PartSample, ScrapedMetrics
-from tokenloom.cli.mesh.top_screen import shown
+from tokenloom.cli.mesh.top_screen import shown, view
 from tokenloom.supervisor.state_dir import PartRecord, PartReport
 
 INF = math.inf

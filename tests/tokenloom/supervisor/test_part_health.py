@@ -4,7 +4,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from tokenloom.supervisor.context_length import context_length
+from tokenloom.supervisor.part_health import context_length
 from tokenloom.v1 import engine_pb2, engine_pb2_grpc
 
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.preflight.diagnosis import engine, host
-from tokenloom.preflight.diagnosis.certificates import examine_certificates
-from tokenloom.preflight.diagnosis.finding import from_check
-from tokenloom.preflight.refusal import CannotServe
+from tokenloom.preflight import findings
+from tokenloom.preflight.findings import examine_certificates, from_check
+from tokenloom.preflight.small_files import CannotServe
 from tokenloom.supervisor.certificates import make_certificates
 from tokenloom.supervisor.state_dir import root
 
@@ -23,7 +22,7 @@ def test_a_check_that_refuses_fails() -> None:
 
 
 def test_this_machine_is_examined() -> None:
-    found = [*host.examine_host(root()), *engine.examine_engine()]
+    found = [*findings.examine_host(root()), *findings.examine_engine()]
     subjects = {each.subject for each in found}
     assert {"platform", "cores", "memory", "shared memory", "huge pages", "open files", "sockets", "clock"} <= subjects
     assert {"packages", "processor", "kernels"} <= subjects
@@ -36,7 +35,7 @@ def test_this_machine_is_examined() -> None:
 )
 def test_memory(content: str, level: str, tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text(content)
-    assert host._memory(tmp_path / "meminfo").level == level
+    assert findings._memory(tmp_path / "meminfo").level == level
 
 
 @pytest.mark.parametrize(
@@ -44,12 +43,12 @@ def test_memory(content: str, level: str, tmp_path: Path) -> None:
 )
 def test_huge_pages(content: str, level: str, tmp_path: Path) -> None:
     (tmp_path / "enabled").write_text(content)
-    assert host._huge_pages(tmp_path / "enabled").level == level
+    assert findings._huge_pages(tmp_path / "enabled").level == level
 
 
 def test_limits(tmp_path: Path) -> None:
-    assert [host._descriptors(limit).level for limit in (128, 1024, 20000, -1)] == ["fail", "warn", "ok", "ok"]
-    assert host._shared_memory(tmp_path / "nothing").level == "warn"
+    assert [findings._descriptors(limit).level for limit in (128, 1024, 20000, -1)] == ["fail", "warn", "ok", "ok"]
+    assert findings._shared_memory(tmp_path / "nothing").level == "warn"
 
 
 @pytest.mark.parametrize(
@@ -71,9 +70,9 @@ def test_what_is_no_certificate_fails(tmp_path: Path) -> None:
 
 
 def test_kernels_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "FOLDER", tmp_path)
-    assert engine._kernels().level in ("ok", "warn")
-    monkeypatch.setattr(engine.shutil, "which", lambda name: None)
-    assert engine._kernels().level == "warn"
-    monkeypatch.setattr(engine, "available_levels", list)
-    assert engine._processor().level == "warn"
+    monkeypatch.setattr(findings, "FOLDER", tmp_path)
+    assert findings._kernels().level in ("ok", "warn")
+    monkeypatch.setattr(findings.shutil, "which", lambda name: None)
+    assert findings._kernels().level == "warn"
+    monkeypatch.setattr(findings, "available_levels", list)
+    assert findings._processor().level == "warn"

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tokenloom.cli.main import app
-from tokenloom.preflight.context import check_context
-from tokenloom.preflight.refusal import CannotServe
+from tokenloom.preflight.model_config import check_context
+from tokenloom.preflight.small_files import CannotServe
 
 
 def checkpoint(path: Path, **config: Any) -> Path:

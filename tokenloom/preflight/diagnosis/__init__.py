@@ -1,1 +1,0 @@
-"""Examines a machine for ``tokenloom doctor``: each function returns findings and changes nothing."""

@@ -1,0 +1,188 @@
+"""What ``tokenloom doctor`` finds on this machine: memory, limits, clock, packages, kernels and certificates."""
+
+import ctypes
+import datetime
+import os
+import platform
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from tokenloom.gpu_worker.kernels.levels import available_levels
+from tokenloom.gpu_worker.kernels.prebuilt import FOLDER, library_name, variants
+from tokenloom.services.runtime.host.descriptors import NEEDED
+
+from .host import check_engine_packages, check_run_directory, platform_note
+from .small_files import CannotServe
+
+Level = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line for the user."""
+
+    level: Level
+    """``fail``: ``tokenloom serve`` would not start; ``warn``: it would be slower, or lack something."""
+    subject: str
+    text: str
+    """What was found and, unless it is in order, the way out."""
+
+
+def from_check(subject: str, in_order: str, check: Callable[[], object]) -> Finding:
+    """Return the finding of a check that raises ``CannotServe``; ``in_order`` is the text if it does not."""
+    try:
+        check()
+    except CannotServe as refused:
+        return Finding("fail", subject, str(refused))
+    return Finding("ok", subject, in_order)
+
+
+_FEW_DESCRIPTORS = 4096
+_LITTLE_MEMORY = 2 << 30
+_LITTLE_SHARED_MEMORY = 256 << 20
+_UNSYNCHRONIZED = 5
+"""``TIME_ERROR`` of adjtimex."""
+_TIMEX_BYTES = 256
+"""More than the struct of adjtimex takes; zeros ask for the state only."""
+
+
+def examine_host(run_directory: Path) -> Iterator[Finding]:
+    """Yield findings about platform, cores, memory, limits, clock, and the directory of the meshes' sockets."""
+    note = platform_note()
+    where = f"{platform.system()} on {platform.machine()}, Python {platform.python_version()}"
+    yield Finding("warn" if note else "ok", "platform", note or where)
+    yield Finding("ok", "cores", f"{len(os.sched_getaffinity(0))} for this user's processes")
+    yield _memory(Path("/proc/meminfo"))
+    yield _shared_memory(Path("/dev/shm"))
+    yield _huge_pages(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
+    yield _descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    yield from_check("sockets", f"in {run_directory}", lambda: check_run_directory(run_directory))
+    yield _clock()
+
+
+def _memory(file: Path) -> Finding:
+    lines = file.read_text().splitlines() if file.is_file() else []
+    free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), None)
+    if free is None:
+        return Finding("warn", "memory", f"unknown, because {file} does not say how much is available")
+    text = f"{free / 1e9:.1f} GB available"
+    if free < _LITTLE_MEMORY:
+        return Finding("warn", "memory", f"{text}: stop other programs, or limit the KV cache with --kv-cache-memory")
+    return Finding("ok", "memory", text)
+
+
+def _shared_memory(folder: Path) -> Finding:
+    if not folder.is_dir():
+        return Finding("warn", "shared memory", f"{folder} does not exist: mount a tmpfs there")
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    text = f"{free / 1e6:,.0f} MB free in {folder}"
+    if free < _LITTLE_SHARED_MEMORY:
+        return Finding("warn", "shared memory", f"{text}: start containers with --shm-size=1g, for PyTorch's processes")
+    return Finding("ok", "shared memory", text)
+
+
+def _huge_pages(file: Path) -> Finding:
+    text = file.read_text() if file.is_file() else ""
+    chosen = text.partition("[")[2].partition("]")[0] or "not supported"
+    if chosen in ("always", "madvise"):
+        return Finding("ok", "huge pages", f"transparent huge pages: {chosen}")
+    way_out = f"`echo madvise > {file}` as root makes the KV cache faster"
+    return Finding("warn", "huge pages", f"transparent huge pages: {chosen}: {way_out}")
+
+
+def _descriptors(limit: int) -> Finding:
+    if 0 <= limit < NEEDED:
+        return Finding(
+            "fail", "open files", f"at most {limit}, and a part needs {NEEDED}: raise the limit with ulimit -n"
+        )
+    if 0 <= limit < _FEW_DESCRIPTORS:
+        return Finding("warn", "open files", f"at most {limit}: raise the limit with ulimit -n, for many connections")
+    return Finding("ok", "open files", "at most " + ("any number" if limit < 0 else str(limit)))
+
+
+def _clock() -> Finding:
+    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    try:
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
+    except (AttributeError, OSError):
+        return Finding("warn", "clock", f"{now}; whether it is synchronized is unknown on this platform")
+    if state == _UNSYNCHRONIZED:
+        return Finding("warn", "clock", f"{now}, not synchronized: run chrony or ntpd, for certificates and traces")
+    return Finding("ok", "clock", now)
+
+
+_OPTIONAL = {
+    "transformers": "models that are not built in (docs/reference/models.md)",
+    "xgrammar": "the other library for structured outputs",
+    "nixl": "KV blocks over RDMA",
+}
+
+
+def examine_engine() -> Iterator[Finding]:
+    """Yield findings about the engine."""
+    torch = f"torch {metadata.version('torch')}" if find_spec("torch") else "torch"
+    yield from_check("packages", f"{torch} and the other packages of the engine are installed", check_engine_packages)
+    for name, purpose in _OPTIONAL.items():
+        if find_spec(name) is None:
+            yield Finding("ok", "packages", f"{name} is not installed; {purpose} would need tokenloom[{name}]")
+    yield _processor()
+    yield _kernels()
+
+
+def _processor() -> Finding:
+    levels = available_levels()
+    if levels:
+        return Finding("ok", "processor", f"level {levels[0].name}")
+    return Finding("warn", "processor", "neither AVX2 nor Arm: models are computed slowly")
+
+
+def _kernels() -> Finding:
+    """Report where the kernels of the best level come from."""
+    has_compiler = shutil.which("g++") is not None
+    for level in available_levels():
+        folder = FOLDER / level.name
+        built = [variant for variant in variants() if (folder / library_name(*variant, level)).is_file()]
+        if built:
+            rest = "g++ compiles others" if has_compiler else "others need g++, or PyTorch's operations are used"
+            return Finding("ok", "kernels", f"{len(built)} built ahead for {level.name}; {rest}")
+    if has_compiler:
+        return Finding("ok", "kernels", "none built ahead; g++ compiles them at the first start, and they are kept")
+    return Finding("warn", "kernels", "none built ahead and no g++: install g++, or PyTorch's slower operations run")
+
+
+_SOON = datetime.timedelta(days=7)
+
+
+def examine_certificates(folder: Path, now: datetime.datetime | None = None) -> Iterator[Finding]:
+    """Yield a finding for each certificate in a folder and its folders; ``now`` is by default the time."""
+    from cryptography import x509  # imported here: it costs time
+
+    now = now or datetime.datetime.now(datetime.UTC)
+    files = sorted(folder.rglob("*.crt"))
+    if not files:
+        yield Finding("ok", "certificates", f"none in {folder}; a mesh on one machine needs none")
+    for file in files:
+        try:
+            certificate = x509.load_pem_x509_certificate(file.read_bytes())
+        except (OSError, ValueError) as error:
+            yield Finding("fail", "certificates", f"{file} cannot be read ({error}): run `tokenloom certs`")
+            continue
+        yield _about(file, certificate.not_valid_before_utc, certificate.not_valid_after_utc, now)
+
+
+def _about(file: Path, begin: datetime.datetime, end: datetime.datetime, now: datetime.datetime) -> Finding:
+    if now < begin:
+        return Finding("fail", "certificates", f"{file} is valid from {begin:%Y-%m-%d %H:%M} UTC on: set the clock")
+    if now >= end:
+        return Finding("fail", "certificates", f"{file} expired on {end:%Y-%m-%d}: renew it with `tokenloom certs`")
+    if end - now < _SOON:
+        return Finding("warn", "certificates", f"{file} expires on {end:%Y-%m-%d}: renew it with `tokenloom certs`")
+    return Finding("ok", "certificates", f"{file} is valid until {end:%Y-%m-%d}")

@@ -14,7 +14,7 @@ from tokenloom.services.gateway.formats import tool_request
 from tokenloom.services.gateway.generation import admission, charge
 from tokenloom.services.gateway.grpc import chat_prompt, message_bounds
 from tokenloom.services.gateway.http import json_body, pieces, request_body
-from tokenloom.services.gateway.http.server import uvicorn_protocol
+from tokenloom.services.gateway.http.server import http_protocol
 from tokenloom.services.gateway.metrics import usage_counts
 from tokenloom.services.gateway.page import traffic
 from tokenloom.services.gateway.pooling import pooling_runner as pooler
@@ -60,8 +60,8 @@ SENTENCES = {
         f"{validation.MAX_STOP_STRINGS} stop strings, {sampling_params.MAX_LOGIT_BIASES:,} tokens in `logit_bias`, "
         f"{tool_request.MAX_TOOLS} tools, {admission.MAX_PROMPTS:,} prompts",
         f"written in pieces of {_kib(pieces.PIECE_BYTES)}",
-        f"may each have {_kib(uvicorn_protocol.MAX_HEAD_BYTES)} and {uvicorn_protocol.MAX_FIELDS} fields and take "
-        f"{uvicorn_protocol.HEAD_SECONDS:.0f} s; a body may take {request_body.BODY_SECONDS:.0f} s",
+        f"may each have {_kib(http_protocol.MAX_HEAD_BYTES)} and {http_protocol.MAX_FIELDS} fields and take "
+        f"{http_protocol.HEAD_SECONDS:.0f} s; a body may take {request_body.BODY_SECONDS:.0f} s",
         f"| `--tenant-sessions` | {tenant_limits.SHARED_SESSIONS} | open streams of `GenerateSession`, idle ones too; "
         f"a gateway has {tenant_limits.MAX_SESSIONS:,} |",
         f"| `--tenant-pending-grammars` | {tenant_limits.SHARED_GRAMMARS} |",
@@ -85,9 +85,9 @@ SENTENCES = {
     ],
     "docs/operate/on-call.md": [f"the last {recent_requests.MAX_RECENT} requests of a gateway"],
     "docs/reference/features.md": [
-        f"a request head or trailers take longer than {uvicorn_protocol.HEAD_SECONDS:.0f} s, or a body longer than "
+        f"a request head or trailers take longer than {http_protocol.HEAD_SECONDS:.0f} s, or a body longer than "
         f"{request_body.BODY_SECONDS:.0f} s",
-        f"heads and trailers above {_kib(uvicorn_protocol.MAX_HEAD_BYTES)} or {uvicorn_protocol.MAX_FIELDS} fields",
+        f"heads and trailers above {_kib(http_protocol.MAX_HEAD_BYTES)} or {http_protocol.MAX_FIELDS} fields",
         f"n: at most {sampling_params.MAX_SAMPLES} per prompt and {validation.MAX_OUTPUTS:,} outputs per request",
         f"constraints above {output_constraints.MAX_SOURCE_BYTES >> 10} KB, {output_constraints.MAX_DEPTH} levels, or "
         f"{output_constraints.MAX_ENUM:,} enum values or choices",

@@ -148,9 +148,9 @@ def _protocol(budget: ByteBudget, connections: Connections, drain: asyncio.Event
     """Return what makes the protocol of a connection. Raises :class:`errors.FailedPrecondition` when the installed
     uvicorn does not fit it: uvicorn's own protocol has no limits."""
     try:
-        from . import uvicorn_protocol  # fails when uvicorn lacks a class or a method
+        from . import http_protocol as http_protocol  # fails when uvicorn lacks a class or a method
 
-        missing = uvicorn_protocol.missing_names()
+        missing = http_protocol.missing_names()
     except (ImportError, AttributeError) as error:
         missing = [str(error)]
     if missing:
@@ -160,7 +160,7 @@ def _protocol(budget: ByteBudget, connections: Connections, drain: asyncio.Event
         )
     # uvicorn only calls it.
     turns = TurnShare(REQUESTS_PER_TURN)
-    make = partial(uvicorn_protocol.GatewayProtocol, budget=budget, connections=connections, turns=turns, drain=drain)
+    make = partial(http_protocol.GatewayProtocol, budget=budget, connections=connections, turns=turns, drain=drain)
     return cast(type[asyncio.Protocol], make)
 
 

@@ -23,11 +23,12 @@ from tests.services.gateway.openai.test_chat import post
 from tokenloom.request import errors
 from tokenloom.services.gateway.http import request_body
 from tokenloom.services.gateway.http.response_counts import OTHER
-from tokenloom.services.gateway.http.server import connections, uvicorn_protocol
+from tokenloom.services.gateway.http.server import connections
+from tokenloom.services.gateway.http.server import http_protocol as http_protocol
 from tokenloom.services.gateway.openai.chat import ChatApi
 from tokenloom.supervisor.certificates import make_certificates
 
-HTTP = Path(uvicorn_protocol.__file__).parent
+HTTP = Path(http_protocol.__file__).parent
 KEY = {"authorization": "Bearer a key"}
 Labels = tuple[str, str, str]
 Provoke = Callable[[FakeMesh, httpx.AsyncClient], Awaitable[object]]
@@ -105,7 +106,7 @@ async def late_body(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
 
 async def late_head(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uvicorn_protocol, "HEAD_SECONDS", 1.0)
+        patch.setattr(http_protocol, "HEAD_SECONDS", 1.0)
         await raw(mesh, head()[:-2])
 
 
@@ -113,7 +114,7 @@ async def pipeline(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     """Too many requests in one piece, behind one that is live: later pieces would wait in the kernel."""
     body = b'{"messages": [{"role": "user", "content": "hi"}]}'
     live = head(b"Content-Length: %d" % len(body)) + body
-    await raw(mesh, live * (uvicorn_protocol.MAX_PIPELINED + 2))
+    await raw(mesh, live * (http_protocol.MAX_PIPELINED + 2))
 
 
 async def leave(mesh: FakeMesh, http: httpx.AsyncClient) -> None:

@@ -9,8 +9,8 @@ from uvicorn.server import ServerState
 from tokenloom.services.gateway.http.byte_budget import ByteBudget
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.http.server.connections import Connections
+from tokenloom.services.gateway.http.server.http_protocol import GatewayProtocol
 from tokenloom.services.gateway.http.server.http_server import KEEP_ALIVE_SECONDS
-from tokenloom.services.gateway.http.server.uvicorn_protocol import GatewayProtocol
 from tokenloom.services.gateway.http.turn_share import TurnShare
 
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
 from tokenloom.request import errors
 from tokenloom.services.gateway.http import server as server_package
 from tokenloom.services.gateway.http.byte_budget import ByteBudget
-from tokenloom.services.gateway.http.server import uvicorn_protocol
+from tokenloom.services.gateway.http.server import http_protocol as http_protocol
 from tokenloom.services.gateway.http.server.connections import Connections
 from tokenloom.services.gateway.http.server.http_server import HttpServer
 
@@ -177,11 +177,11 @@ async def test_a_held_socket_keeps_connections_for_the_next_gateway(socket_dir: 
 def test_an_unexpected_uvicorn_is_refused(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
     """Its own protocol has none of the gateway's limits."""
     if lacks == "a name":
-        monkeypatch.setitem(uvicorn_protocol.EXPECTED_NAMES, uvicorn_protocol.FlowControl.__init__, "renamed")
+        monkeypatch.setitem(http_protocol.EXPECTED_NAMES, http_protocol.FlowControl.__init__, "renamed")
     else:
-        monkeypatch.delattr(server_package, "uvicorn_protocol")
-        monkeypatch.setitem(sys.modules, uvicorn_protocol.__name__, None)
-    missing = "FlowControl.__init__: renamed" if lacks == "a name" else "uvicorn_protocol"
+        monkeypatch.delattr(server_package, "http_protocol")
+        monkeypatch.setitem(sys.modules, http_protocol.__name__, None)
+    missing = "FlowControl.__init__: renamed" if lacks == "a name" else "http_protocol"
     with pytest.raises(errors.FailedPrecondition, match=missing):
         HttpServer(nothing, "127.0.0.1:0", budget=ByteBudget(1), connections=Connections(1, 1), insecure=False)  # type: ignore[arg-type]
 

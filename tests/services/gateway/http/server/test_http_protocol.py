@@ -13,8 +13,8 @@ from tests.services.gateway.fakes import HEADERS, MODEL, SOON, FakeMesh
 from tests.services.gateway.http.server.raw_connection import MIB, READ_BYTES, Connection
 from tokenloom.services.gateway.http.client_flow import LOOK_SECONDS
 from tokenloom.services.gateway.http.http_exchange import DIRECT_WRITER, HttpExchange
-from tokenloom.services.gateway.http.server import uvicorn_protocol
-from tokenloom.services.gateway.http.server.uvicorn_protocol import (
+from tokenloom.services.gateway.http.server import http_protocol as http_protocol
+from tokenloom.services.gateway.http.server.http_protocol import (
     HEAD_SECONDS,
     LINGER_BYTES_REFUSED,
     LINGER_SECONDS,
@@ -256,7 +256,7 @@ async def test_an_idle_connection_stays(connection: Connection) -> None:
 
 
 async def test_a_head_behind_a_live_request_may_take_its_time(mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uvicorn_protocol, "HEAD_SECONDS", 20)
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 20)
     body = json.dumps({"model": MODEL, "prompt": "a"}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\n%bContent-Length: %d\r\n\r\n" % (HEADERS, len(body))
     reader, writer = await connect(mesh)

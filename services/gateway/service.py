@@ -5,6 +5,7 @@ import logging
 import math
 from functools import partial
 
+from tokenloom.request.reservation import AdmissionLimit
 from tokenloom.services.runtime.host.descriptors import for_clients
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.telemetry.process_metrics import show_token_cost
@@ -12,7 +13,6 @@ from tokenloom.services.runtime.telemetry.process_metrics import show_token_cost
 from .batches.open_batches import Batches, absent_routes, open_batches
 from .generation.resumable import UnattendedMetrics
 from .http.app import Routes
-from .http.byte_budget import ByteBudget
 from .http.internal_call import InternalCalls
 from .http.json_body import BodyParser
 from .http.response_counts import OTHER, ResponseCounts
@@ -70,7 +70,7 @@ class GatewayService:
             host.fall_backs.begin("few_connections", f"{connections} for HTTP and as many for gRPC")
         meshes = ServedMeshes(mesh_specs(settings))
         await _connect(meshes, settings, host, shares)
-        counts, budget = ResponseCounts(host.metrics), ByteBudget(settings.max_body_bytes_in_flight)
+        counts, budget = ResponseCounts(host.metrics), AdmissionLimit(settings.max_body_bytes_in_flight)
         self._batches = await open_batches(settings, host, keys)
         batch_routes = absent_routes() if self._batches is None else self._batches.routes
         app = await open_servers(settings, host, meshes, keys, shares, self._parser, counts, batch_routes)

@@ -3,16 +3,17 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from tokenloom.request.reservation import AdmissionLimit
 from tokenloom.services.gateway.http.app import STOPPED, App, Routes
-from tokenloom.services.gateway.http.byte_budget import ByteBudget
 from tokenloom.services.gateway.http.client_flow import ClientFlow
-from tokenloom.services.gateway.http.http_exchange import DIRECT_WRITER, JSON, REQUEST_BODY
-from tokenloom.services.gateway.http.request_body import ClientDisconnected, RequestBody
+from tokenloom.services.gateway.http.http_exchange import JSON, HttpExchange
+from tokenloom.services.gateway.http.request_body import RequestBody
+from tokenloom.services.gateway.http.response_writer import Headers
 from tokenloom.services.gateway.tenants.api_keys import ApiKeys
 from tokenloom.services.gateway.tenants.tenant import Tenant
 from tokenloom.services.gateway.tenants.tenant_limits import TenantLimits
@@ -52,41 +53,49 @@ class Answer:
 
 
 class Connection:
-    """Stands for uvicorn's connection of one request; the client may leave."""
+    """Stands for the connection of one request, and writes its response; the client may leave."""
+
+    can_begin = is_open = False
+    is_paused = True
+    """Every write lets other tasks run."""
+    left: int | None = None
 
     def __init__(self) -> None:
-        self.more_body = True
-        self.disconnected = self.waiting_for_100_continue = False
-        self.message_event = asyncio.Event()
-        transport: Any = SimpleNamespace(pause_reading=lambda: None, resume_reading=lambda: None)
+        self.answer = Answer()
+        transport: Any = SimpleNamespace(
+            pause_reading=lambda: None, resume_reading=lambda: None, is_closing=lambda: False, write=lambda _: None
+        )
         self.flow = ClientFlow(transport)
+        self.watch = self.flow.watch
         self.task: asyncio.Task[Any] | None = None
-        self.is_open = self.can_begin = False
-        self._watchers: list[Callable[[], None]] = []
 
     def lose(self) -> None:
         """Let the client leave."""
-        self.disconnected = True
-        self.message_event.set()
-        for on_lost in list(self._watchers):
-            on_lost()
+        self.flow.lose()
 
     def stop(self) -> None:
         """Cancel the request, as a gateway does that stops."""
         assert self.task is not None
         self.task.cancel(STOPPED)
 
-    def is_last(self) -> bool:
-        return False
+    async def drain(self) -> None:
+        await asyncio.sleep(0)
 
-    def end_connection(self) -> None:
+    def begin(self, status: int, headers: Headers, body: bytes = b"", *, is_cut: bool = False) -> None:
+        if not self.flow.is_lost:
+            self.answer.status = status
+            self.answer.length = int(dict(headers).get(b"content-length", -1))
+            self.write(body)
+
+    def write(self, body: bytes) -> None:
+        if not self.flow.is_lost:
+            self.answer.body += body
+
+    def finish(self, body: bytes = b"") -> None:
+        self.write(body)
+
+    def abort(self) -> None:
         """Do nothing: a request has a connection of its own."""
-
-    def watch(self, on_lost: Callable[[], None]) -> Callable[[], object]:
-        if self.disconnected:
-            raise ClientDisconnected
-        self._watchers.append(on_lost)
-        return lambda: self._watchers.remove(on_lost)
 
 
 @dataclass
@@ -101,7 +110,7 @@ class Clients:
     world: World
     shares: TenantShares
     keys: ApiKeys
-    budget: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 20))
+    budget: AdmissionLimit = field(default_factory=lambda: AdmissionLimit(1 << 20))
 
     def application(self, routes: Routes) -> App:
         """Return the application that serves ``routes`` to these clients."""
@@ -125,19 +134,15 @@ class Clients:
         connection = Connection()
         data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         kind = () if isinstance(body, bytes) else ((b"content-type", JSON),)
-        scope = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "query_string": b"",
-            "headers": [
-                (b"authorization", b"Bearer " + tenant.encode()),
-                (b"content-length", str(len(data)).encode()),
-                *kind,
-                *headers,
-            ],
-        }
-        sending, name = self._send(app, scope, data, connection), name or f"{method} {path}"
+        all_headers = [
+            (b"authorization", b"Bearer " + tenant.encode()),
+            (b"content-length", str(len(data)).encode()),
+            *kind,
+            *headers,
+        ]
+        request_body = RequestBody(connection.flow, self.budget)
+        exchange = HttpExchange((method, path, b""), all_headers, request_body, connection)
+        sending, name = self._send(app, exchange, data, connection.answer), name or f"{method} {path}"
         if may_leave:
             cancel = self.world.random.choice((connection.lose, connection.stop))
             connection.task = self.world.actor(sending, name, cancel)
@@ -145,23 +150,10 @@ class Clients:
             connection.task = self.world.loop.create_task(sending, name=name)
         return connection.task
 
-    async def _send(self, app: App, scope: dict[str, Any], data: bytes, connection: Connection) -> Answer:
-        answer = Answer()
-        body = RequestBody(connection, self.budget)  # type: ignore[arg-type]
-        scope["extensions"] = {DIRECT_WRITER: connection, REQUEST_BODY: body}
-        arriving = asyncio.get_running_loop().create_task(_arrive(data, body, connection), name="arrival of a body")
-
-        async def write(message: dict[str, Any]) -> None:
-            await asyncio.sleep(0)
-            if connection.disconnected:
-                return
-            if (status := message.get("status")) is not None:
-                answer.status = status
-                answer.length = int(dict(message["headers"]).get(b"content-length", -1))
-            answer.body += message.get("body", b"")
-
+    async def _send(self, app: App, exchange: HttpExchange, data: bytes, answer: Answer) -> Answer:
+        arriving = asyncio.get_running_loop().create_task(_arrive(data, exchange.body), name="arrival of a body")
         try:
-            await app(scope, _receive, write)
+            await app(exchange)
         finally:
             arriving.cancel()
         return answer
@@ -193,13 +185,8 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-async def _arrive(data: bytes, body: RequestBody, connection: Connection) -> None:
+async def _arrive(data: bytes, body: RequestBody) -> None:
     for start in range(0, len(data), _PIECE):
         body.arrive(data[start : start + _PIECE])
         await asyncio.sleep(0)
-    connection.more_body = False
-    connection.message_event.set()
-
-
-async def _receive() -> dict[str, Any]:
-    raise AssertionError("the body arrives past ASGI")
+    body.end()

@@ -110,6 +110,15 @@ class AdmissionLimit:
         self.taken += amount
         return reservation
 
+    def grow(self, held: Reservation, amount: int) -> bool:
+        """Take so much more into a reservation of this limit, or return False and take nothing if it is not free."""
+        assert held._give_back == self._take_back, "of another limit"
+        if self.size is not None and self.taken + amount > self.size:
+            return False
+        self.taken += amount
+        held._amount += amount
+        return True
+
     def empty(self) -> Reservation:
         """Return a reservation of nothing, which others are absorbed into."""
         return Reservation(self._take_back, 0)

@@ -8,7 +8,8 @@ from ..generation.delivered import Delivered
 from ..generation.running_generation import RunningGeneration
 from ..mesh.collector import Delta
 from ..openai.event_ids import EventId
-from .http_exchange import Headers, HttpExchange
+from .http_exchange import HttpExchange
+from .response_writer import Headers
 from .turn_share import TurnShare
 
 VALUES_PER_SLICE = 4096
@@ -122,11 +123,11 @@ class AnswerStream:
             return False
         if not exchange.started:
             return self._begin_now(delta)
-        if not exchange.direct.is_open:
+        if not exchange.response.is_open:
             return False
         self._generation.count(delta)
         if events := answer.events(delta):
-            exchange.direct.write(events)
+            exchange.response.write(events)
         return True
 
     def _begin_now(self, delta: Delta) -> bool:

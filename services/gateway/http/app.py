@@ -1,10 +1,9 @@
-"""The ASGI application: checks keys and origins, finds the handler of a path, and reports errors."""
+"""The application behind HTTP: checks keys and origins, finds the handler of a path, and reports errors."""
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Any
 
 from tokenloom.request import errors, wire_errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
@@ -14,10 +13,11 @@ from ..request_log.request_record import CURRENT_RECORD
 from ..tenants.api_keys import ApiKeys
 from ..tenants.tenant_shares import TenantShares
 from .browser_guard import BrowserGuard
+from .client_flow import ClientDisconnected
 from .error_form import ErrorForm
-from .http_exchange import Headers, HttpExchange, MethodNotAllowed, Receive, Send
-from .request_body import ClientDisconnected
+from .http_exchange import HttpExchange, MethodNotAllowed
 from .response_counts import OTHER, ResponseCounts
+from .response_writer import Headers
 
 log = logging.getLogger(__name__)
 
@@ -84,22 +84,17 @@ class App:
         """All routes, those for operators included."""
         return {**self._routes, **self._admin_routes}
 
-    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        assert scope["type"] == "http", "lifespan and websockets are off"
-        # Bare ASGI. With Starlette's router, request and streaming response a token costs the gateway as much for
-        # answers of 256 tokens, and 90 instead of 80 µs for those of 16; limits, disconnects and errors in a stream are
-        # ours in either case.
-        exchange = HttpExchange(scope, send)
+    async def __call__(self, exchange: HttpExchange) -> None:
+        """Answer a request; an error is its answer too. Raises nothing but ``CancelledError``, and our own bugs."""
         # A context variable, so that the generation can fill in the record without each layer between passing it on;
-        # uvicorn runs every request in a task of its own.
+        # every request has a task of its own.
         CURRENT_RECORD.set(exchange.record)
         if (form := self._error_forms.get(exchange.path)) is not None:
             exchange.error_form = form
         if self._cors is not None:
             self._cors.allow(exchange)
         try:
-            with exchange.body:
-                await self._handler(exchange)(exchange)
+            await self._handler(exchange)(exchange)
         except ClientDisconnected:
             log.debug("%s %s: the client left", exchange.method, exchange.path)
             self._end(exchange, exchange.status or _CLIENT_LEFT, "CANCELLED")
@@ -108,6 +103,7 @@ class App:
             # one, raises an error of its own.
             task = asyncio.current_task()
             if exchange.internal_tenant is not None or task is None or not task.cancelling():
+                exchange.body.close()
                 raise
             await self._report(exchange, errors.Unavailable(STOPPED))
         except Exception as error:
@@ -116,7 +112,8 @@ class App:
             self._end(exchange, exchange.status)
 
     def _end(self, exchange: HttpExchange, status: int, reason: str = "") -> None:
-        """Count and record how a request has ended. ``reason``: of an error."""
+        """Drop the request's body, and count and record how the request has ended. ``reason``: of an error."""
+        exchange.body.close()  # before an error is written, for which a slow client may take a second
         if (refused := exchange.body.refused_by_protocol) is not None:
             status, reason = refused
         self._counts.count(exchange.route, status, reason)
@@ -159,7 +156,7 @@ class App:
             self._authorize(exchange, is_admin=is_admin)
         if methods is None:
             raise errors.NotFound("Not found; see /docs for the available endpoints.")
-        # An ASGI server drops the body of a response to HEAD.
+        # The body of a response to HEAD is dropped where it would be written.
         handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
         if handler is None:
             raise MethodNotAllowed(exchange.method, methods)

@@ -1,43 +1,48 @@
-"""Decides when the gateway reads from a connection, and notices a client that leaves while it does not.
-
-Replaces the flow control of uvicorn, which has one switch for all owners: what one had paused, the next one resumed.
-"""
+"""Decides when the gateway reads from a connection and when it waits to write, and notices a client that leaves."""
 
 import asyncio
 import select
 import socket
-
-from uvicorn.protocols.http.flow_control import FlowControl
+from collections.abc import Callable
+from functools import partial
 
 LOOK_SECONDS = 1.0
 """How often a connection that is not read is looked at: only reading reports that its client has left."""
 _LEFT = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
-class ClientFlow(FlowControl):
-    """Reads as long as no owner holds reading back. An owner releases what it has held itself, and nothing else.
+class ClientDisconnected(Exception):
+    """Raised when the client has left; no response is possible any more."""
+
+
+class ClientFlow:
+    """Holds what the requests of a connection share of it.
+
+    The connection is read as long as no owner holds reading back. An owner releases what it has held itself, and
+    nothing else: with one switch for all of them, what one had paused, another one would resume.
 
     Attributes:
+        transport: Of the connection.
         read_paused: Whether reading is held back.
+        write_paused: Whether the client does not read what was written.
+        is_lost: Whether nothing can be written any more: the client has left, or the connection has refused it.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
-        super().__init__(transport)
+        self.transport = transport
+        self.read_paused = self.write_paused = self.is_lost = False
+        self._is_writable = asyncio.Event()
         self._holders: dict[object, None] = {}  # the protocol, and the bodies of its requests
+        # One for each request in work, so one unless the client pipelines.
+        self._watchers: dict[Callable[[], None], None] = {}
         self._timer: asyncio.TimerHandle | None = None
-
-    def pause_reading(self) -> None:
-        """Do nothing: uvicorn calls it, but does not own reading."""
-
-    def resume_reading(self) -> None:
-        """Do nothing, for the same reason."""
 
     def hold(self, holder: object, *, is_brief: bool = False) -> None:
         """Read no further until this holder releases it. ``is_brief``: it does within a few turns of the event loop, so
         that the client is not looked at meanwhile."""
         if not self._holders:
             self.read_paused = True
-            self._transport.pause_reading()
+            self.transport.pause_reading()
         self._holders[holder] = None
         if self._timer is None and not is_brief:
             self._look_later()
@@ -54,16 +59,44 @@ class ClientFlow(FlowControl):
         self._holders.clear()
         self._resume()
 
-    def close(self) -> None:
-        """Look no more: the connection is lost."""
+    def pause_writing(self) -> None:
+        """Have :meth:`drain` wait: the client does not read what was written."""
+        self.write_paused = True
+        self._is_writable.clear()
+
+    def resume_writing(self) -> None:
+        """Let :meth:`drain` return."""
+        self.write_paused = False
+        self._is_writable.set()
+
+    async def drain(self) -> None:
+        """Wait until the client reads what was written, or has left; call it while :attr:`write_paused`."""
+        await self._is_writable.wait()
+
+    def watch(self, on_lost: Callable[[], None]) -> Callable[[], object]:
+        """Call ``on_lost`` when the client leaves, until the returned function is called.
+
+        Raises :class:`ClientDisconnected` when the client has left already.
+        """
+        if self.is_lost:
+            raise ClientDisconnected
+        self._watchers[on_lost] = None
+        return partial(self._watchers.pop, on_lost, None)
+
+    def lose(self) -> None:
+        """End all waiting: the client has left, or gets no response but the one of the connection itself."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self.is_lost = True
+        self.resume_writing()
+        for on_lost in tuple(self._watchers):
+            on_lost()
 
     def _resume(self) -> None:
         if self.read_paused:
             self.read_paused = False
-            self._transport.resume_reading()
+            self.transport.resume_reading()
 
     def _look_later(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
@@ -71,12 +104,12 @@ class ClientFlow(FlowControl):
     def _look(self) -> None:
         """Close the connection if its client has left; look again later while it is not read."""
         self._timer = None
-        if not self._holders or self._transport.is_closing():
+        if not self._holders or self.transport.is_closing():
             return
         # While reading is paused the event loop does not see the end of a connection, and the request of a client that
         # has left would run on.
-        if has_left(self._transport):
-            self._transport.abort()
+        if has_left(self.transport):
+            self.transport.abort()
         else:
             self._look_later()
 

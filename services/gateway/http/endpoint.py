@@ -21,10 +21,10 @@ from ..tenants.tenant import Tenant
 from . import orca
 from .answer_stream import AnswerShaper, AnswerStream, Slices
 from .claims import read_claim
-from .http_exchange import Headers as HeaderPairs
 from .http_exchange import HttpExchange
 from .json_body import BodyParser
 from .pieces import respond_in_pieces
+from .response_writer import Headers as HeaderPairs
 from .turn_share import TurnShare
 
 log = logging.getLogger(__name__)

@@ -1,17 +1,18 @@
 """Calls the HTTP application from within the gateway, as a client of a tenant would."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import cast
 
-from tokenloom.request.reservation import Reservation
+from tokenloom.request.reservation import AdmissionLimit
 
 from ..tenants.tenant import Tenant
-from ..tenants.tenant_share import TenantShare
 from .app import App
-from .byte_budget import ByteBudget
-from .http_exchange import DIRECT_WRITER, INTERNAL_TENANT, JSON, REQUEST_BODY
-from .request_body import too_large
+from .client_flow import ClientFlow
+from .http_exchange import JSON, HttpExchange
+from .request_body import RequestBody
+from .response_writer import Headers
 
 
 @dataclass(slots=True)
@@ -45,88 +46,62 @@ class InternalResponse:
 class InternalCalls:
     """Sends requests through the same routes, limits, counts and logs as those of clients."""
 
-    def __init__(self, app: App, budget: ByteBudget) -> None:
+    def __init__(self, app: App, budget: AdmissionLimit) -> None:
         """``budget``: of the bytes of all bodies."""
         self._app = app
         self._budget = budget
 
     async def post(self, path: str, body: bytes, tenant: Tenant) -> InternalResponse:
         """Return the response to a JSON body. The request is sheddable: it is refused first under load."""
-        reply, pieces = InternalResponse(), list[bytes]()
-
-        async def send(message: dict[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                reply.status, reply.headers = message["status"], dict(message["headers"])
-            else:
-                pieces.append(message.get("body", b""))
-
+        flow = ClientFlow(cast(asyncio.Transport, _NoTransport()))
+        whole, collected = RequestBody(flow, self._budget), _CollectedResponse()
+        # It counts for the gateway and for the tenant, as any body does.
+        whole.arrive(body)
+        whole.end()
         headers = [(b"content-type", JSON), (b"content-length", str(len(body)).encode())]
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "query_string": b"",
-            "headers": headers,
-            "extensions": {
-                DIRECT_WRITER: _NoConnection(),
-                REQUEST_BODY: _WholeBody(body, self._budget),
-                # The tenant stands in the scope and not in a header, so that no client can name one. The checks,
-                # limits, logs and answers of a line are those of any request, and no second road to the engines repeats
-                # them.
-                INTERNAL_TENANT: tenant,
-            },
-        }
-        await self._app(scope, _receive, send)
-        reply.body = b"".join(pieces)
-        return reply
+        # The checks, limits, logs and answers of a line are those of any request, and no second road to the engines
+        # repeats them.
+        exchange = HttpExchange(("POST", path, b""), headers, whole, collected, internal_tenant=tenant)
+        await self._app(exchange)
+        return InternalResponse(collected.status, collected.headers, b"".join(collected.pieces))
 
 
-async def _receive() -> dict[str, Any]:
-    raise AssertionError("the body is there already")
+class _NoTransport:
+    """Stands for the connection of a client that never leaves; everything has been read from it."""
+
+    def pause_reading(self) -> None:
+        """Do nothing."""
+
+    def resume_reading(self) -> None:
+        """Do nothing."""
 
 
-class _NoConnection:
-    """Stands for the connection of a client that never leaves."""
+class _CollectedResponse:
+    """Keeps a response. Nothing is written without waking the task of the request, because a line has no stream."""
 
-    is_open = can_begin = False
+    can_begin = is_open = is_paused = False
+    left: int | None = None
 
-    def is_last(self) -> bool:
-        return False
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self.pieces: list[bytes] = []
+
+    async def drain(self) -> None:
+        raise AssertionError("there is always room")
 
     def watch(self, on_lost: Callable[[], None]) -> Callable[[], object]:
         return lambda: None
 
+    def begin(self, status: int, headers: Headers, body: bytes = b"", *, is_cut: bool = False) -> None:
+        self.status, self.headers = status, dict(headers)
+        self.write(body)
 
-class _WholeBody:
-    """Holds a body that has arrived; it counts for the gateway and for the tenant, as any body does."""
+    def write(self, body: bytes) -> None:
+        self.pieces.append(body)
 
-    is_incomplete = False
-    refused_by_protocol = None
+    def finish(self, body: bytes = b"") -> None:
+        self.write(body)
 
-    def __init__(self, data: bytes, budget: ByteBudget) -> None:
-        self.data = data
-        self._budget = budget
-        self._reserved = budget.empty()
-        self._of_tenant: Reservation | None = None
-
-    def __enter__(self) -> "_WholeBody":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def count_for(self, share: TenantShare) -> None:
-        self._of_tenant = share.take_bytes(len(self.data), len(self.data))
-
-    async def read(self, limit: int, length: int | None) -> None:
-        if len(self.data) > limit:
-            raise too_large(limit)
-        if not self._reserved.amount:
-            self._reserved.absorb(self._budget.reserve(len(self.data)))
-
-    def close(self) -> None:
-        """Drop the bytes and release what they count."""
-        self._reserved.release()
-        if self._of_tenant is not None:
-            self._of_tenant.release()
-        self.data = b""
+    def abort(self) -> None:
+        """Do nothing: what is there is all that the caller gets."""

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Iterator
 
-from .http_exchange import JSON, Headers, HttpExchange
+from .http_exchange import JSON, HttpExchange
+from .response_writer import Headers
 
 PIECE_BYTES = 256 << 10
 """Bytes of an answer that are shaped or written in one turn of the event loop."""

@@ -3,20 +3,17 @@ tenant's."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, cast
 
 from tokenloom.request import errors
-from tokenloom.request.reservation import Reservation
+from tokenloom.request.reservation import AdmissionLimit, Reservation
 
 from ..tenants.tenant_share import TenantShare
-from .byte_budget import ByteBudget
-from .client_flow import ClientFlow
-
-if TYPE_CHECKING:
-    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from .client_flow import ClientDisconnected, ClientFlow
 
 BODY_SECONDS = 60.0
 """Limit on the time from the end of a request's head to the end of its body, trailers included."""
+RETRY_SECONDS = 1.0
+"""After this time, a body that found no room in the gateway's budget may be sent again."""
 UNREAD_BYTES = 64 * 1024
 """A connection is paused when so many bytes of a body have arrived before its handler reads them."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -29,10 +26,6 @@ class BodyTimeout(errors.InvalidArgument):
     reason = "BODY_TIMEOUT"
 
 
-class ClientDisconnected(Exception):
-    """Raised when the client has left; no response is possible any more."""
-
-
 class RequestBody:
     """Collects the bytes of a body as the connection delivers them. Every byte that it holds is reserved in the budget,
     and counts for the tenant as soon as the client's key is known.
@@ -41,13 +34,14 @@ class RequestBody:
 
     Attributes:
         data: The bytes that have arrived; empty after :meth:`close`.
+        is_incomplete: Whether the connection has bytes to deliver that belong to this body or to its trailers.
         refused_by_protocol: Status and reason of the response by which the connection has refused the request, in place
             of the application; None: it has not.
     """
 
     __slots__ = (
         "_budget",
-        "_cycle",
+        "_expects_continue",
         "_flow",
         "_is_closed",
         "_is_streamed",
@@ -56,34 +50,34 @@ class RequestBody:
         "_refusal",
         "_reserved",
         "_share",
+        "_waiter",
         "data",
+        "is_incomplete",
         "refused_by_protocol",
     )
 
-    def __init__(self, cycle: "RequestResponseCycle", budget: ByteBudget) -> None:
-        """``cycle``: uvicorn's state of the request, a private part."""
+    def __init__(self, flow: ClientFlow, budget: AdmissionLimit, *, expects_continue: bool = False) -> None:
+        """``flow``: of the connection. ``budget``: for the bodies of all requests of the gateway.
+        ``expects_continue``: the client sends the body once it was invited to."""
         self.data = bytearray()
+        self.is_incomplete = True
         self.refused_by_protocol: tuple[int, str] | None = None
-        self._cycle = cycle
-        self._flow = cast(ClientFlow, cycle.flow)
+        self._flow = flow
         self._budget = budget
+        self._expects_continue = expects_continue
         self._share: TenantShare | None = None
         self._reserved = budget.empty()
         self._of_tenant: Reservation | None = None  # the same bytes, once the tenant is known
         self._limit: int | None = None  # set once the handler reads
         self._refusal: errors.TokenloomError | None = None
         self._is_closed = self._is_streamed = False
+        self._waiter: asyncio.Future[None] | None = None  # of the handler that waits for more
 
     def __enter__(self) -> "RequestBody":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def is_incomplete(self) -> bool:
-        """Whether the connection has bytes to deliver that belong to this body or to its trailers."""
-        return bool(self._cycle.more_body)
 
     def arrive(self, piece: bytes) -> None:
         """Add bytes that the connection delivers, or ignore them when they exceed a limit or are not wanted."""
@@ -100,7 +94,12 @@ class RequestBody:
         if self._limit is None and size > UNREAD_BYTES:
             self._flow.hold(self)
         if self._is_streamed:
-            self._cycle.message_event.set()
+            self._wake()
+
+    def end(self) -> None:
+        """Note that the connection has delivered the last byte of the body and of its trailers."""
+        self.is_incomplete = False
+        self._wake()
 
     def count_for(self, share: TenantShare) -> None:
         """Count the bytes for a tenant. The handler that reads a body beyond the tenant's limit gets the error."""
@@ -126,15 +125,15 @@ class RequestBody:
         self._flow.release(self)  # a body that is there already may have been held back
         if len(self.data) > limit:
             self._refuse(too_large(limit))
-        elif length is not None and self._refusal is None:
+        elif length is not None and length > self._reserved.amount and self._refusal is None:
             # The announced length is reserved at once: otherwise several bodies would each fill a part of the budget,
             # and all of them would be refused in the middle.
             self._make_room(length)
-        if self._cycle.more_body and self._refusal is None:
+        if self.is_incomplete and self._refusal is None:
             await self._complete()
         if self._refusal is not None:
             raise self._refusal
-        if self._cycle.disconnected:
+        if self._flow.is_lost:
             raise ClientDisconnected
 
     async def stream(self, limit: int, length: int | None) -> AsyncIterator[bytes]:
@@ -142,14 +141,13 @@ class RequestBody:
 
         The client has the time of a whole body for each piece. Arguments and errors as for :meth:`read`.
         """
-        cycle = self._cycle
         self._is_streamed = True
         if length is not None and length > limit:
             self._refuse(too_large(limit))
         self._continue()
         num_bytes = 0
         while self._refusal is None:
-            if cycle.disconnected:
+            if self._flow.is_lost:
                 raise ClientDisconnected
             if piece := bytes(self.data):
                 num_bytes += len(piece)
@@ -159,7 +157,7 @@ class RequestBody:
                 self.data = bytearray()
                 self._release()
                 yield piece
-            elif cycle.more_body:
+            elif self.is_incomplete:
                 await self._more()
             else:
                 return
@@ -168,12 +166,10 @@ class RequestBody:
 
     async def _more(self) -> None:
         """Wait until more of a streamed body has arrived, or it has ended."""
-        cycle = self._cycle
-        cycle.message_event.clear()
         self._flow.release(self)
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                await cycle.message_event.wait()
+                await self._wait()
         except TimeoutError:
             raise BodyTimeout(f"no more of the body arrived within {BODY_SECONDS:g} s") from None
 
@@ -193,22 +189,33 @@ class RequestBody:
 
     def _continue(self) -> None:
         """Invite the client to send the body, if it waits for that."""
-        cycle = self._cycle
-        if cycle.waiting_for_100_continue and not cycle.transport.is_closing():
-            cycle.waiting_for_100_continue = False
-            cycle.transport.write(_CONTINUE)
+        if self._expects_continue and not self._flow.transport.is_closing():
+            self._expects_continue = False
+            self._flow.transport.write(_CONTINUE)
 
     async def _complete(self) -> None:
-        """Wait until the body is complete, is refused or the client has left."""
-        cycle = self._cycle
+        """Wait until the body is complete or refused. Raises :class:`BodyTimeout` and :class:`ClientDisconnected`."""
         self._continue()
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                while cycle.more_body and self._refusal is None and not cycle.disconnected:
-                    cycle.message_event.clear()
-                    await cycle.message_event.wait()
+                while self.is_incomplete and self._refusal is None:
+                    await self._wait()
         except TimeoutError:
             raise BodyTimeout(f"the body did not arrive within {BODY_SECONDS:g} s") from None
+
+    async def _wait(self) -> None:
+        """Wait for a call of :meth:`_wake`. Raises :class:`ClientDisconnected` when the client has left."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        stop = self._flow.watch(self._wake)
+        try:
+            await self._waiter
+        finally:
+            stop()
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _make_room(self, size: int) -> bool:
         """Reserve the bytes of a body of this size; refuse the request and return False if one budget is too small."""
@@ -222,19 +229,24 @@ class RequestBody:
         return True
 
     def _reserve(self, added: int, size: int) -> None:
-        if self._share is None:
-            self._reserved.absorb(self._budget.reserve(added))
-            return
-        assert self._of_tenant is not None
-        with self._share.take_bytes(added, size) as of_tenant:  # given back if the gateway's budget is too small
-            self._reserved.absorb(self._budget.reserve(added))
-            self._of_tenant.absorb(of_tenant)
+        if self._share is not None:
+            assert self._of_tenant is not None
+            with self._share.take_bytes(added, size) as of_tenant:  # given back if the gateway's budget is too small
+                self._take(added)
+                self._of_tenant.absorb(of_tenant)
+        else:
+            self._take(added)
+
+    def _take(self, added: int) -> None:
+        if not self._budget.grow(self._reserved, added):
+            message = "the gateway holds as many bytes of request bodies as it may; retry"
+            raise errors.ResourceExhausted(message, retry_after=RETRY_SECONDS)
 
     def _refuse(self, refusal: errors.TokenloomError) -> None:
         """Drop the body; its handler raises the error when it reads."""
         self._refusal = refusal
         self.close()
-        self._cycle.message_event.set()
+        self._wake()
 
 
 def too_large(limit: int) -> errors.PayloadTooLarge:

@@ -1,27 +1,32 @@
-"""Extends uvicorn's protocol: limits what surrounds the bodies of requests, and offers the application a way past ASGI.
-
-Both rely on private parts of uvicorn, as :class:`.exchange.DirectWriter` does. What they need is checked at start-up.
-"""
+"""Reads the requests of a connection within limits, and gives each to the application when its turn has come."""
 
 import array
 import asyncio
 import fcntl
+import logging
 import math
 import termios
-from collections.abc import Callable
-from types import FunctionType
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
+from urllib.parse import unquote
 
 import httptools
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+import uvicorn
+from uvicorn.server import ServerState
 
-from ..byte_budget import ByteBudget
+from tokenloom.request.reservation import AdmissionLimit
+
 from ..client_flow import ClientFlow
-from ..http_exchange import DIRECT_WRITER, REQUEST_BODY, DirectWriter, Watchers
+from ..http_exchange import HttpExchange
 from ..request_body import RequestBody
+from ..response_writer import Headers, ResponseWriter
 from ..turn_share import TurnShare
 from .connections import CONNECTION_LIMIT, NO_RESPONSE, Connections
+
+log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
 """Limit on the request line and headers of a request, and on its trailers; the parser itself has none."""
@@ -45,22 +50,6 @@ SLICE_BYTES = 16 * 1024
 EXACT_BYTES = MAX_HEAD_BYTES - SLICE_BYTES
 """Above so many bytes, those of a complete head are counted one by one, because slices count as a whole."""
 
-EXPECTED_NAMES: dict[Callable[..., Any], str] = {
-    HttpToolsProtocol.__init__: "app client cycle flow headers loop parser pipeline scope timeout_keep_alive "
-    "timeout_keep_alive_task transport",
-    HttpToolsProtocol.on_message_begin: "headers scope url",
-    HttpToolsProtocol.on_header: "append headers",
-    HttpToolsProtocol.on_headers_complete: "RequestResponseCycle cycle on_response_complete pipeline scope url",
-    HttpToolsProtocol.on_message_complete: "cycle message_event more_body",
-    HttpToolsProtocol.data_received: "_unset_keepalive_if_required feed_data parser",
-    RequestResponseCycle.__init__: "body chunked_encoding default_headers disconnected flow keep_alive "
-    "message_event more_body on_response response_complete response_started transport waiting_for_100_continue",
-    HttpToolsProtocol.connection_made: "FlowControl flow",
-    HttpToolsProtocol.on_response_complete: "flow pipeline resume_reading",
-    FlowControl.__init__: "_transport read_paused write_paused",
-}
-"""Names that functions of uvicorn use, and that the gateway relies on."""
-
 _TURN, _PIPELINE = "turn", "pipeline"
 """Why the protocol itself holds reading back: what was read waits for a turn of the event loop, or requests wait for
 the responses to earlier ones."""
@@ -71,96 +60,117 @@ _FULL = (
 )
 
 
-def missing_names() -> list[str]:
-    """Return what the gateway relies on and the installed uvicorn lacks; empty when everything is as expected."""
-    return [
-        f"{function.__qualname__}: {name}"
-        for function, names in EXPECTED_NAMES.items()
-        for name in names.split()
-        if name not in cast(FunctionType, function).__code__.co_names
-    ]
-
-
 class _Refused(Exception):
     """Ends the parser's work on a slice: the connection is being closed."""
 
 
-class GatewayProtocol(HttpToolsProtocol):
-    """Reads requests within limits, and offers the application a :class:`DirectWriter` and a :class:`RequestBody`.
+@dataclass(frozen=True, slots=True)
+class HttpContext:
+    """Holds what all connections of a gateway share."""
 
-    Bytes count from the last byte of a body, or of a message, on: heads, chunk heads, trailers and empty lines. After a
-    refusal nothing is parsed any more.
+    app: Callable[[HttpExchange], Coroutine[Any, Any, None]]
+    """Answers a request; it is called as a task of its own."""
+    budget: AdmissionLimit
+    """For the bytes of the bodies of all requests."""
+    connections: Connections
+    """Counts and limits them."""
+    turns: TurnShare
+    """Limits what all connections parse in one turn of the event loop."""
+    drain: asyncio.Event
+    """Set when each connection shall end with its next response."""
+
+
+class HttpProtocol(asyncio.Protocol):
+    """Serves one connection, for uvicorn's argument ``http``.
+
+    The parser calls the methods ``on_...``. Requests that a client sends before it has the response to an earlier one
+    wait in a pipeline. Bytes count from the last byte of a body, or of a message, on: heads, chunk heads, trailers and
+    empty lines. After a refusal nothing is parsed any more.
     """
-
-    _is_leaving = False
-    _ignorable_bytes = LINGER_BYTES
-    """How much the connection may receive after its last response."""
-    _in_head = False
-    _framing_bytes = 0
-    """Bytes since the last byte of a body or message; what follows that byte in the same slice is not counted."""
-    _overhead_bytes = 0
-    """Bytes of the message since its head, less twice those of its body."""
-    _framing_timer: asyncio.TimerHandle | None = None
-    _body: RequestBody | None = None
-    """Of the request that is being received, or was received last."""
-    _held = b""
-    """What was read, but waits for another turn of the event loop."""
-    _answered: RequestResponseCycle | None = None
-    """Of the request that the application answers now, or answered last; with pipelining not the one received last."""
 
     def __init__(
         self,
-        *args: Any,
-        budget: ByteBudget,
-        connections: Connections,
-        turns: TurnShare,
-        drain: asyncio.Event,
-        **named: Any,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        context: HttpContext,
     ) -> None:
-        """``budget``: for the bodies of all requests of the gateway. ``connections``: all of the gateway's.
-        ``turns``: limits what all connections parse in one turn of the event loop. ``drain``: set when each connection
-        shall end with its next response."""
-        super().__init__(*args, **named)
-        self._budget = budget
-        self._admitted = connections
-        self._turns = turns
-        self._drain = drain
-        self._watchers: Watchers = set()
+        """The first four are what uvicorn passes."""
+        self._context = context
+        self._state = server_state
+        self._keep_alive_seconds = config.timeout_keep_alive
+        self._loop = _loop or asyncio.get_running_loop()
+        self.parser = httptools.HttpRequestParser(self)
+        # Otherwise a request behind one with `Connection: close` would be an error, and end the connection before that
+        # one is answered.
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._is_leaving = False
+        self._ignorable_bytes = LINGER_BYTES  # that the connection may receive after its last response
+        self._held = b""  # what was read, but waits for another turn of the event loop
+        # Of the message that is being received:
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._expects_continue = self._in_head = False
+        self._body: RequestBody | None = None  # or that was received last
+        # Bytes since the last byte of a body or message; what follows that byte in the same slice is not counted.
+        self._framing_bytes = 0
+        self._overhead_bytes = 0  # bytes of the message since its head, less twice those of its body
+        self._framing_timer: asyncio.TimerHandle | None = None
+        # Of the responses:
+        self._answered: HttpExchange | None = None  # whose response the application makes now
+        self._pipeline: deque[HttpExchange] = deque()  # at most MAX_PIPELINED
+        self._idle_since: float | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.flow: ClientFlow = ClientFlow(transport)
-        if not self._admitted.admit(self, self.client[0] if self.client else ""):
-            self._admitted.on_refused(503, CONNECTION_LIMIT)
-            transport.write(_FULL)
-            self._abandon()  # without lingering: the connection holds a descriptor that is not counted
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self._state.connections.add(cast(Any, self))
+        self.flow = ClientFlow(self.transport)
+        peer = transport.get_extra_info("peername")
+        if not self._context.connections.admit(self, str(peer[0]) if isinstance(peer, tuple) else ""):
+            self._context.connections.on_refused(503, CONNECTION_LIMIT)
+            self.transport.write(_FULL)
+            self.close_idle()  # without lingering: the connection holds a descriptor that is not counted
             return
         self._start_framing_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._admitted.remove(self)
+        self._state.connections.discard(cast(Any, self))
+        self._context.connections.remove(self)
         self._stop_framing_timer()
-        self.flow.close()
-        super().connection_lost(exc)
-        if self._answered is not None and not self._answered.response_complete:
-            # uvicorn notifies the request received last only, and logs an error when another one is left unanswered.
-            self._answered.disconnected = True
-            self._answered.message_event.set()
-        for cycle, _ in self.pipeline:  # their requests never reach the application
-            cast(dict[str, Any], cycle.scope)["extensions"][REQUEST_BODY].close()
-        for on_lost in tuple(self._watchers):
-            on_lost()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        for exchange in self._pipeline:  # they never reach the application
+            exchange.body.close()
+        self.flow.lose()
+        # What refers to this object would keep it, and itself, until the garbage collector runs.
+        self._pipeline.clear()
+        self._answered = self._body = self._idle_timer = None
+        del self.parser
+
+    def pause_writing(self) -> None:
+        self.flow.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.flow.resume_writing()
+
+    def shutdown(self) -> None:
+        """Close the connection if no request is in work; uvicorn calls it when the server ends."""
+        if self._answered is None:
+            self.transport.close()
 
     @property
     def idle_seconds(self) -> float | None:
         """For how long no request has been received or answered; infinity before the first; None while one is."""
-        if self._in_head or self._framing_bytes or self.pipeline or self._is_leaving or self._held:
+        if self._in_head or self._framing_bytes or self._pipeline or self._is_leaving or self._held:
             return None
         if self._body is None:
             return math.inf
-        if not self.cycle.response_complete or self.timeout_keep_alive_task is None:
+        if self._answered is not None or self._idle_since is None:
             return None
-        return self.loop.time() + self.timeout_keep_alive - self.timeout_keep_alive_task.when()
+        return self._loop.time() - self._idle_since
 
     @property
     def has_unread(self) -> bool:
@@ -173,24 +183,61 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def close_idle(self) -> None:
         """Close the connection without a response."""
-        self._abandon()
+        self._is_leaving = True
+        self.transport.close()
 
-    def _is_last(self) -> bool:
-        """Return whether the response that begins now is the connection's last one."""
-        return self._drain.is_set() and not self.pipeline
+    @property
+    def default_headers(self) -> Headers:
+        """Of every response: the date, which uvicorn renews."""
+        return self._state.default_headers
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the response that begins now is the connection's last one."""
+        return self._context.drain.is_set() and not self._pipeline
+
+    def end_response(self, *, keep_alive: bool, lingers: bool) -> None:
+        """Go on after a response: with the next request, with waiting for one, or with the connection's end."""
+        self._state.total_requests += 1
+        self._answered = None
+        if lingers:
+            self._leave()
+        elif not keep_alive:
+            self.transport.close()
+        elif self.transport.is_closing():
+            return
+        elif self._pipeline:
+            self._start(self._pipeline.popleft())
+            if not self._pipeline:
+                self.flow.release(_PIPELINE)
+        else:
+            self._idle_since = self._loop.time()
+            if self._idle_timer is None:
+                self._idle_timer = self._loop.call_later(self._keep_alive_seconds, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        self._idle_timer = None
+        if self._idle_since is None:
+            return
+        # One timer serves many requests: what it does not find idle for long enough it looks at again.
+        left = self._idle_since + self._keep_alive_seconds - self._loop.time()
+        if left > 0:
+            self._idle_timer = self._loop.call_later(left, self._close_if_idle)
+        else:
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         if self._held:
             self._held += data
-        elif self._turns.take():
+        elif self._context.turns.take():
             self._receive(data)
         else:
-            self._unset_keepalive_if_required()
+            self._idle_since = None
             self.flow.hold(_TURN, is_brief=True)
             self._held = data
             # 2,600 requests that arrive while the gateway waits for a core were parsed in turns of 48 to 126 ms of CPU,
             # in which no stream got a token. At 8 reads a turn the longest turn had 8.8 to 22.2 ms.
-            self._turns.call(self._receive_held)
+            self._context.turns.call(self._receive_held)
 
     def _receive_held(self) -> None:
         data, self._held = self._held, b""
@@ -204,7 +251,7 @@ class GatewayProtocol(HttpToolsProtocol):
             if self._ignorable_bytes < 0:
                 self.transport.close()
             return
-        self._unset_keepalive_if_required()
+        self._idle_since = None
         if len(data) <= SLICE_BYTES:
             self._parse(data)
         else:
@@ -212,39 +259,75 @@ class GatewayProtocol(HttpToolsProtocol):
             # httptools joins an unfinished field anew for each read, without a limit, before any key is checked: one
             # trailer of 60 MB took 4.3 s of CPU. Slices let the limit stop it at 64 KiB.
             for start in range(0, len(data), SLICE_BYTES):
-                self._parse(view[start : start + SLICE_BYTES])
+                if not self._is_leaving:
+                    self._parse(view[start : start + SLICE_BYTES])
         if self._framing_bytes or self._in_head:
             if self._framing_timer is None and not self._is_leaving:
                 self._start_framing_timer()
         elif self._framing_timer is not None:
             self._stop_framing_timer()
 
+    def _parse(self, data: "bytes | memoryview") -> None:
+        self._framing_bytes += len(data)
+        self._overhead_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # What follows belongs to a protocol that the gateway does not speak. It answers this request, and closes.
+            self._is_leaving = True
+        except httptools.HttpParserError:
+            self._refuse(b"400 Bad Request", b"Invalid HTTP request received.", "MALFORMED")
+        else:
+            if self._framing_bytes > MAX_HEAD_BYTES or len(self._headers) > MAX_FIELDS:
+                self._refuse_fields()
+            elif self._overhead_bytes > MAX_CHUNK_OVERHEAD:
+                self._refuse(b"400 Bad Request", b"the chunks of the body are too small", "SMALL_CHUNKS")
+
     def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._in_head = True
+        self._url, self._headers = b"", []
+        self._in_head, self._expects_continue = True, False
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self._expects_continue = True
+        self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        if self._framing_bytes > EXACT_BYTES or len(self.headers) > MAX_FIELDS:
+        if self._framing_bytes > EXACT_BYTES or len(self._headers) > MAX_FIELDS:
             self._check_fields()
-        if len(self.pipeline) >= MAX_PIPELINED:
-            self._admitted.on_refused(NO_RESPONSE, "PIPELINE_LIMIT")
-            self._abandon()
+        if len(self._pipeline) >= MAX_PIPELINED:
+            self._context.connections.on_refused(NO_RESPONSE, "PIPELINE_LIMIT")
+            self.close_idle()
             raise _Refused
         self._in_head = False
         self._framing_bytes = self._overhead_bytes = 0
-        super().on_headers_complete()
-        scope, cycle = cast(dict[str, Any], self.scope), self.cycle
-        if self.pipeline:
-            self.flow.hold(_PIPELINE)  # until the responses before it have ended
+        exchange = self._exchange()
+        self._body = exchange.body
+        self._headers = []  # trailers are counted, but never become headers of the request
+        if self._answered is None:
+            self._start(exchange)
         else:
-            self._answered = cycle
-        self.headers = []  # trailers are counted, but never become headers of the request
-        self._body = RequestBody(cycle, self._budget)
-        # The application starts in the loop's next turn.
-        scope["extensions"] = {
-            DIRECT_WRITER: DirectWriter(cycle, self._watchers, self._leave, self._is_last),
-            REQUEST_BODY: self._body,
-        }
+            self._pipeline.append(exchange)
+            self.flow.hold(_PIPELINE)  # until the responses before it have ended
+
+    def _exchange(self) -> HttpExchange:
+        """Return the request whose head is complete."""
+        parser, method = self.parser, self.parser.get_method().decode("ascii")
+        url = httptools.parse_url(self._url)
+        path = (url.path or b"/").decode("ascii")
+        speaks_1_1 = parser.get_http_version() == "1.1"
+        # After an upgrade, which is not made, nothing is parsed: the connection ends with the response.
+        keep_alive = speaks_1_1 and parser.should_keep_alive() and not parser.should_upgrade()
+        return HttpExchange(
+            (method, unquote(path) if "%" in path else path, url.query or b""),
+            self._headers,
+            RequestBody(self.flow, self._context.budget, expects_continue=self._expects_continue),
+            ResponseWriter(self.flow, self, is_head=method == "HEAD", speaks_1_1=speaks_1_1, keep_alive=keep_alive),
+        )
 
     def on_body(self, body: bytes) -> None:
         self._framing_bytes = 0
@@ -253,42 +336,37 @@ class GatewayProtocol(HttpToolsProtocol):
         self._body.arrive(body)
 
     def on_message_complete(self) -> None:
-        if self._framing_bytes > EXACT_BYTES or len(self.headers) > MAX_FIELDS:
+        if self._framing_bytes > EXACT_BYTES or len(self._headers) > MAX_FIELDS:
             self._check_fields()
         self._framing_bytes = self._overhead_bytes = 0
-        super().on_message_complete()
+        assert self._body is not None
+        self._body.end()
 
-    def on_response_complete(self) -> None:
-        if self.pipeline:
-            self._answered = self.pipeline[-1][0]
-        super().on_response_complete()
-        if not self.pipeline:
-            self.flow.release(_PIPELINE)
+    def _start(self, exchange: HttpExchange) -> None:
+        """Let the application answer a request. It starts in the loop's next turn."""
+        self._answered = exchange
+        task = self._loop.create_task(self._context.app(exchange))
+        self._state.tasks.add(task)
+        task.add_done_callback(partial(self._on_answered, exchange))
 
-    def _parse(self, data: "bytes | memoryview") -> None:
-        if self._is_leaving:
+    def _on_answered(self, exchange: HttpExchange, task: asyncio.Task[None]) -> None:
+        """Close the connection of a request whose task has ended without its whole response."""
+        self._state.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s %s: the response could not be completed", exchange.method, exchange.path, exc_info=error)
+        if exchange is not self._answered:
             return
-        self._framing_bytes += len(data)
-        self._overhead_bytes += len(data)
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # What follows belongs to a protocol that the gateway does not speak. It answers this request, and closes.
-            self._is_leaving = True
-            self.cycle.keep_alive = False
-        except httptools.HttpParserError:
-            self._refuse(b"400 Bad Request", b"Invalid HTTP request received.", "MALFORMED")
+        # A client that does not read would keep a connection that is only closed.
+        if self.flow.write_paused:
+            self.transport.abort()
         else:
-            if self._framing_bytes > MAX_HEAD_BYTES or len(self.headers or ()) > MAX_FIELDS:
-                self._refuse_fields()
-            elif self._overhead_bytes > MAX_CHUNK_OVERHEAD:
-                self._refuse(b"400 Bad Request", b"the chunks of the body are too small", "SMALL_CHUNKS")
+            self.transport.close()
 
     def _check_fields(self) -> None:
         """Refuse a complete head, or complete trailers, above the limits."""
-        size = len(self.url) if self._in_head else 0
-        size += sum(len(name) + len(value) + len(b": \r\n") for name, value in self.headers)
-        if size > MAX_HEAD_BYTES or len(self.headers) > MAX_FIELDS:
+        size = len(self._url) if self._in_head else 0
+        size += sum(len(name) + len(value) + len(b": \r\n") for name, value in self._headers)
+        if size > MAX_HEAD_BYTES or len(self._headers) > MAX_FIELDS:
             self._refuse_fields()
             raise _Refused
 
@@ -297,7 +375,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._refuse(b"431 Request Header Fields Too Large", limits, "FIELDS_TOO_LARGE")
 
     def _start_framing_timer(self) -> None:
-        self._framing_timer = self.loop.call_later(HEAD_SECONDS, self._on_framing_timeout)
+        self._framing_timer = self._loop.call_later(HEAD_SECONDS, self._on_framing_timeout)
 
     def _stop_framing_timer(self) -> None:
         if self._framing_timer is not None:
@@ -308,46 +386,38 @@ class GatewayProtocol(HttpToolsProtocol):
         self._framing_timer = None
         if self._is_leaving:
             return
-        cycle = self.cycle
-        is_live = cycle is not None and not cycle.response_complete
+        answered = self._answered
         # What came waits for a turn of the event loop, or is pipelined behind a live request.
-        if self._held or self.pipeline or (is_live and not cycle.more_body):
+        if self._held or self._pipeline or (answered is not None and not answered.body.is_incomplete):
             self._start_framing_timer()
-        elif self._in_head or is_live:
+        elif self._in_head or answered is not None:
             text = b"the head or the trailers of the request did not arrive in time"
             self._refuse(b"408 Request Timeout", text, "HEAD_TIMEOUT")
         else:
-            self._abandon()
+            self.close_idle()
 
     def _refuse(self, status: bytes, text: bytes, reason: str) -> None:
         """Close the connection, with a response if none has begun. ``reason``: for the metric."""
         if self._is_leaving:
             return
-        cycle = self.cycle
-        is_live = cycle is not None and not cycle.response_complete
-        if self.pipeline or (is_live and (cycle.response_started or not cycle.more_body)):
-            self._admitted.on_refused(NO_RESPONSE, reason)
-            self._abandon()
+        answered, on_refused = self._answered, self._context.connections.on_refused
+        if self._pipeline or (answered is not None and (answered.started or not answered.body.is_incomplete)):
+            on_refused(NO_RESPONSE, reason)
+            self.close_idle()
             return
-        if is_live:  # the application must not respond any more; it counts the refusal, under its route
-            assert self._body is not None
-            cycle.disconnected = True
-            cycle.message_event.set()
-            self._body.refused_by_protocol = int(status[:3]), reason
-            self._body.close()
+        if answered is not None:  # the application must not respond any more; it counts the refusal, under its route
+            answered.body.refused_by_protocol = int(status[:3]), reason
+            answered.body.close()
+            self._answered = None
+            self.flow.lose()
         else:
-            self._admitted.on_refused(int(status[:3]), reason)
+            on_refused(int(status[:3]), reason)
         self._ignorable_bytes = LINGER_BYTES_REFUSED
         self.transport.write(
             b"HTTP/1.1 %b\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
             % (status, len(text), text)
         )
         self._leave()
-
-    def _abandon(self) -> None:
-        """Close the connection without a response."""
-        self._is_leaving = True
-        self.transport.close()
 
     def _leave(self) -> None:
         """Close the connection as soon as the client does, or after a short time. What it sends is not parsed."""
@@ -358,4 +428,4 @@ class GatewayProtocol(HttpToolsProtocol):
         if self.transport.can_write_eof():  # not over TLS, where the client closes after the response
             self.transport.write_eof()
         self.flow.release_all()
-        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        self._loop.call_later(LINGER_SECONDS, self.transport.close)

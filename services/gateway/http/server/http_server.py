@@ -5,21 +5,22 @@ import contextlib
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import cast
+from typing import NoReturn, cast
 
 import uvicorn
 
 from tokenloom.process import unix_socket
 from tokenloom.request import errors
+from tokenloom.request.reservation import AdmissionLimit
 from tokenloom.services.runtime import addresses
 from tokenloom.services.runtime.held_sockets.held_socket import adopt
 from tokenloom.services.runtime.peers.tls import PublicTLS
 
 from ..app import STOPPED, App
-from ..byte_budget import ByteBudget
 from ..http_exchange import FAREWELL_SECONDS
 from ..turn_share import REQUESTS_PER_TURN, TurnShare
 from .connections import MIN_IDLE_SECONDS, Connections
+from .http_protocol import HttpContext, HttpProtocol
 from .tls_front import TlsFronts
 
 KEEP_ALIVE_SECONDS = 75
@@ -39,7 +40,7 @@ class HttpServer:
         app: App,
         listen: str,
         *,
-        budget: ByteBudget,
+        budget: AdmissionLimit,
         connections: Connections,
         insecure: bool,
         tls: PublicTLS | None = None,
@@ -47,8 +48,8 @@ class HttpServer:
     ) -> None:
         """Bind the address, or adopt the inherited socket that listens there.
 
-        Raises :class:`errors.Unavailable` when binding fails, ``InvalidArgument`` for a descriptor that does not fit,
-        and what :func:`_protocol` raises.
+        Raises :class:`errors.Unavailable` when binding fails, and ``InvalidArgument`` for a descriptor that does not
+        fit.
 
         Args:
             budget: Limits the bytes of all request bodies.
@@ -62,8 +63,11 @@ class HttpServer:
         remedy = "give --public-tls-cert or an API key"
         addresses.check_closed(address, insecure=is_closed, field="http_listen", remedy=remedy)
         self._drain = asyncio.Event()
-        server = _Server(_config(app, _protocol(budget, connections, self._drain)), connections)
+        context = HttpContext(app, budget, connections, TurnShare(REQUESTS_PER_TURN), self._drain)
+        self._make_protocol = partial(HttpProtocol, context=context)
+        self._server = _Server(_config(self._make_protocol))
         self._tls = tls
+        self._fronts: TlsFronts | None = None  # complete handshakes; None in plain text, and before the start
         self._connections = connections
         self._is_held = descriptor is not None
         self._socket = _bind(address) if descriptor is None else adopt(descriptor, address, field="http_listen_fd")
@@ -71,14 +75,14 @@ class HttpServer:
         self._identity = unix_socket.identity(self._path) if self._path else (0, 0)
         port = 0 if address.path else self._socket.getsockname()[1]
         self.address = str(address) if address.path else str(addresses.Address(host=address.host, port=port))
-        self._server = server
         self._served = asyncio.Event()
 
     async def serve(self) -> None:
         """Serve until :meth:`drain` or :meth:`stop`."""
-        config = self._server.config
-        config.load()  # now, because it sets `ssl`
-        config.ssl = None if self._tls is None else self._tls.server_context()
+        if self._tls is not None:
+            # uvicorn itself would count a connection only after its handshake, and wait a minute for it.
+            self._fronts = TlsFronts(self._tls.server_context(), self._connections, self._make_protocol)
+            self._server.config.http = cast(type[asyncio.Protocol], self._fronts)
         await self._server.serve([self._socket])
         self._served.set()
 
@@ -118,8 +122,8 @@ class HttpServer:
             await asyncio.wait(tasks, timeout=FAREWELL_SECONDS)
         for connection in list(state.connections):
             connection.transport.abort()
-        if self._server.fronts is not None:
-            await self._server.fronts.close()
+        if self._fronts is not None:
+            await self._fronts.close()
         self._socket.close()
 
     def _remove_path(self) -> None:
@@ -128,64 +132,31 @@ class HttpServer:
             unix_socket.remove(self._path, self._identity)
 
 
-def _config(app: App, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
+async def _no_application(scope: object, receive: object, send: object) -> NoReturn:
+    raise AssertionError("the protocol gives requests to the gateway's own application, without ASGI")
+
+
+def _config(make_protocol: Callable[..., asyncio.Protocol]) -> uvicorn.Config:
     return uvicorn.Config(
-        app,
-        http=protocol,
+        _no_application,
+        interface="asgi3",
+        http=cast(type[asyncio.Protocol], make_protocol),  # uvicorn only calls it
         backlog=BACKLOG,
         ws="none",
         lifespan="off",
         log_config=None,
         log_level="warning",
-        access_log=False,
         server_header=False,
-        proxy_headers=False,  # the client's address is not used
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
     )
 
 
-def _protocol(budget: ByteBudget, connections: Connections, drain: asyncio.Event) -> type[asyncio.Protocol]:
-    """Return what makes the protocol of a connection. Raises :class:`errors.FailedPrecondition` when the installed
-    uvicorn does not fit it: uvicorn's own protocol has no limits."""
-    try:
-        from . import http_protocol as http_protocol  # fails when uvicorn lacks a class or a method
-
-        missing = http_protocol.missing_names()
-    except (ImportError, AttributeError) as error:
-        missing = [str(error)]
-    if missing:
-        raise errors.FailedPrecondition(
-            f"uvicorn {uvicorn.__version__} lacks what the gateway needs ({', '.join(missing)}); "
-            "install a version that pyproject.toml admits"
-        )
-    # uvicorn only calls it.
-    turns = TurnShare(REQUESTS_PER_TURN)
-    make = partial(http_protocol.GatewayProtocol, budget=budget, connections=connections, turns=turns, drain=drain)
-    return cast(type[asyncio.Protocol], make)
-
-
 class _Server(uvicorn.Server):
-    """Runs uvicorn, except for signals, TLS and the end: uvicorn itself looks ten times a second whether it must exit.
+    """Runs uvicorn, except for signals and the end: uvicorn itself looks ten times a second whether it must exit."""
 
-    Attributes:
-        fronts: Completes handshakes; None before the start, and in plain text.
-    """
-
-    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+    def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.fronts: TlsFronts | None = None
-        self._connections = connections
         self._ended = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen. uvicorn itself would count a connection only after its handshake, and wait a minute for it."""
-        config = self.config
-        if config.ssl is not None:
-            make = cast(Callable[..., asyncio.Protocol], config.http_protocol_class)
-            self.fronts = TlsFronts(config.ssl, self._connections, make)
-            config.http_protocol_class = cast(type[asyncio.Protocol], self.fronts)
-            config.ssl = None
-        await super().startup(sockets)
 
     async def main_loop(self) -> None:
         """Return after :meth:`end`."""

@@ -8,7 +8,8 @@ import pytest
 
 from tokenloom.services.gateway.generation.running_generation import RunningGeneration
 from tokenloom.services.gateway.http.answer_stream import AnswerShaper, AnswerStream
-from tokenloom.services.gateway.http.http_exchange import Headers, HttpExchange
+from tokenloom.services.gateway.http.http_exchange import HttpExchange
+from tokenloom.services.gateway.http.response_writer import Headers
 from tokenloom.services.gateway.http.turn_share import TurnShare
 from tokenloom.services.gateway.mesh.collector import Collector, Delta
 from tokenloom.v1.output_processor_pb2 import RequestFinished
@@ -51,7 +52,7 @@ class FakeAnswer:
         raise NotImplementedError
 
 
-class Direct:
+class FakeResponse:
     """The connection of a fake exchange."""
 
     def __init__(self, exchange: "FakeExchange") -> None:
@@ -66,7 +67,7 @@ class FakeExchange:
         self.started = False
         self.can_begin = True
         self.written: list[tuple[str, bytes]] = []
-        self.direct = Direct(self)
+        self.response = FakeResponse(self)
 
     def begin(self, headers: Headers, body: bytes) -> None:
         self.started = True

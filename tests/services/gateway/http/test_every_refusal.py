@@ -23,8 +23,7 @@ from tests.services.gateway.openai.test_chat import post
 from tokenloom.request import errors
 from tokenloom.services.gateway.http import request_body
 from tokenloom.services.gateway.http.response_counts import OTHER
-from tokenloom.services.gateway.http.server import connections
-from tokenloom.services.gateway.http.server import http_protocol as http_protocol
+from tokenloom.services.gateway.http.server import connections, http_protocol
 from tokenloom.services.gateway.openai.chat import ChatApi
 from tokenloom.supervisor.certificates import make_certificates
 

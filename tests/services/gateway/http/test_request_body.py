@@ -9,8 +9,9 @@ import pytest
 from tests.services.gateway.fakes import HEADERS, MODEL, SOON, FakeMesh
 from tests.services.gateway.http.test_http_exchange import FakeConnection
 from tokenloom.request import errors
-from tokenloom.services.gateway.http.byte_budget import ByteBudget
-from tokenloom.services.gateway.http.request_body import UNREAD_BYTES, BodyTimeout, ClientDisconnected, RequestBody
+from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.services.gateway.http.client_flow import ClientDisconnected
+from tokenloom.services.gateway.http.request_body import UNREAD_BYTES, BodyTimeout, RequestBody
 from tokenloom.services.gateway.tenants.tenant import TenantLimits
 from tokenloom.services.gateway.tenants.tenant_share import TenantShare
 
@@ -19,19 +20,17 @@ class Sender:
     """Sends a body as a connection delivers it."""
 
     def __init__(self, budget: int = 100) -> None:
-        self.budget = ByteBudget(budget)
+        self.budget = AdmissionLimit(budget)
         self.connection = FakeConnection()
-        self.body = RequestBody(self.connection.cycle, self.budget)
+        self.body = RequestBody(self.connection.flow, self.budget)
 
     def send(self, piece: bytes, *, is_last: bool = False) -> None:
         self.body.arrive(piece)
         if is_last:
-            self.connection.cycle.more_body = False
-        self.connection.cycle.message_event.set()
+            self.body.end()
 
     def leave(self) -> None:
-        self.connection.cycle.disconnected = True
-        self.connection.cycle.message_event.set()
+        self.connection.flow.lose()
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ async def test_a_body_that_is_over_its_limit_before_it_is_read(sender: Sender) -
 
 
 async def test_an_announced_body_without_room_is_refused_before_it_is_read(sender: Sender) -> None:
-    sender.budget.reserve(60)
+    sender.budget.take(60)
     with pytest.raises(errors.ResourceExhausted):
         await sender.body.read(1000, 41)
     assert sender.budget.taken == 60
@@ -87,7 +86,7 @@ async def test_an_announced_body_without_room_is_refused_before_it_is_read(sende
 
 @pytest.mark.parametrize("is_read", [False, True])
 async def test_a_growing_body_without_room_is_refused(sender: Sender, is_read: bool) -> None:
-    sender.budget.reserve(90)
+    sender.budget.take(90)
     reading = asyncio.create_task(sender.body.read(1000, None))
     if is_read:
         await asyncio.sleep(0)
@@ -142,7 +141,7 @@ async def test_a_tenant_that_has_no_room_for_what_has_arrived_already(sender: Se
 
 async def test_a_full_gateway_leaves_nothing_counted_for_the_tenant(sender: Sender) -> None:
     share = a_share(10)
-    sender.budget.reserve(98)
+    sender.budget.take(98)
     sender.body.count_for(share)
     with pytest.raises(errors.ResourceExhausted) as caught:
         await sender.body.read(100, 5)
@@ -166,7 +165,7 @@ async def test_the_connection_pauses_until_the_body_is_read() -> None:
 
 
 async def test_the_client_gets_its_continue(sender: Sender) -> None:
-    sender.connection.cycle.waiting_for_100_continue = True
+    sender.body = RequestBody(sender.connection.flow, sender.budget, expects_continue=True)
     reading = asyncio.create_task(sender.body.read(10, 2))
     await asyncio.sleep(0)
     assert sender.connection.transport.sent == b"HTTP/1.1 100 Continue\r\n\r\n"

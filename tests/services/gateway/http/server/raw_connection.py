@@ -1,15 +1,16 @@
 """A connection to the gateway's protocol whose bytes a test delivers itself."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 import uvicorn
 from uvicorn.server import ServerState
 
-from tokenloom.services.gateway.http.byte_budget import ByteBudget
+from tokenloom.request.reservation import AdmissionLimit
 from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.http.server.connections import Connections
-from tokenloom.services.gateway.http.server.http_protocol import GatewayProtocol
+from tokenloom.services.gateway.http.server.http_protocol import HttpContext, HttpProtocol
 from tokenloom.services.gateway.http.server.http_server import KEEP_ALIVE_SECONDS
 from tokenloom.services.gateway.http.turn_share import TurnShare
 
@@ -35,6 +36,9 @@ class Transport:
         self.has_ended = True
 
     def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
         self.is_closed = True
 
     def is_closing(self) -> bool:
@@ -71,37 +75,37 @@ class Connection:
 
     def __init__(self, *, reads: bool = True, turns: TurnShare | None = None) -> None:
         self.transport = Transport()
-        self.budget = ByteBudget(MIB)
+        self.budget = AdmissionLimit(MIB)
         self.answers = asyncio.Event()
         self.answers.set()
-        self.scopes: list[dict[str, Any]] = []
+        self.exchanges: list[HttpExchange] = []
         self.reads = reads
-        app = cast(Any, self._app)
+        self.app: Callable[[HttpExchange], Coroutine[Any, Any, None]] = self._app
         config = uvicorn.Config(
-            app, interface="asgi3", ws="none", lifespan="off", log_config=None, timeout_keep_alive=KEEP_ALIVE_SECONDS
+            cast(Any, self._app), interface="asgi3", log_config=None, timeout_keep_alive=KEEP_ALIVE_SECONDS
         )
         self.drain = asyncio.Event()
-        self.protocol = GatewayProtocol(
-            config,
-            ServerState(),
-            {},
+        context = HttpContext(
+            app=lambda exchange: self.app(exchange),
             budget=self.budget,
             connections=Connections(1, 1),
             turns=turns or TurnShare(1 << 30),
             drain=self.drain,
         )
+        self.protocol = HttpProtocol(config, ServerState(), {}, context=context)
         self.protocol.connection_made(cast(Any, self.transport))
         self.parser = CountingParser(self.protocol.parser)
         self.protocol.parser = cast(Any, self.parser)
 
-    async def _app(self, scope: dict[str, Any], receive: object, send: Any) -> None:
-        self.scopes.append(scope)
-        exchange = HttpExchange(scope, send)
-        with exchange.body:
+    async def _app(self, exchange: HttpExchange) -> None:
+        self.exchanges.append(exchange)
+        try:
             if self.reads:
                 await exchange.read_body(MIB)
             await self.answers.wait()
             await exchange.respond(200, b"ok")
+        finally:
+            exchange.body.close()
 
     def send(self, data: bytes) -> int:
         """Deliver the data as reads of the event loop, while the connection is open. Returns how many bytes it took."""

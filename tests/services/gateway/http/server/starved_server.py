@@ -3,20 +3,19 @@
 import asyncio
 import resource
 import sys
-from typing import Any
 
 import uvloop
 
-from tokenloom.services.gateway.http.byte_budget import ByteBudget
+from tokenloom.request.reservation import AdmissionLimit
+from tokenloom.services.gateway.http.http_exchange import HttpExchange
 from tokenloom.services.gateway.http.server.connections import Connections
 from tokenloom.services.gateway.http.server.http_server import HttpServer
 
 DESCRIPTORS = 64
 
 
-async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-    await send({"type": "http.response.body", "body": b"ok"})
+async def app(exchange: HttpExchange) -> None:
+    await exchange.respond(200, b"ok")
 
 
 async def main() -> None:
@@ -24,7 +23,7 @@ async def main() -> None:
     server = HttpServer(
         app,  # type: ignore[arg-type]
         "127.0.0.1:0",
-        budget=ByteBudget(1),
+        budget=AdmissionLimit(1),
         connections=connections,
         insecure=False,
     )

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 from pathlib import Path
 
 import httpx
@@ -13,9 +12,7 @@ import pytest
 from tests.plain_text import PLAIN_TEXT
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
 from tokenloom.request import errors
-from tokenloom.services.gateway.http import server as server_package
-from tokenloom.services.gateway.http.byte_budget import ByteBudget
-from tokenloom.services.gateway.http.server import http_protocol as http_protocol
+from tokenloom.request.reservation import AdmissionLimit
 from tokenloom.services.gateway.http.server.connections import Connections
 from tokenloom.services.gateway.http.server.http_server import HttpServer
 
@@ -28,12 +25,12 @@ def test_a_port_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(errors.Unavailable, match="http_listen"):
-            HttpServer(nothing, address, budget=ByteBudget(1), connections=Connections(1, 1), insecure=False)  # type: ignore[arg-type]
+            HttpServer(nothing, address, budget=AdmissionLimit(1), connections=Connections(1, 1), insecure=False)  # type: ignore[arg-type]
 
 
 def test_open_addresses_need_insecure() -> None:
     with pytest.raises(errors.InvalidArgument, match="http_listen"):
-        HttpServer(nothing, "0.0.0.0:0", budget=ByteBudget(1), connections=Connections(1, 1), insecure=False)  # type: ignore[arg-type]
+        HttpServer(nothing, "0.0.0.0:0", budget=AdmissionLimit(1), connections=Connections(1, 1), insecure=False)  # type: ignore[arg-type]
 
 
 async def test_a_unix_socket(socket_dir: Path) -> None:
@@ -46,7 +43,7 @@ async def test_a_unix_socket(socket_dir: Path) -> None:
 
 
 def serving(path: Path) -> HttpServer:
-    return HttpServer(nothing, f"unix:{path}", budget=ByteBudget(1), connections=Connections(1, 1), insecure=False)  # type: ignore[arg-type]
+    return HttpServer(nothing, f"unix:{path}", budget=AdmissionLimit(1), connections=Connections(1, 1), insecure=False)  # type: ignore[arg-type]
 
 
 async def test_the_unix_socket_of_a_killed_gateway_is_replaced(socket_dir: Path) -> None:
@@ -119,7 +116,7 @@ async def test_draining_answers_what_arrives_and_ends_each_connection(socket_dir
 async def test_a_request_that_outlasts_the_drain_ends_with_an_error(
     socket_dir: Path, streams: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """uvicorn would log the traceback of a request that is only cancelled, and its client would lose the connection."""
+    """A request that was only cancelled would end without a word to its client."""
     mesh = FakeMesh(socket_dir)
     body = {"model": MODEL, "prompt": "a", "stream": streams}
     async with httpx.AsyncClient(timeout=SOON, verify=PLAIN_TEXT) as http:
@@ -171,19 +168,6 @@ async def test_a_held_socket_keeps_connections_for_the_next_gateway(socket_dir: 
                 assert (await read_all(address, ping)).startswith(b"HTTP/1.1 200 ")
         with socket.create_connection(("127.0.0.1", held.getsockname()[1])):
             pass  # it is not refused
-
-
-@pytest.mark.parametrize("lacks", ["a name", "a module"])
-def test_an_unexpected_uvicorn_is_refused(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
-    """Its own protocol has none of the gateway's limits."""
-    if lacks == "a name":
-        monkeypatch.setitem(http_protocol.EXPECTED_NAMES, http_protocol.FlowControl.__init__, "renamed")
-    else:
-        monkeypatch.delattr(server_package, "http_protocol")
-        monkeypatch.setitem(sys.modules, http_protocol.__name__, None)
-    missing = "FlowControl.__init__: renamed" if lacks == "a name" else "http_protocol"
-    with pytest.raises(errors.FailedPrecondition, match=missing):
-        HttpServer(nothing, "127.0.0.1:0", budget=ByteBudget(1), connections=Connections(1, 1), insecure=False)  # type: ignore[arg-type]
 
 
 async def read_all(address: str, sent: bytes = b"") -> bytes:

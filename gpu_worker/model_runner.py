@@ -18,14 +18,13 @@ from .batch.expected_tokens import ExpectedTokens
 from .batch.input_batch import InputBatch, StepInputs
 from .batch.prompt_logprobs import PromptPart
 from .batch.sampled_tokens import SampledTokens
-from .device.packed_copy import to_device
+from .device.device_link import to_device
 from .expert_report import expert_loads, routed_experts
 from .layers.expert_routes import ExpertRoutes
 from .lora.slots import LoraSlots
 from .models.model import LanguageModel, routes_of
 from .parallel.ranks import ONLY_RANK, Ranks
-from .pooling.pooled_rows import Floats
-from .pooling.pooler import Pooler
+from .pooling.pooler import Floats, Pooler
 from .sampler.device.device_sampler import DeviceSampler
 from .sampler.device.sampling_arrays import SamplingRows
 from .sampler.pending_step import EndingStep

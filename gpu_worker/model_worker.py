@@ -28,7 +28,7 @@ from .attention.pool_layers import PoolLayers
 from .batch.input_batch import InputBatch
 from .checkpoint.local_config import check_options, num_sharing
 from .checkpoint.model_config import ModelConfig
-from .device.affinity import bind_to
+from .device.cpu_watch import bind_to
 from .device.pool_pages import PoolPages
 from .device.profiler import Profiler
 from .kernels.levels import limit_level

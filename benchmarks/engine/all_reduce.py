@@ -15,8 +15,7 @@ from msgspec.structs import replace
 from tokenloom.engine_core.data.config import ParallelConfig
 from tokenloom.gpu_worker.parallel.group import RankGroup
 from tokenloom.gpu_worker.parallel.ranks import join_ranks
-from tokenloom.gpu_worker.parallel.recordable_group import RecordableGroup
-from tokenloom.gpu_worker.parallel.shared_group import SharedGroup
+from tokenloom.gpu_worker.parallel.shared_group import RecordableGroup, SharedGroup
 
 _HIDDEN_SIZE = 1024
 _TOKENS = (1, 32, 512)

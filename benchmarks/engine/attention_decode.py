@@ -23,8 +23,8 @@ import torch
 
 from tokenloom.engine_core.data.config import KVCacheDtype
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
+from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
-from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
 from tokenloom.gpu_worker.models.architectures import load_model

@@ -5,6 +5,7 @@ writes the new keys and values of all rows through the plan before any row atten
 that another request fills in the same step.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +14,27 @@ from torch import Tensor
 
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
-from .score_rule import ScoreRule
+
+@dataclass(frozen=True, eq=False)
+# One object and not arguments: softcap, sinks and windows each change the softmax, and the next feature changes this
+# class and the backends, but no call of attend.
+class ScoreRule:
+    """Holds what one layer does to its attention scores. A model makes it once for each layer, when it loads."""
+
+    scale: float
+    """The factor on query times key."""
+    sliding_window: int | None = None
+    """A token at position p sees (p - sliding_window, p]; None: it sees all positions up to its own."""
+    softcap: float | None = None
+    """A scaled score s becomes softcap * tanh(s / softcap), before any mask; None: it stays s."""
+    sinks: Tensor | None = None
+    """[num_heads] float32: a score of each head that enters the sum of the softmax and weighs no value; None: none."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether a scaled, masked softmax is all there is."""
+        return self.softcap is None and self.sinks is None
+
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
 

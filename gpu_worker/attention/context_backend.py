@@ -14,9 +14,8 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
 from ..checkpoint.model_config import ModelConfig
 from ..parallel.group import RankGroup
-from .attention_backend import IntArray, KVCache
+from .attention_backend import IntArray, KVCache, ScoreRule
 from .cache import allocate_kv_caches, elements, write_slots
-from .score_rule import ScoreRule
 
 
 class ContextBackend:

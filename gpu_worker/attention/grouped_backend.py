@@ -9,9 +9,8 @@ from torch import Tensor
 from tokenloom.engine_core.data.kv_groups import KVGroup
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
-from .attention_backend import AttentionBackend, AttentionPlan, IntArray, KVCache
+from .attention_backend import AttentionBackend, AttentionPlan, IntArray, KVCache, ScoreRule
 from .cpu_backend import CPUBackend
-from .score_rule import ScoreRule
 from .shared_prefix import SharedPrefixFinder
 
 

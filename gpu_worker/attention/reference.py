@@ -9,9 +9,8 @@ from torch import Tensor
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
 from ..checkpoint.model_config import ModelConfig
-from .attention_backend import IntArray, KVCache
+from .attention_backend import IntArray, KVCache, ScoreRule
 from .cache import allocate_kv_caches, elements, write_slots
-from .score_rule import ScoreRule
 
 
 class ReferenceBackend:

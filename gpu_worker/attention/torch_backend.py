@@ -14,12 +14,30 @@ from torch import Tensor
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
 from ..checkpoint.model_config import FP8_KV, ModelConfig
-from .attention_backend import IntArray, KVCache
-from .cache import allocate_kv_caches, elements, padded, write_slots
-from .dense import attend_dense
-from .fp8_cache import as_bytes
-from .int8_cache import zero_scales
-from .score_rule import ScoreRule
+from .attention_backend import IntArray, KVCache, ScoreRule
+from .cache import allocate_kv_caches, as_bytes, elements, padded, write_slots, zero_scales
+
+
+def attend_dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: ScoreRule) -> Tensor:
+    """Return [n, num_heads, q, head_size]: queries of that shape attend over [n, num_kv_heads, s, head_size].
+
+    The scores are float32 and lie in memory as a whole. ``mask``, which broadcasts to [n, num_heads, q, s], is True
+    where a query sees a key; None: each sees all.
+    """
+    num_heads = query.shape[1]
+    key, value = (x.repeat_interleave(num_heads // key.shape[1], dim=1).float() for x in (key, value))
+    scores = query.float() @ key.transpose(2, 3) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if rule.sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sinks = rule.sinks[:, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
+    return (weights @ value).to(query.dtype)
+
 
 _GATHER_BYTES = 1 << 20
 """How many keys and values one call may gather for several decodes; they should fit into a core's cache."""

@@ -10,8 +10,7 @@ import numpy.typing as npt
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import GatherArgs, load_batch
 from .block_table import BlockTable
-from .step_arrays import StepArrays
-from .step_rows import StepRows
+from .step_arrays import StepArrays, StepRows
 
 Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]

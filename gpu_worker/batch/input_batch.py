@@ -13,17 +13,16 @@ from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from ..pooling.pooled_rows import PooledRows
-from ..sampler.host import LogprobRows, make_logits_processors
-from .block_table import BlockTable
+from ..pooling.pooler import PooledRows
+from ..sampler.host.logits_processors import make_logits_processors
+from ..sampler.host.logprobs import LogprobRows
+from .block_table import BlockTable, RowChanges
 from .expected_tokens import UNKNOWN_TOKEN, Places
 from .gatherer import Gathered, make_gatherer
 from .kernel_sampler import make_kernel_sampler
 from .prompt_logprobs import PromptLogprobRows
 from .prompt_rows import PromptEmbeds, TokenRows, only_tokens
-from .row_changes import RowChanges
-from .step_arrays import StepArrays
-from .step_rows import StepRows
+from .step_arrays import StepArrays, StepRows
 
 Ints = npt.NDArray[np.int64]
 _NONE: Mapping[str, list[int]] = MappingProxyType({})

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import DrawArgs, load_draw
 from ..kernels.threads import kernel_threads
-from .step_rows import StepRows
+from .step_arrays import StepRows
 
 Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]

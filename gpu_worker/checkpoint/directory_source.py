@@ -7,8 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from .files.packed_weight import PackedWeight
-from .files.pytorch_files import PytorchFiles
-from .files.safetensors_files import SafetensorsFiles
+from .files.tensor_files import PytorchFiles, SafetensorsFiles
 from .files.weight_files import is_pickled, weight_files
 from .quantization.scheme import Found, Scheme, TensorFiles
 

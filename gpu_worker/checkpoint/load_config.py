@@ -1,6 +1,7 @@
 """Reads the configuration of a checkpoint by its family. Absent entries take the defaults of the family's class in
 transformers."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,9 @@ from .families import DECODERS
 from .files.config_reader import ConfigReader
 from .gguf.config import gguf_config
 from .layer_kinds import read_ropes, read_windows
-from .model_config import QUANTIZATIONS, ModelConfig
-from .opt_switches import OPTSwitches
-from .quantization.schemes import read_scheme
+from .model_config import QUANTIZATIONS, ModelConfig, OPTSwitches
+from .quantization import awq, compressed_tensors, fp8, gptq
+from .quantization.scheme import Scheme
 from .rope_config import LongRopeScaling, RopeConfig, YarnScaling
 from .supported import ACTIVATION_NAMES, ARCHITECTURES, CLASSIFIERS, Family
 
@@ -250,3 +251,34 @@ def _max_model_len(max_position: int, ropes: tuple[RopeConfig, ...]) -> int:
         return min(each.original_max_position for each in scalings if isinstance(each, LongRopeScaling))
     yarn = [each for each in scalings if isinstance(each, YarnScaling)]
     return max([max_position, *(int(each.original_max_position * each.factor) for each in yarn)])
+
+
+_ENTRY = "quantization_config"
+
+METHODS: dict[str, tuple[Callable[[ConfigReader], Scheme], frozenset[str]]] = {
+    "gptq": (gptq.read_gptq, gptq.HARMLESS),
+    "awq": (awq.read_awq, awq.HARMLESS),
+    "compressed-tensors": (compressed_tensors.read_compressed_tensors, compressed_tensors.HARMLESS),
+    "fp8": (fp8.read_fp8, fp8.HARMLESS),
+}
+"""By ``quant_method``: what reads the other entries, and the entries that change nothing."""
+
+
+def read_scheme(reader: ConfigReader) -> Scheme | None:
+    """Return how the checkpoint's weights are quantized; None: they are not.
+
+    Raises ``ValueError`` naming a method or an entry that is not supported.
+    """
+    method_reader = reader.take_object(_ENTRY)
+    if method_reader is None:
+        return None
+    method = method_reader.take("quant_method")
+    if method not in METHODS:
+        wanted = f"is not supported: must be one of {', '.join(METHODS)}; an unquantized or GGUF checkpoint also loads"
+        raise method_reader.error("quant_method", wanted)
+    read, harmless = METHODS[method]
+    entries = reader.take_object(_ENTRY, harmless | {"quant_method"})
+    assert entries is not None
+    scheme = read(entries)
+    entries.refuse_rest()
+    return scheme

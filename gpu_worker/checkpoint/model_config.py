@@ -9,10 +9,22 @@ from tokenloom.engine_core.data.config import KVCacheDtype
 from ..parallel.sharding import WHOLE, Shard
 from .expert_switches import ExpertSwitches
 from .families import DECODERS, DecoderTraits
-from .opt_switches import OPTSwitches
 from .quantization.scheme import Scheme
 from .rope_config import LongRopeScaling, RopeConfig
 from .supported import Family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OPTSwitches:
+    """Holds what only OPT's class knows."""
+
+    embedding_size: int
+    """The size of token embeddings; if it is not the hidden size, two matrices lead from the one to the other."""
+    norm_before: bool
+    """Whether a layer normalizes the input of attention and MLP; otherwise their sums (opt-350m)."""
+    final_norm: bool
+    norms_have_weights: bool
+
 
 _HEAD_STEP = 16
 

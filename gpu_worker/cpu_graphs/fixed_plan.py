@@ -7,9 +7,8 @@ import numpy as np
 import torch
 
 from ..attention.attention_backend import AttentionBackend, AttentionPlan, IntArray
-from ..attention.cpu_backend import CPUBackend, CPUPlan
+from ..attention.cpu_backend import CPUBackend, CPUPlan, PlanArrays
 from ..attention.grouped_backend import GroupedBackend
-from ..attention.plan_arrays import PlanArrays
 from ..attention.shared_prefix import SharedPrefixes
 from ..batch.step_arrays import StepArrays
 from ..kernels.library import AttentionArgs

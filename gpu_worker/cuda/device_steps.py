@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionBackend, KVCache
-from ..attention.attention_work import work_entries
 from ..attention.grouped_backend import GroupedBackend
-from ..attention.triton_backend import TritonBackend
+from ..attention.triton_backend import TritonBackend, work_entries
 from ..batch.input_batch import InputBatch, StepInputs
-from ..device.device_link import Event
-from ..device.packed_copy import to_device
+from ..device.device_link import Event, to_device
 from ..models.model import LanguageModel
 from ..sampler.device.sampling_arrays import SamplingRows
 from .device_rows import DeviceRows

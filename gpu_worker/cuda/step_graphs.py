@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionBackend, AttentionPlan, KVCache
-from ..attention.attention_work import num_splits
 from ..attention.grouped_backend import GroupedBackend
-from ..attention.triton_backend import PlanTensors, TritonBackend
+from ..attention.triton_backend import PlanTensors, TritonBackend, num_splits
 from ..models.model import StepModel
 from .step_tensors import StepSize, StepTensors
 from .step_tools import Capture, Graph

@@ -1,9 +1,10 @@
-"""Chooses the threads of a process by what other programs and its CPU limit leave of the cores."""
+"""Chooses the threads of a process by what other programs and its CPU limit leave of the cores, and binds them."""
 
 import contextlib
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -142,3 +143,19 @@ def _waited_seconds(root: Path) -> float:
         with contextlib.suppress(OSError, IndexError, ValueError):  # the thread has ended
             nanoseconds += int(statistics.read_text().split()[1])
     return nanoseconds / 1e9
+
+
+def bind_to(cpus: Collection[int]) -> None:
+    """Bind the calling thread, and the threads that it starts from now on, to these cores. Empty: do nothing.
+
+    Raises ``ValueError`` if this process may not use any of them, or if the system cannot bind threads.
+    """
+    if not cpus:
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        raise ValueError("cpus: only Linux can bind a worker to cores; leave the option out")
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError:
+        allowed = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+        raise ValueError(f"cpus: this process may not use core {', '.join(map(str, cpus))}, only {allowed}") from None

@@ -11,7 +11,7 @@ from ..layers.activation import ACTIVATIONS
 from ..layers.linear import load_linear
 from ..layers.norm import load_layer_norm
 from ..pooling.class_head import ClassHead, class_activation
-from ..pooling.projection import Projection
+from ..pooling.sentence_files import Projection
 from .encoder_config import EncoderConfig
 from .segments import attend
 

@@ -22,12 +22,11 @@ from tokenloom.process.fall_backs import OF_PROCESS
 from tokenloom.process.process_memory import resident_bytes
 
 from ..checkpoint.weights import FileStamps, check_unchanged, file_stamps
-from ..device.affinity import bind_to
+from ..device.cpu_watch import bind_to
 from ..device.profiler import Profiler
 from ..platform.platform import Platform
 from ..pooling.class_head import ClassHead
-from ..pooling.pooled_rows import Floats
-from ..pooling.pooler import Pooler, check_pooling, make_pooler
+from ..pooling.pooler import Floats, Pooler, check_pooling, make_pooler
 from .encoder import EncoderModel, load_encoder
 from .encoder_config import EncoderConfig, read_encoder_config
 

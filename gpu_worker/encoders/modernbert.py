@@ -12,8 +12,7 @@ from ..layers.linear import load_linear
 from ..layers.norm import LayerNorm
 from ..layers.rotary import RotaryEmbedding, rotate, rotation
 from ..pooling.class_head import ClassHead, class_activation
-from ..pooling.projection import Projection
-from ..pooling.sentence_files import PoolingType
+from ..pooling.sentence_files import PoolingType, Projection
 from .encoder_config import EncoderConfig
 from .segments import attend
 

@@ -1,4 +1,4 @@
-"""Finds the libraries of kernels for this machine's CPU: built ahead, in the cache, or compiled now."""
+"""Finds the libraries of kernels for this CPU: built ahead, in the cache, or compiled now, several at once."""
 
 import contextlib
 import fcntl
@@ -11,12 +11,12 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from .levels import available_levels, native_flags
-from .openmp import openmp_runtime
-from .prebuilt import FLAGS, SOURCES, find_prebuilt
+from .prebuilt import FLAGS, SOURCES, Variant, find_prebuilt, openmp_runtime
 
 log = logging.getLogger(__name__)
 
@@ -146,3 +146,23 @@ def _writable(cache_dir: Path | None) -> Path:
 @functools.cache
 def _private_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="tokenloom-kernels-")
+
+
+@contextlib.contextmanager
+def parallel_build(variants: Sequence[Variant]) -> Iterator[None]:
+    """Find or compile these kernels in threads while the body runs; the body's own :func:`.build` of one of them waits
+    for it. Leaving waits for what is being compiled, and drops the rest if the body raised."""
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="kernels")
+    try:
+        builds = [pool.submit(_build, variant) for variant in variants]
+        yield
+        for each in builds:
+            each.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _build(variant: Variant) -> None:
+    source, macros = variant
+    with contextlib.suppress(KernelsUnavailable):  # the layer that asks for the kernel says so
+        build(source, "native", None, **macros)

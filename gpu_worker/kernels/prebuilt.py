@@ -4,6 +4,7 @@ The digest is that of the sources and of the compiler's flags, so a library of o
 libraries name no OpenMP library: they use the one that is loaded.
 """
 
+import ctypes
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +13,26 @@ from pathlib import Path
 from tokenloom.process.fall_backs import OF_PROCESS
 
 from .levels import Level
-from .openmp import expose_openmp
+
+
+def openmp_runtime() -> Path | None:
+    """Return the OpenMP library that torch has loaded."""
+    maps = Path("/proc/self/maps")
+    return openmp_in(maps.read_text()) if maps.exists() else None
+
+
+def openmp_in(maps: str) -> Path | None:
+    """Return the OpenMP library among the files that a process has mapped, as ``/proc/PID/maps`` lists them."""
+    # The path is the sixth column, and the last one: it may hold blanks.
+    paths = {line.split(maxsplit=5)[5] for line in maps.splitlines() if "libgomp" in line}
+    return next((Path(path) for path in sorted(paths)), None)
+
+
+@functools.cache
+def expose_openmp() -> None:
+    """Let libraries that name no OpenMP library use the one of the process. Raises ``OSError`` if there is none."""
+    ctypes.CDLL(str(openmp_runtime() or "libgomp.so.1"), mode=ctypes.RTLD_GLOBAL)
+
 
 FOLDER = Path(__file__).with_name("prebuilt")
 SOURCES = Path(__file__).with_name("csrc")

@@ -15,9 +15,8 @@ from tokenloom.engine_core.kv_cache.pool_memory import DeviceMemory, PeerMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import BlockIds, KVPool, KVReader, KVTransferError, checked_pairs
 from tokenloom.process.fall_backs import OF_PROCESS
 
-from .listener import KVListener, hang_up
+from .listener import KVListener, connect, hang_up, serve_offers
 from .socket_frames import decoded
-from .unix_offer import connect, serve_offers
 
 _MAX_OFFER_BYTES = 64 << 10
 _MAX_CONNECTIONS = 64

@@ -30,11 +30,10 @@ from tokenloom.engine_core.kv_transfer.kv_transport import (
     region_planes,
 )
 
-from .listener import KVListener, hang_up
+from .listener import KVListener, connect, hang_up, serve_offers
 from .shared_window import WindowOwner, WindowReader
 from .socket_frames import decoded
 from .staging import StagedPart, Stagings
-from .unix_offer import connect, serve_offers
 
 _MAX_OFFER_BYTES = 64 << 10
 _MAX_CONNECTIONS = 64

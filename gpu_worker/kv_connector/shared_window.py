@@ -15,9 +15,8 @@ import numpy as np
 from tokenloom.engine_core.kv_cache.pool_memory import BlockIds, Bytes, DeviceMemory, PoolMemory, Wait
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVTransferError
 
-from .listener import hang_up
+from .listener import SECONDS, hang_up
 from .socket_frames import decoded
-from .unix_offer import SECONDS
 
 HALF_BYTES = 16 << 20
 _MOST_BLOCKS = 4096

@@ -15,9 +15,8 @@ from ..batch.input_batch import StepInputs
 from ..checkpoint.linear_layer import Linear
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import load_lora, warn_unavailable
-from .adapted_rows import AdaptedRows
 from .adapter import Adapter, Layout, read_adapter
-from .layers import CurrentRows, LoraKernel, LoraLinear
+from .layers import AdaptedRows, CurrentRows, LoraKernel, LoraLinear
 
 _KINDS = frozenset(f"{kind}_proj" for kind in ("q", "k", "v", "o", "qkv", "gate", "up", "gate_up", "down"))
 """The last parts of the names of layers that may have an adapter."""

@@ -18,7 +18,7 @@ from ..checkpoint.local_config import local_config
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.supported import ARCHITECTURES, CLASSIFIERS
 from ..checkpoint.weights import Checkpoint
-from ..kernels.parallel_build import parallel_build
+from ..kernels.compiler import parallel_build
 from ..kernels.prebuilt import Variant
 from ..ops.ops import Ops
 from ..ops.torch_ops import TorchOps
@@ -160,7 +160,7 @@ def _transformers(path: Path, lack: UnsupportedError | None = None) -> ModuleTyp
     Raises ``ValueError`` if that library is not installed; ``lack`` is the reason to need it.
     """
     try:
-        from .transformers import entry
+        from .transformers import transformers_model
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
@@ -168,7 +168,7 @@ def _transformers(path: Path, lack: UnsupportedError | None = None) -> ModuleTyp
         raise ValueError(
             f'{reason}, which the transformers package computes; install it with: pip install "tokenloom[transformers]"'
         ) from None
-    return entry
+    return transformers_model
 
 
 @dataclass(frozen=True, slots=True)

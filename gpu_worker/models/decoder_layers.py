@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..attention.attention_backend import AttentionPlan, KVCache
-from ..attention.score_rule import ScoreRule
+from ..attention.attention_backend import AttentionPlan, KVCache, ScoreRule
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.expert_routes import ExpertRoutes

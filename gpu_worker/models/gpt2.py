@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention.attention_backend import AttentionPlan, KVCache
-from ..attention.score_rule import ScoreRule
+from ..attention.attention_backend import AttentionPlan, KVCache, ScoreRule
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.activation import ACTIVATIONS

@@ -4,10 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention.attention_backend import AttentionPlan, KVCache
-from ..attention.score_rule import ScoreRule
-from ..checkpoint.model_config import ModelConfig
-from ..checkpoint.opt_switches import OPTSwitches
+from ..attention.attention_backend import AttentionPlan, KVCache, ScoreRule
+from ..checkpoint.model_config import ModelConfig, OPTSwitches
 from ..checkpoint.weights import Checkpoint
 from ..layers.activation import ACTIVATIONS
 from ..layers.embedding import InputEmbeds, embed, load_embeddings

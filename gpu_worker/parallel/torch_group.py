@@ -17,9 +17,8 @@ from torch import Tensor
 from tokenloom.engine_core.data.config import ParallelConfig
 
 from .group import ALONE, RankGroup
-from .recordable_group import RecordableGroup
 from .sharding import RankPlace
-from .shared_group import shared_if_possible
+from .shared_group import RecordableGroup, shared_if_possible
 
 if TYPE_CHECKING:  # engines that do not move experts import none of it
     from .experts.balancer import ExpertBalancer

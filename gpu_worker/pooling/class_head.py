@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.weights import Checkpoint
-from .projection import Projection, same
-from .sentence_files import PoolingType, activation_of
+from .sentence_files import PoolingType, Projection, activation_of, same
 
 
 @dataclass(frozen=True, slots=True)

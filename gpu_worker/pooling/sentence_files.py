@@ -1,16 +1,41 @@
 """Reads the files of sentence-transformers that lie next to a checkpoint: how its states become a vector."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from .projection import Projection, same
+
+def same(x: Tensor) -> Tensor:
+    """Return ``x``."""
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Computes then(x · weightᵀ + bias) in float32, whatever the dtype of the model is."""
+
+    weight: Tensor
+    bias: Tensor | None
+    then: Callable[[Tensor], Tensor] = same
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map [..., in] to [..., out]."""
+        return self.then(F.linear(x, self.weight.float(), None if self.bias is None else self.bias.float()))
+
+
+def project(x: Tensor, projections: Sequence[Projection]) -> Tensor:
+    """Apply projections one after the other."""
+    for each in projections:
+        x = each(x)
+    return x
+
 
 PoolingType = Literal["LAST", "MEAN", "CLS"]
 

@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
+from tokenloom.engine_core.data.messages import LogitsStats
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput
 
 from ..batch.expected_tokens import ExpectedTokens
 from ..batch.input_batch import InputBatch, StepInputs
-from ..device.packed_copy import to_device
+from ..device.device_link import to_device
 from .device.device_sampler import NO_CHOICE, NOTHING, DeviceSampler, RowDemands
 from .device.sampled_rows import SampledRows
 from .device.sampling_arrays import SamplingRows
-from .grammar_mask import allow_only, force
 from .host.logprobs import JoinedLogprobs, RowLogprobs
 from .host.sampler import NO_TOKEN, Sampler
-from .logits_stats import LogitsMeter
 from .pending_step import PendingStep, by_request, drop_undrawn
 
 Ints = npt.NDArray[np.int64]
@@ -271,3 +270,62 @@ def _count_nans(logits: Tensor, req_ids: Sequence[str]) -> dict[str, int]:
     """Count the NaN logits of the rows, [n, vocab], that have any. Waits for the device."""
     counts = torch.isnan(logits).sum(1).tolist()
     return {req_id: count for req_id, count in zip(req_ids, counts, strict=True) if count}
+
+
+def allow_only(grammar: GrammarOutput, req_ids: Sequence[str], logits: npt.NDArray[np.float32]) -> None:
+    """Set the logits that a grammar forbids to -inf, in place. ``logits`` is [S, vocab] with the rows of ``req_ids``,
+    all of the step or some: a row without a grammar is not changed, and a grammar without a row is passed over."""
+    row_of = {req_id: row for row, req_id in enumerate(req_ids)}
+    for req_id, allowed in zip(grammar.req_ids, grammar.allowed(logits.shape[1]), strict=True):
+        if (row := row_of.get(req_id)) is not None:
+            logits[row, ~allowed] = -np.inf
+
+
+def force(grammar: GrammarOutput, req_ids: Sequence[str], logits: npt.NDArray[np.float32]) -> None:
+    """Leave only the forced token of each row that has one, in place, whatever was masked or added before.
+
+    ``logits`` is [S, vocab] with the rows of ``req_ids``.
+    """
+    if grammar.forced:
+        for row, req_id in enumerate(req_ids):
+            if (token_id := grammar.forced.get(req_id)) is not None:
+                logits[row] = -np.inf
+                logits[row, token_id] = 0.0
+
+
+class LogitsMeter:
+    """Measures every n-th step that draws tokens."""
+
+    def __init__(self, interval: int) -> None:
+        """``interval``: measure one step of so many, one or more."""
+        self._interval = interval
+        self._num_steps = 0
+
+    def is_due(self) -> bool:
+        """Count a step. Returns whether it is to be measured; the first one is."""
+        self._num_steps += 1
+        # Not each step: reading every logit costs as much as sampling.
+        return self._num_steps % self._interval == 1 or self._interval == 1
+
+    def measure(self, logits: torch.Tensor, params: Sequence[SamplingParams]) -> list[LogitsStats | None]:
+        """Return the statistics of each row of the model's own logits [rows, vocab]; None for one that is not finite.
+
+        They must not have been changed by logits processors. ``params`` [rows] are those of the rows' requests.
+        """
+        values: npt.NDArray[np.float32] = logits.float().cpu().numpy()
+        largest, smallest = values.max(axis=1), values.min(axis=1)
+        is_finite = np.isfinite(largest) & np.isfinite(smallest)
+        stats: list[LogitsStats | None] = [None] * len(values)
+        for row in np.flatnonzero(is_finite).tolist():
+            entropy = _entropy(values[row], largest[row])
+            stats[row] = LogitsStats(float(largest[row]), float(smallest[row]), entropy, params[row].temperature)
+        return stats
+
+
+def _entropy(logits: npt.NDArray[np.float32], largest: np.float32) -> float:
+    """Return the entropy of the distribution of finite logits [vocab], in nats."""
+    shifted = np.subtract(logits, largest, dtype=np.float64)
+    weights = np.exp(shifted)
+    total = float(weights.sum())
+    # The sum of -p ln p, with p = weights / total and ln p = shifted - ln total.
+    return max(0.0, float(np.log(total) - np.dot(weights, shifted) / total))

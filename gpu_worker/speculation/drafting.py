@@ -21,8 +21,7 @@ from ..models.architectures import ModelLoader
 from ..models.model import LanguageModel
 from ..models.self_check import CheckedModel
 from ..ops.torch_ops import TorchOps
-from .draft_model import DraftModel
-from .drafter import Drafter
+from .drafter import Drafter, DraftModel
 from .eagle import EagleHead, EmbedsTokens, load_greedy_head
 from .greedy_drafts import load_greedy_drafts
 from .interface import Proposer

@@ -16,7 +16,7 @@ from ..attention.attention_backend import AttentionPlan, KVCache
 from ..batch.input_batch import Ints, StepInputs
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
-from ..device.packed_copy import to_device
+from ..device.device_link import to_device
 from ..kernels.compiler import KernelsUnavailable
 from ..layers.linear import load_linear
 from ..layers.rotary import RotaryEmbedding
@@ -24,8 +24,7 @@ from ..models.decoder_layers import AddNorm, Attention
 from ..models.mlp import MLP
 from ..models.model import LanguageModel
 from ..ops.ops import Ops
-from .draft_weights import DraftWeights, fits
-from .greedy_drafts import DraftRange, GreedyDrafts, StateAddresses
+from .greedy_drafts import DraftRange, DraftWeights, GreedyDrafts, StateAddresses, fits
 
 
 @runtime_checkable

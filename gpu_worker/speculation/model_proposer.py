@@ -12,8 +12,9 @@ from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 
 from ..attention.attention_backend import AttentionBackend, KVCache
 from ..batch.input_batch import InputBatch, Ints, StepInputs
-from ..device.packed_copy import to_device
-from ..sampler.host import Purpose, Sampler
+from ..device.device_link import to_device
+from ..sampler.host.philox import Purpose
+from ..sampler.host.sampler import Sampler
 from .drafter import Drafter
 from .greedy_drafts import DraftRange, GreedyDrafts
 from .interface import StepArrays

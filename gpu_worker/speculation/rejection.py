@@ -13,9 +13,8 @@ import numpy.typing as npt
 
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 
-from ..sampler.host import Purpose, Sampler, uniform
-from ..sampler.host.allowed_set import allowed_set
-from ..sampler.host.sampler import first_past
+from ..sampler.host.philox import Purpose, uniform
+from ..sampler.host.sampler import Sampler, allowed_set, first_past
 from ..sampler.step_sampler import SampleRows
 
 Ints = npt.NDArray[np.int64]

@@ -15,9 +15,9 @@ from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput, ModelRunnerOutput
 
 from ..batch.input_batch import StepInputs
-from ..device.packed_copy import to_device
-from ..sampler.host import NO_TOKEN
+from ..device.device_link import to_device
 from ..sampler.host.logprobs import RowLogprobs
+from ..sampler.host.sampler import NO_TOKEN
 from ..sampler.pending_step import drop_undrawn
 from ..sampler.step_sampler import StepSampler, rows_of
 from .rejection import RejectionSampler

@@ -14,7 +14,7 @@ from tests.gpu_check.driver import MOST_TOKENS, Driver, Requests
 from tests.gpu_check.target import Target
 from tokenloom.bench.random_model import SHAPES
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
-from tokenloom.gpu_worker.models.on_host import tensors_of
+from tokenloom.gpu_worker.model_slot import tensors_of
 
 GREEDY = SamplingParams(max_tokens=4000, seed=0, temperature=0.0)
 

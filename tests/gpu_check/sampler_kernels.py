@@ -12,7 +12,7 @@ from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput
 from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
 from tokenloom.gpu_worker.sampler.device.sampler_kernels import TritonSamplerKernels
-from tokenloom.gpu_worker.sampler.host import Sampler
+from tokenloom.gpu_worker.sampler.host.sampler import Sampler
 
 _NEAR_BOUNDARY = 2
 """Of 256 rows: their number falls within rounding of a boundary."""

@@ -13,7 +13,7 @@ from tests.gpu_check.ceilings import PRODUCT, READ
 from tests.gpu_check.rows import Rows
 from tests.gpu_check.target import GPU, Target
 from tests.gpu_worker.attention.steps import shape
-from tokenloom.gpu_worker.attention.score_rule import ScoreRule
+from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
 from tokenloom.gpu_worker.layers.fp8_linear import Fp8Linear
 from tokenloom.gpu_worker.layers.triton_linear import TritonLinear, multiply_few

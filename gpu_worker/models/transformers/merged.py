@@ -2,7 +2,7 @@
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,39 @@ from torch import Tensor, nn
 from ...layers.activation import ACTIVATIONS
 from ...layers.linear import Linear, make_linear
 from ...ops.ops import Ops
-from .absent_weight import AbsentWeight
+from .probe import UnservableModel
+
+_READABLE = {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.__repr__,
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("dtype", "device", "shape", "ndim", "is_meta", "is_mkldnn", "requires_grad")
+    ),
+}
+
+
+class AbsentWeight(Tensor):
+    """Has a shape, a dtype and a device, but no values: a module that computes with it is refused.
+
+    Without this, a product with it would return what happens to be in memory.
+    """
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> "AbsentWeight":
+        """Return the stand-in of ``tensor``. Its device is ``meta``."""
+        return torch.empty_like(tensor, device="meta", requires_grad=False).as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function not in _READABLE:
+            raise UnservableModel("computes with the weight of a linear layer itself, instead of calling the layer")
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
 
 _MLP = ("gate_proj", "up_proj")
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), _MLP)

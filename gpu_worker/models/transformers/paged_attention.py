@@ -6,14 +6,30 @@ share no state.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from ...attention.attention_backend import AttentionPlan, KVCache
-from .layer_rule import LayerRule
+from ...attention.attention_backend import AttentionPlan, KVCache, ScoreRule
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRule:
+    """Holds what the probe recorded of one call."""
+
+    module: nn.Module
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    """The size of a query and a key."""
+    value_size: int
+    scores: ScoreRule
+    source: int | None = None
+    """The earlier layer whose keys and values the call passes, with the same window; None: they are its own."""
+
 
 SERVING = "tokenloom"
 """The attention implementation of steps. transformers makes no mask for it, because it has no mask function."""

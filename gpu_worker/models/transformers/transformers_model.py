@@ -1,6 +1,7 @@
 """Computes any causal language model of transformers over paged attention, with the tokens of a step in one row."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from ...ops.ops import Ops
 from .causal_class import CausalClass, find_causal_class
 from .declared import complete, declared_config, max_model_len
 from .experts import routes_of_modules
-from .head import Head
-from .loading import load_modules
+from .loading import load_modules, make_on_meta
+from .modules import Head
 from .paged_attention import SERVING, EnoughLayers, PagedAttention, bind
 from .probe import NUM_PROBED, UnservableModel, record
 
@@ -163,3 +164,37 @@ def _body_name(model: Any) -> str:
         if child is decoder:
             return name
     raise UnservableModel("has no part that computes hidden states separately from logits")
+
+
+__all__ = ["TransformersModel", "check_checkpoint", "read_declared", "reads_entries"]
+
+
+def read_declared(path: Path, dtype: torch.dtype, quantization: str | None) -> ModelConfig:
+    """Return what a checkpoint's configuration declares, without what only its modules show (scales, windows).
+
+    Raises ``ValueError``.
+    """
+    return declared_config(find_causal_class(path).config, dtype, quantization)
+
+
+def reads_entries(path: Path, names: Sequence[str]) -> bool:
+    """Return whether transformers reads the checkpoint's configuration, and its class knows these entries of it."""
+    try:
+        config_class: Any = type(find_causal_class(path).config)
+    except ValueError:
+        return False
+    defaults = config_class()
+    rope = getattr(defaults, "rope_parameters", None) or {}
+    return all(hasattr(defaults, name) or name in rope for name in names)
+
+
+def check_checkpoint(path: Path, dtype: torch.dtype) -> None:
+    """Compare the shapes of a checkpoint's tensors with its configuration, without reading their content.
+
+    Raises ``ValueError``. Tensors that transformers stores under other names than it computes with are not compared.
+    """
+    found = find_causal_class(path)
+    with Checkpoint(path, dtype, torch.device("meta")) as checkpoint:
+        for name, tensor in make_on_meta(found, dtype).state_dict().items():
+            if name in checkpoint:
+                checkpoint.take(name, *tensor.shape)

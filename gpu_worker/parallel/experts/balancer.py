@@ -10,10 +10,8 @@ import torch
 
 from tokenloom.engine_core.data.parallel_config import EplbConfig
 
-from .moves import MoveList, moves_between
-from .placement import LayerPlacement
-from .planner import Ints, plan_placement, rank_loads
-from .transfer import ExpertShape, LayerTransfer, MovableExperts, WeightLink
+from .planner import Ints, LayerPlacement, plan_placement, rank_loads
+from .transfer import ExpertShape, LayerTransfer, MovableExperts, MoveList, WeightLink, moves_between
 
 log = logging.getLogger(__name__)
 

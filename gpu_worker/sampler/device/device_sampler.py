@@ -11,16 +11,13 @@ from torch import Tensor
 
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 
-from ...device.device_link import DeviceLink, link_of
-from ...device.packed_copy import copy_packed
-from ..host.row_edit import RowEdit, pack_bits
+from ...device.device_link import DeviceLink, copy_packed, link_of
+from ..host.logits_processor import RowEdit, pack_bits
 from ..host.sampler import NO_TOKEN
 from ..host.seen_tokens import SeenTokens
-from .edit_arrays import EditArrays
 from .logprob_arrays import MOST_LISTED, FoundLogprobs, LogprobArrays
-from .pending_tokens import PendingTokens
-from .sampled_rows import PendingLogprobs, SampledRows
-from .sampling_arrays import SamplingArrays
+from .sampled_rows import PendingLogprobs, PendingTokens, SampledRows
+from .sampling_arrays import EditArrays, SamplingArrays
 from .seen_counts import SeenCounts
 
 NO_CHOICE = -2

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...device.packed_copy import copy_packed
+from ...device.device_link import copy_packed
 from ..host.seen_tokens import SeenTokens
 
 # A word for each token of the vocabulary, 0.6 MB for 151,936 of them. A list of distinct tokens, as the host has, is

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.messages import Logprobs
 
-from .allowed_set import CHUNK_ELEMENTS
+from .sampler import CHUNK_ELEMENTS
 
 Logits = npt.NDArray[np.float32]
 

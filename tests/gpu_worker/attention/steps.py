@@ -8,10 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenloom.gpu_worker.attention.attention_backend import AttentionBackend
-from tokenloom.gpu_worker.attention.fp8_cache import to_fp8
-from tokenloom.gpu_worker.attention.int8_cache import quantize
-from tokenloom.gpu_worker.attention.score_rule import ScoreRule
+from tokenloom.gpu_worker.attention.attention_backend import AttentionBackend, ScoreRule
+from tokenloom.gpu_worker.attention.cache import quantize, to_fp8
 from tokenloom.gpu_worker.checkpoint.model_config import FP8_KV, SCALE_BYTES
 
 BLOCK_SIZE = 16

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.context_backend import ContextBackend
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
-from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
 
 CPU = torch.device("cpu")

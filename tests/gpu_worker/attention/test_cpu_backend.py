@@ -9,9 +9,9 @@ import torch
 
 from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, HEAD_SIZE, make_step, rules, run, run_rule, shape
 from tests.pairwise import pairs
+from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
-from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")

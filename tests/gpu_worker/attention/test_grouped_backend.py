@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, Step, make_step, shape
 from tokenloom.engine_core.data.kv_groups import KVGroup
+from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.grouped_backend import GroupedBackend
-from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 
 BACKENDS = ["torch", "reference", *(["cpu"] if shutil.which("g++") else [])]
 WINDOWS = (None, 40, 7)

@@ -21,12 +21,11 @@ from tests.gpu_worker.attention.steps import (
     shape,
 )
 from tests.pairwise import pairs
+from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
-from tokenloom.gpu_worker.attention.cache import elements
+from tokenloom.gpu_worker.attention.cache import elements, numbers_of, quantize, scales_of
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
-from tokenloom.gpu_worker.attention.int8_cache import numbers_of, quantize, scales_of
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
-from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 
 HAS_COMPILER = bool(shutil.which("g++"))
 BACKENDS = ["torch", "reference", *(["cpu"] if HAS_COMPILER else [])]

@@ -11,8 +11,16 @@ from torch import Tensor
 from tests.gpu_worker.attention.steps import BLOCK_SIZE, CPU, make_step, shape
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
-from tokenloom.gpu_worker.attention.cache import allocate_kv_caches, elements, kv_layout, make_kv_pool, write_slots
-from tokenloom.gpu_worker.attention.int8_cache import numbers_of, quantize, scales_of
+from tokenloom.gpu_worker.attention.cache import (
+    allocate_kv_caches,
+    elements,
+    kv_layout,
+    make_kv_pool,
+    numbers_of,
+    quantize,
+    scales_of,
+    write_slots,
+)
 from tokenloom.gpu_worker.ops.cpu_ops import CPUOps
 from tokenloom.gpu_worker.ops.ops import HeadNorm
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps

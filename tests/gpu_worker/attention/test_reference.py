@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
-from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 
 CONFIG: Any = SimpleNamespace(num_layers=1, num_kv_heads=2, head_size=8, cache_head_size=16, dtype=torch.float32)
 CONFIG.kv_dtype, CONFIG.kv_row_bytes = CONFIG.dtype, 16 * 4

@@ -17,8 +17,8 @@ from tests.gpu_worker.attention.steps import (
     shape,
 )
 from tokenloom.gpu_worker.attention import torch_backend
+from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
-from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.attention.torch_backend import TorchBackend
 
 

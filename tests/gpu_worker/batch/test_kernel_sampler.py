@@ -11,7 +11,7 @@ import torch
 from tests.gpu_worker.sampler.host.variants import VARIANTS, params, peaked
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.batch.kernel_sampler import KernelSampler
-from tokenloom.gpu_worker.batch.step_rows import StepRows
+from tokenloom.gpu_worker.batch.step_arrays import StepRows
 from tokenloom.gpu_worker.kernels.threads import set_kernel_threads
 from tokenloom.gpu_worker.sampler.host.sampler import Sampler
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from tokenloom.gpu_worker.call_recording.buffers import Buffers
-from tokenloom.gpu_worker.call_recording.dry_run import DryRun
 from tokenloom.gpu_worker.call_recording.recorder import CallRecorder, current_recorder, recording
-from tokenloom.gpu_worker.call_recording.recording import Recording
+from tokenloom.gpu_worker.call_recording.recording import DryRun, Recording
 from tokenloom.gpu_worker.kernels.library import load_replay
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")

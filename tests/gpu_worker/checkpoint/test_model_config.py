@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
-from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig
-from tokenloom.gpu_worker.checkpoint.opt_switches import OPTSwitches
+from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, OPTSwitches
 from tokenloom.gpu_worker.checkpoint.rope_config import RopeConfig, no_rotation
 
 LLAMA: dict[str, Any] = {

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
-from tokenloom.gpu_worker.attention.attention_backend import AttentionPlan, KVCache
-from tokenloom.gpu_worker.attention.attention_work import ProgramShape
-from tokenloom.gpu_worker.attention.score_rule import ScoreRule
-from tokenloom.gpu_worker.attention.triton_backend import PlanTensors, TritonBackend
+from tokenloom.gpu_worker.attention.attention_backend import AttentionPlan, KVCache, ScoreRule
+from tokenloom.gpu_worker.attention.triton_backend import PlanTensors, ProgramShape, TritonBackend
 
 
 class TensorBackend(TritonBackend):

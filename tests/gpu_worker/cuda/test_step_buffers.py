@@ -5,7 +5,7 @@ import torch
 
 from tests.gpu_worker.cuda.late_link import LateLink
 from tokenloom.gpu_worker.cuda.step_buffers import StepBuffers
-from tokenloom.gpu_worker.device.packed_copy import copy_packed, to_device
+from tokenloom.gpu_worker.device.device_link import copy_packed, to_device
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tokenloom.gpu_worker.device.affinity import bind_to
+from tokenloom.gpu_worker.device.cpu_watch import bind_to
 
 
 def affinity_after(*cpus: int) -> set[int]:

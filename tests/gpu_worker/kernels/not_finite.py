@@ -12,9 +12,9 @@ from torch import Tensor
 from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, make_step, rules, run_rule, shape
 from tests.gpu_worker.lora.test_layers import OUTPUTS, Layer
 from tests.pairwise import pairs
+from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
-from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.checkpoint.files.quantized_weight import QuantizedWeight
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.layers.int8_linear import Int8Linear

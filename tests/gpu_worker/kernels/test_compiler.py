@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch  # noqa: F401  loads the OpenMP runtime that kernels are to share
 
-from tokenloom.gpu_worker.kernels import compiler, parallel_build
+from tokenloom.gpu_worker.kernels import compiler
+from tokenloom.gpu_worker.kernels import compiler as parallel_build
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable, build
 from tokenloom.gpu_worker.kernels.library import load_attention, load_fused
-from tokenloom.gpu_worker.kernels.openmp import openmp_in
+from tokenloom.gpu_worker.kernels.prebuilt import openmp_in
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 

@@ -10,7 +10,7 @@ import torch
 from tests.gpu_worker.kernels import not_finite
 from tests.gpu_worker.kernels.emulation import build_emulated
 from tests.gpu_worker.kernels.not_finite import DTYPES, LAYERS, VALUES
-from tokenloom.gpu_worker.attention.fp8_cache import to_fp8
+from tokenloom.gpu_worker.attention.cache import to_fp8
 from tokenloom.gpu_worker.kernels import library
 from tokenloom.gpu_worker.kernels.levels import processor_features
 from tokenloom.gpu_worker.layers import int8_linear, panel_linear

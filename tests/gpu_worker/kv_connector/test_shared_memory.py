@@ -14,10 +14,9 @@ from tests.engine_core.processes import wait_until
 from tests.gpu_worker.kv_connector.conftest import LAYOUT, SIZES, MakePool, block
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVRegion, KVTransferError
-from tokenloom.gpu_worker.kv_connector.listener import KVListener
+from tokenloom.gpu_worker.kv_connector.listener import Endpoint, KVListener
 from tokenloom.gpu_worker.kv_connector.shared_memory import SharedMemoryTransport, _Offer, map_offer
 from tokenloom.gpu_worker.kv_connector.staging import Stagings
-from tokenloom.gpu_worker.kv_connector.unix_offer import Endpoint
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tokenloom.gpu_worker import numerics as rounding
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
-from tokenloom.gpu_worker.layers import rounding
 
 
 def refuse():

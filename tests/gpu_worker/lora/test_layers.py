@@ -10,9 +10,8 @@ from torch import Tensor
 
 from tokenloom.gpu_worker.kernels.library import load_lora
 from tokenloom.gpu_worker.layers.linear import make_linear
-from tokenloom.gpu_worker.lora.adapted_rows import AdaptedRows
 from tokenloom.gpu_worker.lora.adapter import Adapter, Layout
-from tokenloom.gpu_worker.lora.layers import CurrentRows, LoraLinear
+from tokenloom.gpu_worker.lora.layers import AdaptedRows, CurrentRows, LoraLinear
 
 NAMES, INPUTS, OUTPUTS = ("q_proj", "k_proj", "v_proj"), 43, (72, 16, 21)
 CPU = torch.device("cpu")

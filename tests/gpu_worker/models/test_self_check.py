@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.gpu_worker.conftest import SaveCheckpoint
+from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
-from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.models.architectures import load_model
 from tokenloom.gpu_worker.models.self_check import CheckedModel, check_model
 

@@ -13,8 +13,7 @@ from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.parallel import shared_group
 from tokenloom.gpu_worker.parallel.group import RankGroup
 from tokenloom.gpu_worker.parallel.ranks import join_ranks
-from tokenloom.gpu_worker.parallel.recordable_group import RecordableGroup
-from tokenloom.gpu_worker.parallel.shared_group import SharedGroup
+from tokenloom.gpu_worker.parallel.shared_group import RecordableGroup, SharedGroup
 from tokenloom.gpu_worker.parallel.torch_group import TorchGroup
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.gpu_worker.device import memory
 from tokenloom.gpu_worker.device.memory import available_memory
 from tokenloom.gpu_worker.devices import CPUWorker
-from tokenloom.gpu_worker.layers.rounding import input_rounding
 from tokenloom.gpu_worker.model_runner import ModelRunner
+from tokenloom.gpu_worker.numerics import input_rounding
 
 DEMO_MODEL = Path(demo_model.__file__).parent
 

@@ -1,7 +1,7 @@
 import numpy as np
 
 from tokenloom.engine_core.data.scheduler_output import GrammarOutput
-from tokenloom.gpu_worker.sampler.grammar_mask import allow_only, force
+from tokenloom.gpu_worker.sampler.step_sampler import allow_only, force
 
 
 def test_only_what_the_bits_allow_is_left() -> None:

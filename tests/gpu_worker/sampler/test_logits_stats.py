@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
-from tokenloom.gpu_worker.sampler.logits_stats import LogitsMeter
+from tokenloom.gpu_worker.sampler.step_sampler import LogitsMeter
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,9 +13,8 @@ from tokenloom.engine_core.data.config import SpeculativeConfig
 from tokenloom.gpu_worker.checkpoint.load_config import load_model_config
 from tokenloom.gpu_worker.checkpoint.rope_config import RopeConfig
 from tokenloom.gpu_worker.models.architectures import ModelLoader
-from tokenloom.gpu_worker.speculation.draft_weights import MOST_WEIGHTS, fits
 from tokenloom.gpu_worker.speculation.drafting import Drafting
-from tokenloom.gpu_worker.speculation.greedy_drafts import DraftRange
+from tokenloom.gpu_worker.speculation.greedy_drafts import MOST_WEIGHTS, DraftRange, fits
 
 GREEDY = {"short": PLAIN["greedy"], "long": (list(range(50, 90)), params(3))}
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from tests.tokenloom.preflight.odd_checkpoints import ODD, Odd, good, safetensors
 from tokenloom.cli.main import app
 from tokenloom.cli.serve import serving
-from tokenloom.gpu_worker.checkpoint.quantization.schemes import METHODS
+from tokenloom.gpu_worker.checkpoint.load_config import METHODS
 from tokenloom.gpu_worker.checkpoint.supported import QUANTIZATION_METHODS
 from tokenloom.model_files.model_path import DEMO_MODEL
 from tokenloom.preflight.model import check_checkpoint

@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 
 from tests.gpu_worker.attention.steps import shape
 from tokenloom.gpu_worker.attention import triton_backend
-from tokenloom.gpu_worker.attention.score_rule import ScoreRule
+from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
 from tokenloom.gpu_worker.cuda import block_copy, row_kernels
 from tokenloom.gpu_worker.cuda.step_tensors import SentStep, StepSize, StepTensors

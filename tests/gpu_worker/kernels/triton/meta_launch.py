@@ -7,7 +7,7 @@ import torch
 from tokenloom.gpu_worker.attention import attention_backends
 from tokenloom.gpu_worker.device.device_link import Past
 from tokenloom.gpu_worker.layers import linear
-from tokenloom.gpu_worker.models import grouped_experts
+from tokenloom.gpu_worker.models import experts as grouped_experts
 from tokenloom.gpu_worker.ops import ops_choice
 
 META = torch.device("meta")

@@ -8,11 +8,11 @@ import torch
 
 from tests.gpu_worker.attention import steps
 from tests.gpu_worker.attention.steps import CPU, make_step, rules, run_rule, shape
-from tokenloom.gpu_worker.attention import attention_work, triton_backend
-from tokenloom.gpu_worker.attention.attention_work import num_splits, work_entries
+from tokenloom.gpu_worker.attention import triton_backend
+from tokenloom.gpu_worker.attention import triton_backend as attention_work
+from tokenloom.gpu_worker.attention.attention_backend import ScoreRule
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
-from tokenloom.gpu_worker.attention.score_rule import ScoreRule
-from tokenloom.gpu_worker.attention.triton_backend import TritonBackend
+from tokenloom.gpu_worker.attention.triton_backend import TritonBackend, num_splits, work_entries
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 3e-3, "atol": 3e-3}}

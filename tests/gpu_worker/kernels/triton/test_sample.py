@@ -8,7 +8,7 @@ from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.sampler.device.device_sampler import NO_CHOICE
 from tokenloom.gpu_worker.sampler.device.sampler_kernels import draw
 from tokenloom.gpu_worker.sampler.device.sampling_arrays import SamplingArrays
-from tokenloom.gpu_worker.sampler.host import NO_TOKEN, Sampler
+from tokenloom.gpu_worker.sampler.host.sampler import NO_TOKEN, Sampler
 
 CASES = {
     "plain": {},

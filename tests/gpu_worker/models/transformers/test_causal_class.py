@@ -58,7 +58,7 @@ def test_code_of_a_checkpoint_is_not_run_although_its_class_is_built_in(tmp_path
 
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delattr(transformers_package, "entry", raising=False)
+    monkeypatch.delattr(transformers_package, "transformers_model", raising=False)
     for name in [name for name in sys.modules if ".gpu_worker.models.transformers." in name]:
         monkeypatch.delitem(sys.modules, name)
     path = write(tmp_path, architectures=["PhiForCausalLM"], dtype="float32")

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenloom.gpu_worker.parallel.experts.moves import Move, MoveList, moves_between
+from tokenloom.gpu_worker.parallel.experts.transfer import Move, MoveList, moves_between
 
 
 def test_moves_turn_one_placement_into_another() -> None:

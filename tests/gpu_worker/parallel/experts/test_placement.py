@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tokenloom.gpu_worker.parallel.experts.grouped_rows import GroupedRows
-from tokenloom.gpu_worker.parallel.experts.placement import LayerPlacement
+from tokenloom.gpu_worker.parallel.experts.planner import LayerPlacement
 
 LOGICAL = np.array([3, 1, 0, 1, 2, 1])
 

@@ -10,8 +10,7 @@ from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.sampler.device.device_sampler import NO_CHOICE, DeviceSampler
 from tokenloom.gpu_worker.sampler.device.logprob_arrays import FoundLogprobs
 from tokenloom.gpu_worker.sampler.device.seen_counts import SEEN
-from tokenloom.gpu_worker.sampler.host.allowed_set import allowed_set
-from tokenloom.gpu_worker.sampler.host.sampler import NO_TOKEN, first_past
+from tokenloom.gpu_worker.sampler.host.sampler import NO_TOKEN, allowed_set, first_past
 
 
 class HostKernels:

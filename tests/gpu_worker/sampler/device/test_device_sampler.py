@@ -19,7 +19,7 @@ from tokenloom.gpu_worker.sampler.device import device_sampler as device_samplin
 from tokenloom.gpu_worker.sampler.device import seen_counts
 from tokenloom.gpu_worker.sampler.device.device_sampler import DeviceSampler
 from tokenloom.gpu_worker.sampler.device.logprob_arrays import MOST_LISTED
-from tokenloom.gpu_worker.sampler.host import NO_TOKEN, Sampler
+from tokenloom.gpu_worker.sampler.host.sampler import NO_TOKEN, Sampler
 
 PENALIZED = {"temperature": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
 

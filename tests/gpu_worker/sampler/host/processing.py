@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
-from tokenloom.gpu_worker.sampler.host import Sampler, make_logits_processors
+from tokenloom.gpu_worker.sampler.host.logits_processors import make_logits_processors
+from tokenloom.gpu_worker.sampler.host.sampler import Sampler
 
 ROW = 3
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.gpu_worker.sampler.host import reference
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
-from tokenloom.gpu_worker.sampler.host.allowed_set import allowed_set, largest, nucleus
+from tokenloom.gpu_worker.sampler.host.sampler import allowed_set, largest, nucleus
 
 SIZES = [1, 2, 63, 64, 65, 1000, 20_000]
 

@@ -11,7 +11,7 @@ import pytest
 from tests.gpu_worker.sampler.host import reference
 from tests.gpu_worker.sampler.host.processing import Row, sample
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
-from tokenloom.gpu_worker.sampler.host import make_logits_processors
+from tokenloom.gpu_worker.sampler.host.logits_processors import make_logits_processors
 
 VOCAB, DRAWS = 120, 10_000
 PROMPT, OUTPUT = [3, 5, 5, 9, 20, 21, 22], [5, 7, 7, 7, 30, 31, 3]

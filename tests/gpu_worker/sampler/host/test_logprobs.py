@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tokenloom.engine_core.data.core_sampling_params import SamplingParams
-from tokenloom.gpu_worker.sampler.host import LogprobRows
-from tokenloom.gpu_worker.sampler.host.logprobs import logprobs_of
+from tokenloom.gpu_worker.sampler.host.logprobs import LogprobRows, logprobs_of
 
 
 def coarse_logits(rows, vocab):

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from tokenloom.gpu_worker.sampler.host import Purpose, uniform
-from tokenloom.gpu_worker.sampler.host.philox import philox
+from tokenloom.gpu_worker.sampler.host.philox import Purpose, philox, uniform
 
 
 @pytest.mark.parametrize(

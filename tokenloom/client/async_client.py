@@ -1,6 +1,5 @@
 """Implements the client for asyncio."""
 
-import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -8,15 +7,22 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import grpc.aio
-
-from tokenloom.request import wire_errors
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 from . import connection
 from .answer_course import AnswerCourse, NextCall
-from .async_cancellations import CLOSE_SECONDS, AsyncCancellations
-from .async_responses import AsyncResponses, Call
+from .async_calls import (
+    CLOSE_SECONDS,
+    AsyncCancellations,
+    AsyncTurns,
+    Call,
+    CallError,
+    collected,
+    error_of,
+    open_channel,
+    sleep,
+)
+from .async_responses import AsyncResponses
 from .async_session import AsyncSession
 from .client_request import chat_request, check_streamed, prompt_request
 from .options import ChatArguments, Message, Prompt, PromptArguments, takes
@@ -57,8 +63,8 @@ class AsyncStream(AsyncIterator[Chunk]):
 
 
 class AsyncClient:
-    """Talks to a gateway, within one event loop; ``close`` it, or use ``async with``. Cancelling a task that waits for
-    an answer cancels the request.
+    """Talks to a gateway, within one event loop. Cancelling a task that waits for an answer
+    cancels the request. ``close`` the client, or use ``async with``.
 
     Args:
         address: The gateway's gRPC ``host:port``, or ``unix:/path``; several, separated by commas: the client uses one
@@ -79,7 +85,7 @@ class AsyncClient:
         retries: Retries | None = None,
     ) -> None:
         secret = connection.credentials(tls)
-        self._channels = [_channel(each, secret) for each in connection.addresses(address)]
+        self._channels = [open_channel(each, secret) for each in connection.addresses(address)]
         self._gateways = connection.Gateways(list(map(inference_pb2_grpc.InferenceStub, self._channels)))
         self._metadata = connection.metadata(api_key)
         self._timeout = timeout
@@ -145,7 +151,7 @@ class AsyncClient:
 
     def session(self, *, timeout: float | None = None) -> AsyncSession:
         """Open a session, whose prompt continues after each answer. ``timeout``: its seconds; None: no limit."""
-        return AsyncSession(self._gateways.current.GenerateSession(timeout=timeout, metadata=self._metadata))
+        return AsyncSession(AsyncTurns(self._gateways.current.GenerateSession, timeout, self._metadata))
 
     async def close(self) -> None:
         """End every call. Idempotent."""
@@ -189,7 +195,7 @@ class AsyncClient:
     async def _pooled(self, method: str, request: object, timeout: float | None) -> Pooled:
         async def call(stub: Any, left: float) -> Pooled:
             responses = getattr(stub, method)(request, timeout=left, metadata=self._metadata)
-            return read_pooled([response async for response in responses])
+            return read_pooled(await collected(responses))
 
         return await self._retrying(call, timeout)
 
@@ -211,21 +217,14 @@ class AsyncClient:
             stub = self._gateways.current
             try:
                 result = await attempt(stub, deadline - time.monotonic())
-            except grpc.aio.AioRpcError as failed:
-                error = wire_errors.from_rpc(failed)
+            except CallError as failed:
+                error = error_of(failed)
                 wait = self._retries.wait(error, failures, deadline - time.monotonic())
                 if wait is None:
                     raise error from failed
                 self._gateways.leave(stub)
-                await asyncio.sleep(wait)
+                await sleep(wait)
             else:
                 self._retries.succeeded()
                 return result
         raise AssertionError("count ended")
-
-
-def _channel(address: str, secret: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
-    options = connection.channel_options(address)
-    if secret is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, secret, options=options)

@@ -1,19 +1,14 @@
 """Reads one answer for asyncio, over as many calls as it takes."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import TypeAlias
 
-import grpc.aio
-
-from tokenloom.request import errors, wire_errors
+from tokenloom.request import errors
 from tokenloom.v1 import inference_pb2
 
 from .answer_course import AnswerCourse, NextCall
+from .async_calls import Call, CallError, error_of, sleep, was_cut
 
-Call: TypeAlias = grpc.aio.UnaryStreamCall[
-    inference_pb2.GenerateRequest | inference_pb2.InferenceResumeRequest, inference_pb2.GenerateResponse
-]
 Open: TypeAlias = Callable[[NextCall, float], tuple[Call, Callable[[], object]]]
 """Makes a call with a limit in seconds; returns it, and what reports that its gateway failed."""
 Cancel: TypeAlias = Callable[[inference_pb2.InferenceCancelRequest], object]
@@ -46,7 +41,7 @@ class AsyncResponses(AsyncIterator[inference_pb2.GenerateResponse]):
             except StopAsyncIteration:
                 self._course.end()
                 raise
-            except grpc.aio.AioRpcError as failed:
+            except CallError as failed:
                 await self._recover(failed)
             else:
                 self._course.take(response)
@@ -57,27 +52,22 @@ class AsyncResponses(AsyncIterator[inference_pb2.GenerateResponse]):
         self._is_closed = True
         if self._call is not None:
             self._call.cancel()
-        self._withdraw()
-
-    def __del__(self) -> None:
-        if self._call is not None and not self._call.done():
-            self._call.cancel()  # the call itself is part of a cycle, and would live until that is collected
-        self._withdraw()
-
-    def _withdraw(self) -> None:
-        """End the request at the mesh, which would keep it for a while after its call."""
+        # The mesh would keep the request for a while after its call.
         if self._has_called and (request := self._course.cancellation()) is not None:
             self._cancel(request)
 
-    async def _recover(self, failed: grpc.aio.AioRpcError) -> None:
+    def __del__(self) -> None:
+        self.close()  # a call is part of a cycle, and would live until that is collected
+
+    async def _recover(self, failed: CallError) -> None:
         """Wait until the next call may be made. Raises the final error."""
-        error = wire_errors.from_rpc(failed)
+        error = error_of(failed)
         if self._is_closed:
             raise error from failed
         try:
-            wait = self._course.failed(error, was_cut=wire_errors.was_cut(failed))
+            wait = self._course.failed(error, was_cut=was_cut(failed))
         except errors.TokenloomError as final:
             raise final from failed
         self._call = self._reading = None
         self._leave_gateway()
-        await asyncio.sleep(wait)
+        await sleep(wait)

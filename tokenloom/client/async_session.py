@@ -1,20 +1,16 @@
-"""Streaming input: a prompt that goes on after it was answered."""
+"""Streaming input for asyncio: a prompt that goes on after it was answered."""
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import grpc.aio
-
-from tokenloom.request import errors, wire_errors
+from tokenloom.request import errors
 from tokenloom.v1 import inference_pb2, types_pb2
 
+from .async_calls import CANNOT_WRITE, AsyncTurns, CallError, error_of
 from .client_request import check_streamed, prompt_request
 from .options import Prompt, TurnArguments, takes
 from .results import AnswerCollector, Chunk, ChunkReader, Generation
-
-Call = grpc.aio.StreamStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
 
 class AsyncSession:
@@ -23,8 +19,8 @@ class AsyncSession:
     Nothing is tried again: the gateway holds the session, and a turn that fails ends it.
     """
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
+    def __init__(self, turns: AsyncTurns) -> None:
+        self._turns = turns
         self._is_answering = False
 
     @takes(TurnArguments)
@@ -37,20 +33,18 @@ class AsyncSession:
         return collector.result()
 
     @takes(TurnArguments)
-    async def stream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Chunk]:
+    def stream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Chunk]:
         """Like :meth:`generate`, but yield chunks. If they are not read to the end, the next turn skips the rest."""
         request = prompt_request(prompt, options)
         check_streamed(request)
-        reader = ChunkReader(request)
-        async for response in self._turn(request):
-            yield reader.read(response)
+        return self._chunks(request)
 
     async def close(self) -> None:
         """End the session and cancel a turn that is not answered yet. Idempotent."""
         if self._is_answering:
-            self._call.cancel()
+            self._turns.cancel()
         else:
-            await self._call.done_writing()
+            await self._turns.end()
 
     async def __aenter__(self) -> Self:
         return self
@@ -60,12 +54,17 @@ class AsyncSession:
     ) -> None:
         await self.close()
 
+    async def _chunks(self, request: inference_pb2.GenerateRequest) -> AsyncIterator[Chunk]:
+        reader = ChunkReader(request)
+        async for response in self._turn(request):
+            yield reader.read(response)
+
     async def _turn(self, request: inference_pb2.GenerateRequest) -> AsyncIterator[inference_pb2.GenerateResponse]:
         while self._is_answering:
             await self._read()
         try:
-            await self._call.write(request)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._turns.write(request)
+        except CANNOT_WRITE:
             await self._read()  # says why the session ended
             raise
         self._is_answering = True
@@ -74,11 +73,11 @@ class AsyncSession:
 
     async def _read(self) -> inference_pb2.GenerateResponse:
         try:
-            response = await self._call.read()
-        except grpc.aio.AioRpcError as error:
+            response = await self._turns.read()
+        except CallError as error:
             self._is_answering = False
-            raise wire_errors.from_rpc(error) from error
-        if not isinstance(response, inference_pb2.GenerateResponse):
+            raise error_of(error) from error
+        if response is None:
             self._is_answering = False
             raise errors.Unavailable("the gateway ended the session")
         self._is_answering = response.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED

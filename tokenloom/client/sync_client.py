@@ -1,16 +1,13 @@
-"""Implements the blocking client."""
+# Generated from async_client.py by tools/sync_client.py.
+"""Implements the client for code that blocks."""
 
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
-import grpc
-
-from tokenloom.request import errors, wire_errors
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 from . import connection
@@ -20,16 +17,27 @@ from .options import ChatArguments, Message, Prompt, PromptArguments, takes
 from .pooled import Pooled, PoolInput, classify_request, embed_request, pool_request, read_pooled, score_request
 from .results import AnswerCollector, Chunk, ChunkReader, Generation, Model, read_model
 from .retries import Retries
-from .sync_cancellations import CLOSE_SECONDS, SyncCancellations
-from .sync_responses import Call, Responses
+from .sync_calls import (
+    CLOSE_SECONDS,
+    Call,
+    CallError,
+    SyncCancellations,
+    SyncTurns,
+    collected,
+    error_of,
+    open_channel,
+    sleep,
+)
+from .sync_responses import Responses
 from .sync_session import Session
 
 T = TypeVar("T")
 
 
 class Stream(Iterator[Chunk]):
-    """Yields chunks as they arrive. Leaving a ``with`` block, :meth:`close` or the deletion of the stream cancels the
-    request; so does a ``break`` out of ``for chunk in client.stream(…)``, which holds the only reference."""
+    """Yields chunks. Leaving a ``with`` block, :meth:`close` or the deletion of the stream cancels
+    the request; so does a ``break`` out of ``for chunk in client.stream(…)``, which holds the only
+    reference."""
 
     def __init__(self, responses: Responses, first: inference_pb2.GenerateResponse | None, reader: ChunkReader) -> None:
         self._responses = responses
@@ -52,7 +60,7 @@ class Stream(Iterator[Chunk]):
 
 
 class Client:
-    """Talks to a gateway. May be shared by threads; ``close`` it, or use ``with``.
+    """Talks to a gateway. May be shared by threads. ``close`` the client, or use ``with``.
 
     Args:
         address: The gateway's gRPC ``host:port``, or ``unix:/path``; several, separated by commas: the client uses one
@@ -73,7 +81,7 @@ class Client:
         retries: Retries | None = None,
     ) -> None:
         secret = connection.credentials(tls)
-        self._channels = [_channel(each, secret) for each in connection.addresses(address)]
+        self._channels = [open_channel(each, secret) for each in connection.addresses(address)]
         self._gateways = connection.Gateways(list(map(inference_pb2_grpc.InferenceStub, self._channels)))
         self._metadata = connection.metadata(api_key)
         self._timeout = timeout
@@ -133,8 +141,7 @@ class Client:
 
     def session(self, *, timeout: float | None = None) -> Session:
         """Open a session, whose prompt continues after each answer. ``timeout``: its seconds; None: no limit."""
-        stub = self._gateways.current
-        return Session(lambda turns: stub.GenerateSession(turns, timeout=timeout, metadata=self._metadata))
+        return Session(SyncTurns(self._gateways.current.GenerateSession, timeout, self._metadata))
 
     def close(self) -> None:
         """End every call. Idempotent."""
@@ -175,7 +182,8 @@ class Client:
 
     def _pooled(self, method: str, request: object, timeout: float | None) -> Pooled:
         def call(stub: Any, left: float) -> Pooled:
-            return read_pooled(getattr(stub, method)(request, timeout=left, metadata=self._metadata))
+            responses = getattr(stub, method)(request, timeout=left, metadata=self._metadata)
+            return read_pooled(collected(responses))
 
         return self._retrying(call, timeout)
 
@@ -187,8 +195,8 @@ class Client:
 
     def _cancel(self, request: inference_pb2.InferenceCancelRequest) -> None:
         """End a request at the mesh, without waiting for it."""
-        send = partial(self._gateways.current.Cancel, request, timeout=CLOSE_SECONDS, metadata=self._metadata)
-        self._cancellations.add(partial(_ignoring_errors, send))
+        stub: Any = self._gateways.current
+        self._cancellations.add(partial(stub.Cancel, request, timeout=CLOSE_SECONDS, metadata=self._metadata))
 
     def _retrying(self, attempt: Callable[[Any, float], T], timeout: float | None) -> T:
         """Retry ``attempt``, which receives the stub of a gateway and the seconds that are left."""
@@ -197,29 +205,14 @@ class Client:
             stub = self._gateways.current
             try:
                 result = attempt(stub, deadline - time.monotonic())
-            except grpc.RpcError as failed:
-                error = _translated(failed)
+            except CallError as failed:
+                error = error_of(failed)
                 wait = self._retries.wait(error, failures, deadline - time.monotonic())
                 if wait is None:
                     raise error from failed
                 self._gateways.leave(stub)
-                time.sleep(wait)
+                sleep(wait)
             else:
                 self._retries.succeeded()
                 return result
         raise AssertionError("count ended")
-
-
-def _channel(address: str, secret: grpc.ChannelCredentials | None) -> grpc.Channel:
-    options = connection.channel_options(address)
-    return grpc.insecure_channel(address, options) if secret is None else grpc.secure_channel(address, secret, options)
-
-
-def _translated(error: grpc.RpcError) -> errors.TokenloomError:
-    return wire_errors.from_rpc(cast(grpc.Call, error))  # as every error of a call is
-
-
-def _ignoring_errors(send: Callable[[], object]) -> None:
-    # A gateway of an earlier release has no such method: it has cancelled the request with its call.
-    with contextlib.suppress(grpc.RpcError, ValueError):  # ValueError: the channel is closed
-        send()

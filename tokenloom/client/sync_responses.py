@@ -1,17 +1,15 @@
+# Generated from async_responses.py by tools/sync_client.py.
 """Reads one answer for code that blocks, over as many calls as it takes."""
 
-import time
 from collections.abc import Callable, Iterator
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
-import grpc
-
-from tokenloom.request import errors, wire_errors
+from tokenloom.request import errors
 from tokenloom.v1 import inference_pb2
 
 from .answer_course import AnswerCourse, NextCall
+from .sync_calls import Call, CallError, error_of, sleep, was_cut
 
-Call: TypeAlias = "grpc._CallIterator[inference_pb2.GenerateResponse]"
 Open: TypeAlias = Callable[[NextCall, float], tuple[Call, Callable[[], object]]]
 """Makes a call with a limit in seconds; returns it, and what reports that its gateway failed."""
 Cancel: TypeAlias = Callable[[inference_pb2.InferenceCancelRequest], object]
@@ -27,6 +25,7 @@ class Responses(Iterator[inference_pb2.GenerateResponse]):
         self._cancel = cancel
         self._leave_gateway: Callable[[], object] = str
         self._call: Call | None = None
+        self._reading: Iterator[inference_pb2.GenerateResponse] | None = None
         self._is_closed = False
         self._has_called = False
 
@@ -34,15 +33,16 @@ class Responses(Iterator[inference_pb2.GenerateResponse]):
         while True:
             if self._is_closed:
                 raise errors.Cancelled("The request was cancelled.")
-            if self._call is None:
+            if self._reading is None:
                 self._has_called = True
                 self._call, self._leave_gateway = self._open(self._course.next_call(), self._course.seconds_left)
+                self._reading = iter(self._call)
             try:
-                response = next(self._call)
+                response = next(self._reading)
             except StopIteration:
                 self._course.end()
                 raise
-            except grpc.RpcError as failed:
+            except CallError as failed:
                 self._recover(failed)
             else:
                 self._course.take(response)
@@ -58,18 +58,17 @@ class Responses(Iterator[inference_pb2.GenerateResponse]):
             self._cancel(request)
 
     def __del__(self) -> None:
-        self.close()
+        self.close()  # a call is part of a cycle, and would live until that is collected
 
-    def _recover(self, failed: grpc.RpcError) -> None:
+    def _recover(self, failed: CallError) -> None:
         """Wait until the next call may be made. Raises the final error."""
-        call = cast(grpc.Call, failed)  # as every error of a call is
-        error = wire_errors.from_rpc(call)
+        error = error_of(failed)
         if self._is_closed:
             raise error from failed
         try:
-            wait = self._course.failed(error, was_cut=wire_errors.was_cut(call))
+            wait = self._course.failed(error, was_cut=was_cut(failed))
         except errors.TokenloomError as final:
             raise final from failed
-        self._call = None
+        self._call = self._reading = None
         self._leave_gateway()
-        time.sleep(wait)
+        sleep(wait)

@@ -1,33 +1,27 @@
+# Generated from async_session.py by tools/sync_client.py.
 """Streaming input for code that blocks: a prompt that goes on after it was answered."""
 
-import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, Self
 
-import grpc
-
-from tokenloom.request import errors, wire_errors
+from tokenloom.request import errors
 from tokenloom.v1 import inference_pb2, types_pb2
 
 from .client_request import check_streamed, prompt_request
-from .options import TurnArguments, takes
+from .options import Prompt, TurnArguments, takes
 from .results import AnswerCollector, Chunk, ChunkReader, Generation
-
-Call: TypeAlias = "grpc._CallIterator[inference_pb2.GenerateResponse]"
-Open: TypeAlias = Callable[[Iterator[inference_pb2.GenerateRequest]], Call]
+from .sync_calls import CANNOT_WRITE, CallError, SyncTurns, error_of
 
 
 class Session:
-    """Turns in one thread, each of which continues what was said in those before it. Use as ``with``.
+    """Turns in one thread, one after the other, each of which continues what was said in those before. Use as ``with``.
 
     Nothing is tried again: the gateway holds the session, and a turn that fails ends it.
     """
 
-    def __init__(self, open_call: Open) -> None:
-        # At most the turn that is being answered, and the end.
-        self._turns: queue.SimpleQueue[inference_pb2.GenerateRequest | None] = queue.SimpleQueue()
-        self._call = open_call(cast(Iterator[inference_pb2.GenerateRequest], iter(self._turns.get, None)))
+    def __init__(self, turns: SyncTurns) -> None:
+        self._turns = turns
         self._is_answering = False
 
     @takes(TurnArguments)
@@ -40,17 +34,18 @@ class Session:
         return collector.result()
 
     @takes(TurnArguments)
-    def stream(self, prompt: str | Sequence[int], *, model: str | None = None, **options: Any) -> Iterator[Chunk]:
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Chunk]:
         """Like :meth:`generate`, but yield chunks. If they are not read to the end, the next turn skips the rest."""
         request = prompt_request(prompt, options)
         check_streamed(request)
-        return map(ChunkReader(request).read, self._turn(request))
+        return self._chunks(request)
 
     def close(self) -> None:
         """End the session and cancel a turn that is not answered yet. Idempotent."""
         if self._is_answering:
-            self._call.cancel()
-        self._turns.put(None)
+            self._turns.cancel()
+        else:
+            self._turns.end()
 
     def __enter__(self) -> Self:
         return self
@@ -58,22 +53,31 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
+    def _chunks(self, request: inference_pb2.GenerateRequest) -> Iterator[Chunk]:
+        reader = ChunkReader(request)
+        for response in self._turn(request):
+            yield reader.read(response)
+
     def _turn(self, request: inference_pb2.GenerateRequest) -> Iterator[inference_pb2.GenerateResponse]:
         while self._is_answering:
             self._read()
-        self._turns.put(request)
+        try:
+            self._turns.write(request)
+        except CANNOT_WRITE:
+            self._read()  # says why the session ended
+            raise
         self._is_answering = True
         while self._is_answering:
             yield self._read()
 
     def _read(self) -> inference_pb2.GenerateResponse:
         try:
-            response = next(self._call)
-        except grpc.RpcError as error:
+            response = self._turns.read()
+        except CallError as error:
             self._is_answering = False
-            raise wire_errors.from_rpc(cast(grpc.Call, error)) from error
-        except StopIteration:
+            raise error_of(error) from error
+        if response is None:
             self._is_answering = False
-            raise errors.Unavailable("the gateway ended the session") from None
+            raise errors.Unavailable("the gateway ended the session")
         self._is_answering = response.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED
         return response

@@ -11,13 +11,12 @@ from tokenloom.request.adapters import adapter_name
 from tokenloom.services.coordinator.lease import kubernetes_lease
 from tokenloom.services.gateway.batches import batch_run, batch_store
 from tokenloom.services.gateway.formats import tool_request
-from tokenloom.services.gateway.generation import admission, charge
+from tokenloom.services.gateway.generation import admission, charge, running_pooling
 from tokenloom.services.gateway.grpc import chat_prompt, message_bounds
 from tokenloom.services.gateway.http import json_body, pieces, request_body
 from tokenloom.services.gateway.http.server import http_protocol
 from tokenloom.services.gateway.metrics import usage_counts
 from tokenloom.services.gateway.page import traffic
-from tokenloom.services.gateway.pooling import pooling_runner as pooler
 from tokenloom.services.gateway.records import pooling_input as pooling_job
 from tokenloom.services.gateway.request_log import recent_requests
 from tokenloom.services.gateway.responses import response_store
@@ -109,7 +108,7 @@ SENTENCES = {
     ],
     "docs/use/embeddings.md": [
         f"a call has at most {pooling_job.MAX_INPUTS:,} inputs",
-        f"A call keeps at most {pooler.MOST_AT_ONCE} of its prompts in work",
+        f"A call keeps at most {running_pooling.MOST_AT_ONCE} of its prompts in work",
     ],
     "docs/use/page.md": [f"The gateway keeps {traffic.NUM_INTERVALS} intervals of {traffic.INTERVAL_SECONDS:.0f} s"],
     "docs/start/concepts.md": [

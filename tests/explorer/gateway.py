@@ -12,9 +12,11 @@ from prometheus_client import CollectorRegistry
 from tokenloom.services.gateway.assistant.message_plans import MessagePlans
 from tokenloom.services.gateway.generation.admission import RequestAdmission
 from tokenloom.services.gateway.generation.generator import Generator
+from tokenloom.services.gateway.generation.preparation import RequestContext
 from tokenloom.services.gateway.generation.resumable import ResumableRequests, UnattendedMetrics
 from tokenloom.services.gateway.generation.wait_estimator import WaitEstimator
 from tokenloom.services.gateway.http.json_body import BodyParser
+from tokenloom.services.gateway.mesh.mesh_links import MeshLinks
 from tokenloom.services.gateway.mesh.mesh_view import MeshLoad
 from tokenloom.services.gateway.mesh.output_pool import OutputPool
 from tokenloom.services.gateway.metrics.gateway_metrics import GatewayMetrics
@@ -118,22 +120,15 @@ class Gateway:
         metrics = GatewayMetrics(registry, "model", KeyUsage(registry), AdapterUsage(registry))
         unattended = UnattendedMetrics(registry)
         self.resumable = ResumableRequests(KEEP_DISCONNECTED, unattended, lambda error: world.violated(repr(error)))
+        context = RequestContext(
+            model="model", default_timeout=TIMEOUT, random=random, clock=lambda: round(world.loop.time() * 1e9)
+        )
         self.generator = Generator(
-            tokenizers,
-            view,
-            self.outputs,
-            metrics,
-            self.admission,
-            self.resumable,
-            default_timeout=TIMEOUT,
-            model="model",
-            random=random,
-            clock=lambda: round(world.loop.time() * 1e9),
+            MeshLinks(tokenizers, view, self.outputs), context, metrics, self.admission, self.resumable
         )
         names, plans = ModelNames(("model",), view), MessagePlans.choose("", "", tokenizers.info)
         health: Any = SimpleNamespace(missing=lambda: (), limits=lambda: LIMITS)
-        pooler: Any = SimpleNamespace(limits=lambda: LIMITS)
-        self.mesh = ServedMesh(names, plans, self.generator, pooler, tokenizers, self.outputs, view, health, metrics)
+        self.mesh = ServedMesh(names, plans, self.generator, tokenizers, self.outputs, view, health, metrics)
         with patch.object(response_store, "MAX_RUNNING", MAX_RUNNING):
             self.responses = ResponseStore(1 << 20)
         reader, host = BodyReader(strict=False), self.host

@@ -2,9 +2,10 @@
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Self
+from typing import Final, Self
 
 from tokenloom.request import errors, validation
 from tokenloom.request.reservation import Reservation
@@ -13,11 +14,14 @@ from tokenloom.v1 import output_processor_pb2
 from ..records.generate_request import Chat, GenerateRequest
 from ..tenants.tenant_share import MAX_QUEUE_SECONDS, TenantShare
 from ..tenants.tenant_shares import TenantShares
-from .refusal_log import RefusalLog
 from .wait_estimator import WaitEstimator, WaitLimit, estimate_prompt_tokens
+
+log = logging.getLogger(__name__)
 
 MAX_PROMPTS = 1024
 """Limit on the prompts of one request."""
+LOG_SECONDS: Final = 10.0
+"""Refusals for lack of capacity are logged at most once in this time: a line for each costs more than the refusal."""
 
 
 class RequestAdmission:
@@ -121,6 +125,24 @@ class RequestAdmission:
             return 1.0
         num_others = sum(other.pending_outputs > 0 for other in self._shares if other is not share)
         return min((num_others + 1) * share.pending_outputs / self._backlog.pending, 1.0)
+
+
+class RefusalLog:
+    """Counts refused requests between two lines."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """``clock``: monotonic seconds."""
+        self._clock = clock
+        self._logged_at = -LOG_SECONDS
+        self._num_refused = 0
+
+    def add(self, message: str) -> None:
+        """Count a refusal, and log it with those since the last line if that is old enough."""
+        self._num_refused += 1
+        now = self._clock()
+        if now - self._logged_at >= LOG_SECONDS:
+            log.warning("requests refused since the last such line: %d; %s", self._num_refused, message)
+            self._logged_at, self._num_refused = now, 0
 
 
 class OutputProgress:

@@ -1,17 +1,96 @@
 """Runs beam searches in the mesh: each step sends one request of one token for every beam of every prompt."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from tokenloom.request import errors
-from tokenloom.request.beam_search import Beam, BeamCandidates, BeamSearch, BeamSettings
+from tokenloom.request import errors, validation
+from tokenloom.request.beam_search import (
+    MAX_LENGTH_PENALTY,
+    Beam,
+    BeamCandidates,
+    BeamSearch,
+    BeamSettings,
+    num_candidates,
+)
+from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..mesh.collector import Collector, Delta, Outlet
 from ..mesh.output_pool import Cancel, OutputPool
-from .beam_outputs import BeamTexts, logprobs_of
-from .beam_plan import BeamPlan
+from ..mesh.tokenizer_client import TokenizerClient
+from ..records.generate_request import BeamOptions, GenerateRequest
 
 Row = output_processor_pb2.SlotTextLogprobs
+
+_WITHOUT_EFFECT = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
+"""Nothing is drawn."""
+_USED = frozenset({"max_tokens", "stop_token_ids", "logprobs", "skip_reading_prefix_cache"})
+_NEUTRAL: Mapping[str, object] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+}
+_TAIL = 8
+"""Tokens of the prompt that are decoded with an output, because they decide how its text begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamPlan:
+    """Says how the beams of a request continue."""
+
+    length_penalty: float
+    num_candidates: int
+    """Next tokens that are considered after each beam."""
+
+
+def plan_beams(job: GenerateRequest, options: BeamOptions, limits: types_pb2.ModelLimits) -> BeamPlan:
+    """Return how to search. Raises ``InvalidArgument`` for what a beam search does not support, naming the field."""
+    for descriptor, value in job.sampling.ListFields():
+        name = descriptor.name
+        if name not in _USED | _WITHOUT_EFFECT and value != _NEUTRAL.get(name):
+            raise InvalidArgument(f"{name} is not available with beam search", name)
+    has_no_spaces = job.text.HasField("spaces_between_special_tokens") and not job.text.spaces_between_special_tokens
+    for name, is_set in (
+        ("stop", bool(job.text.stop)),
+        ("bad_words", bool(job.bad_words)),
+        ("spaces_between_special_tokens", has_no_spaces),
+    ):
+        if is_set:
+            raise InvalidArgument(f"{name} is not available with beam search", name)
+    if not -MAX_LENGTH_PENALTY <= options.length_penalty <= MAX_LENGTH_PENALTY:  # NaN fails every comparison
+        raise InvalidArgument(
+            f"length_penalty must be a number from -{MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}", "length_penalty"
+        )
+    top = num_candidates(
+        job.num_samples,
+        vocab_size=limits.vocab_size,
+        max_logprobs=validation.max_logprobs(limits),
+        field="n",
+    )
+    return BeamPlan(options.length_penalty, top)
+
+
+class BeamTexts:
+    """Decodes sequences with a tokenizer's help."""
+
+    def __init__(self, tokenizers: TokenizerClient) -> None:
+        self._tokenizers = tokenizers
+
+    async def text_of(self, submit: output_processor_pb2.Submit, token_ids: Sequence[int]) -> str:
+        """Return the text of an output; empty if the client wants none. Raises ``Unavailable``."""
+        if not token_ids or (submit.text.HasField("detokenize") and not submit.text.detokenize):
+            return ""
+        skip = submit.text.skip_special_tokens if submit.text.HasField("skip_special_tokens") else True
+        tail = submit.prompt.token_ids[-_TAIL:]
+        head = await self._decode(tail, skip)
+        whole = await self._decode([*tail, *token_ids], skip)
+        # A prompt that ends within a character does not begin the text of both.
+        return whole[len(head) :] if whole.startswith(head) else await self._decode(token_ids, skip)
+
+    async def _decode(self, token_ids: Sequence[int], skip: bool) -> str:
+        text: str = (await self._tokenizers.decode(token_ids, skip_special_tokens=skip)).text
+        return text
 
 
 class BeamRun:
@@ -164,3 +243,24 @@ def _settings(submit: output_processor_pb2.Submit, length_penalty: float) -> Bea
         end_token_ids=frozenset(params.stop_token_ids),
         length_penalty=length_penalty,
     )
+
+
+def logprobs_of(
+    token_ids: Sequence[int], rows: Sequence[output_processor_pb2.SlotTextLogprobs], num_best: int
+) -> output_processor_pb2.SlotTextLogprobs:
+    """Return the log probabilities of a sequence, with at most ``num_best`` alternatives for each token.
+
+    ``rows``: what was computed at each position, for the token that is the likeliest there.
+    """
+    joined = output_processor_pb2.SlotTextLogprobs()
+    columns = joined.logprobs
+    for token_id, row in zip(token_ids, rows, strict=True):
+        place = list(row.logprobs.token_id).index(token_id)
+        columns.top = min(num_best, row.logprobs.top)
+        columns.sampled.append(row.logprobs.logprob[place])
+        columns.rank.append(place + 1)
+        columns.token_id.extend(row.logprobs.token_id[: columns.top])
+        columns.logprob.extend(row.logprobs.logprob[: columns.top])
+        joined.sampled_text.append(row.token_text[place])
+        joined.token_text.extend(row.token_text[: columns.top])
+    return joined

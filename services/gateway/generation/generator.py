@@ -1,77 +1,91 @@
 """Runs requests, whichever API they came through: admits them, prepares them and submits them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, nullcontext
-from random import Random
+from dataclasses import dataclass
 
 import grpc.aio
 
 from tokenloom.request import errors
 from tokenloom.request.reasoning import ReasoningMarks
-from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, Tracer
+from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers
+from tokenloom.v1 import types_pb2
 
-from ..mesh.mesh_view import MeshLoad, MeshView
-from ..mesh.output_pool import OutputPool
-from ..mesh.tokenizer_client import TokenizerClient
+from ..mesh.mesh_links import MeshLinks
+from ..mesh.mesh_view import MeshLoad
 from ..metrics.gateway_metrics import GatewayMetrics
 from ..records.generate_request import GenerateRequest
+from ..records.pooling_input import PoolingInput
+from ..records.pooling_tasks import task_name
 from ..records.resume_token import NEW, ResumeToken
 from ..request_log.request_record import record_generation
-from ..settings.gateway_settings import DEFAULT_MAX_VALUES
 from ..tenants.tenant import Tenant
 from .admission import AdmittedCall, AdmittedRequest, RequestAdmission
-from .beam_outputs import BeamTexts
+from .beam_run import BeamTexts
 from .charge import Charges
-from .preparation import Preparer
-from .request_trace import traced
+from .pooling_preparation import check_task, encode
+from .preparation import Preparer, RequestContext, add_hashes
+from .request_trace import GatewayTrace, TracedOutcome, traced
 from .resumable import ResumableRequests
 from .running_generation import RunningGeneration
+from .running_pooling import MOST_AT_ONCE, RunningPooling
 
 _CONNECTION_ENDED = (asyncio.CancelledError, grpc.aio.BaseError)
 """Raised within a call whose client has gone: a gateway cannot distinguish a lost connection from a cancelled call."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Holds what every call has.
+
+    Attributes:
+        held: Gives back at its end what the call holds.
+        trace: Of the call; None: it is not traced.
+        limit: Ends it after ``timeout`` seconds.
+        model: Name of the model or adapter that it asks for.
+    """
+
+    held: ExitStack
+    trace: GatewayTrace | None
+    limit: asyncio.Timeout
+    timeout: float
+    model: str
+
+    def show(self, outcome: TracedOutcome) -> None:
+        """Let the call's trace show what it has made."""
+        if self.trace is not None:
+            self.trace.outcome = outcome
+
+    def seconds_left(self) -> float:
+        """Return the seconds until the limit."""
+        when = self.limit.when()
+        assert when is not None
+        return when - asyncio.get_running_loop().time()
+
+
 class Generator:
-    """Admits requests and runs them."""
+    """Admits requests and runs them: those that generate, and those that pool."""
 
     def __init__(
         self,
-        tokenizers: TokenizerClient,
-        mesh: MeshView,
-        outputs: OutputPool,
+        links: MeshLinks,
+        context: RequestContext,
         metrics: GatewayMetrics,
         admission: RequestAdmission,
         resumable: ResumableRequests,
         *,
-        default_timeout: float,
-        most_urgent_priority: int = 0,
-        max_request_values: int = DEFAULT_MAX_VALUES,
-        tracer: Tracer | None = None,
-        model: str = "",
         reasoning_marks: ReasoningMarks | None = None,
-        random: Random,
-        clock: Callable[[], int],
     ) -> None:
-        """Args:
-        most_urgent_priority: The lowest priority that a client gets, whatever it asks for.
-        max_request_values: Limits ``n * max_tokens * (1 + logprobs)`` of a request.
-        model: Its name in answers, logs and traces.
-        reasoning_marks: The marks around the model's reasoning; None: they are not known.
-        random: Draws the ids of requests, and the seeds of those that have none.
-        clock: Returns nanoseconds.
-        """
-        self._random = random
-        self._tracer = tracer
-        self._model = model
+        """``reasoning_marks``: the marks around the model's reasoning; None: they are not known."""
+        self._links = links
+        self._context = context
         self._reasoning_marks = reasoning_marks
-        self._preparer = Preparer(tokenizers, mesh, most_urgent_priority, random, clock, max_request_values)
-        self._mesh = mesh
-        self._outputs = outputs
-        self._texts = BeamTexts(tokenizers)
+        self._preparer = Preparer(links, context)
+        self._outputs = links.outputs
+        self._texts = BeamTexts(links.tokenizers)
         self._metrics = metrics
         self._admission = admission
-        self._default_timeout = default_timeout
         self._resumable = resumable
         self._charges = Charges(lambda: asyncio.get_running_loop().time())
 
@@ -83,7 +97,7 @@ class Generator:
     @property
     def mesh_load(self) -> MeshLoad:
         """The engines' load, as last reported."""
-        return self._mesh.load()
+        return self._links.view.load()
 
     @asynccontextmanager
     async def open(
@@ -106,45 +120,69 @@ class Generator:
         """
         if job.beam_search is not None and claim.fingerprint:
             raise errors.InvalidArgument("a beam search can be neither resumed nor repeated by a key", "beam_search")
-        timeout = min(job.timeout or self._default_timeout, self._default_timeout)
-        model = self._model if job.adapter is None else job.adapter.name
-        tracing = nullcontext() if self._tracer is None else traced(self._tracer, job, trace_headers, model)
-        with ExitStack() as held, tracing as trace:
-            tenure = self._admit(job, claim, timeout)
+        async with self._call(job, trace_headers) as call:
+            tenure = self._admit(job, claim, call.timeout)
             # Before anything is awaited: a call that is cancelled while its prompt is encoded must give its place back,
             # too.
-            held.callback(tenure.end)
+            call.held.callback(tenure.end)
+            is_search, tenant = job.beam_search is not None, job.tenant
+            generation = await self._begin(job, tenure.place, claim, call.model)
+            del job  # the client's texts, which may be large, must not live as long as its answer
+            call.held.callback(self._settle, tenure.place, generation, tenant)
+            call.show(generation)
+            is_kept = False
             try:
-                async with asyncio.timeout(timeout) as limit:
-                    is_search, tenant = job.beam_search is not None, job.tenant
-                    generation = await self._begin(job, tenure.place, claim, model)
-                    del job  # the client's texts, which may be large, must not live as long as its answer
-                    held.callback(self._settle, tenure.place, generation, tenant)
-                    if trace is not None:
-                        trace.outcome = generation
-                    is_kept = False
-                    try:
-                        if not is_search:
-                            generation.submit(self._outputs, timeout=timeout)
-                        else:
-                            generation.search(self._outputs, self._texts, timeout=timeout)
-                        if claim.fingerprint:
-                            generation.charge = self._charges.of(tenant.name, generation.request_id, claim)
-                            self._resumable.add(generation, tenant.name, tenure)
-                        await asyncio.sleep(0)  # send it now: the answer is prepared while it is on its way
-                        yield generation
-                    except _CONNECTION_ENDED:
-                        # A call that ran out of time is cancelled as well, but its client has had its answer: only a
-                        # lost connection counts.
-                        is_kept = outlives_call and not limit.expired() and self._resumable.abandon(generation, held)
-                        raise
-                    finally:
-                        record_generation(generation)
-                        if not is_kept:
-                            self._resumable.remove(generation)
-                            generation.close()
-            except TimeoutError:
-                raise errors.DeadlineExceeded(f"the request took longer than {timeout:g} s") from None
+                if is_search:
+                    generation.search(self._outputs, self._texts, timeout=call.timeout)
+                else:
+                    generation.submit(self._outputs, timeout=call.timeout)
+                if claim.fingerprint:
+                    generation.charge = self._charges.of(tenant.name, generation.request_id, claim)
+                    self._resumable.add(generation, tenant.name, tenure)
+                await asyncio.sleep(0)  # send it now: the answer is prepared while it is on its way
+                yield generation
+            except _CONNECTION_ENDED:
+                # A call that ran out of time is cancelled as well, but its client has had its answer: only a lost
+                # connection counts.
+                is_kept = outlives_call and not call.limit.expired() and self._resumable.abandon(generation, call.held)
+                raise
+            finally:
+                record_generation(generation)
+                if not is_kept:
+                    self._resumable.remove(generation)
+                    generation.close()
+
+    @asynccontextmanager
+    async def pool(self, pooling: PoolingInput, trace_headers: Headers = NO_HEADERS) -> AsyncIterator[RunningPooling]:
+        """Run a pooling call to its last result, and hold its place for the length of the ``async with``.
+
+        Raises as :meth:`open`.
+        """
+        started_ns, request = self._context.clock(), pooling.job
+        limits = self.limits()
+        check_task(pooling.params, limits)
+        task = task_name(pooling.params.task)
+        async with self._call(request, trace_headers, task) as call:
+            admitted = self._admission.admit(request, call.timeout, most_at_once=MOST_AT_ONCE)
+            call.held.callback(admitted.close)
+            prompts = await encode(pooling, self._links.tokenizers, limits)
+            await add_hashes(prompts, self._links.view.block_size, request.cache_salt)
+            running = RunningPooling(pooling, prompts, self._context, self._context.priority_of(request, limits))
+            admitted.num_used = running.usage.prompt_tokens
+            admitted.reserve(admitted.num_used)
+            call.show(running)
+            try:
+                await running.run(self._outputs, admitted, call.seconds_left)
+                seconds = (self._context.clock() - started_ns) / 1e9
+                self._metrics.observe_pooled(task, running.usage, request.tenant, running.num_ended, seconds)
+                yield running
+            finally:
+                record_generation(running)
+                running.close()
+
+    def limits(self) -> types_pb2.ModelLimits:
+        """Return the limits of the model. Raises ``Unavailable`` before the first engine serves."""
+        return self._links.limits()
 
     def cancel(self, request_id: str, tenant: str) -> None:
         """End a request that its client can resume, at this gateway or any other one. It need not be known."""
@@ -168,6 +206,21 @@ class Generator:
         """Cancel the requests whose client's connection has ended."""
         await self._resumable.close()
 
+    @asynccontextmanager
+    async def _call(self, request: GenerateRequest, headers: Headers, task: str = "") -> "AsyncIterator[_Call]":
+        """Trace a call, limit its time, and give back what it holds at its end. ``task``: of a call that pools."""
+        context = self._context
+        timeout = min(request.timeout or context.default_timeout, context.default_timeout)
+        model = context.model if request.adapter is None else request.adapter.name
+        tracing = nullcontext() if context.tracer is None else traced(context.tracer, request, headers, model, task)
+        del request  # as in :meth:`open`
+        with ExitStack() as held, tracing as trace:
+            try:
+                async with asyncio.timeout(timeout) as limit:
+                    yield _Call(held, trace, limit, timeout, model)
+            except TimeoutError:
+                raise errors.DeadlineExceeded(f"the request took longer than {timeout:g} s") from None
+
     def _admit(self, job: GenerateRequest, claim: ResumeToken, timeout: float) -> AdmittedCall:
         """Return the call's turn in the place of its request: that of a call without a client, or a new one. Raises as
         :meth:`RequestAdmission.admit`, and ``BodyChanged`` for a request that is known with another body."""
@@ -183,9 +236,8 @@ class Generator:
         """Prepare a request and reserve its tokens. ``model``: what generates, for answers."""
         prepared = await self._preparer.prepare(job)
         place.reserve_tokens(prepared.submits, is_bounded=job.sampling.HasField("max_tokens"))
-        request_id = self._random.randbytes(16).hex()
         marks, begin = self._reasoning_marks, place.begin_output
-        return RunningGeneration(prepared, request_id, self._metrics, marks, begin, claim, model=model)
+        return RunningGeneration(prepared, self._context.draw_id(), self._metrics, marks, begin, claim, model=model)
 
     def _settle(self, place: AdmittedRequest, generation: RunningGeneration, tenant: Tenant) -> None:
         """Count what a call has used of its request, at its end."""

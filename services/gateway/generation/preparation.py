@@ -1,29 +1,32 @@
 """Prepares jobs: resolves parameters, encodes prompts, checks both and makes the output processors' requests."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TypeAlias, cast
 
 from tokenloom.request import bad_words, errors, validation
 from tokenloom.request.narrowing import narrow_token_ids
+from tokenloom.request.prefix_schedule import MAX_BLOCKS, shortened
+from tokenloom.request.prompt_block_hash import block_hashes
 from tokenloom.request.prompt_embeds import check_embeds, join_parts
-from tokenloom.services.runtime.telemetry.tracing import CURRENT
+from tokenloom.services.runtime.telemetry.tracing import CURRENT, Tracer
 from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
 
-from ..mesh.mesh_view import MeshView
-from ..mesh.tokenizer_client import TokenizerClient
+from ..mesh.mesh_links import MeshLinks
 from ..records.generate_request import SHEDDABLE_PRIORITY, Chat, EmbeddedPrompt, GenerateRequest
 from ..records.pooling_tasks import NO_GENERATION, task_names
 from ..settings.gateway_settings import DEFAULT_MAX_VALUES
-from .beam_plan import BeamPlan, plan_beams
-from .block_hashing import add_hashes
+from .beam_run import BeamPlan, plan_beams
 from .request_cost import RequestCost, check_copies
 
 EncodedPrompt: TypeAlias = tokenizer_pb2.TokenizedPrompt | types_pb2.Prompt
 """The latter for prompts with embeddings."""
 
+TOKENS_PER_TURN = 1 << 14
+"""Tokens of a request that are hashed in one turn of the event loop, up to twice as many at its end: 1 ms for blocks of
+16 tokens."""
 _TRUNCATED_CONTEXTS = 8
 """Limit on a text that is to be truncated, in contexts: all of it is encoded first."""
 
@@ -47,51 +50,66 @@ class Prepared:
     """How to search; None: the outputs are sampled."""
 
 
-class Preparer:
-    """Prepares jobs with a tokenizer's help."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestContext:
+    """Holds what all requests of a model have in common.
 
-    def __init__(
-        self,
-        tokenizers: TokenizerClient,
-        mesh: MeshView,
-        most_urgent_priority: int,
-        random: Random,
-        clock: Callable[[], int],
-        max_values: int = DEFAULT_MAX_VALUES,
-    ) -> None:
-        """Args:
+    Attributes:
+        model: Its name in answers, logs and traces.
+        default_timeout: Seconds that a request may take; a client may ask for less.
         most_urgent_priority: The lowest priority that a client gets, whatever it asks for.
-        random: Draws the seeds of requests that have none.
+        max_request_values: Limits ``n * max_tokens * (1 + logprobs)`` of a request.
+        random: Draws the ids of requests, and the seeds of those that have none.
         clock: Returns nanoseconds.
-        max_values: Limits ``n * max_tokens * (1 + logprobs)`` of a request.
-        """
-        self._tokenizers = tokenizers
-        self._mesh = mesh
-        self._most_urgent_priority = most_urgent_priority
-        self._max_values = max_values
-        self._random = random
-        self._clock = clock
+        tracer: Makes the spans of requests; None: they are not traced.
+    """
+
+    model: str = ""
+    default_timeout: float
+    most_urgent_priority: int = 0
+    max_request_values: int = DEFAULT_MAX_VALUES
+    random: Random
+    clock: Callable[[], int]
+    tracer: Tracer | None = None
+
+    def draw_id(self) -> str:
+        """Return the random id of a request."""
+        return self.random.randbytes(16).hex()
+
+    def priority_of(self, request: GenerateRequest, limits: types_pb2.ModelLimits) -> int:
+        """Return the priority with which a request runs. Raises ``InvalidArgument`` where engines take none."""
+        priority = 0
+        if request.priority:
+            validation.check_priority(request.priority, limits)
+            priority = max(request.priority, self.most_urgent_priority)
+        return max(priority, SHEDDABLE_PRIORITY) if request.is_sheddable and limits.priorities else priority
+
+
+class Preparer:
+    """Prepares requests with a tokenizer's help."""
+
+    def __init__(self, links: MeshLinks, context: RequestContext) -> None:
+        self._links = links
+        self._tokenizers = links.tokenizers
+        self._context = context
 
     async def prepare(self, job: GenerateRequest) -> Prepared:
         """Raises ``Unavailable``, and ``InvalidArgument`` for what cannot run, if possible before it is encoded."""
-        started_ns = self._clock()
-        info = self._tokenizers.info
-        limits = self._mesh.limits(info.fingerprint) if info is not None else None
-        if info is None or limits is None:
-            raise errors.Unavailable("no engine is serving yet; retry")
+        context = self._context
+        started_ns = context.clock()
+        limits, info = self._links.limits(), self._tokenizers.info
+        assert info is not None, "without it there are no limits"
         if limits.HasField("generates") and not limits.generates:
             raise errors.InvalidArgument(NO_GENERATION.format(task_names(limits)), "model")
-        sampling = _resolve(job, info, limits, self._random)
+        sampling = _resolve(job, info, limits, context.random)
+        priority = context.priority_of(job, limits)
         beams = None if job.beam_search is None else plan_beams(job, job.beam_search, limits)
         prompts = await self._encode(job, sampling, limits, info.max_token_bytes)
         if job.bad_words:
             await self._forbid(job.bad_words, sampling, limits)
-        tokenize_ns = self._clock() - started_ns
-        priority = max(job.priority, self._most_urgent_priority) if job.priority else 0
-        if job.is_sheddable and limits.priorities:
-            priority = max(priority, SHEDDABLE_PRIORITY)
+        tokenize_ns = context.clock() - started_ns
         check_copies(sampling, prompts)
-        cost = RequestCost.of(sampling, limits, (len(prompts), job.num_samples), self._max_values)
+        cost = RequestCost.of(sampling, limits, (len(prompts), job.num_samples), context.max_request_values)
         default = info.default_sampling_params.max_tokens
         submits = [_submit(job, prompt, sampling, limits, default, priority, cost) for prompt in prompts[:1]]
         for prompt in prompts[1:]:
@@ -101,7 +119,7 @@ class Preparer:
         texts = await self._texts(job, prompts) if job.echo else ()
         is_constrained = sampling.HasField("structured_outputs") and limits.reasoning != types_pb2.REASONING_MODE_FREE
         opens = _opens_reasoning(prompts[0])
-        return Prepared(submits, texts, opens, is_constrained, started_ns, tokenize_ns, self._clock, beams)
+        return Prepared(submits, texts, opens, is_constrained, started_ns, tokenize_ns, context.clock, beams)
 
     async def _encode(
         self,
@@ -132,7 +150,7 @@ class Preparer:
             prompts = [_truncated(prompt, keep) for prompt in prompts]
         if job.before:
             prompts = [_continued(job.before, prompt) for prompt in prompts]
-        await add_hashes(prompts, self._mesh.block_size, salt)
+        await add_hashes(prompts, self._links.view.block_size, salt)
         return prompts
 
     async def _forbid(
@@ -167,8 +185,6 @@ def _resolve(
         validation.check_text(job.text)
     # The samples of a beam search differ although they are not drawn.
     validation.check_sampling(sampling, limits, job.num_samples if job.beam_search is None else 1)
-    if job.priority:
-        validation.check_priority(job.priority, limits)
     if not sampling.HasField("seed"):
         # Drawn here and not by an engine: another engine that continues the request must draw the same tokens.
         sampling.seed = random.getrandbits(64)
@@ -273,3 +289,28 @@ def _truncated(prompt: EncodedPrompt, keep: int) -> EncodedPrompt:
 
 def _opens_reasoning(prompt: EncodedPrompt) -> bool:
     return isinstance(prompt, tokenizer_pb2.TokenizedPrompt) and prompt.opens_reasoning
+
+
+async def add_hashes(prompts: Iterable[EncodedPrompt], block_size: int, salt: bytes) -> None:
+    """Add to a request's prompts the block hashes by which they are placed, to those that have none.
+
+    Prompts with embeddings get none: hashes of token ids do not cover them. ``block_size``: tokens of a KV block; 0:
+    the engines differ or are not known, and nothing is hashed.
+    """
+    # Only the tokenizer hashed blocks once, so prompts of token ids and the next turns of a session were placed without
+    # regard to the engine that has their beginning in its cache.
+    num_hashed = 0  # in this turn
+    for prompt in prompts:
+        if isinstance(prompt, types_pb2.Prompt) or not block_size or prompt.block_hash_prefixes:
+            continue
+        most = max(TOKENS_PER_TURN // block_size, 1) * block_size
+        end = min(len(prompt.token_ids) // block_size, MAX_BLOCKS) * block_size
+        hashes: list[bytes] = []
+        for start in range(0, end, most):
+            if num_hashed >= TOKENS_PER_TURN:
+                num_hashed = 0
+                await asyncio.sleep(0)
+            ids = prompt.token_ids[start : min(start + most, end)]
+            hashes += block_hashes(ids, block_size, hashes[-1] if hashes else b"", salt)
+            num_hashed += len(ids)
+        prompt.block_hash_prefixes.extend(shortened(hashes))

@@ -186,7 +186,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         tenant = call_tenant()
         mesh, adapter = self._meshes.find(request.model or None)
         with self._shares.of(tenant).take_message(request.ByteSize(), self._shares.messages):
-            yield PoolingCall(mesh.pooler, tenant, adapter)
+            yield PoolingCall(mesh.generator, tenant, adapter)
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context

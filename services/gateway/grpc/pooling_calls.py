@@ -11,8 +11,8 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import inference_pb2, types_pb2
 
-from ..pooling.pooling_runner import PoolingRunner
-from ..pooling.running_pooling import RunningPooling
+from ..generation.generator import Generator
+from ..generation.running_pooling import RunningPooling
 from ..pooling.scoring import plan_scoring
 from ..pooling.vector_json import floats
 from ..records.generate_request import GenerateRequest
@@ -33,12 +33,12 @@ class PoolingCall:
     """Answers one call.
 
     Attributes:
-        pooler: Of the model that the request names.
+        generator: Of the model that the request names.
         tenant: Of the client's key.
         adapter: The LoRA adapter that the request names; None: the model itself.
     """
 
-    pooler: PoolingRunner
+    generator: Generator
     tenant: Tenant
     adapter: NamedAdapter | None
 
@@ -56,7 +56,7 @@ class PoolingCall:
             [request.query],
             list(request.documents),
             self._job((), "documents", request.options, context),
-            self.pooler.limits(),
+            self.generator.limits(),
             fields=("query", "documents"),
             use_activation=request.use_activation if request.HasField("use_activation") else None,
         )
@@ -68,7 +68,7 @@ class PoolingCall:
         await self._answer(scoring.job, context, outputs)
 
     async def _answer(self, job: PoolingInput, context: Context, outputs: Any) -> None:
-        async with self.pooler.open(job, pick_headers(context.invocation_metadata() or ())) as pooling:
+        async with self.generator.pool(job, pick_headers(context.invocation_metadata() or ())) as pooling:
             response, size = inference_pb2.PoolResponse(request_id=pooling.request_id), 0
             for output in outputs(pooling):
                 if response.outputs and size + len(output.data) > _MESSAGE_BYTES:

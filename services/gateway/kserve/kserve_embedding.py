@@ -5,7 +5,7 @@ from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1 import types_pb2
 from tokenloom.v1.kserve import grpc_service_pb2 as pb
 
-from ..pooling.running_pooling import RunningPooling
+from ..generation.running_pooling import RunningPooling
 from ..pooling.vector_json import numbers
 from ..records.generate_request import GenerateRequest
 from ..records.model_names import NamedAdapter

@@ -13,11 +13,11 @@ from tokenloom.v1.kserve import grpc_service_pb2 as pb
 from tokenloom.v1.kserve import grpc_service_pb2_grpc
 
 from ..generation.running_generation import RunningGeneration
+from ..generation.running_pooling import RunningPooling
 from ..grpc.client_stream import next_request
 from ..openai.answer import finish_reason
 from ..openai.body_reader import BodyReader
 from ..openai.completions import CompletionsApi
-from ..pooling.running_pooling import RunningPooling
 from ..serving.served_mesh import ServedMesh
 from ..serving.served_meshes import ServedMeshes
 from ..tenants.call_tenant import call_tenant
@@ -105,7 +105,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         if not asks_for_embedding(request, mesh.health.limits()):
             return None
         job = read_embedding(request, call_tenant(), adapter, context.time_remaining())
-        async with mesh.pooler.open(job) as pooling:
+        async with mesh.generator.pool(job) as pooling:
             response = self._response(request)
             write_embedding(response, pooling, raw=bool(request.raw_input_contents))
             _close(response, pooling)

@@ -11,10 +11,10 @@ from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1 import types_pb2
 
 from ..encoding.sse import encode_json
+from ..generation.running_pooling import RunningPooling
 from ..openai.body_reader import Body, BodyReader
 from ..openapi.pooling_schemas import PoolingFields
 from ..pooling.pooling_api import Shape, ignored_fields, make_job, split_inputs
-from ..pooling.running_pooling import RunningPooling
 from ..pooling.vector_json import result_blocks
 from ..records.pooling_input import PoolingInput, check_count
 from ..tenants.tenant import Tenant

@@ -12,13 +12,13 @@ from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1 import types_pb2
 
 from ..encoding import sse
+from ..generation.running_pooling import RunningPooling
 from ..openai.body_reader import Body
 from ..openai.chat_messages import read_chat
 from ..openapi.pooling_schemas import InputFields, PoolingFields
 from ..records.generate_request import Chat, GenerateRequest
 from ..records.pooling_input import PoolingInput, check_count
 from ..tenants.tenant import Tenant
-from .running_pooling import RunningPooling
 
 Shape = Callable[[RunningPooling], Iterator[bytes]]
 """Yields the JSON of an answer in small blocks."""

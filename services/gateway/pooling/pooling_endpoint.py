@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ..generation.generator import Generator
 from ..http.endpoint import IGNORED_HEADER, listed, trace_headers
 from ..http.http_exchange import HttpExchange
 from ..http.json_body import BodyParser
@@ -13,7 +14,6 @@ from ..records.model_names import ModelNames
 from ..records.pooling_input import PoolingInput
 from ..tenants.tenant import Tenant
 from .pooling_api import PoolingApi, Shape
-from .pooling_runner import PoolingRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class PoolingEndpoint:
     """Runs an API that pools."""
 
     api: PoolingApi
-    pooler: PoolingRunner
+    generator: Generator
     names: ModelNames
     parser: BodyParser
     max_body_bytes: int
@@ -33,7 +33,7 @@ class PoolingEndpoint:
             job = replace(job, job=replace(job.job, is_sheddable=True))
         headers = [(IGNORED_HEADER, listed(ignored))] if ignored else []
         with exchange.until_disconnected():
-            async with self.pooler.open(job, trace_headers(exchange)) as pooling:
+            async with self.generator.pool(job, trace_headers(exchange)) as pooling:
                 await respond_in_pieces(exchange, shape(pooling), headers)
 
     def _read(self, tenant: Tenant, body: Body) -> tuple[PoolingInput, Shape, Sequence[str]]:

@@ -8,12 +8,12 @@ from typing import Any
 from tokenloom.request.errors import InvalidArgument
 
 from ..encoding.sse import encode_json
+from ..generation.running_pooling import RunningPooling
 from ..openai.body_reader import Body, BodyReader
 from ..openapi.pooling_schemas import PoolingFields, RerankRequest, ScoreRequest
 from ..records.pooling_input import PoolingInput
 from ..tenants.tenant import Tenant
 from .pooling_api import ListAnswer, Shape, ignored_fields, keeps_first, make_job, usage_object
-from .running_pooling import RunningPooling
 from .scoring import Scoring, plan_scoring
 from .vectors import Limits
 

@@ -7,9 +7,9 @@ from operator import mul
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import types_pb2
 
+from ..generation.running_pooling import RunningPooling
 from ..records.generate_request import GenerateRequest
 from ..records.pooling_input import PoolingInput, check_count
-from .running_pooling import RunningPooling
 from .vector_json import numbers
 
 

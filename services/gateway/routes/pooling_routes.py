@@ -13,7 +13,7 @@ from ..serving.served_mesh import ServedMesh
 
 def pooling_routes(mesh: ServedMesh, parser: BodyParser, reader: BodyReader, max_body_bytes: int) -> Routes:
     """Return the routes of one model. ``max_body_bytes``: limits their bodies."""
-    limits = mesh.pooler.limits
+    limits = mesh.generator.limits
     score, rerank = ScoreApi(reader, limits), RerankApi(reader, limits)
     apis: dict[str, PoolingApi] = {
         "/v1/embeddings": EmbeddingsApi(reader),
@@ -28,6 +28,6 @@ def pooling_routes(mesh: ServedMesh, parser: BodyParser, reader: BodyReader, max
         "/api/embeddings": OllamaEmbedApi(reader, is_older=True),
     }
     return {
-        path: {"POST": PoolingEndpoint(api, mesh.pooler, mesh.models, parser, max_body_bytes)}
+        path: {"POST": PoolingEndpoint(api, mesh.generator, mesh.models, parser, max_body_bytes)}
         for path, api in apis.items()
     }

@@ -14,14 +14,15 @@ from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from ..assistant.message_plans import MessagePlans
 from ..generation.admission import RequestAdmission
 from ..generation.generator import Generator
+from ..generation.preparation import RequestContext
 from ..generation.resumable import ResumableRequests, UnattendedMetrics
 from ..generation.wait_estimator import WaitEstimator
+from ..mesh.mesh_links import MeshLinks
 from ..mesh.mesh_view import MeshView
 from ..mesh.output_pool import OutputPool
 from ..mesh.tokenizer_client import TokenizerClient
 from ..metrics.gateway_metrics import GatewayMetrics
 from ..metrics.usage_counts import AdapterUsage, KeyUsage
-from ..pooling.pooling_runner import PoolingRunner
 from ..records.model_names import ModelNames
 from ..settings.gateway_settings import GatewaySettings
 from ..settings.mesh_spec import MeshSpec
@@ -37,7 +38,6 @@ class ServedMesh:
     models: ModelNames
     plans: MessagePlans
     generator: Generator
-    pooler: PoolingRunner
     tokenizers: TokenizerClient
     outputs: OutputPool
     view: MeshView
@@ -102,37 +102,24 @@ async def connect(
     metrics.registry.register(MeshGauges(view, backlog, model))
     plans = MessagePlans.choose(settings.tool_call_parser, settings.reasoning_parser, info)
     counts = GatewayMetrics(metrics.registry, model, metrics.key_usage, metrics.adapter_usage)
-    admission = RequestAdmission(shares, backlog, settings.most_urgent_priority)
-    generator = Generator(
-        tokenizers,
-        view,
-        outputs,
-        counts,
-        admission,
-        ResumableRequests(settings.keep_disconnected_requests, metrics.unattended, host.failed),
+    context = RequestContext(
+        model=model,
         default_timeout=settings.request_timeout,
         most_urgent_priority=settings.most_urgent_priority,
         max_request_values=settings.max_request_values,
-        tracer=host.tracer,
-        model=model,
-        reasoning_marks=None if plans.reasoning is None else await _marks(plans.reasoning, tokenizers),
         random=host.random,
         clock=host.clock.nanoseconds,
+        tracer=host.tracer,
     )
-    pooler = PoolingRunner(
-        tokenizers,
-        view,
-        outputs,
+    generator = Generator(
+        MeshLinks(tokenizers, view, outputs),
+        context,
         counts,
-        admission,
-        default_timeout=settings.request_timeout,
-        most_urgent_priority=settings.most_urgent_priority,
-        tracer=host.tracer,
-        model=model,
-        random=host.random,
-        clock=host.clock.nanoseconds,
+        RequestAdmission(shares, backlog, settings.most_urgent_priority),
+        ResumableRequests(settings.keep_disconnected_requests, metrics.unattended, host.failed),
+        reasoning_marks=None if plans.reasoning is None else await _marks(plans.reasoning, tokenizers),
     )
-    return ServedMesh(ModelNames(names, view), plans, generator, pooler, tokenizers, outputs, view, health, counts)
+    return ServedMesh(ModelNames(names, view), plans, generator, tokenizers, outputs, view, health, counts)
 
 
 async def _enroll(spec: MeshSpec, settings: GatewaySettings, host: Host, peers: Sequence[PeerMembers]) -> None:

@@ -10,8 +10,8 @@ from tests.services.gateway.fakes import BLOCK_SIZE, FakeMesh, FakeRequest
 from tests.services.gateway.pooling.conftest import TOKEN_EMBED
 from tokenloom.request import errors
 from tokenloom.request.prefix_schedule import prefix_hashes
-from tokenloom.services.gateway.pooling import pooling_runner as pooler
-from tokenloom.services.gateway.pooling import running_pooling as pooling
+from tokenloom.services.gateway.generation import generator
+from tokenloom.services.gateway.generation import running_pooling as pooling
 from tokenloom.v1 import types_pb2
 
 
@@ -29,7 +29,7 @@ async def _embedding(http: httpx.AsyncClient, given: object) -> httpx.Response:
 async def test_few_prompts_are_in_work_at_once(
     by_hand: FakeMesh, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pooler, "MOST_AT_ONCE", 3)
+    monkeypatch.setattr(generator, "MOST_AT_ONCE", 3)
     call = asyncio.create_task(_embedding(http, [[index] for index in range(8)]))
     requests = [await by_hand.outputs.next_request() for _ in range(3)]
     assert by_hand.outputs.requests.empty()

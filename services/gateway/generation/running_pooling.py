@@ -10,9 +10,13 @@ from tokenloom.v1 import inference_pb2, output_processor_pb2, tokenizer_pb2, typ
 from ..mesh.output_pool import Cancel, OutputPool
 from ..mesh.pooled_outputs import PooledOutputs, PooledResult
 from ..records.pooling_input import PoolingInput
+from .admission import AdmittedRequest
+from .preparation import RequestContext
 
 MAX_RESULT_BYTES = 256 << 20
 """Limits the results of one call: 2,048 vectors of 32,768 numbers, or 65,536 token vectors of 1,024."""
+MOST_AT_ONCE = 256
+"""Prompts of one call that are in work at the same time: enough to fill the batches of several engines."""
 _SENT_AT_ONCE = 16
 _QUERIES_AT_ONCE = 64
 """Queries whose token vectors engines hold for one call at the same time."""
@@ -37,19 +41,13 @@ class RunningPooling:
         self,
         pooling: PoolingInput,
         prompts: Sequence[tokenizer_pb2.TokenizedPrompt],
-        model: str,
+        context: RequestContext,
         priority: int,
-        request_id: str,
-        draw_id: Callable[[], str],
-        on_end: Callable[[], object],
     ) -> None:
-        """Args:
-        draw_id: Returns a new random id.
-        on_end: Called when a prompt has ended with a result.
-        """
+        """``priority``: with which it runs."""
         job = pooling.job
-        self.model = model if job.adapter is None else job.adapter.name
-        self.request_id = request_id
+        self.model = context.model if job.adapter is None else job.adapter.name
+        self.request_id = context.draw_id()
         self._num_queries = pooling.num_queries
         self._prompts = prompts
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -62,9 +60,11 @@ class RunningPooling:
             ),
             trace_headers=CURRENT.get(),
         )
-        self._draw_id = draw_id
-        self._outputs = PooledOutputs(len(prompts), MAX_RESULT_BYTES, on_end)
+        self._draw_id = context.draw_id
+        self._outputs = PooledOutputs(len(prompts), MAX_RESULT_BYTES, self._note_end)
         self._cancels: dict[int, Cancel] = {}
+        self._admitted: AdmittedRequest | None = None
+        self._num_ends = self._num_begun = 0
 
     @property
     def results(self) -> Sequence[PooledResult]:
@@ -83,8 +83,12 @@ class RunningPooling:
         """The tokens of all prompts."""
         return inference_pb2.Usage(prompt_tokens=self._num_prompt_tokens, cached_tokens=self._outputs.cached_tokens)
 
-    async def run(self, pool: OutputPool, most_at_once: int, seconds_left: Callable[[], float]) -> None:
-        """Send the prompts and wait for all results. Raises what ended the call early."""
+    async def run(self, pool: OutputPool, admitted: AdmittedRequest, seconds_left: Callable[[], float]) -> None:
+        """Send the prompts and wait for all results. Raises what ended the call early.
+
+        ``admitted``: says how many prompts may be in work at once, and counts their ends.
+        """
+        self._admitted, most_at_once = admitted, admitted.num_outputs
         if self._num_queries:
             await self._interact(pool, most_at_once, seconds_left)
             return
@@ -116,6 +120,15 @@ class RunningPooling:
             else:
                 if any(map(self._unscored, queries)):
                     raise errors.Unavailable("The engine that held the query became unavailable; retry.")
+
+    def _note_end(self) -> None:
+        """Count one more prompt that has ended, and report it to the admission in proportion: that counts as
+        many outputs as are in work at once, and a call may have more prompts."""
+        assert self._admitted is not None
+        self._num_ends += 1
+        if self._num_ends * self._admitted.num_outputs >= (self._num_begun + 1) * len(self._prompts):
+            self._admitted.begin_output(self._num_begun)
+            self._num_begun += 1
 
     def _unscored(self, query: int) -> list[int]:
         """Return the documents of a query that have no score: all documents belong to a single query, otherwise one to

@@ -8,11 +8,11 @@ from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.request.prompt_embeds import FIELD as EMBEDS_FIELD
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
-from ..generation.preparation import check_sizes
 from ..mesh.tokenizer_client import TokenizerClient
 from ..records.generate_request import Chat, EmbeddedPrompt
 from ..records.pooling_input import PoolingInput
 from ..records.pooling_tasks import task_name, task_names
+from .preparation import check_sizes
 
 _TEXTS_PER_CALL = 64
 """Texts of one call to a tokenizer; a call with more inputs is spread over the tokenizers."""

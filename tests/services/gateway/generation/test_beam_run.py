@@ -2,7 +2,7 @@ from typing import cast
 
 import pytest
 
-from tokenloom.services.gateway.generation.beam_outputs import BeamTexts, logprobs_of
+from tokenloom.services.gateway.generation.beam_run import BeamTexts, logprobs_of
 from tokenloom.services.gateway.mesh.tokenizer_client import TokenizerClient
 from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
 

@@ -110,7 +110,7 @@ def _prefill(core: EngineCore, options: DecodeOptions, config: ModelConfig, batc
     for index, prompt in enumerate(make_prompts(dataset, config.vocab_size)):
         core.add_request(EngineCoreRequest(f"{batch}-{index}", prompt.token_ids, sampling))
     # The first requests decode in the meantime, at most once in a step.
-    while core.scheduler.waiting or any(r.num_tokens - r.num_computed_tokens > 1 for r in core.scheduler.running):
+    while core.scheduler.waiting or any(r.num_tokens - r.kv.num_computed_tokens > 1 for r in core.scheduler.running):
         core.step()
     return time.perf_counter() - started
 

@@ -1,138 +1,59 @@
-"""Holds a request inside the engine core: its tokens, how many are computed, its state from waiting to finished."""
+"""Holds a request inside the engine core: its tokens, its state from waiting to finished, and its times."""
 
-import enum
 from collections.abc import Sequence
 
 from tokenloom.request.routed_rows import RoutedRows
 from tokenloom.request.sampling_params import RepetitionDetectionParams
 
 from .draft_counts import DraftHistory
-from .kv_messages import KVTarget
 from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs, RoutedExperts
+from .request_kv import RemoteKVState, RequestKV
+from .request_status import FINISH_REASONS, TRANSITIONS, RequestStatus
 
 
-class RequestStatus(enum.IntEnum):
-    """States of a request. Everything from ``FINISHED_STOPPED`` on is final."""
+class RequestTimes:
+    """Holds when a request arrived, may begin at the latest and began: nanoseconds on the clock of its arrival."""
 
-    WAITING = 0
-    """The worker does not know it."""
-    RUNNING = 1
-    PREEMPTED = 2
-    """It lost its blocks and waits again; the worker still knows its parameters."""
-    WAITING_FOR_REMOTE_KVS = 3
-    """It cannot be scheduled before blocks, or tokens, have arrived from another engine."""
-    WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = 4
-    """The grammar of its output is being compiled. It is in no queue."""
-    FINISHED_STOPPED = 16
-    FINISHED_LENGTH_CAPPED = 17
-    FINISHED_ABORTED = 18
-    FINISHED_ERROR = 19
-    FINISHED_PREFILLED = 20
-    """The first token was drawn, and another engine continues the output."""
-    FINISHED_REPETITION = 21
-    """The output repeats itself."""
+    __slots__ = ("arrival_ns", "deadline_ns", "first_scheduled_ns")
 
-
-_Status = RequestStatus
-_FINISHED = frozenset(status for status in _Status if status >= _Status.FINISHED_STOPPED)
-
-# All legal changes. WAITING ends at once when accepted tokens meet an end condition or the request is refused; a failed
-# step sends every request back to WAITING; PREEMPTED ends by a token of a step that was in flight at the time.
-_TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
-    _Status.WAITING: _FINISHED
-    | {_Status.RUNNING, _Status.WAITING_FOR_REMOTE_KVS, _Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR},
-    _Status.RUNNING: _FINISHED | {_Status.PREEMPTED, _Status.WAITING},
-    _Status.PREEMPTED: _FINISHED | {_Status.RUNNING, _Status.WAITING, _Status.WAITING_FOR_REMOTE_KVS},
-    _Status.WAITING_FOR_REMOTE_KVS: _FINISHED | {_Status.WAITING, _Status.PREEMPTED},
-    _Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: _FINISHED | {_Status.WAITING},
-} | {status: frozenset() for status in _FINISHED}
-
-FINISH_REASONS: dict[RequestStatus, FinishReason] = {
-    _Status.FINISHED_STOPPED: FinishReason.STOP,
-    _Status.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
-    _Status.FINISHED_ABORTED: FinishReason.ABORT,
-    _Status.FINISHED_ERROR: FinishReason.ERROR,
-    _Status.FINISHED_PREFILLED: FinishReason.PREFILLED,
-    _Status.FINISHED_REPETITION: FinishReason.REPETITION,
-}
-
-
-class RemoteKVState:
-    """Holds what a request exchanges with other engines; most requests have none."""
-
-    __slots__ = (
-        "awaits_tokens",
-        "failure",
-        "hits_lost",
-        "lease_id",
-        "num_external_tokens",
-        "resume_status",
-        "target",
-        "wait_ns",
-        "waiting_since_ns",
-    )
-
-    def __init__(self, lease_id: bytes = b"", target: KVTarget | None = None, *, awaits_tokens: bool = False) -> None:
-        self.lease_id = lease_id
-        """Prefill leg: the lease under which its KV is offered."""
-        self.target = target
-        """Decode leg: where its KV is, until it is loaded or no longer needed."""
-        self.awaits_tokens = awaits_tokens
-        self.num_external_tokens = 0
-        """Tokens after the local hits that are being loaded, or were."""
-        self.failure = ""
-        """Why some could not be loaded: one of ``KV_FAILURES``."""
-        self.hits_lost = False
-        """Whether the local hits became invalid meanwhile."""
-        self.resume_status = RequestStatus.WAITING
-        """The status to return to after waiting."""
-        self.waiting_since_ns = 0
-        self.wait_ns = 0
+    def __init__(self, arrival_ns: int, timeout_ns: int = 0) -> None:
+        """``timeout_ns``: 0: the request may begin at any time."""
+        self.arrival_ns = arrival_ns
+        self.deadline_ns = arrival_ns + timeout_ns if timeout_ns else 0
+        """When the request may not begin any more; 0: never."""
+        self.first_scheduled_ns: int | None = None
 
 
 # Slots instead of a dict: an engine holds thousands of these, and their attributes are read several times in every
 # step.
 class Request:
-    """Holds the state of one request. Each step the scheduler lets ``num_computed_tokens`` catch up with
+    """Holds the state of one request. Each step the scheduler lets ``kv.num_computed_tokens`` catch up with
     ``num_tokens``; there are no separate prefill and decode phases."""
 
     __slots__ = (
         "adapter",
         "all_token_ids",
-        "arrival_ns",
-        "block_hashes",
-        "block_ids",
-        "cache_salt",
-        "deadline_ns",
         "draft_history",
-        "first_kept_blocks",
         "first_output_sent",
-        "first_scheduled_ns",
+        "kv",
         "limit_status",
         "max_num_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_external_cached_tokens",
         "num_output_placeholders",
         "num_passed",
         "num_prompt_tokens",
-        "num_registered_blocks",
         "num_tokens",
         "pooling_params",
         "priority",
-        "prompt_embeds",
         "prompt_logprobs",
         "prompt_token_ids",
-        "remote",
         "repetition_detection",
         "request_id",
-        "reserved_block_ids",
         "routed_rows",
         "sampling_params",
-        "skip_reading_prefix_cache",
         "status",
         "stop_token_ids",
         "tenant",
+        "times",
     )
 
     def __init__(self, message: EngineCoreRequest, max_model_len: int, arrival_ns: int) -> None:
@@ -142,8 +63,6 @@ class Request:
         self.sampling_params = params
         self.pooling_params = message.pooling_params
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
-        self.cache_salt = message.cache_salt
-        self.prompt_embeds = message.prompt_embeds
         self.priority = message.priority
         self.tenant = message.tenant
         self.adapter = message.adapter
@@ -159,63 +78,44 @@ class Request:
         if message.pooling_params is not None:  # even a prompt that fills the context has a result
             self.max_num_tokens = self.num_prompt_tokens + 1
         self.limit_status = RequestStatus.FINISHED_LENGTH_CAPPED
-        self.num_computed_tokens = 0
-        """Counted when they are scheduled."""
         self.num_output_placeholders = 0
         """Output tokens that steps in flight will draw; the worker knows them before the scheduler does."""
         self.repetition_detection = params.repetition_detection
         self.draft_history: DraftHistory | None = None
         """Which of its drafts were right; None before the first ones."""
 
-        self.remote: RemoteKVState | None = None
-        if message.lease_id or message.remote_kv is not None or message.awaits_tokens:
-            self.remote = RemoteKVState(message.lease_id, message.remote_kv, awaits_tokens=message.awaits_tokens)
         # The prefill leg draws one token: its logits exist with the last block, and the client has it before the KV has
         # moved.
         if message.lease_id and self.num_tokens + 1 < self.max_num_tokens:
             self.max_num_tokens = self.num_tokens + 1  # the engine that takes up the lease draws the rest
             self.limit_status = RequestStatus.FINISHED_PREFILLED
 
-        self.prompt_logprobs: Logprobs | None = None
-        """Those computed so far, until they are sent; an attempt that continues an output does not send them again."""
-        if params.prompt_logprobs is not None and not message.accepted_token_ids and not self.is_decode_leg:
-            self.prompt_logprobs = Logprobs([], [])
-        # A prompt token that is not computed has no logits.
-        self.skip_reading_prefix_cache = params.skip_reading_prefix_cache or self.prompt_logprobs is not None
-
         # None: the request does not ask for them.
         # vLLM keeps experts by KV slot, which is wrong for blocks of another engine or of the offload tier. No prefix
         # cache holds them here, so tokens whose experts are asked for are computed.
         self.routed_rows = RoutedRows(params.routed_experts_prompt_start) if params.return_routed_experts else None
+        remote = None
+        if message.lease_id or message.remote_kv is not None or message.awaits_tokens:
+            remote = RemoteKVState(message.lease_id, message.remote_kv, awaits_tokens=message.awaits_tokens)
+        self.kv = RequestKV(
+            message.request_id,
+            self.all_token_ids,
+            message.cache_salt,
+            message.prompt_embeds,
+            remote,
+            self.routed_rows,
+        )
+        """What the KV cache and its connectors know of it."""
 
-        # Maintained by the KV cache manager.
-        self.block_ids: list[int] = []
-        self.block_hashes: list[bytes] = []
-        self.num_registered_blocks = 0
-        self.first_kept_blocks: Sequence[int] = ()
-        """For each KV group the first block of tokens that it still keeps; empty without groups."""
-        self.reserved_block_ids: list[int] = []
-        """Entries that will follow those of ``block_ids``, chosen early because another engine will read them."""
+        self.prompt_logprobs: Logprobs | None = None
+        """Those computed so far, until they are sent; an attempt that continues an output does not send them again."""
+        if params.prompt_logprobs is not None and not message.accepted_token_ids and not self.kv.is_decode_leg:
+            self.prompt_logprobs = Logprobs([], [])
+        # A prompt token that is not computed has no logits.
+        self.kv.skip_reading_prefix_cache = params.skip_reading_prefix_cache or self.prompt_logprobs is not None
 
-        self.num_cached_tokens = 0
-        self.num_external_cached_tokens = 0
-        self.arrival_ns = arrival_ns
-        self.deadline_ns = arrival_ns + message.timeout_ns if message.timeout_ns else 0
-        """When the request may not begin any more, on the clock of its arrival; 0: never."""
-        self.first_scheduled_ns: int | None = None
+        self.times = RequestTimes(arrival_ns, message.timeout_ns)
         self.first_output_sent = False
-
-    @property
-    def is_decode_leg(self) -> bool:
-        """Whether its KV, or its first tokens, will come from another engine."""
-        return self.remote is not None and (self.remote.target is not None or self.remote.awaits_tokens)
-
-    @property
-    def num_cacheable_tokens(self) -> int:
-        """Tokens that may come from a prefix cache: not the last one, whose logits are the next token, and none whose
-        experts are still to be returned."""
-        most = self.num_tokens - 1
-        return most if self.routed_rows is None else min(most, self.routed_rows.end)
 
     @property
     def num_output_tokens(self) -> int:
@@ -225,7 +125,7 @@ class Request:
     @property
     def num_missing_tokens(self) -> int:
         """Tokens that are not scheduled yet: known ones, and ones that the worker will have drawn by then."""
-        return self.num_tokens + self.num_output_placeholders - self.num_computed_tokens
+        return self.num_tokens + self.num_output_placeholders - self.kv.num_computed_tokens
 
     @property
     def will_be_full(self) -> bool:
@@ -241,16 +141,11 @@ class Request:
         return self.status >= RequestStatus.FINISHED_STOPPED
 
     @property
-    def kv_wait_ns(self) -> int:
-        """Time spent waiting for remote KV."""
-        return self.remote.wait_ns if self.remote is not None else 0
-
-    @property
     def is_known_to_worker(self) -> bool:
         status = self.status
         if status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            assert self.remote is not None
-            status = self.remote.resume_status
+            assert self.kv.remote is not None
+            status = self.kv.remote.resume_status
         return status in (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
 
     def append_token(self, token_id: int) -> None:
@@ -274,7 +169,7 @@ class Request:
         # They leave once and complete, with the first token: a request may resume, or go on in a decode engine, after
         # it. Until then it has to compute its whole prompt, so it skips cached blocks, and may read them again now.
         whole, self.prompt_logprobs = self.prompt_logprobs, None
-        self.skip_reading_prefix_cache = bool(self.sampling_params.skip_reading_prefix_cache)
+        self.kv.skip_reading_prefix_cache = bool(self.sampling_params.skip_reading_prefix_cache)
         return whole
 
     def take_routed_experts(self) -> RoutedExperts | None:
@@ -288,7 +183,7 @@ class Request:
 
     def set_status(self, status: RequestStatus) -> None:
         """Change the status; no other code does."""
-        assert status in _TRANSITIONS[self.status], f"{self.request_id}: {self.status.name} cannot become {status.name}"
+        assert status in TRANSITIONS[self.status], f"{self.request_id}: {self.status.name} cannot become {status.name}"
         self.status = status
 
 

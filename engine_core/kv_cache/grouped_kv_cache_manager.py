@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ..data.config import CacheConfig
 from ..data.kv_events import KVEventLog
 from ..data.kv_groups import NULL_BLOCK, KVGroup, KVNeed, first_seen_block
-from ..data.request import Request
+from ..data.request_kv import RequestKV
 from .block_pool import BlockPool
 from .prefix_search import FirstGroupEvents, find_prefix, group_key
 from .request_hashes import RequestHasher
@@ -53,7 +53,7 @@ class GroupedKVCacheManager:
 
     # Hits
 
-    def find_cached_blocks(self, request: Request) -> list[int]:
+    def find_cached_blocks(self, request: RequestKV) -> list[int]:
         """Return the block table of the longest cached prefix of a waiting request, without its last token."""
         if not self.enable_prefix_caching or request.skip_reading_prefix_cache:
             return []
@@ -62,7 +62,7 @@ class GroupedKVCacheManager:
             lambda index: self._hash(request, index), self.pool.find, self._windows, limit, self.block_size
         )
 
-    def finds_more(self, request: Request, num_hits: int) -> bool:
+    def finds_more(self, request: RequestKV, num_hits: int) -> bool:
         """Return whether a waiting request would find a longer table than one of ``num_hits`` entries."""
         index = num_hits // self.num_groups
         if index >= request.num_cacheable_tokens // self.block_size or not self.enable_prefix_caching:
@@ -78,7 +78,7 @@ class GroupedKVCacheManager:
     # Admission
 
     def can_admit(
-        self, request: Request, hits: list[int], num_tokens: int, num_spare: int, num_external_tokens: int = 0
+        self, request: RequestKV, hits: list[int], num_tokens: int, num_spare: int, num_external_tokens: int = 0
     ) -> bool:
         """Return whether ``num_tokens`` tokens of a waiting request fit and leave ``num_spare`` blocks free. The blocks
         of the ``num_external_tokens`` tokens that it loads after its hits must fit all at once."""
@@ -100,7 +100,7 @@ class GroupedKVCacheManager:
             num_new += max(0, most - (num_held - first))
         return num_new + self.pool.count_free(hits) + num_spare <= self.pool.num_free
 
-    def admit(self, request: Request, hits: list[int]) -> None:
+    def admit(self, request: RequestKV, hits: list[int]) -> None:
         """Start the block table of a request with the cached blocks that it shares."""
         assert not request.block_ids
         self.pool.share(hits)
@@ -109,7 +109,7 @@ class GroupedKVCacheManager:
         request.num_computed_tokens = self.num_hit_tokens(hits)
         request.first_kept_blocks = self._first_seen(request.num_computed_tokens)
 
-    def reserve(self, request: Request) -> list[int]:
+    def reserve(self, request: RequestKV) -> list[int]:
         """Choose the blocks of an admitted request that another engine will read. Returns its table of these blocks:
         all of the groups of full attention, and the last window of the others."""
         # A reader learns the blocks when the prefill begins, while a window's last blocks would be allocated at its
@@ -123,7 +123,7 @@ class GroupedKVCacheManager:
             for index, block_id in enumerate(table[: total * self.num_groups])
         ]
 
-    def reserve_load(self, request: Request, num_external_tokens: int) -> None:
+    def reserve_load(self, request: RequestKV, num_external_tokens: int) -> None:
         """Allocate the blocks that an admitted request loads after its hits; those that it will not see are left out,
         and given up if it hit them. Blocks that another engine does not send are shared if the pool has them."""
         end = request.num_computed_tokens + num_external_tokens
@@ -140,7 +140,7 @@ class GroupedKVCacheManager:
         else:
             request.block_ids += self._allocate_from(first, begin, self._blocks_for(end))
 
-    def finish_load(self, request: Request, num_tokens: int) -> None:
+    def finish_load(self, request: RequestKV, num_tokens: int) -> None:
         """Count the first ``num_tokens`` tokens, which were loaded, as computed; full blocks can be hit from now on."""
         request.num_computed_tokens = num_tokens
         if self.enable_prefix_caching:
@@ -148,7 +148,7 @@ class GroupedKVCacheManager:
 
     # Steps
 
-    def allocate(self, request: Request, num_new_tokens: int) -> list[int] | None:
+    def allocate(self, request: RequestKV, num_new_tokens: int) -> list[int] | None:
         """Make room for a request's next tokens. Returns the blocks added, or None if too few are free."""
         if num_new_tokens == 1 and 0 < request.num_computed_tokens % self.block_size < self.block_size - 1:
             return []  # within a block: nothing to add, nothing filled
@@ -175,13 +175,13 @@ class GroupedKVCacheManager:
             self._register_blocks(request, min(end, request.num_tokens) // self.block_size)
         return new_block_ids
 
-    def cache_accepted(self, request: Request) -> None:
+    def cache_accepted(self, request: RequestKV) -> None:
         """Let full blocks be hit whose last tokens were drafts when they were computed, and are accepted now."""
         num_full_blocks = min(request.num_computed_tokens, request.num_tokens) // self.block_size
         if self.enable_prefix_caching and num_full_blocks > request.num_registered_blocks:
             self._register_blocks(request, num_full_blocks)
 
-    def free(self, request: Request) -> None:
+    def free(self, request: RequestKV) -> None:
         """Take all blocks of a request back; their content can be hit until the blocks are needed."""
         self.pool.release(request.block_ids + request.reserved_block_ids)
         request.block_ids = []
@@ -190,7 +190,7 @@ class GroupedKVCacheManager:
         request.num_registered_blocks = 0
         request.num_computed_tokens = 0
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: RequestKV) -> None:
         """Let nothing be hit that a request computed or shared, because it may be wrong; its windows have left some."""
         self.pool.forget_content(
             group_key(block_hash, group) for block_hash in request.block_hashes for group in range(self.num_groups)
@@ -205,7 +205,7 @@ class GroupedKVCacheManager:
         """Return for each group the first block that a token at ``position`` sees."""
         return [first_seen_block(window, position, self.block_size) for window in self._windows]
 
-    def _give_up_unseen(self, request: Request, position: int) -> None:
+    def _give_up_unseen(self, request: RequestKV, position: int) -> None:
         """Release the blocks that no token from ``position`` on sees."""
         table, released = request.block_ids, list[int]()
         # Only entries since the last call: a scan of the whole table each step would make a step grow with the context.
@@ -223,7 +223,7 @@ class GroupedKVCacheManager:
         fresh = iter(self.pool.allocate(sum(kept)))
         return [next(fresh) if is_kept else NULL_BLOCK for is_kept in kept]
 
-    def _share_or_allocate(self, request: Request, first: Sequence[int], begin: int, end: int) -> list[int]:
+    def _share_or_allocate(self, request: RequestKV, first: Sequence[int], begin: int, end: int) -> list[int]:
         """Return what :meth:`_allocate_from` returns, with blocks that the pool has instead of new ones."""
         entries: list[int | None] = [
             self.pool.find(group_key(self._hash(request, index), group)) if index >= first[group] else NULL_BLOCK
@@ -234,7 +234,7 @@ class GroupedKVCacheManager:
         fresh = iter(self.pool.allocate(entries.count(None)))
         return [next(fresh) if block_id is None else block_id for block_id in entries]
 
-    def _has_room_to_load(self, request: Request, hits: list[int], num_spare: int, num_external_tokens: int) -> bool:
+    def _has_room_to_load(self, request: RequestKV, hits: list[int], num_spare: int, num_external_tokens: int) -> bool:
         """Return whether the blocks that a request would load and those of its hits that it would keep fit."""
         end = self.num_hit_tokens(hits) + num_external_tokens
         first = self._first_seen(min(end, request.num_tokens - 1))
@@ -247,13 +247,13 @@ class GroupedKVCacheManager:
         ]
         return num_new + self.pool.count_free(kept) + num_spare <= self.pool.num_free
 
-    def _hash(self, request: Request, index: int) -> bytes:
+    def _hash(self, request: RequestKV, index: int) -> bytes:
         """Return the hash of the block of tokens at ``index``, which is full; the request keeps the hashes."""
         while len(request.block_hashes) <= index:
             self._hasher.add_next(request)
         return request.block_hashes[index]
 
-    def _register_blocks(self, request: Request, num_full_blocks: int) -> None:
+    def _register_blocks(self, request: RequestKV, num_full_blocks: int) -> None:
         if self.pool.wrong and not self.pool.wrong.isdisjoint(request.block_ids):
             return
         first = request.num_registered_blocks
@@ -269,11 +269,11 @@ class GroupedKVCacheManager:
                     self._events.stored(request.block_hashes, index, token_ids)
         request.num_registered_blocks = num_full_blocks
 
-    def _entries(self, request: Request, index: int) -> list[int]:
+    def _entries(self, request: RequestKV, index: int) -> list[int]:
         """Return the block of each group for the block of tokens at ``index``."""
         return request.block_ids[index * self.num_groups : (index + 1) * self.num_groups]
 
-    def _are_found(self, request: Request, index: int) -> bool:
+    def _are_found(self, request: RequestKV, index: int) -> bool:
         """Return whether the content of every block that is kept for the block of tokens ``index`` can be hit."""
         block_hash = self._hash(request, index)
         return all(

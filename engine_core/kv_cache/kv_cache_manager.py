@@ -5,7 +5,7 @@ from typing import TypeAlias
 from ..data.config import CacheConfig, SchedulerConfig
 from ..data.kv_events import KVEventLog
 from ..data.kv_groups import KVCacheConfig
-from ..data.request import Request
+from ..data.request_kv import RequestKV
 from .block_pool import BlockPool
 from .grouped_kv_cache_manager import GroupedKVCacheManager
 from .request_hashes import RequestHasher
@@ -36,7 +36,7 @@ class KVCacheManager:
         if events is not None:
             self.pool.listeners.append(events)
 
-    def find_cached_blocks(self, request: Request, start: int = 0) -> list[int]:
+    def find_cached_blocks(self, request: RequestKV, start: int = 0) -> list[int]:
         """Return the blocks that hold the longest cached prefix of a waiting request, from its block ``start`` on.
 
         They never cover all of its tokens: the last one must be computed, because its logits are the next token.
@@ -55,7 +55,7 @@ class KVCacheManager:
             hits.append(block_id)
         return hits
 
-    def finds_more(self, request: Request, num_hits: int) -> bool:
+    def finds_more(self, request: RequestKV, num_hits: int) -> bool:
         """Return whether a waiting request would find more than ``num_hits`` cached blocks."""
         return bool(self.find_cached_blocks(request, num_hits))
 
@@ -64,14 +64,14 @@ class KVCacheManager:
         return len(hits) * self.block_size
 
     def can_admit(
-        self, request: Request, hits: list[int], num_tokens: int, num_spare: int, num_external_tokens: int = 0
+        self, request: RequestKV, hits: list[int], num_tokens: int, num_spare: int, num_external_tokens: int = 0
     ) -> bool:
         """Return whether ``num_tokens`` tokens of a waiting request fit and leave ``num_spare`` blocks free. The
         ``num_external_tokens`` tokens that it loads are among them."""
         num_new = self._blocks_for(num_tokens) - max(len(hits), len(request.block_ids))
         return num_new + self.pool.count_free(hits) + num_spare <= self.pool.num_free
 
-    def admit(self, request: Request, hits: list[int]) -> None:
+    def admit(self, request: RequestKV, hits: list[int]) -> None:
         """Start the block table of a request with the cached blocks that it shares."""
         assert not request.block_ids
         self.pool.share(hits)
@@ -79,7 +79,7 @@ class KVCacheManager:
         request.num_registered_blocks = len(hits)
         request.num_computed_tokens = len(hits) * self.block_size
 
-    def reserve(self, request: Request) -> list[int]:
+    def reserve(self, request: RequestKV) -> list[int]:
         """Allocate blocks for all tokens of an admitted request that another engine will read. Returns its table."""
         num_missing = self._blocks_for(request.num_tokens) - len(request.block_ids)
         # A reader pulls while the prefill runs, so it has to know all ids with the first chunk, not one chunk at a
@@ -87,17 +87,17 @@ class KVCacheManager:
         request.block_ids += self.pool.allocate(num_missing)
         return request.block_ids
 
-    def reserve_load(self, request: Request, num_external_tokens: int) -> None:
+    def reserve_load(self, request: RequestKV, num_external_tokens: int) -> None:
         """Allocate blocks for all tokens of an admitted request, of which ``num_external_tokens`` will be loaded."""
         self.reserve(request)
 
-    def finish_load(self, request: Request, num_tokens: int) -> None:
+    def finish_load(self, request: RequestKV, num_tokens: int) -> None:
         """Count the first ``num_tokens`` tokens, which were loaded, as computed; full blocks can be hit from now on."""
         request.num_computed_tokens = num_tokens
         if self.enable_prefix_caching:
             self._register_blocks(request, num_tokens // self.block_size)
 
-    def allocate(self, request: Request, num_new_tokens: int) -> list[int] | None:
+    def allocate(self, request: RequestKV, num_new_tokens: int) -> list[int] | None:
         """Make room for a request's next tokens. Returns the blocks added, or None if too few are free."""
         # 14 of 16 decode steps of a request with blocks of 16 end here; planning such a request costs a quarter less.
         if num_new_tokens == 1 and 0 < request.num_computed_tokens % self.block_size < self.block_size - 1:
@@ -115,17 +115,17 @@ class KVCacheManager:
             self._register_blocks(request, min(end, request.num_tokens) // self.block_size)
         return new_block_ids
 
-    def cache_accepted(self, request: Request) -> None:
+    def cache_accepted(self, request: RequestKV) -> None:
         """Let full blocks be hit whose last tokens were drafts when they were computed, and are accepted now."""
         num_full_blocks = min(request.num_computed_tokens, request.num_tokens) // self.block_size
         if self.enable_prefix_caching and num_full_blocks > request.num_registered_blocks:
             self._register_blocks(request, num_full_blocks)
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: RequestKV) -> None:
         """Let nothing be hit that a request computed or shared, because it may be wrong."""
         self.pool.forget(request.block_ids)
 
-    def free(self, request: Request) -> None:
+    def free(self, request: RequestKV) -> None:
         """Take all blocks of a request back; their content can be hit until the blocks are needed."""
         self.pool.release(request.block_ids)
         request.block_ids = []
@@ -135,7 +135,7 @@ class KVCacheManager:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _register_blocks(self, request: Request, num_full_blocks: int) -> None:
+    def _register_blocks(self, request: RequestKV, num_full_blocks: int) -> None:
         # What attends to a wrong block is wrong as well, and so is every later block of the request: none gets a name.
         if self.pool.wrong and not self.pool.wrong.isdisjoint(request.block_ids):
             return

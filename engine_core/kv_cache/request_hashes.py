@@ -3,10 +3,10 @@
 from tokenloom.request.prompt_block_hash import hash_block
 
 from ..data.embedding_rows import block_salt
-from ..data.request import Request
+from ..data.request_kv import RequestKV
 
 
-def hash_next_block(request: Request, block_size: int, seed: bytes) -> None:
+def hash_next_block(request: RequestKV, block_size: int, seed: bytes) -> None:
     """Append the hash of the first full block of a request that has none yet. ``seed``: the root of the chain.
 
     Embeddings salt only the blocks that hold them; the chain carries them into all later blocks.
@@ -28,9 +28,9 @@ class RequestHasher:
         """``seed``: the root of all chains."""
         self._block_size = block_size
         self._seed = seed
-        self._last: Request | None = None
+        self._last: RequestKV | None = None
 
-    def add_next(self, request: Request) -> None:
+    def add_next(self, request: RequestKV) -> None:
         """Append the hash of the first full block of a request that has none yet, and of others if they are known."""
         # Rows of embeddings would have to be compared as well, and a request that has a hash already knows where it
         # differs.
@@ -44,7 +44,7 @@ class RequestHasher:
         if not request.block_hashes:
             hash_next_block(request, self._block_size, self._seed)
 
-    def _num_shared(self, request: Request, last: Request) -> int:
+    def _num_shared(self, request: RequestKV, last: RequestKV) -> int:
         """Count the blocks with which both requests begin and of which the last one has hashes."""
         ours, theirs, size = request.all_token_ids, last.all_token_ids, self._block_size
         most = min(len(last.block_hashes) * size, len(ours) // size * size)

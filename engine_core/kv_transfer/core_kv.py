@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..data.config import EngineConfig, KVConfig
-from ..data.request import Request
+from ..data.request_kv import RequestKV
 from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.block_pool import BlockPool
 from .failpoints import Failpoints
@@ -42,7 +42,7 @@ class MultiConnector:
         for connector in self._connectors:
             connector.bind_block_pool(pool)
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:
         for index, connector in enumerate(self._connectors):
             num_tokens, beside = connector.get_num_new_matched_tokens(request, num_computed_tokens)
             # Later connectors are not asked: they might offer less than the one whose answer is still on its way.
@@ -54,7 +54,7 @@ class MultiConnector:
         self._loader.pop(request.request_id, None)
         return 0, False
 
-    def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: RequestKV, block_ids: list[int], num_external_tokens: int) -> None:
         loader = self._loader.pop(request.request_id, None)
         for index, connector in enumerate(self._connectors):
             connector.update_state_after_alloc(request, block_ids, num_external_tokens if index == loader else 0)
@@ -67,13 +67,18 @@ class MultiConnector:
         for connector in self._connectors:
             connector.update_connector_output(output)
 
-    def request_preempted(self, request: Request) -> None:
+    def request_preempted(self, request: RequestKV) -> None:
         for connector in self._connectors:
             connector.request_preempted(request)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> bool:
+    def request_finished(self, request: RequestKV, block_ids: list[int], *, is_prefilled: bool) -> bool:
         self._loader.pop(request.request_id, None)
-        holders = sum([connector.request_finished(request, block_ids) for connector in self._connectors])
+        holders = sum(
+            [
+                connector.request_finished(request, block_ids, is_prefilled=is_prefilled)
+                for connector in self._connectors
+            ]
+        )
         if holders:
             self._holders[request.request_id] = holders
         return holders > 0

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import msgspec
 
-from ..data.request import Request
+from ..data.request_kv import RequestKV
 from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.block_pool import BlockPool
 from .kv_transport import KVPool
@@ -65,7 +65,7 @@ class KVConnectorScheduler(Protocol):
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Called first: gives the pool whose block generations and evictions the connector may follow."""
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens after the first ``num_computed_tokens`` (cache hits) can be loaded, and whether they
         are loaded next to the steps, which is True unless there is nothing to load.
 
@@ -73,7 +73,7 @@ class KVConnectorScheduler(Protocol):
         ``on_news``.
         """
 
-    def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: RequestKV, block_ids: list[int], num_external_tokens: int) -> None:
         """Called with the whole block table of a request that loads (``num_external_tokens`` > 0) or starts to run."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata | None:
@@ -82,11 +82,14 @@ class KVConnectorScheduler(Protocol):
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Process what the worker side reported."""
 
-    def request_preempted(self, request: Request) -> None:
+    def request_preempted(self, request: RequestKV) -> None:
         """Called when a running request is about to lose its blocks; it will start again."""
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> bool:
-        """Called when a request has ended. Returns whether its blocks are held until it is in ``finished_sending``."""
+    def request_finished(self, request: RequestKV, block_ids: list[int], *, is_prefilled: bool) -> bool:
+        """Called when a request has ended. Returns whether its blocks are held until it is in ``finished_sending``.
+
+        ``is_prefilled``: whether its prompt is computed and another engine continues its output.
+        """
 
     def request_aborted(self, request_id: str) -> None:
         """Called when a request that ended before was aborted: blocks held for it may be freed."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from ..data.config import CacheConfig
-from ..data.request import Request
+from ..data.request_kv import RequestKV
 from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.block_pool import BlockPool
 from ..kv_cache.prefix_search import find_prefix, group_key
@@ -139,7 +139,7 @@ class OffloadConnector:
         self._index.clear()
         self._evictions.clear()
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._matches.pop(request.request_id, None)
         first = num_computed_tokens // self._block_size
         assert self._blocks is not None, "bind_block_pool comes first"
@@ -156,7 +156,7 @@ class OffloadConnector:
         )
         return len(slots) * self._block_size, True
 
-    def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: RequestKV, block_ids: list[int], num_external_tokens: int) -> None:
         load = self._matches.pop(request.request_id, None)
         if load is None or not num_external_tokens:
             return
@@ -174,10 +174,10 @@ class OffloadConnector:
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         pass
 
-    def request_preempted(self, request: Request) -> None:
+    def request_preempted(self, request: RequestKV) -> None:
         pass
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> bool:
+    def request_finished(self, request: RequestKV, block_ids: list[int], *, is_prefilled: bool) -> bool:
         self._matches.pop(request.request_id, None)
         return False  # cached blocks are saved when they are evicted
 
@@ -256,7 +256,7 @@ class OffloadConnector:
         if self._tier is not None:
             self._tier.close()
 
-    def _find_slots(self, request: Request, first_block: int) -> list[int]:
+    def _find_slots(self, request: RequestKV, first_block: int) -> list[int]:
         """Return the slots of the blocks from ``first_block`` on, without the last token, which is computed."""
         slots = []
         for index in range(first_block, (request.num_tokens - 1) // self._block_size):
@@ -266,7 +266,7 @@ class OffloadConnector:
             slots.append(slot)
         return slots
 
-    def _match_groups(self, request: Request, pool: BlockPool, first_block: int) -> tuple[int, bool]:
+    def _match_groups(self, request: RequestKV, pool: BlockPool, first_block: int) -> tuple[int, bool]:
         """Note what a request of a grouped model would load after its first blocks; it may share more of the pool's.
         A request whose load has failed computes instead, because nothing of that load was kept."""
         # Else the same slots would be found, and fail, in every step.
@@ -283,7 +283,7 @@ class OffloadConnector:
         self._matches[request.request_id] = TierLoad(request.request_id, found.slots, found.keys, [], found.positions)
         return (found.num_blocks - first_block) * self._block_size, True
 
-    def _block_hash(self, request: Request, index: int) -> bytes:
+    def _block_hash(self, request: RequestKV, index: int) -> bytes:
         """Return the hash of the block at ``index``; the request keeps the computed hashes."""
         hashes = request.block_hashes
         while len(hashes) <= index:

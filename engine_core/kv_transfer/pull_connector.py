@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from ..data.embedding_rows import content_salt
 from ..data.kv_groups import NULL_BLOCK
 from ..data.kv_messages import KVTarget
-from ..data.request import Request, RequestStatus
+from ..data.request_kv import RequestKV
 from ..data.scheduler_output import SchedulerOutput
 from ..kv_cache.block_pool import BlockPool
 from .block_loads import LoadOrder, LoadResult
@@ -32,9 +32,9 @@ class PullConnector:
         self._leases = service.leases
         self._block_size = block_size
         self._failpoints = failpoints
-        self._prefills: dict[str, tuple[Request, Lease]] = {}
+        self._prefills: dict[str, tuple[RequestKV, Lease]] = {}
         """Requests that run under a lease."""
-        self._loading: dict[str, Request] = {}
+        self._loading: dict[str, RequestKV] = {}
         self._orders: list[LoadOrder] = []  # of this step
         self._results: list[LoadResult] = []
         self._pool: KVPool | None = None
@@ -46,7 +46,7 @@ class PullConnector:
         self._leases.generations = pool.generations
         self._num_groups = pool.num_groups
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:
         if request.remote is None or (target := request.remote.target) is None:
             return 0, False
         if (num_tokens := target.num_tokens - num_computed_tokens) > 0:
@@ -54,12 +54,12 @@ class PullConnector:
         self._forget_target(request)
         return 0, False
 
-    def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: RequestKV, block_ids: list[int], num_external_tokens: int) -> None:
         if (remote := request.remote) is None:
             return
         if num_external_tokens and remote.target is not None:
             self._order_load(request, remote.target, block_ids, num_external_tokens)
-        elif remote.lease_id and request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+        elif remote.lease_id and not remote.is_waiting:
             salt = content_salt(request.cache_salt, request.prompt_embeds)
             # At the start of the prefill and not at its end: the reader acquires the lease while the prompt is still
             # computed.
@@ -87,15 +87,15 @@ class PullConnector:
             if (request := self._loading.pop(request_id, None)) is not None and request.remote is not None:
                 request.remote.target = None
 
-    def request_preempted(self, request: Request) -> None:
+    def request_preempted(self, request: RequestKV) -> None:
         if self._prefills.pop(request.request_id, None) is not None:
             self._drop_lease(request.request_id)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> bool:
+    def request_finished(self, request: RequestKV, block_ids: list[int], *, is_prefilled: bool) -> bool:
         self._forget_target(request)
         if self._prefills.pop(request.request_id, None) is None:
             return False
-        if request.status is RequestStatus.FINISHED_PREFILLED:
+        if is_prefilled:
             is_kept = self._leases.keep(request.request_id)
             self._service.on_wake()  # the lease's time starts now, and the KV thread may be asleep
             return is_kept and not self._failpoints.fires("blocks_reused")
@@ -168,7 +168,7 @@ class PullConnector:
 
     # Parts
 
-    def _order_load(self, request: Request, target: KVTarget, block_ids: list[int], num_tokens: int) -> None:
+    def _order_load(self, request: RequestKV, target: KVTarget, block_ids: list[int], num_tokens: int) -> None:
         assert request.remote is not None
         # This core decides what is missing, not the Acquire call before it: only the scheduler knows its prefix cache
         # at the moment of admission.
@@ -188,7 +188,7 @@ class PullConnector:
         self._loading[request.request_id] = request
         self._orders.append(order)
 
-    def _forget_target(self, request: Request) -> None:
+    def _forget_target(self, request: RequestKV) -> None:
         if request.remote is not None and request.remote.target is not None:
             request.remote.target = None
             self._service.give_up(request.request_id)

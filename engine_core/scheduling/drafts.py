@@ -184,7 +184,7 @@ class Drafts:
             num_right = max(0, len(token_ids) - 1)
             # The blocks that rejected drafts took stay with the request: the next tokens need them, and giving them
             # back would move the table under the worker.
-            request.num_computed_tokens -= len(drafts) - num_right
+            request.kv.num_computed_tokens -= len(drafts) - num_right
             stats.count(len(drafts), num_right)
             for position in range(num_right):
                 stats.num_accepted_tokens_per_pos[position] += 1
@@ -194,7 +194,7 @@ class Drafts:
 
     def accepted(self, request: Request) -> None:
         """Let blocks be hit that accepted drafts have filled. The request has all tokens of the step."""
-        self._kv.cache_accepted(request)
+        self._kv.cache_accepted(request.kv)
 
     def stats(self) -> SpecDecodingStats:
         """Return the counters as they are now."""
@@ -222,7 +222,7 @@ class Drafts:
             if drafts is None or request_id in cached.resumed_token_ids:
                 continue
             request = self._requests[request_id]
-            if request.num_computed_tokens != request.num_tokens or not _gets_drafts(request):
+            if request.kv.num_computed_tokens != request.num_tokens or not _gets_drafts(request):
                 continue  # it computes tokens that it had before, or its drafts were wrong since it got these
             most = min(len(drafts), self._max_drafts, room, request.max_num_tokens - request.num_tokens - 1)
             if most > spare_blocks * self._kv.block_size:
@@ -233,7 +233,7 @@ class Drafts:
             assert new_block_ids is not None, "as many blocks are free"
             spare_blocks -= len(new_block_ids) // pool.num_groups
             cached.new_block_ids[index] = cached.new_block_ids[index] + new_block_ids
-            request.num_computed_tokens += most
+            request.kv.num_computed_tokens += most
             scheduled.draft_token_ids[request_id] = drafts[:most]
             scheduled.num_scheduled_tokens[request_id] += most
             scheduled.total_num_scheduled_tokens += most
@@ -265,16 +265,16 @@ class Drafts:
         # The manager takes back what no token from the first new one on sees; the step's own tokens see more.
         # Asked with the position after the step, the manager once gave up blocks of a window that the step itself still
         # read, and another request could write to them in the same step.
-        request.num_computed_tokens -= num_scheduled
-        new_block_ids = self._kv.allocate(request, num_scheduled + count)
-        request.num_computed_tokens += num_scheduled
+        request.kv.num_computed_tokens -= num_scheduled
+        new_block_ids = self._kv.allocate(request.kv, num_scheduled + count)
+        request.kv.num_computed_tokens += num_scheduled
         return new_block_ids
 
     def _wanted(self, running: Sequence[Request]) -> dict[str, int]:
         """Share the rows that the next step has left over among the requests that draw a token in this one."""
         num_rows, drawing = 0, []
         for request in running:
-            missing = request.num_tokens - request.num_computed_tokens
+            missing = request.num_tokens - request.kv.num_computed_tokens
             num_rows += max(1, missing)
             if missing <= 0 and _gets_drafts(request):
                 drawing.append(request)

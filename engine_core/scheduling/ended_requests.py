@@ -3,7 +3,8 @@
 from collections.abc import Collection
 
 from ..data.messages import EngineCoreOutput, ErrorKind
-from ..data.request import Request, RequestStatus, mark_finished
+from ..data.request import Request, mark_finished
+from ..data.request_status import RequestStatus
 from ..kv_cache.kv_cache_manager import KVManager
 from ..structured_output.manager import StructuredOutputManager
 from .adapters import Adapters
@@ -52,7 +53,7 @@ class EndedRequests:
             self._in_flight.request_ended(request.request_id)
         # A reader may still copy these blocks, or a load fill them; then the transfer frees them when it ends.
         if self._remote is None or not self._remote.request_finished(request):
-            self._kv.free(request)
+            self._kv.free(request.kv)
         if self._requests.pop(request.request_id, None) is not None:  # otherwise it is refused
             self._tenants.remove(request)
             if request.adapter and self._adapters is not None:
@@ -69,7 +70,7 @@ class EndedRequests:
 
     def end_useless(self, request: Request, error: str) -> None:
         """Fail a request that this engine cannot compute; it is in no queue. Its blocks are not found any more."""
-        self._kv.forget(request)
+        self._kv.forget(request.kv)
         self.end_early(request, RequestStatus.FINISHED_ERROR, error)
         self.outputs[-1].error_kind = ErrorKind.INTERNAL
 

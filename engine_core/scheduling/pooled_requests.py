@@ -121,7 +121,7 @@ class PooledRequests:
         if request.num_prompt_tokens > self._max_model_len:
             return f"prompt has {request.num_prompt_tokens} tokens; the context holds {self._max_model_len}"
         # A cached block holds KV and no hidden states, and such a task returns or sums the states of all tokens.
-        request.skip_reading_prefix_cache = params.task in self._model.whole_prompt
+        request.kv.skip_reading_prefix_cache = params.task in self._model.whole_prompt
         return ""
 
     def _wrong_dimensions(self, dimensions: int) -> str:

@@ -5,7 +5,9 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 from ..data.messages import EngineCoreOutput, SchedulerStats
-from ..data.request import RemoteKVState, Request, RequestStatus
+from ..data.request import Request
+from ..data.request_kv import RemoteKVState
+from ..data.request_status import RequestStatus
 from ..kv_cache.kv_cache_manager import KVManager
 from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler, KVConnectorStats
 
@@ -49,41 +51,42 @@ class RemoteKV:
     @property
     def holds_blocks(self) -> bool:
         """Whether waiting requests or loads hold blocks that will be freed."""
-        return bool(self._loading) or any(request.block_ids for request in self._waiting.values())
+        return bool(self._loading) or any(request.kv.block_ids for request in self._waiting.values())
 
     # On the way in
 
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return the number of tokens to load after the first ``num_computed_tokens``; None if not known yet."""
-        return self.connector.get_num_new_matched_tokens(request, num_computed_tokens)[0]
+        return self.connector.get_num_new_matched_tokens(request.kv, num_computed_tokens)[0]
 
     def load(self, request: Request, num_external_tokens: int) -> None:
         """Start to load the blocks of an admitted request, which waits until then."""
-        remote = request.remote = request.remote or RemoteKVState()
+        remote = request.kv.remote = request.kv.remote or RemoteKVState()
         remote.num_external_tokens = num_external_tokens
-        self._kv.reserve_load(request, num_external_tokens)
+        self._kv.reserve_load(request.kv, num_external_tokens)
         self._loading[request.request_id] = request
         self.wait(request)
-        self.connector.update_state_after_alloc(request, request.block_ids, num_external_tokens)
+        self.connector.update_state_after_alloc(request.kv, request.kv.block_ids, num_external_tokens)
 
     def wait(self, request: Request) -> None:
         """Make a request wait for its blocks or for its first tokens."""
-        assert request.remote is not None
-        request.remote.resume_status = request.status
-        request.remote.waiting_since_ns = self._clock()
+        assert request.kv.remote is not None
+        request.kv.remote.resume_status = request.status
+        request.kv.remote.waiting_since_ns = self._clock()
+        request.kv.remote.is_waiting = True
         request.set_status(RequestStatus.WAITING_FOR_REMOTE_KVS)
         self._waiting[request.request_id] = request
 
     def starts(self, request: Request, num_new_tokens: int) -> list[EngineCoreOutput]:
         """Prepare an admitted request that is about to run. A leased one gets all its blocks, so that a reader can know
         them. If its prefill takes several steps, return an output that announces the lease, as its KV may be read."""
-        is_leased = request.remote is not None and bool(request.remote.lease_id)
-        table = self._kv.reserve(request) if is_leased else request.block_ids
-        self.connector.update_state_after_alloc(request, table, 0)
-        is_first = request.first_scheduled_ns is None
+        is_leased = request.kv.remote is not None and bool(request.kv.remote.lease_id)
+        table = self._kv.reserve(request.kv) if is_leased else request.kv.block_ids
+        self.connector.update_state_after_alloc(request.kv, table, 0)
+        is_first = request.times.first_scheduled_ns is None
         # A prompt of one step is complete before a reader could begin, so its decode leg is placed after the prefill,
         # when the load of the engines is known better.
-        if not (is_leased and is_first and num_new_tokens < request.num_tokens - request.num_computed_tokens):
+        if not (is_leased and is_first and num_new_tokens < request.num_tokens - request.kv.num_computed_tokens):
             return []
         index, num_tokens = request.num_output_tokens, request.num_tokens
         return [EngineCoreOutput(request.request_id, [], index, kv_granted_tokens=num_tokens)]
@@ -99,7 +102,7 @@ class RemoteKV:
         received = [request_id for request_id in sorted(output.finished_recving) if request_id in self._loading]
         ended = [self._loading.pop(request_id) for request_id in received]
         ready = [request for request in ended if self._end_load(request, output)]
-        return sorted(ready, key=lambda request: request.arrival_ns)
+        return sorted(ready, key=lambda request: request.times.arrival_ns)
 
     def tokens_accepted(self, request: Request) -> bool:
         """Note that a waiting request's tokens have arrived. Returns whether it can run or still loads."""
@@ -111,9 +114,10 @@ class RemoteKV:
     def request_finished(self, request: Request) -> bool:
         """Note that a request has ended. Returns whether its blocks must not be freed yet."""
         self._waiting.pop(request.request_id, None)
-        is_held = self.connector.request_finished(request, request.block_ids)
+        is_prefilled = request.status is RequestStatus.FINISHED_PREFILLED
+        is_held = self.connector.request_finished(request.kv, request.kv.block_ids, is_prefilled=is_prefilled)
         if is_held:
-            self._held[request.request_id] = request.block_ids + request.reserved_block_ids
+            self._held[request.request_id] = request.kv.block_ids + request.kv.reserved_block_ids
         return is_held or request.request_id in self._loading
 
     def revoke_oldest(self) -> bool:
@@ -125,21 +129,21 @@ class RemoteKV:
 
     def failure_of(self, request: Request) -> str:
         """Return why a request must end because its blocks could not be loaded; empty if it continues."""
-        if not self._fail or request.remote is None or not request.remote.failure:
+        if not self._fail or request.kv.remote is None or not request.kv.remote.failure:
             return ""
-        return f"the prompt's KV could not be loaded from the engine that computed it: {request.remote.failure}"
+        return f"the prompt's KV could not be loaded from the engine that computed it: {request.kv.remote.failure}"
 
     def lose_hits(self) -> None:
         """Discard what waiting requests found in the cache or load; they will compute it."""
         for request in self._waiting.values():
-            assert request.remote is not None
-            request.remote.hits_lost = True
+            assert request.kv.remote is not None
+            request.kv.remote.hits_lost = True
 
     def lose_rows(self) -> None:
         """Note that the worker has forgotten all waiting requests."""
         for request in self._waiting.values():
-            assert request.remote is not None
-            request.remote.resume_status = RequestStatus.WAITING
+            assert request.kv.remote is not None
+            request.kv.remote.resume_status = RequestStatus.WAITING
 
     def fill_stats(self, stats: SchedulerStats) -> None:
         """Add the counters and gauges of KV transfers."""
@@ -155,25 +159,25 @@ class RemoteKV:
         """Return whether the request need not wait any more."""
         # The transport may have written to the blocks until now, so they could not be freed when the request ended.
         if request.is_finished:
-            self._kv.free(request)
+            self._kv.free(request.kv)
             return False
-        remote = request.remote
+        remote = request.kv.remote
         assert remote is not None
         num_valid = self._num_valid_tokens(request, remote, output.invalid_block_ids)
-        if num_valid < request.num_computed_tokens + remote.num_external_tokens:
+        if num_valid < request.kv.num_computed_tokens + remote.num_external_tokens:
             remote.failure = output.stats.failures.get(request.request_id, "transport")
             if remote.awaits_tokens or not self._kv.keeps_partial_loads:
-                self._kv.free(request)  # it may wait for a long time
+                self._kv.free(request.kv)  # it may wait for a long time
                 num_valid = 0
-        remote.num_external_tokens = max(0, num_valid - request.num_computed_tokens)
+        remote.num_external_tokens = max(0, num_valid - request.kv.num_computed_tokens)
         if remote.awaits_tokens and not self.failure_of(request):
             return False
         self._resume(request)
         return True
 
     def _num_valid_tokens(self, request: Request, remote: RemoteKVState, invalid_block_ids: set[int]) -> int:
-        num_tokens = request.num_computed_tokens + remote.num_external_tokens
-        for index, block_id in enumerate(request.block_ids):
+        num_tokens = request.kv.num_computed_tokens + remote.num_external_tokens
+        for index, block_id in enumerate(request.kv.block_ids):
             if block_id in invalid_block_ids:
                 # Blocks behind the first bad one may be good, and are of no use: attention needs every token before
                 # them.
@@ -181,16 +185,17 @@ class RemoteKV:
         return num_tokens
 
     def _resume(self, request: Request) -> None:
-        remote = request.remote
+        remote = request.kv.remote
         assert remote is not None
         if remote.hits_lost:
             remote.hits_lost = False
-            self._kv.free(request)
-        elif request.block_ids:
+            self._kv.free(request.kv)
+        elif request.kv.block_ids:
             # The last token is always computed here, because its logits give the next token.
-            num_tokens = request.num_computed_tokens + remote.num_external_tokens
-            self._kv.finish_load(request, min(num_tokens, request.num_tokens - 1))
+            num_tokens = request.kv.num_computed_tokens + remote.num_external_tokens
+            self._kv.finish_load(request.kv, min(num_tokens, request.num_tokens - 1))
         del self._waiting[request.request_id]
+        remote.is_waiting = False
         remote.wait_ns += self._clock() - remote.waiting_since_ns
         request.set_status(remote.resume_status)
 

@@ -10,7 +10,7 @@ from ..data.request import Request
 
 def priority_key(request: Request) -> tuple[int, int, str]:
     """Return a key to sort by priority: the smallest runs first, the largest is preempted first."""
-    return request.priority, request.arrival_ns, request.request_id
+    return request.priority, request.times.arrival_ns, request.request_id
 
 
 class FCFSQueue:
@@ -146,4 +146,4 @@ class WaitingRequests:
 
 def _in_turn(seats: Mapping[str, int]) -> Callable[[Request], tuple[int, int, int, str]]:
     """Return a key that sorts the heads of queues by who begins next."""
-    return lambda head: (head.priority, seats[head.tenant], head.arrival_ns, head.request_id)
+    return lambda head: (head.priority, seats[head.tenant], head.times.arrival_ns, head.request_id)

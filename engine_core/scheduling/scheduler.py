@@ -9,7 +9,8 @@ from ..data.core_pooling_params import ModelPooling
 from ..data.kv_events import KVEventLog
 from ..data.kv_groups import KVCacheConfig
 from ..data.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, ErrorKind, SchedulerStats
-from ..data.request import Request, RequestStatus, finish_status
+from ..data.request import Request, finish_status
+from ..data.request_status import RequestStatus
 from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from ..kv_cache.kv_cache_manager import make_kv_manager
 from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler
@@ -141,11 +142,11 @@ class Scheduler:
     def accept_tokens(self, message: AcceptTokens) -> None:
         """Give a request the tokens that it was added ahead of; for a request that has ended they are ignored."""
         request = self.requests.get(message.request_id)
-        if request is None or request.remote is None or not request.remote.awaits_tokens:
+        if request is None or request.kv.remote is None or not request.kv.remote.awaits_tokens:
             return
         assert self._remote is not None
         self._wake()
-        request.remote.awaits_tokens = False
+        request.kv.remote.awaits_tokens = False
         is_queued = request.status is RequestStatus.WAITING
         for token_id in message.token_ids:
             request.append_token(token_id)
@@ -318,7 +319,7 @@ class Scheduler:
         if self._remote is not None:
             self._remote.lose_hits()
             for request in self.waiting:
-                self.kv.free(request)  # what it loaded
+                self.kv.free(request.kv)  # what it loaded
         self.kv.pool.forget_all()
         return True
 

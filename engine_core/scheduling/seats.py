@@ -59,7 +59,7 @@ def seat_to_take_back(running: list[Request], seats: Counter[str], head: Request
         return None
     # A request whose last token is in flight gives its seat up anyway; one that reads no cached blocks would have to be
     # computed again from its first token.
-    return None if newest.will_be_full or newest.skip_reading_prefix_cache else newest
+    return None if newest.will_be_full or newest.kv.skip_reading_prefix_cache else newest
 
 
 def rows_to_defer(running: Iterable[Request], seats: Counter[str], head: Request) -> frozenset[str]:

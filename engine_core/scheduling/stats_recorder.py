@@ -25,7 +25,7 @@ class StatsRecorder:
 
     def queued(self, request: Request) -> None:
         """Record the event of a request that arrived at ``arrival_ns``."""
-        self._note(request, EngineCoreEventType.QUEUED, request.arrival_ns)
+        self._note(request, EngineCoreEventType.QUEUED, request.times.arrival_ns)
 
     def started(self, request: Request) -> None:
         """Record that a request is about to run, for the first time or again, with the cached tokens it found."""
@@ -33,14 +33,14 @@ class StatsRecorder:
         if self.log_events:
             self._note(request, EngineCoreEventType.SCHEDULED, now)
         counters = self._counters
-        if request.first_scheduled_ns is None:
-            request.first_scheduled_ns = now
+        if request.times.first_scheduled_ns is None:
+            request.times.first_scheduled_ns = now
             # Accepted tokens of an earlier attempt are looked up too, but only the prompt is counted.
-            num_cached = request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-            remote = request.remote
+            num_cached = request.kv.num_cached_tokens = min(request.kv.num_computed_tokens, request.num_prompt_tokens)
+            remote = request.kv.remote
             num_external = min(remote.num_external_tokens, num_cached) if remote is not None else 0
-            request.num_external_cached_tokens = num_external
-            if self._enable_prefix_caching and not request.skip_reading_prefix_cache:
+            request.kv.num_external_cached_tokens = num_external
+            if self._enable_prefix_caching and not request.kv.skip_reading_prefix_cache:
                 counters.prefix_cache_queries += request.num_prompt_tokens
                 counters.prefix_cache_hits += num_cached - num_external
             if remote is not None and not remote.lease_id:
@@ -55,15 +55,15 @@ class StatsRecorder:
 
     def prefill_stats(self, request: Request) -> PrefillStats:
         """Count a request whose first token was just drawn, and return the statistics of its prefill."""
-        assert request.first_scheduled_ns is not None
+        assert request.times.first_scheduled_ns is not None
         self._counters.num_prefilled_requests += 1
         self._counters.num_prefilled_tokens += request.num_prompt_tokens
         return PrefillStats(
             num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            queued_ns=request.first_scheduled_ns - request.arrival_ns - request.kv_wait_ns,
-            prefill_ns=self._clock() - request.first_scheduled_ns,
-            num_external_cached_tokens=request.num_external_cached_tokens,
+            num_cached_tokens=request.kv.num_cached_tokens,
+            queued_ns=request.times.first_scheduled_ns - request.times.arrival_ns - request.kv.wait_ns,
+            prefill_ns=self._clock() - request.times.first_scheduled_ns,
+            num_external_cached_tokens=request.kv.num_external_cached_tokens,
         )
 
     def stepped(self, num_tokens: int) -> None:
@@ -104,7 +104,7 @@ def _prefilling_tokens(running: Sequence[Request]) -> int:
     one from the end whose prompt is complete ends the search: this is called after each step."""
     num_tokens = 0
     for request in reversed(running):
-        left = request.num_prompt_tokens - request.num_computed_tokens
+        left = request.num_prompt_tokens - request.kv.num_computed_tokens
         if left <= 0:
             break
         num_tokens += left

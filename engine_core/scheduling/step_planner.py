@@ -8,7 +8,9 @@ from itertools import chain
 
 from ..data.config import SchedulerConfig
 from ..data.messages import EngineCoreOutput
-from ..data.request import Request, RequestStatus
+from ..data.request import Request
+from ..data.request_kv import RequestKV
+from ..data.request_status import RequestStatus
 from ..data.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from ..kv_cache.kv_cache_manager import KVManager
 from .adapters import Adapters
@@ -65,12 +67,12 @@ class StepPlan:
         request_id = request.request_id
         self._req_ids.append(request_id)
         self._new_block_ids.append(new_block_ids)
-        self._computed.append(request.num_computed_tokens)
-        request.num_computed_tokens += num_new_tokens
+        self._computed.append(request.kv.num_computed_tokens)
+        request.kv.num_computed_tokens += num_new_tokens
         self.num_scheduled_tokens[request_id] = num_new_tokens
         self.budget -= num_new_tokens
 
-    def add_decodes(self, requests: Sequence[Request], allocate: Callable[[Request, int], list[int] | None]) -> int:
+    def add_decodes(self, requests: Sequence[Request], allocate: Callable[[RequestKV, int], list[int] | None]) -> int:
         """Add requests of which each computes one token, from the first one on, as :meth:`add_running` does: up to one
         that needs more thought, because it misses several tokens, will be full or gets no block. Returns how many.
 
@@ -79,15 +81,16 @@ class StepPlan:
         req_ids, new_block_ids, computed = self._req_ids, self._new_block_ids, self._computed
         count = 0
         for request in requests[: self.budget]:
-            num_computed, num_in_flight = request.num_computed_tokens, request.num_output_placeholders
+            kv, num_in_flight = request.kv, request.num_output_placeholders
+            num_computed = kv.num_computed_tokens
             if request.num_tokens + num_in_flight - num_computed != 1 or (num_in_flight and request.will_be_full):
                 break
-            if (block_ids := allocate(request, 1)) is None:
+            if (block_ids := allocate(kv, 1)) is None:
                 break
             req_ids.append(request.request_id)
             new_block_ids.append(block_ids)
             computed.append(num_computed)
-            request.num_computed_tokens = num_computed + 1
+            kv.num_computed_tokens = num_computed + 1
             count += 1
         self.num_scheduled_tokens.update(dict.fromkeys(req_ids[len(req_ids) - count :], 1))
         self.budget -= count
@@ -96,7 +99,7 @@ class StepPlan:
     def add_resumed(self, request: Request, num_new_tokens: int) -> None:
         """Add a request that was preempted: the worker builds its row anew."""
         self._resumed[request.request_id] = request.all_token_ids.copy()
-        self.add_running(request, num_new_tokens, request.block_ids.copy())
+        self.add_running(request, num_new_tokens, request.kv.block_ids.copy())
 
     def add_new(self, request: Request, num_new_tokens: int) -> None:
         """Add a request that the worker has never seen."""
@@ -106,14 +109,14 @@ class StepPlan:
                 prompt_token_ids=request.prompt_token_ids,
                 output_token_ids=request.all_token_ids[request.num_prompt_tokens :],
                 sampling_params=request.sampling_params,
-                block_ids=request.block_ids.copy(),
-                num_computed_tokens=request.num_computed_tokens,
-                prompt_embeds=request.prompt_embeds,
+                block_ids=request.kv.block_ids.copy(),
+                num_computed_tokens=request.kv.num_computed_tokens,
+                prompt_embeds=request.kv.prompt_embeds,
                 adapter=request.adapter,
                 pooling_params=request.pooling_params,
             )
         )
-        request.num_computed_tokens += num_new_tokens
+        request.kv.num_computed_tokens += num_new_tokens
         self.num_scheduled_tokens[request.request_id] = num_new_tokens
         self.budget -= num_new_tokens
 
@@ -208,8 +211,8 @@ class StepPlanner:
     def requeue(self, request: Request, status: RequestStatus) -> None:
         """Take the blocks of a request back and let it wait again. The caller removes it from ``running``."""
         if self._remote is not None:
-            self._remote.connector.request_preempted(request)
-        self._kv.free(request)
+            self._remote.connector.request_preempted(request.kv)
+        self._kv.free(request.kv)
         request.set_status(status)
         if status is RequestStatus.PREEMPTED:
             self._recorder.preempted(request)
@@ -297,7 +300,7 @@ class StepPlanner:
                 # have taken, or what rows got that were planned before, is no longer in the budget.
                 num_after = len(running) - index - 1
                 num_new_tokens = self._chunk(request, max(1, plan.budget - num_after))
-            new_block_ids = allocate(request, num_new_tokens)
+            new_block_ids = allocate(request.kv, num_new_tokens)
             if new_block_ids is None and not may_preempt:
                 return
             if new_block_ids is None and (new_block_ids := self._make_room(index, num_new_tokens, plan)) is None:
@@ -312,8 +315,8 @@ class StepPlanner:
         make NaN, which masked attention spreads to earlier tokens of its chunk: 0 * NaN is NaN.
         """
         num_tokens = min(request.num_missing_tokens, budget, self._max_chunk)
-        if request.prompt_embeds and request.num_computed_tokens < request.prompt_embeds[0].position:
-            return min(num_tokens, request.prompt_embeds[0].position - request.num_computed_tokens)
+        if request.kv.prompt_embeds and request.kv.num_computed_tokens < request.kv.prompt_embeds[0].position:
+            return min(num_tokens, request.kv.prompt_embeds[0].position - request.kv.num_computed_tokens)
         return num_tokens
 
     def _make_room(self, index: int, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
@@ -333,7 +336,7 @@ class StepPlanner:
                 plan.preempted_req_ids.append(victim.request_id)
                 if victim is request:
                     return None
-            if (new_block_ids := self._kv.allocate(request, num_new_tokens)) is not None:
+            if (new_block_ids := self._kv.allocate(request.kv, num_new_tokens)) is not None:
                 return new_block_ids
 
     def _plan_waiting(self, plan: StepPlan, *, only_begun: bool) -> None:
@@ -349,7 +352,7 @@ class StepPlanner:
         num_new_tokens = self._chunk(request, plan.budget)
         if self._remote is not None:
             plan.early_outputs += self._remote.starts(request, num_new_tokens)
-        new_block_ids = self._kv.allocate(request, num_new_tokens)
+        new_block_ids = self._kv.allocate(request.kv, num_new_tokens)
         assert new_block_ids is not None, "an admitted request has room"
         if self._by_priority:
             bisect.insort(self.running, request, key=priority_key)

@@ -105,10 +105,13 @@ def _describe_step(
 
 
 def _describe(request: Request, *, tokens: bool) -> dict[str, Any]:
-    names = ("num_prompt_tokens", "num_tokens", "num_computed_tokens", "num_output_placeholders", "block_ids")
     described: dict[str, Any] = {
         "status": request.status.name,
-        **{name: getattr(request, name) for name in names},
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "num_tokens": request.num_tokens,
+        "num_computed_tokens": request.kv.num_computed_tokens,
+        "num_output_placeholders": request.num_output_placeholders,
+        "block_ids": request.kv.block_ids,
         "max_tokens": request.sampling_params.max_tokens,
         "temperature": request.sampling_params.temperature,
     }

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from ..data.messages import EngineCoreOutput, Logprobs
-from ..data.request import Request, RequestStatus, finish_status, mark_finished
+from ..data.request import Request, finish_status, mark_finished
+from ..data.request_status import RequestStatus
 from ..data.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from ..structured_output.manager import FAILED, FIELD
 from .drafts import Drafts
@@ -170,7 +171,7 @@ class StepResults:
         if not request.first_output_sent:
             request.first_output_sent = True
             output.prefill_stats = self._recorder.prefill_stats(request)
-            output.kv_wait_ns = request.kv_wait_ns
+            output.kv_wait_ns = request.kv.wait_ns
         return output
 
 

@@ -24,7 +24,7 @@ class StepsInFlight:
     def begin(self, scheduled: SchedulerOutput, running: Iterable[Request]) -> None:
         """Add a planned step, and a placeholder to each request whose tokens will all be computed: it draws one."""
         for request in running:
-            if request.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
+            if request.kv.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
                 request.num_output_placeholders += 1
         self._steps.append((scheduled, set()))
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..data.config import SchedulerConfig
-from ..data.request import Request, RequestStatus
+from ..data.request import Request
+from ..data.request_status import RequestStatus
 from ..kv_cache.kv_cache_manager import KVManager
 from .adapters import Adapters
 from .remote_kv import RemoteKV
@@ -62,7 +63,7 @@ def refusal(request: Request, policy: SchedulingPolicy, kv: KVManager, max_model
     """Return why a request can never run; empty if it can."""
     if request.priority and policy is not SchedulingPolicy.PRIORITY:
         return f"priority is {request.priority}, but the engine's scheduling policy is {policy}"
-    if request.remote is not None and not moves_kv:
+    if request.kv.remote is not None and not moves_kv:
         return "this engine does not exchange KV with others"
     if not request.num_prompt_tokens:
         return "prompt is empty"
@@ -139,16 +140,16 @@ class Admission:
                 return None
             # Here and not in a step: under overload the oldest requests are the latest ones, and prefilling them would
             # make those behind them late as well.
-            if request.deadline_ns and request.deadline_ns <= self._clock():
+            if request.times.deadline_ns and request.times.deadline_ns <= self._clock():
                 self._queue.remove(request)
                 self.expired.append(request)
                 continue
-            hits = [] if request.block_ids else self._kv.find_cached_blocks(request)
-            num_here = request.num_computed_tokens or self._kv.num_hit_tokens(hits)
+            hits = [] if request.kv.block_ids else self._kv.find_cached_blocks(request.kv)
+            num_here = request.kv.num_computed_tokens or self._kv.num_hit_tokens(hits)
             num_external = 0 if self._remote is None else self._num_external_tokens(request, num_here)
             if num_external is None:
                 return None
-            if not num_external and request.remote is not None and request.remote.awaits_tokens:
+            if not num_external and request.kv.remote is not None and request.kv.remote.awaits_tokens:
                 assert self._remote is not None
                 self._queue.remove(request)
                 self._remote.wait(request)
@@ -156,7 +157,7 @@ class Admission:
             if not self._chunked and request.num_tokens - num_here - num_external > max_tokens:
                 return None
             num_tokens = request.num_tokens
-            if not self._reserve_full_prompt and request.remote is None and not num_external:
+            if not self._reserve_full_prompt and request.kv.remote is None and not num_external:
                 num_tokens = min(num_tokens, num_here + min(max_tokens, self._max_chunk))
             if self._admit(request, hits, num_tokens, num_external, others_run=others_run):
                 if not num_external:
@@ -185,7 +186,7 @@ class Admission:
     ) -> bool:
         """Take a request out of the queue, with the cached blocks it shares, if ``num_tokens`` of its tokens fit."""
         keeps_spare = others_run or (self._remote is not None and self._remote.holds_blocks)
-        if not self._kv.can_admit(request, hits, num_tokens, self._watermark if keeps_spare else 0, num_external):
+        if not self._kv.can_admit(request.kv, hits, num_tokens, self._watermark if keeps_spare else 0, num_external):
             return False
         self._blocked = None
         self._queue.remove(request)
@@ -193,8 +194,8 @@ class Admission:
             self.seats[request.tenant] += 1
         if self._adapters is not None:
             self._adapters.begins(request)
-        if not request.block_ids:
-            self._kv.admit(request, hits)
+        if not request.kv.block_ids:
+            self._kv.admit(request.kv, hits)
         return True
 
     def _is_still_blocked(self, request: Request) -> bool:
@@ -206,7 +207,7 @@ class Admission:
             blocked is not None
             and blocked.request is request
             and self._kv.pool.num_free <= blocked.num_free
-            and not self._kv.finds_more(request, blocked.num_hits)
+            and not self._kv.finds_more(request.kv, blocked.num_hits)
         )
 
     def _num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
@@ -214,10 +215,10 @@ class Admission:
 
         A request that has loaded once does not load again.
         """
-        if self._remote is None or request.block_ids:
+        if self._remote is None or request.kv.block_ids:
             return 0
-        skips = request.skip_reading_prefix_cache or request.routed_rows is not None
-        if skips and not request.is_decode_leg:
+        skips = request.kv.skip_reading_prefix_cache or request.routed_rows is not None
+        if skips and not request.kv.is_decode_leg:
             return 0
         return self._remote.num_external_tokens(request, num_computed_tokens)
 
@@ -229,11 +230,11 @@ class Admission:
         """
         if self._remote is None or self._remote.holds_blocks:
             return False
-        holder = next((request for request in reversed(list(self._queue)) if request.block_ids), None)
+        holder = next((request for request in reversed(list(self._queue)) if request.kv.block_ids), None)
         if holder is None:
             # The oldest lease ends after a sixth of its time: its reader may be about to copy, and two engines that
             # wait for each other's leases must not wait for ever.
             self._remote.connector.want_room()
             return False
-        self._kv.free(holder)  # what it loaded can be hit until the blocks are needed
+        self._kv.free(holder.kv)  # what it loaded can be hit until the blocks are needed
         return True

@@ -12,7 +12,8 @@ from tokenloom.request.reasoning import Reasoning
 
 from ..data.config import ReasoningConfig, StructuredOutputConfig
 from ..data.core_sampling_params import SamplingParams, StructuredOutput
-from ..data.request import Request, RequestStatus
+from ..data.request import Request
+from ..data.request_status import RequestStatus
 from ..data.scheduler_output import GrammarOutput, SchedulerOutput
 from .compiler import CompileQueueFull, GrammarCompiler
 from .compiler_process import CompilerUnavailable
@@ -162,7 +163,7 @@ class StructuredOutputManager:
         for request_id, constraint in self.live.items():
             request = requests[request_id]
             drafts = scheduled.draft_token_ids.get(request_id, _NO_DRAFTS)
-            num_computed = request.num_computed_tokens - len(drafts)
+            num_computed = request.kv.num_computed_tokens - len(drafts)
             if request_id in scheduled.num_scheduled_tokens and num_computed == request.num_tokens:
                 num_seen = request.num_prompt_tokens + constraint.num_seen
                 if constraint.may_bind(request.num_tokens - num_seen + len(drafts)):
@@ -174,7 +175,7 @@ class StructuredOutputManager:
         """Return whether a bitmask of the step depends on tokens in flight, so that it cannot be computed yet."""
         for request_id, constraint in self.live.items():
             request = requests[request_id]
-            num_computed = request.num_computed_tokens - len(scheduled.draft_token_ids.get(request_id, _NO_DRAFTS))
+            num_computed = request.kv.num_computed_tokens - len(scheduled.draft_token_ids.get(request_id, _NO_DRAFTS))
             num_output = num_computed - request.num_prompt_tokens
             if (
                 request_id in scheduled.num_scheduled_tokens

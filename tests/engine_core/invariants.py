@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from itertools import zip_longest
 
 from tokenloom.engine_core.data.kv_groups import NULL_BLOCK
-from tokenloom.engine_core.data.request import Request, RequestStatus
+from tokenloom.engine_core.data.request_kv import RequestKV
+from tokenloom.engine_core.data.request_status import RequestStatus
 from tokenloom.engine_core.data.scheduler_output import SchedulerOutput
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
 from tokenloom.engine_core.kv_cache.prefix_search import group_key
@@ -31,22 +32,26 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert all(request.is_finished or request in away for request in loading)
     for request in waiting:
         assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-        if not (request.remote and request.remote.wait_ns):
-            assert not request.block_ids
-            assert request.num_computed_tokens == 0
+        if not (request.kv.remote and request.kv.remote.wait_ns):
+            assert not request.kv.block_ids
+            assert request.kv.num_computed_tokens == 0
     if scheduler._in_flight is None:
         assert all(not request.num_output_placeholders for request in scheduler.requests.values())
     for request in scheduler.running:
         assert request.num_tokens == len(request.all_token_ids)
-        assert request.num_computed_tokens < request.num_tokens + request.num_output_placeholders
+        assert request.kv.num_computed_tokens < request.num_tokens + request.num_output_placeholders
         assert request.num_tokens + request.num_output_placeholders <= request.max_num_tokens
-        num_blocks = -(-request.num_computed_tokens // scheduler.kv.block_size)
+        num_blocks = -(-request.kv.num_computed_tokens // scheduler.kv.block_size)
         num_blocks *= scheduler.kv.pool.num_groups
-        has_spare = request.remote is not None or scheduler.drafts is not None  # a rejected draft leaves its block
-        assert len(request.block_ids) == num_blocks or (has_spare and len(request.block_ids) > num_blocks)
+        has_spare = request.kv.remote is not None or scheduler.drafts is not None  # a rejected draft leaves its block
+        assert len(request.kv.block_ids) == num_blocks or (has_spare and len(request.kv.block_ids) > num_blocks)
     _check_order(scheduler)
     holders = waiting + scheduler.running + away + [request for request in loading if request.is_finished]
-    check_pool(scheduler.kv.pool, holders, list(remote._held.values()) if remote is not None else ())
+    check_pool(
+        scheduler.kv.pool,
+        [request.kv for request in holders],
+        list(remote._held.values()) if remote is not None else (),
+    )
     _check_content(scheduler)
 
 
@@ -69,13 +74,13 @@ def _check_order(scheduler: Scheduler) -> None:
         if scheduler.config.policy == "priority":
             assert waiting == sorted(waiting, key=priority_key)
         elif scheduler._remote is None:
-            arrivals = [request.arrival_ns for request in [*running, *waiting]]
+            arrivals = [request.times.arrival_ns for request in [*running, *waiting]]
             assert arrivals == sorted(arrivals)
 
 
-def check_pool(pool: BlockPool, holders: list[Request], lent: Iterable[list[int]] = ()) -> None:
+def check_pool(pool: BlockPool, holders: Iterable[RequestKV], lent: Iterable[list[int]] = ()) -> None:
     """Check that free and used blocks add up, references are counted, and a block can be hit if it has a hash."""
-    tables = [request.block_ids + request.reserved_block_ids for request in holders] + list(lent)
+    tables = [holder.block_ids + holder.reserved_block_ids for holder in holders] + list(lent)
     held = Counter(block_id for block_ids in tables for block_id in block_ids)
     first = 0
     if pool.num_groups > 1:  # the null block is no one's
@@ -105,11 +110,11 @@ def _check_content(scheduler: Scheduler) -> None:
     """Check that a block can be hit only if it is full, and only by the tokens it holds; shared blocks can be hit."""
     pool, size, num_groups = scheduler.kv.pool, scheduler.kv.block_size, scheduler.kv.pool.num_groups
     for request in scheduler.running:
-        num_known = min(request.num_computed_tokens, request.num_tokens)
-        hashes = block_hashes(request.all_token_ids[:num_known], size, salt=request.cache_salt)
+        num_known = min(request.kv.num_computed_tokens, request.num_tokens)
+        hashes = block_hashes(request.all_token_ids[:num_known], size, salt=request.kv.cache_salt)
         num_computed_blocks = -(-num_known // size)
         for group in range(num_groups):
             keys = [group_key(block_hash, group) for block_hash in hashes] if num_groups > 1 else hashes
-            for block_id, key in zip_longest(request.block_ids[group::num_groups][:num_computed_blocks], keys):
+            for block_id, key in zip_longest(request.kv.block_ids[group::num_groups][:num_computed_blocks], keys):
                 assert pool._hashes[block_id] in (None, key)
                 assert pool.ref_counts[block_id] == 1 or key is not None

@@ -34,7 +34,7 @@ def step(scheduler: Scheduler, token_id: int = 50) -> tuple[SchedulerOutput, lis
     sampled = []
     for request_id in scheduled.num_scheduled_tokens:
         request = scheduler.requests[request_id]
-        sampled.append([token_id] if request.num_computed_tokens == request.num_tokens else [])
+        sampled.append([token_id] if request.kv.num_computed_tokens == request.num_tokens else [])
     result = ModelRunnerOutput(list(scheduled.num_scheduled_tokens), sampled)
     outputs = scheduler.update_from_output(scheduled, result)
     check_scheduler(scheduler)

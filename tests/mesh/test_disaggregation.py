@@ -12,7 +12,7 @@ import pytest
 from tests.mesh.asking import Answer, ask
 from tests.mesh.harness import VOCAB_SIZE
 from tests.mesh.split import SplitEngine, SplitMesh
-from tokenloom.engine_core.data.request import RequestStatus
+from tokenloom.engine_core.data.request_status import RequestStatus
 
 BLOCK = 16
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 255, 256, 257, 512, 1000, 1999, 2000)
@@ -51,7 +51,7 @@ def is_pulling(engine: SplitEngine) -> bool:
 
 
 def is_prefilling(engine: SplitEngine) -> bool:
-    return any(0 < r.num_computed_tokens < r.num_tokens for r in list(engine.core.scheduler.requests.values()))
+    return any(0 < r.kv.num_computed_tokens < r.num_tokens for r in list(engine.core.scheduler.requests.values()))
 
 
 @pytest.mark.parametrize("transport", ["shm", "socket"])

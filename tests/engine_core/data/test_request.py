@@ -1,7 +1,8 @@
 import pytest
 
 from tests.engine_core.helpers import make_request
-from tokenloom.engine_core.data.request import FINISH_REASONS, Request, RequestStatus, finish_status
+from tokenloom.engine_core.data.request import Request, finish_status
+from tokenloom.engine_core.data.request_status import FINISH_REASONS, RequestStatus
 
 FINISHED = [status for status in RequestStatus if status >= RequestStatus.FINISHED_STOPPED]
 

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_pool
 from tests.engine_core.kv_cache.grouped_hash_worker import groups_of
 from tokenloom.engine_core.data.config import CacheConfig
 from tokenloom.engine_core.data.kv_events import BlockRemoved, BlockStored, KVEventLog
 from tokenloom.engine_core.data.kv_groups import NULL_BLOCK, partition_layers
-from tokenloom.engine_core.data.request import RemoteKVState, Request
+from tokenloom.engine_core.data.request_kv import RemoteKVState, RequestKV
 from tokenloom.engine_core.kv_cache.grouped_kv_cache_manager import GroupedKVCacheManager
 from tokenloom.engine_core.kv_cache.prefix_search import group_key
 from tokenloom.request.prompt_block_hash import block_hashes
@@ -30,17 +29,17 @@ def make_kv(
     return GroupedKVCacheManager(num_blocks, groups_of(windows), config, max_chunk, events, lends=lends)
 
 
-def make_request_of(prompt: list[int], request_id: str = "r") -> Request:
-    return Request(make_request(request_id, prompt, 50), 100_000, 0)
+def make_request_of(prompt: list[int], request_id: str = "r") -> RequestKV:
+    return RequestKV(request_id, prompt)
 
 
-def compute(kv: GroupedKVCacheManager, request: Request, chunks: Sequence[int]) -> None:
+def compute(kv: GroupedKVCacheManager, request: RequestKV, chunks: Sequence[int]) -> None:
     for num_tokens in chunks:
         assert kv.allocate(request, num_tokens) is not None
         request.num_computed_tokens += num_tokens
 
 
-def kept(kv: GroupedKVCacheManager, request: Request, group: int) -> list[int]:
+def kept(kv: GroupedKVCacheManager, request: RequestKV, group: int) -> list[int]:
     """The blocks of tokens that a group keeps of a request."""
     table = request.block_ids[group :: kv.num_groups]
     return [index for index, block_id in enumerate(table) if block_id != NULL_BLOCK]

@@ -1,24 +1,23 @@
 import pytest
 
-from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_pool
 from tokenloom.engine_core.data.config import CacheConfig
 from tokenloom.engine_core.data.kv_events import BlockRemoved, BlockStored, KVEventLog
-from tokenloom.engine_core.data.request import Request
+from tokenloom.engine_core.data.request_kv import RequestKV
 from tokenloom.engine_core.kv_cache import request_hashes
 from tokenloom.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from tokenloom.request.prompt_block_hash import hash_block
 
 
-def make_request_of(prompt: list[int], salt: bytes = b"", request_id: str = "r") -> Request:
-    return Request(make_request(request_id, prompt, 50, salt=salt), 100, 0)
+def make_request_of(prompt: list[int], salt: bytes = b"", request_id: str = "r") -> RequestKV:
+    return RequestKV(request_id, prompt, salt)
 
 
 def make_kv(num_blocks: int, *, caching: bool = True, events: KVEventLog | None = None) -> KVCacheManager:
     return KVCacheManager(num_blocks, CacheConfig(block_size=4, enable_prefix_caching=caching), events)
 
 
-def compute(kv: KVCacheManager, request: Request, num_tokens: int) -> None:
+def compute(kv: KVCacheManager, request: RequestKV, num_tokens: int) -> None:
     assert kv.allocate(request, num_tokens) is not None
     request.num_computed_tokens += num_tokens
 
@@ -156,11 +155,10 @@ def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         kv.find_cached_blocks(request)
         compute(kv, request, 20)
         for token_id in range(20, 23):
-            request.append_token(token_id)
+            request.all_token_ids.append(token_id)
             compute(kv, request, 1)
         kv.free(request)
         del request.all_token_ids[20:]
-        request.num_tokens = 20
     assert hashed == [tuple(range(start, start + 4)) for start in range(0, 20, 4)]
 
 

@@ -3,10 +3,8 @@
 import numpy as np
 import pytest
 
-from tokenloom.engine_core.data.core_sampling_params import SamplingParams
 from tokenloom.engine_core.data.embedding_rows import EmbedsSpan
-from tokenloom.engine_core.data.messages import EngineCoreRequest
-from tokenloom.engine_core.data.request import Request
+from tokenloom.engine_core.data.request_kv import RequestKV
 from tokenloom.engine_core.kv_cache.request_hashes import RequestHasher
 from tokenloom.request import prompt_block_hash
 from tokenloom.request.prompt_block_hash import block_hashes
@@ -15,12 +13,11 @@ SIZE = 4
 PREFIX = list(range(100, 112))
 
 
-def request(prompt: list[int], salt: bytes = b"") -> Request:
-    message = EngineCoreRequest("r", prompt, SamplingParams(max_tokens=8, seed=0), cache_salt=salt)
-    return Request(message, 64, 0)
+def request(prompt: list[int], salt: bytes = b"") -> RequestKV:
+    return RequestKV("r", list(prompt), salt)
 
 
-def hash_all(hasher: RequestHasher, wanted: Request) -> list[bytes]:
+def hash_all(hasher: RequestHasher, wanted: RequestKV) -> list[bytes]:
     while len(wanted.block_hashes) < wanted.num_tokens // SIZE:
         hasher.add_next(wanted)
     return wanted.block_hashes
@@ -51,7 +48,7 @@ def test_the_output_of_the_request_before_counts() -> None:
     hasher, before = RequestHasher(SIZE, b""), request(PREFIX)
     hash_all(hasher, before)
     for token_id in range(8):
-        before.append_token(token_id)
+        before.all_token_ids.append(token_id)
     hash_all(hasher, before)
     after = request([*PREFIX, 0, 1, 2, 3, 9, 9, 9, 9])
     assert hash_all(hasher, after) == block_hashes(after.all_token_ids, SIZE)
@@ -80,7 +77,7 @@ def test_embeddings_are_never_taken_for_tokens() -> None:
     assert plain == block_hashes(zeros, SIZE)
 
 
-def with_rows(prompt: list[int], value: float) -> Request:
+def with_rows(prompt: list[int], value: float) -> RequestKV:
     wanted = request(prompt)
     wanted.prompt_embeds = [EmbedsSpan(0, np.full((4, 2), value, dtype=np.float32))]
     return wanted

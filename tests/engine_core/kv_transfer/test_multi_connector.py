@@ -3,8 +3,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine_core.helpers import make_request
-from tokenloom.engine_core.data.request import Request
+from tokenloom.engine_core.data.request_kv import RequestKV
 from tokenloom.engine_core.data.scheduler_output import CachedRequestData, SchedulerOutput
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
 from tokenloom.engine_core.kv_transfer.core_kv import MultiConnector
@@ -40,11 +39,11 @@ class FakeConnector:
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._note("bind_block_pool")
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: RequestKV, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._note("match")
         return self.matched, bool(self.matched)
 
-    def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: RequestKV, block_ids: list[int], num_external_tokens: int) -> None:
         self.calls.append((f"{self.name}.alloc", num_external_tokens))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata | None:
@@ -53,7 +52,7 @@ class FakeConnector:
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self._note("update")
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> bool:
+    def request_finished(self, request: RequestKV, block_ids: list[int], *, is_prefilled: bool) -> bool:
         self._note("finished")
         return self.holds
 
@@ -122,8 +121,8 @@ def multi() -> Multi:
 
 
 @pytest.fixture
-def request_() -> Request:
-    return Request(make_request("r", [1, 2, 3]), 100, 0)
+def request_() -> RequestKV:
+    return RequestKV("r", [1, 2, 3])
 
 
 def news(*, sent: set[str] | None = None, received: set[str] | None = None, **stats: Any) -> KVConnectorOutput:
@@ -142,7 +141,7 @@ def news(*, sent: set[str] | None = None, received: set[str] | None = None, **st
 )
 def test_the_first_that_can_load_loads(
     multi: Multi,
-    request_: Request,
+    request_: RequestKV,
     first: int | None,
     second: int | None,
     answer: tuple[int | None, bool],
@@ -155,7 +154,7 @@ def test_the_first_that_can_load_loads(
     assert multi.take_calls() == allocated
 
 
-def test_an_offer_that_was_withdrawn_is_forgotten(multi: Multi, request_: Request) -> None:
+def test_an_offer_that_was_withdrawn_is_forgotten(multi: Multi, request_: RequestKV) -> None:
     multi.first.matched = 8
     multi.connector.get_num_new_matched_tokens(request_, 0)
     multi.first.matched, multi.second.matched = 0, 4
@@ -186,19 +185,19 @@ def test_only_connectors_with_work_in_a_step_are_called(multi: Multi) -> None:
     assert multi.take_calls() == []
 
 
-def test_blocks_are_free_when_the_last_holder_lets_go(multi: Multi, request_: Request) -> None:
-    assert not multi.connector.request_finished(request_, [1])
+def test_blocks_are_free_when_the_last_holder_lets_go(multi: Multi, request_: RequestKV) -> None:
+    assert not multi.connector.request_finished(request_, [1], is_prefilled=True)
     multi.first.holds = multi.second.holds = True
-    assert multi.connector.request_finished(request_, [1])
+    assert multi.connector.request_finished(request_, [1], is_prefilled=True)
     multi.first.news = news(sent={"r"})
     assert take_news(multi.connector, EMPTY) == news()
     multi.first.news, multi.second.news = None, news(sent={"r"})
     assert take_news(multi.connector, EMPTY) == news(sent={"r"})
 
 
-def test_every_connector_hears_that_a_request_ended(multi: Multi, request_: Request) -> None:
+def test_every_connector_hears_that_a_request_ended(multi: Multi, request_: RequestKV) -> None:
     multi.first.holds = True
-    assert multi.connector.request_finished(request_, [1])
+    assert multi.connector.request_finished(request_, [1], is_prefilled=True)
     multi.connector.request_aborted("r")
     assert multi.take_calls() == ["first.finished", "second.finished", "first.aborted", "second.aborted"]
 
@@ -224,13 +223,13 @@ def test_news_are_put_together(multi: Multi) -> None:
     )
 
 
-def test_room_is_made_by_whoever_can(multi: Multi, request_: Request) -> None:
+def test_room_is_made_by_whoever_can(multi: Multi, request_: RequestKV) -> None:
     assert multi.connector.revoke_oldest() is None
     multi.second.oldest = "x"
     assert multi.connector.revoke_oldest() == "x"
     # Held by both: the blocks are free only when the other one gives them up, too.
     multi.first.holds = multi.second.holds = True
-    multi.connector.request_finished(request_, [1])
+    multi.connector.request_finished(request_, [1], is_prefilled=True)
     multi.first.oldest = "r"
     assert multi.connector.revoke_oldest() is None
     multi.second.oldest = "r"

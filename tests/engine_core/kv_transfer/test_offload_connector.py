@@ -55,10 +55,10 @@ def test_wrong_content_does_not_come_back(make_core: Callable[..., OffloadingCor
     for prompt in (first, second):
         core.run(prompt)
     core.core.add_request(make_request("a", first, 4))
-    hashes = core.core.scheduler.requests["a"].block_hashes
+    hashes = core.core.scheduler.requests["a"].kv.block_hashes
     while not core.blocks_loaded:
         core.core.step()
-    core.core.scheduler.kv.pool.forget(core.core.scheduler.requests["a"].block_ids)
+    core.core.scheduler.kv.pool.forget(core.core.scheduler.requests["a"].kv.block_ids)
     assert len(hashes) >= 5
     core.core.abort_requests(["a"])
     loaded = core.blocks_loaded

@@ -46,14 +46,14 @@ def test_a_load_does_not_fill_a_block_that_a_step_in_flight_writes() -> None:
     pair = make_pair()
     writes = pair.add("writes", [3] * 24, 4, swap=True)
     pair.step(pair.decode)
-    written = list(pair.decode.core.scheduler.requests["writes"].block_ids)
+    written = list(pair.decode.core.scheduler.requests["writes"].kv.block_ids)
     loads = pair.add("loads", [4] * 24, 4)
     while loads.finish_reason is not FinishReason.PREFILLED:
         pair.step(pair.prefill)
     pair.abort(writes)
     assert len(pair.decode.core.steps_in_flight) == 1
     pair.step(pair.decode)
-    assert set(written) <= set(pair.decode.core.scheduler.requests["loads/decode"].block_ids)
+    assert set(written) <= set(pair.decode.core.scheduler.requests["loads/decode"].kv.block_ids)
     finish(pair)
 
 

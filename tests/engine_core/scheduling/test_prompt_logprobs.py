@@ -23,11 +23,11 @@ def part(start, count):
 
 def test_chunks_are_joined_and_returned_once():
     request = make_request()
-    assert request.skip_reading_prefix_cache
+    assert request.kv.skip_reading_prefix_cache
     assert request.take_prompt_logprobs(0, 4, part(0, 4)) is None
     assert request.take_prompt_logprobs(4, 4, part(4, 4)) is None
     assert request.take_prompt_logprobs(8, 2, part(8, 1)) == part(0, 9)
-    assert not request.skip_reading_prefix_cache
+    assert not request.kv.skip_reading_prefix_cache
     assert request.take_prompt_logprobs(0, 10, part(0, 9)) is None
 
 
@@ -48,7 +48,7 @@ def test_a_new_life_begins_anew_and_an_old_ones_part_is_dropped():
 def test_a_requested_cache_skip_remains():
     request = make_request(params={"skip_reading_prefix_cache": True})
     request.take_prompt_logprobs(0, 10, part(0, 9))
-    assert request.skip_reading_prefix_cache
+    assert request.kv.skip_reading_prefix_cache
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_requested_cache_skip_remains():
 def test_a_continued_output_has_no_prompt_logprobs(fields):
     request = make_request(**fields)
     assert request.prompt_logprobs is None
-    assert not request.skip_reading_prefix_cache
+    assert not request.kv.skip_reading_prefix_cache
     assert request.take_prompt_logprobs(0, 10, part(0, 9)) is None
 
 

@@ -209,10 +209,10 @@ class CoreMachine(RuleBasedStateMachine):
         while self.core.steps_in_flight:
             self._step()
         assert quiet.done()
-        waiting = [request.num_computed_tokens for request in self.core.scheduler.requests.values()]
+        waiting = [request.kv.num_computed_tokens for request in self.core.scheduler.requests.values()]
         for _ in range(3):
             self._step()
-        assert waiting == [request.num_computed_tokens for request in self.core.scheduler.requests.values()]
+        assert waiting == [request.kv.num_computed_tokens for request in self.core.scheduler.requests.values()]
         assert not self.core.has_work()
 
     @rule()
